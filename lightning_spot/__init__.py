@@ -1,0 +1,52 @@
+"""lightning_spot: train on spot VMs with PyTorch Lightning and lose almost nothing.
+
+The public names are imported when they are first used, so that commands and memory nodes never import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lightning_spot._version import __version__
+
+if TYPE_CHECKING:
+    from lightning_spot.callbacks.auto_resume import AutoResume
+    from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
+    from lightning_spot.callbacks.spot_checkpoint import SpotCheckpoint
+    from lightning_spot.checkpoint_io import SpotCheckpointIO
+    from lightning_spot.errors import SpotError
+    from lightning_spot.interval.policy import EverySeconds, EverySteps, IntervalPolicy
+
+__all__ = [
+    "AutoResume",
+    "EverySeconds",
+    "EverySteps",
+    "IntervalPolicy",
+    "RemoteSnapshot",
+    "SpotCheckpoint",
+    "SpotCheckpointIO",
+    "SpotError",
+    "__version__",
+]
+
+_HOMES = {
+    "AutoResume": "lightning_spot.callbacks.auto_resume",
+    "EverySeconds": "lightning_spot.interval.policy",
+    "EverySteps": "lightning_spot.interval.policy",
+    "IntervalPolicy": "lightning_spot.interval.policy",
+    "RemoteSnapshot": "lightning_spot.callbacks.remote_snapshot",
+    "SpotCheckpoint": "lightning_spot.callbacks.spot_checkpoint",
+    "SpotCheckpointIO": "lightning_spot.checkpoint_io",
+    "SpotError": "lightning_spot.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lightning_spot' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,3 @@
+"""The version of lightning_spot."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,7 @@
+"""Top floor: the callbacks. Thin glue between Lightning's hooks and the floors below."""
+
+from lightning_spot.callbacks.auto_resume import AutoResume, ResumedFrom
+from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
+from lightning_spot.callbacks.spot_checkpoint import SpotCheckpoint
+
+__all__ = ["AutoResume", "RemoteSnapshot", "ResumedFrom", "SpotCheckpoint"]

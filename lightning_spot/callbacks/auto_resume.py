@@ -1,0 +1,220 @@
+"""AutoResume: restores the newest good snapshot of a run from any tier when ``fit`` begins."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_spot.capture.place import Place
+from lightning_spot.errors import ModelChanged, SpotError
+from lightning_spot.memory.stores import open_store
+from lightning_spot.recovery.choice import open_newest
+from lightning_spot.recovery.source import DURABLE, MemorySource, OpenSnapshot, Source, StoreSource
+
+_MOST_KEYS_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedFrom:
+    """The snapshot a run was resumed from.
+
+    Attributes:
+        name: of the snapshot.
+        step: its ``global_step``.
+        epoch: its ``current_epoch``.
+        attempt: that took it.
+        tier: ``"memory"``, ``"durable"`` or the URL of a memory node.
+        url: where exactly.
+        complete: whether the run had reached its end.
+    """
+
+    name: str
+    step: int
+    epoch: int
+    attempt: int
+    tier: str
+    url: str
+    complete: bool
+
+
+class AutoResume(pl.Callback):
+    """Restores the newest snapshot whose checksums hold, from whichever tier has it.
+
+    Nothing is restored when the user passes ``ckpt_path`` to ``fit``: that always wins. When no tier has a snapshot,
+    training starts afresh, which is said once.
+
+    Args:
+        dirpath: durable directory or fsspec URL of the run.
+        memory: ``"auto"`` for this host's node, ``None`` for the durable tier only, or one or several
+            ``spot://host:port``.
+        run: name of the run; default the last component of ``dirpath``.
+
+    Raises:
+        SettingsError: if an argument cannot be used.
+
+    Attributes:
+        resumed_from: what was restored in the last ``fit``, or ``None``.
+
+    Example::
+
+        trainer = L.Trainer(callbacks=[AutoResume("s3://bucket/run-1", memory="spot://10.0.0.5:7070")])
+    """
+
+    def __init__(self, dirpath: str, *, memory: str | Sequence[str] | None = "auto", run: str | None = None) -> None:
+        super().__init__()
+        self.place = Place.of(dirpath, memory, run)
+        self.resumed_from: ResumedFrom | None = None
+        self._start_step = 0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Put the choice where Lightning looks for a checkpoint to resume from.
+
+        ``resume_start`` is the one place all strategies pass through, on every rank, with the process group up.
+        """
+        if stage != "fit":
+            return
+        self.resumed_from = None
+        connector = trainer._checkpoint_connector
+        original = connector.resume_start
+
+        def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+            connector.resume_start = original  # type: ignore[method-assign] # once
+            if checkpoint_path:
+                rank_zero_info(f"lightning_spot: resuming from ckpt_path={str(checkpoint_path)!r}, as asked")
+                original(checkpoint_path, weights_only)
+                return
+            original(checkpoint_path, weights_only)
+            self._restore(trainer, weights_only)
+
+        connector.resume_start = resume_start  # type: ignore[method-assign] # see above
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Remember where training began."""
+        self._start_step = -1
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say so when the run had ended already: Lightning trains nothing then, without a word."""
+        resumed = self.resumed_from
+        if resumed is not None and self._start_step >= 0:
+            rank_zero_info(
+                f"lightning_spot: run {self.place.run!r} is complete (epoch {resumed.epoch}, step {resumed.step}):"
+                " nothing was left to train. Raise max_epochs or max_steps to go on, or choose another dirpath for a"
+                " new run"
+            )
+
+    def sources(self) -> list[Source]:
+        """The tiers to ask, nearest first."""
+        place = self.place
+        found: list[Source] = [MemorySource(place.dirpath, place.run)] if place.embedded else []
+        found += [StoreSource(open_store(f"{node}/{place.run}"), node) for node in place.nodes]
+        return [*found, StoreSource(open_store(place.dirpath), DURABLE)]
+
+    def _restore(self, trainer: pl.Trainer, weights_only: bool | None) -> None:
+        self._start_step = 0
+        snapshot = _on_rank_zero(trainer, lambda: open_newest(self.sources()))
+        facts = trainer.strategy.broadcast(_facts(snapshot))
+        if facts is None:
+            rank_zero_info(f"lightning_spot: no snapshot of run {self.place.run!r} at any tier; starting afresh")
+            return
+        checkpoint = self._load(trainer, snapshot, weights_only)
+        _check_model(trainer, checkpoint, facts)
+        trainer._checkpoint_connector._loaded_checkpoint = _pl_migrate_checkpoint(checkpoint, None)
+        self.resumed_from = facts
+
+    def _load(self, trainer: pl.Trainer, snapshot: OpenSnapshot | None, weights_only: bool | None) -> dict[str, Any]:
+        """Load on rank 0 and hand the bytes to the ranks that have none."""
+        # None means True here, as for any local file in Lightning: a snapshot can hold nothing that runs code.
+        safe = True if weights_only is None else weights_only
+        data: bytes | None = None
+        checkpoint: dict[str, Any] | None = None
+        if snapshot is not None:
+            try:
+                checkpoint = torch.load(snapshot.path, map_location="cpu", weights_only=safe, mmap=False)
+                if trainer.world_size > 1:
+                    with open(snapshot.path, "rb") as file:
+                        data = file.read(snapshot.manifest.nbytes)
+            finally:
+                snapshot.close()
+        if trainer.world_size > 1:
+            data = trainer.strategy.broadcast(data)
+            if checkpoint is None:
+                assert data is not None
+                checkpoint = torch.load(io.BytesIO(data), map_location="cpu", weights_only=safe)
+        assert checkpoint is not None
+        return checkpoint
+
+
+def _facts(snapshot: OpenSnapshot | None) -> ResumedFrom | None:
+    if snapshot is None:
+        return None
+    manifest = snapshot.manifest
+    return ResumedFrom(
+        name=manifest.name,
+        step=manifest.step,
+        epoch=manifest.epoch,
+        attempt=manifest.attempt,
+        tier=snapshot.tier,
+        url=snapshot.url,
+        complete=manifest.complete,
+    )
+
+
+def _on_rank_zero(trainer: pl.Trainer, find: Any) -> OpenSnapshot | None:
+    """Run ``find`` on rank 0; an error there is raised on every rank, so that none waits for ever."""
+    found: OpenSnapshot | None = None
+    error: SpotError | None = None
+    if trainer.is_global_zero:
+        try:
+            found = find()
+        except SpotError as problem:
+            error = problem
+    if (shared := trainer.strategy.broadcast(str(error) if error is not None else None)) is not None:
+        raise error if error is not None else SpotError(shared)
+    return found
+
+
+def _check_model(trainer: pl.Trainer, checkpoint: dict[str, Any], facts: ResumedFrom) -> None:
+    """Name what no longer fits before Lightning loads half of it."""
+    module = trainer.lightning_module
+    if not module.strict_loading or is_overridden("on_load_checkpoint", module):
+        return  # the user's own hook may mend the difference
+    saved = checkpoint.get("state_dict", {})
+    present = trainer.strategy.lightning_module_state_dict()
+    missing, unexpected = sorted(set(present) - set(saved)), sorted(set(saved) - set(present))
+    reshaped = [
+        f"{key} {tuple(saved[key].shape)}→{tuple(value.shape)}"
+        for key, value in present.items()
+        if key in saved and isinstance(value, torch.Tensor) and getattr(saved[key], "shape", None) != value.shape
+    ]
+    if missing or unexpected or reshaped:
+        parts = [("new in the model", missing), ("gone from the model", unexpected), ("changed shape", reshaped)]
+        listed = "; ".join(f"{what}: {_some(keys)}" for what, keys in parts if keys)
+        raise ModelChanged(
+            f"the model has changed since snapshot {facts.name} ({facts.url}): {listed}. Use the model it was taken"
+            " of, set strict_loading=False in the LightningModule to load what fits, or start afresh with resume=False"
+            " or another dirpath. The snapshot is left as it is",
+            missing=missing,
+            unexpected=unexpected,
+            reshaped=reshaped,
+        )
+
+
+def _some(keys: list[str]) -> str:
+    more = len(keys) - _MOST_KEYS_NAMED
+    return ", ".join(keys[:_MOST_KEYS_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def say_resumed(resumed: ResumedFrom, run: str, attempt: int) -> None:
+    """One line that tells where the run goes on."""
+    rank_zero_info(
+        f"lightning_spot: run {run!r} attempt {attempt} resumes at step {resumed.step} (epoch {resumed.epoch}) from"
+        f" {resumed.tier} ({resumed.url}, {resumed.name})"
+    )

@@ -1,0 +1,101 @@
+"""SpotCheckpoint: the one callback most users need. Snapshots, the interval and the resume, composed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import lightning.pytorch as pl
+
+from lightning_spot.callbacks.auto_resume import AutoResume, ResumedFrom, say_resumed
+from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
+from lightning_spot.interval.policy import IntervalPolicy
+
+
+class SpotCheckpoint(RemoteSnapshot):
+    """Makes a training run survive its machine: snapshots beside training, and a resume by the same command.
+
+    Args:
+        dirpath: durable directory or fsspec URL of the run (``checkpoints/run-1``, ``s3://bucket/run-1``).
+        memory: ``"auto"`` for a memory node on this host, started by itself, which outlives a killed trainer;
+            ``None`` for none; one or several ``spot://host:port`` for memory nodes on other hosts besides.
+        run: name of the run; default the last component of ``dirpath``.
+        interval: when to take a snapshot; default every 60 seconds.
+        keep: snapshots each tier keeps, at least 1.
+        resume: whether to resume from the newest good snapshot. A ``ckpt_path`` given to ``fit`` always wins.
+        slots: slots of the ring on this host, at least 2; each takes the checkpoint's size of memory.
+        memory_limit: most memory for slots, such as ``"64GiB"``; default half of the host's.
+        on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for the flusher.
+        flush_timeout_s: how long ``fit`` waits at its end until all is durable, seconds.
+        idle_timeout_s: the node on this host ends when no trainer came for so long, seconds.
+        strict: raise where a warning and going on without snapshots would do.
+
+    Raises:
+        SettingsError: if an argument cannot be used.
+
+    Attributes:
+        attempt: number of this attempt of the run, from 1.
+
+    Example::
+
+        from lightning_spot import SpotCheckpoint
+
+        trainer = L.Trainer(callbacks=[SpotCheckpoint("checkpoints/run-1")])
+        trainer.fit(model, datamodule)  # the same line starts, and after a preemption resumes
+    """
+
+    def __init__(
+        self,
+        dirpath: str,
+        *,
+        memory: str | Sequence[str] | None = "auto",
+        run: str | None = None,
+        interval: IntervalPolicy | None = None,
+        keep: int = 2,
+        resume: bool = True,
+        slots: int = 3,
+        memory_limit: str | int | None = None,
+        on_full: Literal["skip", "wait"] = "skip",
+        flush_timeout_s: float = 300.0,
+        idle_timeout_s: float = 900.0,
+        strict: bool = False,
+    ) -> None:
+        super().__init__(
+            dirpath,
+            memory=memory,
+            run=run,
+            interval=interval,
+            keep=keep,
+            slots=slots,
+            memory_limit=memory_limit,
+            on_full=on_full,
+            flush_timeout_s=flush_timeout_s,
+            idle_timeout_s=idle_timeout_s,
+            strict=strict,
+        )
+        self._resume = AutoResume(dirpath, memory=memory, run=run) if resume else None
+
+    @property
+    def resumed_from(self) -> ResumedFrom | None:
+        """What this ``fit`` was resumed from, or ``None``."""
+        return self._resume.resumed_from if self._resume is not None else None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Start the node (which takes over what a killed one left), then look for a snapshot."""
+        super().setup(trainer, pl_module, stage)
+        if self._resume is not None:
+            self._resume.setup(trainer, pl_module, stage)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say where the run goes on."""
+        super().on_train_start(trainer, pl_module)
+        if self._resume is not None:
+            self._resume.on_train_start(trainer, pl_module)
+        if self.resumed_from is not None:
+            say_resumed(self.resumed_from, self.place.run, self.attempt)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Flush, and say so when there was nothing left to train."""
+        super().on_fit_end(trainer, pl_module)
+        if self._resume is not None:
+            self._resume.on_fit_end(trainer, pl_module)

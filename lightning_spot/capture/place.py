@@ -1,0 +1,121 @@
+"""Where a run's snapshots go: its name, its durable directory, its memory nodes, and how its own node is reached."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from lightning_spot.config import check_run_name, parse_bytes
+from lightning_spot.errors import NodeUnreachable, SettingsError, TierError
+from lightning_spot.memory.embedded import start
+from lightning_spot.memory.host import Host, InProcessHost
+from lightning_spot.memory.stores import open_store
+from lightning_spot.memory.wire import parse_spot_url
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where the snapshots of one run go.
+
+    Attributes:
+        run: name of the run.
+        dirpath: durable directory: an absolute path or an fsspec URL.
+        nodes: ``spot://host:port`` of memory nodes on other hosts, in order of preference.
+        embedded: whether a node on this host stands in front of them.
+    """
+
+    run: str
+    dirpath: str
+    nodes: tuple[str, ...]
+    embedded: bool
+
+    @classmethod
+    def of(cls, dirpath: str | os.PathLike[str], memory: str | Sequence[str] | None, run: str | None) -> Place:
+        """Check and complete what the user gave.
+
+        Raises:
+            SettingsError: naming the argument and what is wrong with it.
+        """
+        url = str(dirpath)
+        if not url.strip():
+            raise SettingsError("dirpath is empty; give the run's directory or URL, such as checkpoints/run-1")
+        scheme = urlsplit(url).scheme if "://" in url else ""
+        if scheme == "spot":
+            raise SettingsError(f"dirpath={url!r}: dirpath is the durable tier; a memory node goes into memory={url!r}")
+        url = os.path.abspath(url.removeprefix("file://")) if scheme in ("", "file") else url.rstrip("/")
+        name = check_run_name(run if run is not None else url.rstrip("/").rpartition("/")[2])
+        if memory is None or memory == AUTO:
+            nodes: tuple[str, ...] = ()
+        else:
+            nodes = tuple(_node_url(item) for item in ([memory] if isinstance(memory, str) else memory))
+        # A memory:// file system lives in one process only, so its flusher must run in the trainer's.
+        return cls(run=name, dirpath=url, nodes=nodes, embedded=memory is not None and scheme != "memory")
+
+    @property
+    def destinations(self) -> list[str]:
+        """URLs of the run at every tier below this host."""
+        return [*(f"{node}/{self.run}" for node in self.nodes), self.dirpath]
+
+    def check(self) -> None:
+        """Make sure the durable tier can be written to, if it is a directory.
+
+        Raises:
+            SettingsError: if it cannot.
+        """
+        if "://" in self.dirpath:
+            open_store(self.dirpath)  # raises when the file system is not installed
+            return
+        try:
+            os.makedirs(self.dirpath, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(
+                f"dirpath {self.dirpath!r} cannot be made ({error.strerror}); snapshots would never be durable."
+                " Give a directory that this user may write to"
+            ) from error
+        if not os.access(self.dirpath, os.W_OK | os.X_OK):
+            raise SettingsError(
+                f"dirpath {self.dirpath!r} is not writable; snapshots would never be durable. Give a directory that"
+                " this user may write to"
+            )
+
+    def open_host(self, *, slots: int, memory_bytes: int, idle_timeout_s: float, strict: bool = False) -> Host:
+        """The ring on this host: the embedded node, or one in this process.
+
+        If the embedded node cannot be started, a ring in this process takes its place, with a warning (or the error,
+        with ``strict``): snapshots then still reach the tiers below, but memory does not outlive the trainer.
+        """
+        if self.embedded:
+            try:
+                return start(
+                    self.dirpath, self.run, slots=slots, memory_bytes=memory_bytes, idle_timeout_s=idle_timeout_s
+                )
+            except (NodeUnreachable, TierError, OSError) as error:
+                if strict:
+                    raise
+                logger.warning(
+                    "lightning_spot: no memory node could be started on this host (%s); snapshots go through this"
+                    " process instead, and what is only in memory is lost if it is killed",
+                    error,
+                )
+        return InProcessHost(self.run, slots=slots, memory_bytes=memory_bytes, open_store=open_store)
+
+
+def memory_limit_bytes(limit: str | int | None) -> int:
+    """The limit of slot memory: as given, or half of this host's memory."""
+    if limit is not None:
+        return parse_bytes(limit)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _node_url(url: str) -> str:
+    address, path = parse_spot_url(str(url))
+    if path:
+        raise SettingsError(f"memory={url!r}: name the node only, {address}; the run's name comes from run= or dirpath")
+    return str(address)

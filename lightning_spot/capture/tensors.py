@@ -1,0 +1,47 @@
+"""Finds the tensors of a checkpoint and tells which of them only the optimizer may change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+
+def tensors_in(state: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor in nested dicts, lists and tuples. Tensors inside other objects are not seen."""
+    stack = [state]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, dict):
+            stack.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            stack.extend(item)
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Address of the tensor's storage, 0 if it has none of its own (sparse, quantised, wrapper subclasses)."""
+    if tensor.layout is not torch.strided:
+        return 0
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def optimizer_owned(optimizers: Iterable[Any]) -> set[int]:
+    """Addresses of the storages that change in ``optimizer.step()`` and nowhere else: parameters and their state.
+
+    Args:
+        optimizers: ``torch.optim.Optimizer`` or Lightning's wrappers.
+    """
+    owned: set[int] = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            owned.update(storage_address(parameter) for parameter in group["params"])
+        for state in optimizer.state.values():
+            owned.update(storage_address(tensor) for tensor in tensors_in(state))
+    owned.discard(0)
+    return owned

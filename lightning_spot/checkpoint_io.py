@@ -1,0 +1,233 @@
+"""SpotCheckpointIO: a user's own ``ModelCheckpoint`` saves through the same path as our snapshots."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities.types import _PATH
+
+from lightning_spot._version import __version__
+from lightning_spot.capture.place import AUTO, memory_limit_bytes
+from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.errors import NodeUnreachable, SettingsError, SnapshotNotFound, SpotError, TierError
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.embedded import start
+from lightning_spot.memory.host import Host, InProcessHost
+from lightning_spot.memory.stores import open_store
+
+logger = logging.getLogger(__name__)
+
+
+class SpotCheckpointIO(TorchCheckpointIO):
+    """Saves checkpoints into memory and lets a node on this host carry them to their path.
+
+    ``save_checkpoint`` returns when the checkpoint is committed in memory, with its checksums: many times sooner than
+    a plain save. The file then appears at its path whole or not at all. Errors show at the save itself where they can
+    be known, else at the next call. Reading, removing and the end of ``fit`` wait for what is under way.
+
+    Args:
+        memory: ``"auto"`` for a node on this host, which outlives a killed trainer; ``None`` for a ring inside this
+            process.
+        slots: slots of the ring, at least 2.
+        memory_limit: most memory for slots, such as ``"64GiB"``; default half of the host's.
+        wait_timeout_s: how long a save waits for a clean slot, seconds.
+        flush_timeout_s: how long reading and teardown wait for the flusher, seconds.
+        idle_timeout_s: the node on this host ends when no trainer came for so long, seconds.
+
+    Raises:
+        SettingsError: if an argument cannot be used.
+
+    Example::
+
+        trainer = L.Trainer(
+            plugins=[SpotCheckpointIO()],
+            callbacks=[ModelCheckpoint("checkpoints", monitor="val_loss", save_top_k=3, save_last=True)],
+        )
+    """
+
+    def __init__(
+        self,
+        *,
+        memory: str | None = AUTO,
+        slots: int = 3,
+        memory_limit: str | int | None = None,
+        wait_timeout_s: float = 600.0,
+        flush_timeout_s: float = 600.0,
+        idle_timeout_s: float = 900.0,
+    ) -> None:
+        super().__init__()
+        if memory not in (AUTO, None):
+            raise SettingsError(f"memory={memory!r}: SpotCheckpointIO takes 'auto' or None")
+        if slots < 2:
+            raise SettingsError(f"slots={slots}: a ring needs at least 2 slots")
+        self.memory = memory
+        self.slots = slots
+        self.memory_bytes = memory_limit_bytes(memory_limit)
+        self.wait_timeout_s = wait_timeout_s
+        self.flush_timeout_s = flush_timeout_s
+        self.idle_timeout_s = idle_timeout_s
+        self._writers: dict[str, SnapshotWriter] = {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+        """Commit ``checkpoint`` in memory and have it carried to ``path``.
+
+        Raises:
+            TypeError: if ``storage_options`` is given; the node reads credentials from the environment.
+            TierError: if an earlier checkpoint cannot be written to its place, or this one's place cannot be made.
+            SpotError: if no memory could be had in time.
+        """
+        if storage_options is not None:
+            raise TypeError("SpotCheckpointIO takes no storage_options: set credentials in the environment")
+        parent, name = _split(path)
+        if urlsplit(parent).scheme == "spot" or name.startswith("."):
+            super().save_checkpoint(checkpoint, path)  # a node is memory already
+            return
+        _check_folder(parent)
+        writer = self._writer(parent)
+        self._raise_failures(writer, parent)
+        manifest = Manifest(
+            run=_run_of(parent),
+            name=name,
+            file="",
+            step=int(checkpoint.get("global_step", 0)),
+            epoch=int(checkpoint.get("epoch", 0)),
+            attempt=writer.host.attempt if writer.host is not None else 1,
+            nbytes=0,
+            created_unix_s=time.time(),
+            versions={"lightning_spot": __version__, "torch": str(torch.__version__)},
+        )
+        try:
+            future = writer.begin(checkpoint, manifest, wait_s=self.wait_timeout_s, destinations=[parent])
+            future.result()
+        except NodeUnreachable as error:
+            logger.warning("lightning_spot: %s; saving %s without it", error, path)
+            super().save_checkpoint(checkpoint, path)
+
+    def load_checkpoint(
+        self, path: _PATH, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a checkpoint, waiting for it first if it is still on its way."""
+        self._flush(_split(path)[0])
+        return super().load_checkpoint(path, map_location, weights_only)
+
+    def remove_checkpoint(self, path: _PATH) -> None:
+        """Remove a checkpoint from memory and from its path."""
+        parent, name = _split(path)
+        writer = self._writers.get(parent)
+        if writer is not None and writer.host is not None:
+            try:
+                writer.host.remove(name)
+                return
+            except SnapshotNotFound:
+                logger.debug("%s has left memory already", path)
+            except SpotError as error:
+                logger.warning("lightning_spot: %s is removed without the node (%s)", path, error)
+        if urlsplit(parent).scheme != "spot":
+            open_store(parent).delete(Manifest(run="-", name=name, file="", step=0, attempt=0, nbytes=0))
+        super().remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """Return when every checkpoint is at its path.
+
+        Raises:
+            TierError: if one is not there within ``flush_timeout_s``; the node on this host goes on trying.
+        """
+        problems: list[str] = []
+        for parent, writer in list(self._writers.items()):
+            problems += self._try_flush(parent, writer)
+            host = writer.host
+            if host is not None:
+                _quietly(lambda host=host, left=bool(problems): host.leave(complete=not left))  # type: ignore[misc]
+            writer.close()
+            del self._writers[parent]
+        super().teardown()
+        if problems:
+            raise TierError("checkpoints are in memory but not at their path: " + "; ".join(problems))
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _writer(self, parent: str) -> SnapshotWriter:
+        if parent not in self._writers:
+            host = self._open(parent)
+            self._writers[parent] = SnapshotWriter(host, (lambda: self._open(parent)) if self.memory else None)
+        return self._writers[parent]
+
+    def _open(self, parent: str) -> Host:
+        run = _run_of(parent)
+        host: Host
+        if self.memory is not None and urlsplit(parent).scheme != "memory":
+            try:
+                # One node for all folders of this process; its first folder names it.
+                host = start(
+                    f"files:{os.getpid()}:{next(iter(self._writers), parent)}",
+                    run,
+                    slots=self.slots,
+                    memory_bytes=self.memory_bytes,
+                    idle_timeout_s=self.idle_timeout_s,
+                )
+                host.open_run([], keep=1)
+                return host
+            except (NodeUnreachable, OSError) as error:
+                logger.warning("lightning_spot: no memory node on this host (%s); saving through this process", error)
+        host = InProcessHost(run, slots=self.slots, memory_bytes=self.memory_bytes, open_store=open_store)
+        host.open_run([], keep=1)
+        return host
+
+    def _raise_failures(self, writer: SnapshotWriter, parent: str) -> None:
+        if writer.host is not None and (error := writer.host.failing().get(parent)):
+            raise TierError(f"an earlier checkpoint could not be written to {parent}: {error}", tier=parent)
+
+    def _flush(self, parent: str) -> None:
+        writer = self._writers.get(parent)
+        if writer is not None and (problems := self._try_flush(parent, writer)):
+            raise TierError("; ".join(problems), tier=parent)
+
+    def _try_flush(self, parent: str, writer: SnapshotWriter) -> list[str]:
+        if writer.host is None:
+            return [f"{parent}: the memory node on this host has gone"]
+        try:
+            return writer.host.flush(self.flush_timeout_s)
+        except SpotError as error:
+            return [f"{parent}: {error}"]
+
+
+def _split(path: _PATH) -> tuple[str, str]:
+    """Folder (absolute path or URL) and file name of a checkpoint."""
+    text = str(path)
+    if "://" not in text or text.startswith("file://"):
+        absolute = Path(os.path.abspath(text.removeprefix("file://")))
+        return str(absolute.parent), absolute.name
+    folder, _, name = text.rstrip("/").rpartition("/")
+    return folder, name
+
+
+def _run_of(parent: str) -> str:
+    return f"files-{os.getpid()}-{hashlib.sha256(parent.encode()).hexdigest()[:12]}"
+
+
+def _check_folder(parent: str) -> None:
+    """Fail at the save, not in the background, where the folder cannot be written to."""
+    if "://" in parent:
+        return
+    try:
+        os.makedirs(parent, exist_ok=True)
+    except OSError as error:
+        raise TierError(f"checkpoint folder {parent} cannot be made: {error.strerror}", tier=parent) from error
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise TierError(f"checkpoint folder {parent} is not writable", tier=parent)
+
+
+def _quietly(leave: Callable[[], None]) -> None:
+    try:
+        leave()
+    except SpotError as error:
+        logger.debug("the node has gone already: %s", error)

@@ -1,0 +1,93 @@
+"""``lightning-spot``: parses the command line, calls the command, turns errors into one line and an exit code.
+
+Exit codes: 0 done, 1 the answer is bad news (a snapshot is corrupt, something could not be flushed), 2 wrong usage or
+a tier that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+
+from rich.console import Console
+
+from lightning_spot._version import __version__
+from lightning_spot.cli import listing, transfer
+from lightning_spot.errors import CorruptSnapshot, SpotError
+from lightning_spot.memory import program
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: arguments without the program's name; default those of the process.
+
+    Returns:
+        the exit code.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.call(arguments))
+    except CorruptSnapshot as error:
+        _say(str(error))
+        return 1
+    except SpotError as error:
+        _say(str(error))
+        return 2
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lightning-spot", description="Snapshots of Lightning runs, at every tier.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    node = commands.add_parser("node", help="run a memory node")
+    program.add_arguments(node)
+    node.set_defaults(call=_node)
+
+    for name, call, text in (
+        ("ls", listing.ls, "list the snapshots of a run at every tier"),
+        ("show", listing.show, "show one snapshot: sizes, checksums, versions, what is in it"),
+        ("verify", transfer.verify, "read every byte of the snapshots and check it"),
+        ("pull", transfer.pull, "copy a snapshot's checkpoint into a file"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("url", metavar="URL", help="run: its directory, fsspec URL, or spot://host:port/RUN")
+        command.add_argument(
+            "--memory", action="append", default=[], metavar="spot://HOST:PORT", help="also ask this memory node"
+        )
+        command.add_argument("--run", help="name of the run (default: last component of URL)")
+        if name in ("show", "verify", "pull"):
+            command.add_argument(
+                "snapshot", nargs="?", help="name of the snapshot, or its step (default: the newest; verify: all)"
+            )
+        if name == "pull":
+            command.add_argument("--to", default=".", metavar="PATH", help="file or directory (default: %(default)s)")
+            command.add_argument("--force", action="store_true", help="replace an existing file")
+        if name in ("ls", "show"):
+            command.add_argument("--json", action="store_true", help="for programs")
+        command.set_defaults(call=call)
+    return parser
+
+
+def _node(arguments: argparse.Namespace) -> int:
+    logging.getLogger().setLevel(logging.INFO)
+    try:
+        return program.run_node(program.settings_from(arguments))
+    except OSError as error:
+        _say(f"lightning-spot node: {error}")
+        return 2
+
+
+def _say(text: str) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

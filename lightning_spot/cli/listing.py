@@ -1,0 +1,86 @@
+"""``lightning-spot ls`` and ``show``: what there is, where, how old, how safe."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_spot.cli.tiers import Entry, ask, pick
+from lightning_spot.config import format_bytes
+
+_NARROWEST = 120  # columns, where the output is no terminal
+
+
+def ls(arguments: argparse.Namespace) -> int:
+    """List the snapshots of a run at every tier, newest first."""
+    found = ask(arguments)
+    if arguments.json:
+        print(json.dumps([_facts(entry) for entry in found.entries], indent=1))
+        return 0
+    console = _console()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("SNAPSHOT", "STEP", "EPOCH", "ATTEMPT", "SIZE", "AGE", "TIER", "STATE"):
+        right = heading in ("STEP", "EPOCH", "ATTEMPT", "SIZE", "AGE")
+        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
+    for entry in found.entries:
+        manifest = entry.manifest
+        numbers = (str(number) for number in (manifest.step, manifest.epoch, manifest.attempt))
+        size, age = format_bytes(manifest.nbytes), _age(manifest.created_unix_s)
+        table.add_row(manifest.name, *numbers, size, age, entry.source.tier, entry.state)
+    if found.entries:
+        console.print(table)
+    else:
+        console.print("no snapshots", highlight=False)
+    for problem in found.problems:
+        console.print(problem, style="yellow", markup=False, highlight=False)
+    return 0
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Show everything known of one snapshot."""
+    entry = pick(ask(arguments), arguments.snapshot)
+    if arguments.json:
+        print(json.dumps(_facts(entry), indent=1))
+        return 0
+    manifest = entry.manifest
+    console = _console()
+    lines = {
+        "snapshot": manifest.name,
+        "run": manifest.run,
+        "tier": f"{entry.source.tier} ({entry.state})",
+        "step": manifest.step,
+        "epoch": manifest.epoch,
+        "attempt": manifest.attempt,
+        "complete": "yes, the run had ended" if manifest.complete else "no",
+        "taken": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created_unix_s))
+        + f" ({_age(manifest.created_unix_s)} ago)",
+        "file": f"{manifest.data_path}, {manifest.nbytes} bytes ({format_bytes(manifest.nbytes)})",
+        "parts": f"{len(manifest.checksums)} of {format_bytes(manifest.part_bytes)}, xxh3-128 each",
+        "world size": manifest.world_size,
+        "written by": ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())),
+    }
+    for name, value in lines.items():
+        console.print(f"{name:<11} {value}", markup=False, highlight=False)
+    return 0
+
+
+def _facts(entry: Entry) -> dict[str, object]:
+    return {**asdict(entry.manifest), "tier": entry.source.tier, "state": entry.state}
+
+
+def _age(created_unix_s: float) -> str:
+    seconds = max(0.0, time.time() - created_unix_s)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _console() -> Console:
+    console = Console(soft_wrap=True)
+    return console if console.is_terminal else Console(soft_wrap=True, width=max(console.width, _NARROWEST))

@@ -1,0 +1,110 @@
+"""``lightning-spot pull`` and ``verify``: read snapshots, check every byte, with a progress bar."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import uuid
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from lightning_spot.cli.tiers import Entry, Found, ask, pick
+from lightning_spot.config import PART_BYTES, format_bytes
+from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound, SpotError, TierError
+from lightning_spot.recovery.source import OpenSnapshot
+
+
+def pull(arguments: argparse.Namespace) -> int:
+    """Copy the newest good snapshot (or the one named) into a file that ``torch.load`` and Lightning read."""
+    found = ask(arguments)
+    wanted = pick(found, arguments.snapshot).manifest
+    target = _target(arguments, wanted.name)
+    snapshot = _open_somewhere(found, wanted.name)
+    try:
+        _copy(snapshot, target)
+    finally:
+        snapshot.close()
+    print(f"{target}: {format_bytes(wanted.nbytes)}, step {wanted.step}, from {snapshot.tier}, every checksum holds")
+    return 0
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    """Read and check every snapshot at every tier (or those of one name); exit code 1 if one is bad."""
+    found = ask(arguments)
+    if arguments.snapshot is not None:
+        name = pick(found, arguments.snapshot).manifest.name
+        found.entries = [entry for entry in found.entries if entry.manifest.name == name]
+    if not found.entries:
+        raise SnapshotNotFound("; ".join(["no snapshot to verify", *found.problems]))
+    bad = 0
+    for entry in found.entries:
+        label = f"{entry.manifest.name} at {entry.source.tier}"
+        try:
+            _open(entry).close()
+        except SpotError as error:
+            bad += 1
+            print(f"BAD  {label}: {error}")
+        else:
+            print(f"good {label}: {format_bytes(entry.manifest.nbytes)}, {len(entry.manifest.checksums)} parts")
+    for problem in found.problems:
+        print(f"not asked: {problem}")
+    return 1 if bad else 0
+
+
+def _open_somewhere(found: Found, name: str) -> OpenSnapshot:
+    """Open a snapshot at the first tier whose copy is good."""
+    problem: SpotError | None = None
+    for entry in found.entries:
+        if entry.manifest.name == name:
+            try:
+                return _open(entry)
+            except SpotError as error:
+                print(f"{entry.source.tier} is passed over: {error}")
+                problem = error
+    raise problem or CorruptSnapshot(f"{name} is at no tier any more")
+
+
+def _open(entry: Entry) -> OpenSnapshot:
+    with _progress() as progress:
+        task = progress.add_task(f"{entry.manifest.name} from {entry.source.tier}", total=entry.manifest.nbytes)
+        return entry.source.open(entry.manifest, lambda nbytes: progress.update(task, advance=nbytes))
+
+
+def _target(arguments: argparse.Namespace, name: str) -> Path:
+    target = Path(arguments.to)
+    if target.is_dir():
+        target = target / (f"{name}.ckpt" if not name.endswith(".ckpt") else name)
+    if target.exists() and not arguments.force:
+        raise SettingsError(f"{target} exists; pass --force to replace it, or --to another path")
+    if not target.parent.is_dir():
+        raise SettingsError(f"{target.parent} is no directory; make it first, or pass --to another path")
+    return target
+
+
+def _copy(snapshot: OpenSnapshot, target: Path) -> None:
+    """Write beside the target, then rename: a broken copy never stands under the final name."""
+    temporary = target.parent / f".{target.name}.{uuid.uuid4().hex}"
+    nbytes = snapshot.manifest.nbytes
+    try:
+        with _progress() as progress, open(temporary, "wb") as file:
+            task = progress.add_task(f"writing {target}", total=nbytes)
+            for start in range(0, nbytes, PART_BYTES):
+                part = os.pread(snapshot.fd, min(PART_BYTES, nbytes - start), start)
+                file.write(part)
+                progress.update(task, advance=len(part))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except OSError as error:
+        raise TierError(f"{target} cannot be written: {error.strerror}", tier=str(target)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    # To the error stream, and only for people: pipes get the result alone.
+    console = Console(stderr=True)
+    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)

@@ -1,0 +1,157 @@
+"""The one error tree of lightning_spot; every error says what happened, what it means for the run, and what to do.
+
+::
+
+    SpotError
+    ├── SettingsError            a setting or argument cannot be used as given
+    ├── LayoutUnsupported        this torch cannot lay this checkpoint out; plain ``torch.save`` is used instead
+    ├── CorruptSnapshot          bytes that are there are not the bytes that were committed
+    │   └── CorruptManifest      the manifest itself cannot be read
+    ├── SnapshotNotFound         no such snapshot, file or run at a tier
+    ├── TornSnapshot             a tensor changed while it was copied; the snapshot was dropped
+    ├── ModelChanged             the model no longer fits the snapshot it should resume from
+    ├── TierError                a tier failed (unreachable, disk full, permission)
+    │   ├── NodeUnreachable      no memory node answers at an address
+    │   ├── NodeRefused          the node answered and said no (token, bad request)
+    │   └── ProtocolMismatch     the two ends speak different protocol versions
+    ├── RingFull                 every slot is dirty or in use: back-pressure, not a failure
+    ├── SnapshotTooLarge         the snapshot cannot ever fit the node's memory
+    ├── Fenced                   a later attempt of the run has taken over; this writer's writes are refused
+    └── RunBusy                  a live trainer on this host already writes the run
+"""
+
+from __future__ import annotations
+
+
+class SpotError(Exception):
+    """Base of everything lightning_spot raises on purpose."""
+
+
+class SettingsError(SpotError, ValueError):
+    """A setting or an argument cannot be used as given; nothing was started."""
+
+
+class LayoutUnsupported(SpotError):
+    """This torch cannot lay the checkpoint out before filling it; the writer falls back to ``torch.save``."""
+
+
+class CorruptSnapshot(SpotError):
+    """The bytes found are not the bytes that were committed.
+
+    Attributes:
+        where: tier or URL of the snapshot.
+        part: index of the first bad part, or ``None`` when the size is wrong.
+    """
+
+    def __init__(self, message: str, *, where: str = "", part: int | None = None) -> None:
+        super().__init__(message)
+        self.where = where
+        self.part = part
+
+
+class CorruptManifest(CorruptSnapshot):
+    """A manifest cannot be parsed or contradicts itself."""
+
+
+class SnapshotNotFound(SpotError, FileNotFoundError):
+    """No such snapshot, file or run at this tier."""
+
+
+class TornSnapshot(SpotError):
+    """A tensor changed while it was being copied; the snapshot was dropped and the one before it stands."""
+
+
+class ModelChanged(SpotError, RuntimeError):
+    """The model's parameters do not match the snapshot.
+
+    Attributes:
+        missing: keys the model has and the snapshot lacks.
+        unexpected: keys the snapshot has and the model lacks.
+        reshaped: keys whose shapes differ.
+    """
+
+    def __init__(self, message: str, *, missing: list[str], unexpected: list[str], reshaped: list[str]) -> None:
+        super().__init__(message)
+        self.missing = missing
+        self.unexpected = unexpected
+        self.reshaped = reshaped
+
+
+class TierError(SpotError):
+    """A tier failed.
+
+    Attributes:
+        tier: URL of the tier.
+    """
+
+    def __init__(self, message: str, *, tier: str = "") -> None:
+        super().__init__(message)
+        self.tier = tier
+
+
+class NodeUnreachable(TierError, ConnectionError):
+    """No memory node answers at this address (now); the caller retries or degrades to the next tier."""
+
+
+class NodeRefused(TierError):
+    """The node answered and refused the request.
+
+    Attributes:
+        status: the HTTP status it answered with.
+    """
+
+    def __init__(self, message: str, *, tier: str = "", status: int = 0) -> None:
+        super().__init__(message, tier=tier)
+        self.status = status
+
+
+class ProtocolMismatch(TierError):
+    """The two ends speak different versions of the node protocol; upgrade the older one."""
+
+
+class RingFull(SpotError):
+    """Every slot of the ring is dirty or in use; try again once the flusher has caught up."""
+
+
+class SnapshotTooLarge(SpotError):
+    """The snapshot cannot fit the node's memory, however long one waits.
+
+    Attributes:
+        nbytes: size of the snapshot in bytes.
+        memory_bytes: the node's limit in bytes.
+    """
+
+    def __init__(self, message: str, *, nbytes: int = 0, memory_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.nbytes = nbytes
+        self.memory_bytes = memory_bytes
+
+
+class Fenced(SpotError):
+    """A later attempt of the run has taken over, so this writer's snapshots are refused.
+
+    Attributes:
+        run: name of the run.
+        attempt: the writer's attempt.
+        current: the attempt that holds the run now.
+    """
+
+    def __init__(self, message: str, *, run: str = "", attempt: int = 0, current: int = 0) -> None:
+        super().__init__(message)
+        self.run = run
+        self.attempt = attempt
+        self.current = current
+
+
+class RunBusy(SpotError):
+    """A live trainer already writes this run; two runs must not share one name.
+
+    Attributes:
+        run: name of the run.
+        pid: process id of the trainer that holds it.
+    """
+
+    def __init__(self, message: str, *, run: str = "", pid: int = 0) -> None:
+        super().__init__(message)
+        self.run = run
+        self.pid = pid

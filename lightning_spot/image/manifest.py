@@ -1,0 +1,152 @@
+"""The manifest: a small JSON file, written last, that makes a snapshot count. No manifest, no snapshot."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from lightning_spot.config import MANIFEST_VERSION, PART_BYTES
+from lightning_spot.errors import CorruptManifest
+from lightning_spot.image.parts import checksum_parts, part_ranges, verify_parts
+
+MODEL_FILE = "model.ckpt"
+MANIFEST_FILE = "manifest.json"
+_SNAPSHOT_NAME = re.compile(r"step-(\d+)-attempt-(\d+)(-complete)?")
+
+
+def snapshot_name(step: int, attempt: int, *, complete: bool = False) -> str:
+    """Name of the snapshot of ``step`` taken by ``attempt``; two attempts never share a name.
+
+    The snapshot of a finished run has a name of its own, so that it never replaces the last one before it.
+    """
+    return f"step-{step:09d}-attempt-{attempt:04d}" + ("-complete" if complete else "")
+
+
+def snapshot_order(name: str) -> tuple[int, int, bool] | None:
+    """Sort key read from a snapshot's name, see :attr:`Manifest.order`; ``None`` for other names."""
+    match = _SNAPSHOT_NAME.fullmatch(name)
+    return (int(match[2]), int(match[1]), bool(match[3])) if match else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a committed snapshot holds.
+
+    Attributes:
+        run: name of the run.
+        name: name of the snapshot within the run; for a single file that a user named, the file's name.
+        step: Lightning's ``global_step`` (optimizer steps).
+        attempt: number of the trainer process that took it, counted over restarts, from 1.
+        nbytes: size of the one file in bytes.
+        file: the file's name within the snapshot directory, or ``""`` when the snapshot *is* a file named ``name``.
+        checksums: xxh3-128 of each part, 32 hexadecimal digits each; empty until sealed.
+        part_bytes: size of a part in bytes.
+        epoch: Lightning's ``current_epoch``.
+        complete: whether training had reached its end.
+        created_unix_s: wall-clock time of the capture, seconds since 1970.
+        world_size: number of ranks that trained.
+        versions: versions of torch, lightning and lightning_spot that wrote it.
+        format: version of this file's format.
+    """
+
+    run: str
+    name: str
+    step: int
+    attempt: int
+    nbytes: int
+    file: str = MODEL_FILE
+    checksums: tuple[str, ...] = ()
+    part_bytes: int = PART_BYTES
+    epoch: int = 0
+    complete: bool = False
+    created_unix_s: float = 0.0
+    world_size: int = 1
+    versions: Mapping[str, str] = field(default_factory=dict)
+    format: int = MANIFEST_VERSION
+
+    @property
+    def order(self) -> tuple[int, int, bool]:
+        """Sort key: a later attempt beats an earlier one, within an attempt a later step, the end beats all."""
+        return (self.attempt, self.step, self.complete)
+
+    @property
+    def is_file(self) -> bool:
+        """Whether this is a single file at a place the user named, not a snapshot directory."""
+        return not self.file
+
+    @property
+    def data_path(self) -> str:
+        """Path of the data file below the run's directory."""
+        return self.name if self.is_file else f"{self.name}/{self.file}"
+
+    @property
+    def manifest_path(self) -> str:
+        """Path of the manifest below the run's directory (a hidden file beside a single file)."""
+        return f".{self.name}.{MANIFEST_FILE}" if self.is_file else f"{self.name}/{MANIFEST_FILE}"
+
+    def sealed(self, image: memoryview) -> Manifest:
+        """Return this manifest with the checksums of ``image``, which must be the whole file."""
+        return replace(self, checksums=checksum_parts(image, self.part_bytes), nbytes=len(image))
+
+    def verify(self, image: memoryview, where: str) -> None:
+        """Check the whole file against this manifest.
+
+        Raises:
+            CorruptSnapshot: if size or a part's checksum differs.
+        """
+        verify_parts(image, self.checksums, self.part_bytes, f"{self.run}/{self.name} at {where}")
+
+    def to_json(self) -> str:
+        """The manifest as JSON text."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Manifest:
+        """Read a manifest.
+
+        Raises:
+            CorruptManifest: if it is damaged, contradicts itself or has an unknown format.
+        """
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            raise CorruptManifest(f"a manifest is no valid JSON: {error}") from error
+        return cls.from_dict(fields)
+
+    @classmethod
+    def from_dict(cls, fields: Any) -> Manifest:
+        """Read a manifest from its JSON object; see :meth:`from_json`."""
+        if not isinstance(fields, dict) or not isinstance(fields.get("format"), int):
+            raise CorruptManifest("a manifest is no JSON object with a 'format' number")
+        if fields["format"] > MANIFEST_VERSION:
+            raise CorruptManifest(
+                f"a manifest has format {fields['format']}; this version of lightning_spot reads up to"
+                f" {MANIFEST_VERSION}: upgrade it"
+            )
+        known = {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
+        try:
+            manifest = cls(**{**known, "checksums": tuple(known.get("checksums", ()))})
+            manifest._check()
+        except TypeError as error:
+            raise CorruptManifest(f"a manifest is incomplete or contradicts itself: {error}") from error
+        return manifest
+
+    def _check(self) -> None:
+        for name, kind in (("run", str), ("name", str), ("file", str), ("step", int), ("attempt", int)):
+            _require(isinstance(getattr(self, name), kind), f"{name} is no {kind.__name__}")
+        _require(self.name not in ("", ".", "..") and self.file not in (".", ".."), "a name is empty or a dot")
+        for text in (self.run, self.name, self.file):
+            _require("/" not in text and "\0" not in text, f"{text!r} holds a path separator")
+        _require(isinstance(self.nbytes, int) and self.nbytes >= 0, "nbytes is no size")
+        _require(isinstance(self.part_bytes, int) and self.part_bytes > 0, "part_bytes is not positive")
+        _require(all(isinstance(item, str) for item in self.checksums), "checksums are no text")
+        parts = len(list(part_ranges(self.nbytes, self.part_bytes)))
+        _require(len(self.checksums) in (0, parts), f"{len(self.checksums)} checksums for {parts} parts")
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise CorruptManifest(f"a manifest is incomplete or contradicts itself: {otherwise}")

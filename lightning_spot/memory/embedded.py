@@ -1,0 +1,263 @@
+"""The embedded node: one per run and host, started by the first trainer that needs it, detached, so it outlives it.
+
+Each run has a few files in the runtime directory: ``KEY.lock`` (held while one is being started), ``KEY.alive`` (held
+by the node as long as it lives), ``KEY.http`` and ``KEY.fds`` (its sockets) and ``KEY.log``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lightning_spot.config import read_environment, run_key
+from lightning_spot.errors import NodeUnreachable, SettingsError, SnapshotNotFound
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.channel import Session
+from lightning_spot.memory.client import NodeClient, quoted
+from lightning_spot.memory.host import Lease, attempt_record
+from lightning_spot.memory.wire import Address
+from lightning_spot.tiers.store import newest_first
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 30.0
+_LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Where the embedded node of a run keeps its things.
+
+    Attributes:
+        folder: the runtime directory.
+        key: of the run, see :func:`~lightning_spot.config.run_key`.
+    """
+
+    folder: Path
+    key: str
+
+    @property
+    def http(self) -> Path:
+        """Its HTTP socket."""
+        return self.folder / f"{self.key}.http"
+
+    @property
+    def fds(self) -> Path:
+        """Its descriptor channel."""
+        return self.folder / f"{self.key}.fds"
+
+    @property
+    def alive(self) -> Path:
+        """Locked by the node while it lives."""
+        return self.folder / f"{self.key}.alive"
+
+    @property
+    def log(self) -> Path:
+        """What it writes."""
+        return self.folder / f"{self.key}.log"
+
+    def running(self) -> bool:
+        """Whether the node lives."""
+        try:
+            with open(self.alive, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return False
+
+
+def find_record(dirpath: str) -> Record:
+    """The record of the embedded node that serves a run's durable URL (whether or not it lives).
+
+    Raises:
+        SettingsError: if the runtime directory cannot be used.
+    """
+    folder = read_environment().runtime_dir
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise PermissionError("it belongs to another user")
+    except OSError as error:
+        raise SettingsError(
+            f"the runtime directory {folder} cannot be used ({error}); set LIGHTNING_SPOT_RUNTIME_DIR to a private,"
+            " writable one"
+        ) from error
+    record = Record(folder, run_key(dirpath))
+    if len(str(record.http)) > _LONGEST_SOCKET_PATH:
+        raise SettingsError(
+            f"{folder} is too long for a socket's path; set LIGHTNING_SPOT_RUNTIME_DIR to a shorter one"
+        )
+    return record
+
+
+def attach(dirpath: str, run: str) -> EmbeddedHost | None:
+    """Connect to the embedded node of a run if it lives; ``None`` otherwise."""
+    record = find_record(dirpath)
+    if not record.running():
+        return None
+    try:
+        return EmbeddedHost(record, run)
+    except NodeUnreachable as error:
+        logger.debug("the embedded node is on its way out: %s", error)
+        return None
+
+
+def start(dirpath: str, run: str, *, slots: int, memory_bytes: int, idle_timeout_s: float) -> EmbeddedHost:
+    """Connect to the embedded node of a run; start it first if need be. Trainers that start at once get one node.
+
+    Args:
+        dirpath: durable URL of the run.
+        run: its name.
+        slots: slots of the ring, if it is started now.
+        memory_bytes: limit of their memory, likewise.
+        idle_timeout_s: it ends when no trainer has been connected for so long, likewise.
+
+    Raises:
+        NodeUnreachable: if it does not come up; the message holds the end of its log.
+    """
+    record = find_record(dirpath)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    with _locked(record.folder / f"{record.key}.lock"):
+        while True:
+            if (host := attach(dirpath, run)) is not None:
+                return host
+            if record.running():  # ending, or just coming up
+                if time.monotonic() > deadline:
+                    raise NodeUnreachable(f"the embedded node does not answer at {record.http}; see {record.log}")
+                time.sleep(0.05)
+                continue
+            _spawn(record, slots, memory_bytes, idle_timeout_s, deadline)
+
+
+def _spawn(record: Record, slots: int, memory_bytes: int, idle_timeout_s: float, deadline: float) -> None:
+    command = [sys.executable, "-m", "lightning_spot.memory.program", "--embedded", str(record.folder), record.key]
+    command += ["--slots", str(slots), "--memory", str(memory_bytes), "--idle-timeout", str(idle_timeout_s)]
+    package_home = str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package_home, *_python_path()])}
+    with open(record.log, "ab") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # a signal to the trainer's process group must not reach it
+            env=environment,
+            cwd="/",
+        )
+    while not record.fds.exists() or not record.running():
+        if process.poll() is not None or time.monotonic() > deadline:
+            tail = record.log.read_text(encoding="utf-8", errors="replace")[-2000:]
+            raise NodeUnreachable(f"the embedded memory node did not start (exit {process.poll()}). Its log:\n{tail}")
+        time.sleep(0.02)
+
+
+def _python_path() -> list[str]:
+    """``PYTHONPATH`` with absolute entries: the node does not run in the trainer's working directory."""
+    return [os.path.abspath(item) for item in os.environ.get("PYTHONPATH", "").split(os.pathsep) if item]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with open(path, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+class EmbeddedHost:
+    """The embedded node as its trainer sees it; implements :class:`~lightning_spot.memory.host.Host`.
+
+    Args:
+        record: where it is.
+        run: name of the run.
+    """
+
+    def __init__(self, record: Record, run: str) -> None:
+        self.run = run
+        self.attempt = 0
+        self.client = NodeClient(Address(socket_path=str(record.http)))
+        self.session = Session(record.fds, read_environment().token)
+        self._maps: dict[tuple[int, int], mmap.mmap] = {}
+
+    def open_run(self, destinations: list[str], keep: int, attempt: int = 0) -> int:
+        """See :meth:`Host.open_run`."""
+        body = {
+            "destinations": destinations,
+            "keep": keep,
+            "attempt": attempt,
+            "session": self.session.id,
+            "pid": os.getpid(),
+            "record": attempt_record(),
+        }
+        self.attempt = int(self.client.call("POST", f"/v1/runs/{quoted(self.run)}/open", body)["attempt"])
+        return self.attempt
+
+    def lease(self, nbytes: int, wait_s: float) -> Lease:
+        """See :meth:`Host.lease`."""
+        body = {"attempt": self.attempt, "nbytes": nbytes, "wait_s": wait_s, "session": self.session.id}
+        path = f"/v1/runs/{quoted(self.run)}/uploads"
+        leased = self.client.call("POST", path, body, timeout_s=wait_s + 120.0)
+        key = (int(leased["slot"]), int(leased["generation"]))
+        if key not in self._maps:
+            for old in [item for item in self._maps if item[0] == key[0]]:
+                del self._maps[old]
+            self._maps[key] = self.session.map_slot(key[0])
+        return Lease(str(leased["upload"]), self._maps[key], nbytes, str(leased["backing"]))
+
+    def seal(self, lease: Lease, manifest: Manifest, destinations: list[str] | None = None) -> None:
+        """See :meth:`Host.seal`."""
+        body = {"manifest": asdict(manifest), "destinations": destinations}
+        self.client.call("POST", f"/v1/uploads/{lease.id}/seal", body, timeout_s=600.0)
+
+    def abort(self, lease: Lease) -> None:
+        """See :meth:`Host.abort`."""
+        self.client.call("DELETE", f"/v1/uploads/{lease.id}")
+
+    def flush(self, wait_s: float) -> list[str]:
+        """See :meth:`Host.flush`."""
+        body = {"run": None, "wait_s": wait_s}
+        return [str(line) for line in self.client.call("POST", "/v1/flush", body, timeout_s=wait_s + 30)["unreached"]]
+
+    def remove(self, name: str) -> None:
+        """See :meth:`Host.remove`."""
+        self.client.call("DELETE", f"/v1/files/{quoted(self.run, name)}")
+
+    def failing(self) -> dict[str, str]:
+        """See :meth:`Host.failing`."""
+        tiers = self.client.call("GET", "/v1/status")["tiers"]
+        return {url: str(health["error"]) for url, health in tiers.items() if health["error"]}
+
+    def safe_step(self) -> int | None:
+        """See :meth:`Host.safe_step`."""
+        return max((manifest.step for manifest, _, safe in self.held() if safe), default=None)
+
+    def held(self) -> list[tuple[Manifest, list[str], list[str]]]:
+        """Everything the node holds of the run: manifest, tiers it is dirty for, tiers it is safe at."""
+        listed = self.client.call("GET", f"/v1/runs/{quoted(self.run)}/snapshots")["snapshots"]
+        return [(Manifest.from_dict(item["manifest"]), item["dirty"], item["safe"]) for item in listed]
+
+    def manifests(self) -> list[Manifest]:
+        """Committed snapshots of the run in this node's memory, newest first."""
+        return newest_first([manifest for manifest, _, _ in self.held() if not manifest.is_file])
+
+    def open_snapshot(self, manifest: Manifest) -> int:
+        """Descriptor of a snapshot's memory, see :meth:`Session.open_snapshot`."""
+        if not manifest.name:
+            raise SnapshotNotFound("a snapshot without a name")
+        return self.session.open_snapshot(self.run, manifest.name)
+
+    def leave(self, *, complete: bool) -> None:
+        """See :meth:`Host.leave`."""
+        self.client.call("POST", f"/v1/runs/{quoted(self.run)}/close", {"complete": complete})
+        self.session.close()
+        self.client.close()

@@ -1,0 +1,133 @@
+"""What a trainer asks of the ring on its own host, and the ring inside the trainer's process (``memory=None``)."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.node import Node
+from lightning_spot.tiers.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A slot to fill.
+
+    Attributes:
+        id: of the upload.
+        map: the slot's memory, shared with the node; at least ``nbytes`` long.
+        nbytes: size of the snapshot.
+        backing: ``"tmpfs"`` or ``"memfd"``.
+    """
+
+    id: str
+    map: mmap.mmap
+    nbytes: int
+    backing: str
+
+
+class Host(Protocol):
+    """A ring on this host. Methods may be called from any thread."""
+
+    run: str
+    attempt: int
+
+    def open_run(self, destinations: list[str], keep: int, attempt: int = 0) -> int:
+        """Begin the next attempt of the run (or go on with ``attempt`` at a new node) and return its number."""
+
+    def lease(self, nbytes: int, wait_s: float) -> Lease:
+        """Take a slot, waiting up to ``wait_s`` for a clean one."""
+
+    def seal(self, lease: Lease, manifest: Manifest, destinations: list[str] | None = None) -> None:
+        """Commit a filled slot in memory; when this returns the snapshot counts."""
+
+    def abort(self, lease: Lease) -> None:
+        """Give a slot back unfilled."""
+
+    def flush(self, wait_s: float) -> list[str]:
+        """Bring everything to the tiers below; returns what was not reached in time, one line each."""
+
+    def remove(self, name: str) -> None:
+        """Remove a snapshot or file from memory and the tiers below."""
+
+    def failing(self) -> dict[str, str]:
+        """Tiers that fail at present, with the error."""
+
+    def safe_step(self) -> int | None:
+        """Newest step that is safe at a tier below, as far as memory knows."""
+
+    def leave(self, *, complete: bool) -> None:
+        """Let the run go; ``complete`` when it has reached its end."""
+
+
+class InProcessHost:
+    """A ring and flusher in the trainer's own process: nothing of it outlives a killed trainer.
+
+    Args:
+        run: name of the run.
+        slots: slots of the ring.
+        memory_bytes: limit of their memory.
+        open_store: makes the stores of the tiers below.
+    """
+
+    def __init__(self, run: str, *, slots: int, memory_bytes: int, open_store: Callable[[str], Store]) -> None:
+        self.run = run
+        self.attempt = 0
+        self._node = Node(slots=slots, memory_bytes=memory_bytes, open_store=open_store)
+
+    def open_run(self, destinations: list[str], keep: int, attempt: int = 0) -> int:
+        """See :meth:`Host.open_run`."""
+        self.attempt = self._node.open_run(
+            self.run, destinations=destinations, keep=keep, attempt=attempt, pid=os.getpid(), record=attempt_record()
+        )
+        return self.attempt
+
+    def lease(self, nbytes: int, wait_s: float) -> Lease:
+        """See :meth:`Host.lease`."""
+        upload = self._node.lease(self.run, self.attempt, nbytes, wait_s=wait_s, session="in-process")
+        memory = upload.slot.memory
+        assert memory is not None
+        return Lease(upload.id, memory.map, nbytes, memory.backing)
+
+    def seal(self, lease: Lease, manifest: Manifest, destinations: list[str] | None = None) -> None:
+        """See :meth:`Host.seal`."""
+        self._node.seal(lease.id, manifest, destinations)
+
+    def abort(self, lease: Lease) -> None:
+        """See :meth:`Host.abort`."""
+        self._node.abort(lease.id)
+
+    def flush(self, wait_s: float) -> list[str]:
+        """See :meth:`Host.flush`."""
+        return self._node.flush(None, wait_s)
+
+    def remove(self, name: str) -> None:
+        """See :meth:`Host.remove`."""
+        self._node.remove(self.run, name)
+
+    def failing(self) -> dict[str, str]:
+        """See :meth:`Host.failing`."""
+        return {url: health.error for url, health in self._node.flusher.health.items() if health.error}
+
+    def safe_step(self) -> int | None:
+        """See :meth:`Host.safe_step`."""
+        steps = [slot.manifest.step for slot in self._node.ring.committed(self.run) if slot.manifest and slot.safe]
+        return max(steps, default=None)
+
+    def leave(self, *, complete: bool) -> None:
+        """See :meth:`Host.leave`."""
+        self._node.close_run(self.run, complete=complete)
+        self._node.close()
+
+
+def attempt_record() -> dict[str, Any]:
+    """What a claim says about its writer."""
+    host = ""
+    with contextlib.suppress(OSError):
+        host = os.uname().nodename
+    return {"pid": os.getpid(), "host": host}

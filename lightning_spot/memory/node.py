@@ -1,0 +1,395 @@
+"""A memory node without its network: runs, attempts and uploads over a ring and a flusher.
+
+The HTTP service puts this on a socket; with ``memory=None`` a trainer holds one in its own process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_spot.config import check_run_name
+from lightning_spot.errors import CorruptSnapshot, RunBusy, SettingsError, SnapshotNotFound, SpotError, TierError
+from lightning_spot.image.archive import write_crcs
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.flusher import Flusher
+from lightning_spot.memory.ring import Ring, Slot
+from lightning_spot.tiers.store import Store, check_fence
+
+logger = logging.getLogger(__name__)
+
+UPLOAD_IDLE_S = 120.0
+"""An upload over the network that receives nothing for so long is given up and its slot freed."""
+
+
+@dataclass(slots=True)
+class Run:
+    """A run this node knows.
+
+    Attributes:
+        name: its name.
+        attempt: the attempt that may write.
+        destinations: URLs of the run's directories at the tiers below.
+        keep: snapshots each tier keeps.
+        session: id of the live connection of its trainer on this host, ``""`` if there is none.
+        pid: process id of that trainer.
+        complete: whether its trainer said that the run has ended.
+    """
+
+    name: str
+    attempt: int = 0
+    destinations: list[str] = field(default_factory=list)
+    keep: int = 2
+    session: str = ""
+    pid: int = 0
+    complete: bool = False
+
+
+@dataclass(slots=True)
+class Upload:
+    """A slot on its way to become a snapshot."""
+
+    id: str
+    run: str
+    attempt: int
+    slot: Slot
+    nbytes: int
+    session: str
+    touched_s: float
+    received: dict[int, tuple[int, str]] = field(default_factory=dict)
+
+
+class Node:
+    """Runs, attempts and uploads. All methods may be called from any thread.
+
+    Args:
+        slots: slots of the ring.
+        memory_bytes: most bytes all slots together may hold.
+        open_store: makes the store of a destination URL.
+        flush_to: URL below which runs are flushed, for runs whose trainer names no destinations.
+        area: tmpfs directory for slots.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int,
+        memory_bytes: int,
+        open_store: Callable[[str], Store],
+        flush_to: str | None = None,
+        area: Path | None = None,
+    ) -> None:
+        self.flush_to = flush_to.rstrip("/") if flush_to else None
+        self.runs: dict[str, Run] = {}
+        self.uploads: dict[str, Upload] = {}
+        self.closing = False
+        self._lock = threading.RLock()
+        self._open_store = open_store
+        self._sessions: set[str] = set()
+        self.ring = Ring(slots=slots, memory_bytes=memory_bytes, area=area, failing=self._failing)
+        self.flusher = Flusher(self.ring, open_store, self._writer, self._keep)
+        self._resume_flushing()
+
+    # -- runs and attempts ----------------------------------------------------------------------------------------
+
+    def open_run(
+        self,
+        name: str,
+        *,
+        destinations: list[str] | None = None,
+        keep: int = 2,
+        session: str = "",
+        pid: int = 0,
+        attempt: int = 0,
+        record: dict[str, Any] | None = None,
+    ) -> int:
+        """Begin the next attempt of a run; from now on earlier attempts' writes are refused.
+
+        Args:
+            name: the run.
+            destinations: URLs of its directories at the tiers below; default ``flush_to/name``.
+            keep: snapshots each tier keeps.
+            session: live connection of the trainer, if it is on this host.
+            pid: its process id, for messages.
+            attempt: the attempt to take, when it was already decided elsewhere; 0 chooses the next.
+            record: what to note in the claim (host, pid, time).
+
+        Returns:
+            the attempt's number, counted from 1 over all tiers that answer.
+
+        Raises:
+            RunBusy: if a live trainer on this host holds the run.
+            Fenced: if ``attempt`` was given and a later one holds the run.
+        """
+        check_run_name(name)
+        with self._lock:
+            run = self.runs.get(name) or Run(name)
+            if run.session and run.session != session and run.session in self._sessions:
+                raise RunBusy(
+                    f"run {name!r} is being written by a live trainer on this host (pid {run.pid}). Two runs must not"
+                    " share one name: give this one another dirpath or run=, or end the other first",
+                    run=name,
+                    pid=run.pid,
+                )
+            urls = destinations if destinations is not None else self._default_destinations(name)
+            taken = max([run.attempt, *(slot.manifest.attempt for slot in self.ring.committed(name) if slot.manifest)])
+            reachable = self._claims(urls)
+            taken = max([taken, *reachable.values()])
+            if attempt:
+                check_fence(name, attempt, taken)
+            chosen = attempt or taken + 1
+            for url in reachable:
+                self._claim(url, chosen, record or {})
+            run.attempt, run.destinations, run.keep = chosen, list(urls), max(1, keep)
+            run.session, run.pid, run.complete = session, pid, False
+            self.runs[name] = run
+            for url in urls:
+                self.flusher.serve(url)
+            return chosen
+
+    def close_run(self, name: str, *, complete: bool) -> None:
+        """The trainer leaves; ``complete`` says that the run has reached its end."""
+        with self._lock:
+            if (run := self.runs.get(name)) is not None:
+                run.session, run.complete = "", complete
+
+    def claimed(self, name: str) -> int:
+        """The attempt that holds a run, here or at the tiers below; 0 if none."""
+        run = self.runs.get(name)
+        return max([run.attempt if run else 0, *self._claims(self._default_destinations(name)).values()])
+
+    def begin_session(self, session: str) -> None:
+        """A trainer on this host is connected."""
+        with self._lock:
+            self._sessions.add(session)
+
+    def end_session(self, session: str) -> None:
+        """The connection of a trainer has closed (it ended or was killed): its half-filled slots are freed."""
+        with self._lock:
+            self._sessions.discard(session)
+            for upload in [item for item in self.uploads.values() if item.session == session]:
+                self.abort(upload.id)
+            for run in self.runs.values():
+                if run.session == session:
+                    run.session = ""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a trainer is connected, an upload under way, or something dirty that a working tier will take."""
+        dirty = {url for slot in self.ring.committed() for url in slot.dirty}
+        return bool(self._sessions or self.uploads or any(not self._failing(url) for url in dirty))
+
+    @property
+    def finished(self) -> bool:
+        """Whether every run this node served has said that it is complete, and all is safe below."""
+        dirty = any(slot.dirty for slot in self.ring.committed())
+        return bool(self.runs) and all(run.complete for run in self.runs.values()) and not dirty and not self.busy
+
+    # -- uploads --------------------------------------------------------------------------------------------------
+
+    def lease(self, run: str, attempt: int, nbytes: int, *, wait_s: float = 0.0, session: str = "") -> Upload:
+        """Take a slot for a new snapshot; see :meth:`Ring.lease` for what it raises.
+
+        Raises:
+            Fenced: if ``attempt`` no longer holds the run.
+        """
+        if self.closing:
+            raise TierError("this node is shutting down and takes no new snapshots")
+        self._check_writer(run, attempt)
+        self._expire()
+        slot = self.ring.lease(nbytes, wait_s)
+        upload = Upload(uuid.uuid4().hex, run, attempt, slot, nbytes, session, time.monotonic())
+        with self._lock:
+            self.uploads[upload.id] = upload
+        return upload
+
+    def find_upload(self, upload_id: str) -> Upload:
+        """The upload of that id, marked as alive.
+
+        Raises:
+            SnapshotNotFound: if there is none (given up, or never begun).
+        """
+        upload = self.uploads.get(upload_id)
+        if upload is None:
+            raise SnapshotNotFound(f"upload {upload_id!r} does not exist (any more)")
+        upload.touched_s = time.monotonic()
+        return upload
+
+    def seal(self, upload_id: str, manifest: Manifest, destinations: list[str] | None = None) -> Manifest:
+        """Commit a slot that was filled on this host: write the zip's CRCs, checksum every part, commit.
+
+        Args:
+            upload_id: the lease.
+            manifest: without checksums.
+            destinations: overrides the run's, for a file that has a place of its own.
+
+        Returns:
+            the sealed manifest.
+        """
+        upload = self.find_upload(upload_id)
+        with upload.slot.view(upload.nbytes) as image:
+            if manifest.nbytes != upload.nbytes:
+                raise CorruptSnapshot(f"{manifest.name} has {manifest.nbytes} bytes, its slot {upload.nbytes}")
+            write_crcs(image)
+            return self._commit(upload, manifest.sealed(image), destinations)
+
+    def commit(self, upload_id: str, manifest: Manifest) -> Manifest:
+        """Commit a slot that was received in parts: every part must be there with the checksum of the manifest.
+
+        Raises:
+            CorruptSnapshot: if a part is missing or differs; the slot is freed.
+        """
+        upload = self.find_upload(upload_id)
+        if not manifest.checksums and manifest.nbytes:
+            manifest = replace(
+                manifest, checksums=tuple(upload.received[start][1] for start in sorted(upload.received))
+            )
+        for index, start in enumerate(range(0, manifest.nbytes, manifest.part_bytes)):
+            nbytes = min(manifest.part_bytes, manifest.nbytes - start)
+            if upload.received.get(start) != (nbytes, manifest.checksums[index]):
+                self.abort(upload_id)
+                raise CorruptSnapshot(
+                    f"part {index} of {manifest.name} was lost or damaged on its way; it is sent again", part=index
+                )
+        return self._commit(upload, manifest, None)
+
+    def abort(self, upload_id: str) -> None:
+        """Give an upload up; its slot becomes free. Nothing happens if it is gone."""
+        with self._lock:
+            upload = self.uploads.pop(upload_id, None)
+        if upload is not None:
+            self.ring.abort(upload.slot)
+
+    def remove(self, run: str, name: str) -> None:
+        """Remove a snapshot or file here at once, and at the tiers below in the background.
+
+        Raises:
+            SnapshotNotFound: if it is nowhere.
+        """
+        manifest, urls = self.ring.drop(run, name)
+        for url in urls:
+            self.flusher.delete(url, manifest)
+
+    # -- the whole ------------------------------------------------------------------------------------------------
+
+    def flush(self, run: str | None, wait_s: float) -> list[str]:
+        """Bring everything dirty to the tiers below; see :meth:`Flusher.wait_clean`."""
+        return self.flusher.wait_clean(run, wait_s)
+
+    def close(self, *, keep_dirty: bool = False) -> None:
+        """Stop flushing and give the memory back."""
+        self.closing = True
+        self.flusher.close()
+        self.ring.close(keep_dirty=keep_dirty)
+
+    def status(self) -> dict[str, Any]:
+        """Everything a person wants to see, as JSON-ready values."""
+        return {
+            "slots": [
+                {
+                    "index": slot.index,
+                    "state": slot.state.value,
+                    "capacity_bytes": slot.capacity,
+                    "backing": slot.memory.backing if slot.memory else None,
+                    "run": slot.manifest.run if slot.manifest else None,
+                    "snapshot": slot.manifest.name if slot.manifest else None,
+                    "dirty": slot.dirty,
+                    "safe": slot.safe,
+                }
+                for slot in self.ring.slots
+            ],
+            "memory_bytes": self.ring.memory_bytes,
+            "flush_to": self.flush_to,
+            "runs": {
+                run.name: {
+                    "attempt": run.attempt,
+                    "destinations": run.destinations,
+                    "pid": run.pid,
+                    "live": bool(run.session),
+                }
+                for run in self.runs.values()
+            },
+            "tiers": {
+                url: {"error": health.error, "flushed": health.flushed, "flushed_bytes": health.flushed_bytes}
+                for url, health in self.flusher.health.items()
+            },
+            "pid": os.getpid(),
+        }
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _commit(self, upload: Upload, manifest: Manifest, destinations: list[str] | None) -> Manifest:
+        with self._lock:
+            try:
+                self._check_writer(upload.run, upload.attempt)
+            except SpotError:
+                self.abort(upload.id)
+                raise
+            run = self.runs.get(upload.run)
+            urls = destinations if destinations is not None else run.destinations if run else []
+            self.ring.commit(upload.slot, manifest, urls)
+            self.uploads.pop(upload.id, None)
+        for url in urls:
+            self.flusher.serve(url)
+        return manifest
+
+    def _check_writer(self, run: str, attempt: int) -> None:
+        with self._lock:
+            known = self.runs.get(run)
+            if known is None:
+                # Adopted from an earlier node, or written to without opening: the writer brings its attempt along.
+                known = self.runs[run] = Run(check_run_name(run), attempt, self._default_destinations(run))
+            check_fence(run, attempt, known.attempt)
+            known.attempt = max(known.attempt, attempt)
+
+    def _expire(self) -> None:
+        """Free slots of network uploads whose sender fell silent."""
+        now = time.monotonic()
+        for upload in list(self.uploads.values()):
+            if not upload.session and now - upload.touched_s > UPLOAD_IDLE_S:
+                logger.warning("an upload for run %s received nothing for %.0f s; given up", upload.run, UPLOAD_IDLE_S)
+                self.abort(upload.id)
+
+    def _claims(self, urls: list[str]) -> dict[str, int]:
+        claims = {}
+        for url in urls:
+            try:
+                claims[url] = self._open_store(url).claimed()
+            except SettingsError:
+                raise
+            except SpotError as error:
+                logger.warning("%s does not answer (%s); going on without it for now", url, error)
+        return claims
+
+    def _claim(self, url: str, attempt: int, record: dict[str, Any]) -> None:
+        try:
+            self._open_store(url).claim(attempt, {**record, "attempt": attempt, "started_unix_s": time.time()})
+        except SpotError as error:
+            logger.warning("attempt %d could not be recorded at %s: %s", attempt, url, error)
+
+    def _default_destinations(self, run: str) -> list[str]:
+        return [f"{self.flush_to}/{run}"] if self.flush_to else []
+
+    def _resume_flushing(self) -> None:
+        """Go on with what a killed node left dirty."""
+        for slot in self.ring.committed():
+            for url in slot.dirty:
+                self.flusher.serve(url)
+
+    def _failing(self, url: str) -> bool:
+        return self.flusher.failing(url)
+
+    def _writer(self, run: str) -> int:
+        known = self.runs.get(run)
+        return known.attempt if known else 0
+
+    def _keep(self, run: str) -> int:
+        known = self.runs.get(run)
+        return known.keep if known else 2

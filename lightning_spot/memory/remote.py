@@ -1,0 +1,115 @@
+"""A node as a store: the tier that a node on this host flushes to, and from which a trainer recovers."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from typing import Any
+
+from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.parts import part_ranges
+from lightning_spot.memory.client import NodeClient, quoted
+from lightning_spot.memory.wire import Address, parse_spot_url
+from lightning_spot.tiers.store import Progress, newest_first
+
+logger = logging.getLogger(__name__)
+
+CONNECTIONS = 4
+"""Connections a snapshot is sent over: a cloud VM gets about 5 Gbit/s per flow outside a placement group."""
+
+_WAIT_FOR_SLOT_S = 30.0
+_SENDS_OF_A_PART = 3
+
+
+class NodeStore:
+    """Snapshots of one run at a node; implements :class:`~lightning_spot.tiers.store.Store`.
+
+    Args:
+        url: ``spot://host:port/run``.
+        address: overrides the URL's address (for a Unix socket).
+    """
+
+    def __init__(self, url: str, address: Address | None = None) -> None:
+        self.url = url.rstrip("/")
+        parsed, path = parse_spot_url(url)
+        self.run = path.rpartition("/")[2]
+        self.client = NodeClient(address or parsed)
+
+    def put(self, manifest: Manifest, image: memoryview, *, writer: int) -> None:
+        """See :meth:`Store.put`; the node must have a clean slot within 30 s."""
+        request = {"attempt": max(1, writer), "nbytes": manifest.nbytes, "wait_s": _WAIT_FOR_SLOT_S}
+        upload = self.client.call("POST", f"/v1/runs/{quoted(self.run)}/uploads", request)["upload"]
+        try:
+            ranges = list(enumerate(part_ranges(manifest.nbytes, manifest.part_bytes)))
+            with ThreadPoolExecutor(CONNECTIONS) as pool:
+                jobs = [
+                    pool.submit(self._send_part, upload, start, image[start:stop], manifest.checksums[index])
+                    for index, (start, stop) in ranges
+                ]
+                for job in jobs:
+                    job.result()
+            self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": _as_json(manifest, self.run)})
+        except BaseException:
+            self._give_up(upload)
+            raise
+
+    def manifests(self) -> list[Manifest]:
+        """See :meth:`Store.manifests`."""
+        return newest_first([held[0] for held in self.held() if not held[0].is_file])
+
+    def held(self) -> list[tuple[Manifest, list[str], list[str]]]:
+        """Everything the node holds of the run: manifest, tiers it is dirty for, tiers it is safe at."""
+        listed = self.client.call("GET", f"/v1/runs/{quoted(self.run)}/snapshots")["snapshots"]
+        return [(Manifest.from_dict(item["manifest"]), item["dirty"], item["safe"]) for item in listed]
+
+    def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
+        """See :meth:`Store.fetch`."""
+        path = f"/v1/files/{quoted(self.run, manifest.data_path)}"
+
+        def read(bounds: tuple[int, int]) -> None:
+            start, stop = bounds
+            self.client.receive(path, start, into[start:stop])
+            if progress is not None:
+                progress(stop - start)
+
+        with ThreadPoolExecutor(CONNECTIONS) as pool:
+            list(pool.map(read, part_ranges(manifest.nbytes)))
+
+    def delete(self, manifest: Manifest) -> None:
+        """See :meth:`Store.delete`."""
+        try:
+            self.client.call("DELETE", f"/v1/files/{quoted(self.run, manifest.name)}")
+        except SnapshotNotFound:
+            return
+
+    def sweep(self, current: Manifest) -> None:
+        """Nothing to do: a node frees unfinished uploads by itself."""
+
+    def claimed(self) -> int:
+        """See :meth:`Store.claimed`."""
+        return int(self.client.call("GET", f"/v1/runs/{quoted(self.run)}/claimed")["attempt"])
+
+    def claim(self, attempt: int, record: dict[str, Any]) -> None:
+        """See :meth:`Store.claim`."""
+        body = {"attempt": attempt, "record": record}
+        self.client.call("POST", f"/v1/runs/{quoted(self.run)}/open", body)
+
+    def _send_part(self, upload: str, start: int, part: memoryview, checksum: str) -> None:
+        """Send one part; a damaged one is sent again a few times."""
+        for _ in range(_SENDS_OF_A_PART):
+            answer = self.client.send(f"/v1/uploads/{upload}/parts/{start}", part)
+            if answer.get("xxh3_128") == checksum:
+                return
+        raise CorruptSnapshot(f"bytes {start}… arrive damaged at {self.url}, {_SENDS_OF_A_PART} times", where=self.url)
+
+    def _give_up(self, upload: str) -> None:
+        try:
+            self.client.call("DELETE", f"/v1/uploads/{upload}", timeout_s=5.0)
+        except SpotError as error:
+            logger.debug("an upload could not be taken back (%s); the node frees its slot by itself", error)
+
+
+def _as_json(manifest: Manifest, run: str) -> dict[str, Any]:
+    return asdict(replace(manifest, run=run))

@@ -1,0 +1,237 @@
+"""Copies tensor storages into a slot while training goes on: CPU storages by threads, CUDA ones by a side stream."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_spot.errors import SpotError
+from lightning_spot.image.layout import Piece
+from lightning_spot.staging.cuda import CudaCopier
+
+CHUNK_BYTES = 16 * 1024 * 1024
+_BATCH_BYTES = 1024 * 1024  # small storages are handed over in batches of about this size
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """A tensor that must not change until it is copied.
+
+    Attributes:
+        tensor: the tensor (any device); kept alive meanwhile.
+        version: its version counter when the copy was ordered.
+    """
+
+    tensor: torch.Tensor
+    version: int
+
+
+def watch(tensors: Iterable[torch.Tensor]) -> list[Watch]:
+    """Note the version counters of ``tensors``. Inference tensors have none and are left out: nothing tracks them."""
+    return [Watch(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+
+class SlotView:
+    """A slot as the trainer sees it: its mapping, and where that lies in this process.
+
+    Attributes:
+        map: the shared mapping.
+        address: address of its first byte.
+        tensor: the mapping as a uint8 tensor of shape ``(capacity,)`` on the CPU; shares the memory.
+    """
+
+    def __init__(self, shared: mmap.mmap) -> None:
+        self.map = shared
+        self.tensor = torch.frombuffer(shared, dtype=torch.uint8)
+        self.address = self.tensor.data_ptr()
+
+
+class CopyJob:
+    """Copies on their way into one slot. Any thread may wait for it; the one that does also helps."""
+
+    def __init__(self, pieces: Sequence[Piece], watches: Sequence[Watch]) -> None:
+        self.moved: frozenset[int] = frozenset()
+        """Addresses of storages that changed before they were copied; if any, the copy is worthless."""
+        self._watches = watches
+        self._kept = list(pieces)
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._left = 0
+        self._lock = threading.Lock()
+        self._on_cpu = threading.Event()
+        self._on_gpu: Callable[[], None] | None = None
+        self._settled = False
+        self._error: BaseException | None = None
+
+    def wait_cpu(self) -> None:
+        """Help with the CPU storages and return when all of them are in the slot.
+
+        Raises:
+            SpotError: if a copy failed.
+        """
+        while self._step():
+            pass
+        self._on_cpu.wait()
+        if self._error is not None:
+            raise SpotError(f"copying a tensor into its slot failed: {self._error}") from self._error
+
+    def wait(self) -> None:
+        """Return when every byte is in the slot, those of CUDA storages included.
+
+        Raises:
+            SpotError: if a copy failed.
+        """
+        self.wait_cpu()
+        if self._on_gpu is not None:
+            self._on_gpu()
+        self.settle()
+        self._kept.clear()
+
+    def settle(self) -> None:
+        """Compare the version counters for the last time: from now on the tensors may change.
+
+        Called when all bytes are copied, or when what changes them is ordered after the copies (a CUDA stream).
+        """
+        with self._lock:
+            if not self._settled:
+                self._settled = True
+                self.moved = frozenset(
+                    item.tensor.untyped_storage().data_ptr()
+                    for item in self._watches
+                    if item.tensor._version != item.version
+                )
+
+    def _step(self) -> bool:
+        """Run one task; ``False`` when none is left to take."""
+        try:
+            task = self._tasks.popleft()
+        except IndexError:
+            return False
+        try:
+            task()
+        except BaseException as error:  # told to whoever waits
+            self._error = error
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._finish_cpu()
+        return True
+
+    def _finish_cpu(self) -> None:
+        if self._on_gpu is None:
+            self.settle()
+        self._on_cpu.set()
+
+
+class Copier:
+    """Copies pieces into slots, on ``threads`` background threads and a side CUDA stream.
+
+    Args:
+        threads: background threads for CPU storages. One leaves the cores to training; a waiting trainer helps.
+    """
+
+    def __init__(self, threads: int = 1) -> None:
+        self._jobs: deque[CopyJob] = deque()
+        self._wake = threading.Condition()
+        self._closed = False
+        self._cuda = CudaCopier()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"spot-copier-{index}", daemon=True) for index in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, pieces: Sequence[Piece], slot: SlotView, watches: Sequence[Watch] = ()) -> CopyJob:
+        """Start copying and return at once.
+
+        CPU storages must not change until :meth:`CopyJob.wait_cpu` returned; CUDA storages may change on the current
+        stream once :meth:`fence` was called.
+
+        Args:
+            pieces: storages and their places.
+            slot: where to.
+            watches: tensors to compare before and after, see :func:`watch`.
+        """
+        job = CopyJob(pieces, watches)
+        by_device: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            by_device.setdefault(piece.storage.device.type, []).append(piece)
+        on_cpu, on_gpu = by_device.pop("cpu", []), by_device.pop("cuda", [])
+        if on_gpu:
+            job._on_gpu = self._cuda.copy(on_gpu, slot.tensor)
+        for others in by_device.values():
+            for piece in others:  # MPS, XPU, …: no side stream is known here; copied in order, by the caller
+                _copy_any(piece, slot)
+        job._tasks.extend(_cpu_tasks(on_cpu, slot))
+        job._left = len(job._tasks)
+        if job._left == 0:
+            job._finish_cpu()
+            return job
+        with self._wake:
+            self._jobs.append(job)
+            self._wake.notify_all()
+        return job
+
+    def pin(self, slot: SlotView) -> None:
+        """Page-lock a slot ahead of the first copy from a GPU."""
+        self._cuda.pin(slot.tensor)
+
+    def fence(self) -> None:
+        """Make the current CUDA stream wait for the copies ordered so far; the calling thread does not wait."""
+        self._cuda.fence()
+
+    def close(self) -> None:
+        """Stop the threads once their copies are done."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                while not self._jobs and not self._closed:
+                    self._wake.wait()
+                if not self._jobs:
+                    return
+                job = self._jobs[0]
+            if not job._step():
+                with self._wake:
+                    if self._jobs and self._jobs[0] is job:
+                        self._jobs.popleft()
+
+
+def _cpu_tasks(pieces: Sequence[Piece], slot: SlotView) -> Iterable[Callable[[], None]]:
+    batch: list[tuple[int, int, int]] = []
+    size = 0
+    for piece in pieces:
+        source = piece.storage.data_ptr()
+        for start in range(0, piece.nbytes, CHUNK_BYTES):
+            nbytes = min(CHUNK_BYTES, piece.nbytes - start)
+            batch.append((slot.address + piece.offset + start, source + start, nbytes))
+            size += nbytes
+            if size >= _BATCH_BYTES:
+                yield _mover(batch)
+                batch, size = [], 0
+    if batch:
+        yield _mover(batch)
+
+
+def _mover(batch: list[tuple[int, int, int]]) -> Callable[[], None]:
+    def move() -> None:
+        for target, source, nbytes in batch:
+            ctypes.memmove(target, source, nbytes)  # lets go of the GIL
+
+    return move
+
+
+def _copy_any(piece: Piece, slot: SlotView) -> None:
+    source = torch.empty(0, dtype=torch.uint8, device=piece.storage.device).set_(piece.storage)
+    slot.tensor[piece.offset : piece.offset + piece.nbytes].copy_(source)

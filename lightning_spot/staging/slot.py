@@ -1,0 +1,132 @@
+"""Slot memory: preallocated, warm, shared between the trainer and the node on its host. Torch-free."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+from lightning_spot.config import format_bytes
+from lightning_spot.errors import TierError
+
+logger = logging.getLogger(__name__)
+
+_PAGE = 2 * 1024 * 1024
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+
+
+def slot_capacity(nbytes: int) -> int:
+    """Bytes to reserve for a snapshot of ``nbytes``: 1/64 more, so that growing counters don't force a new slot."""
+    return -(-(nbytes + nbytes // 64) // _PAGE) * _PAGE
+
+
+def map_shared(fd: int, nbytes: int) -> mmap.mmap:
+    """Map ``nbytes`` of an open file for reading and writing, shared, with its page tables filled at once."""
+    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | _POPULATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+class SlotMemory:
+    """The memory of one slot.
+
+    Created by the ring that owns it; others map it by its descriptor. Its pages exist from the start (``fallocate``),
+    so that a copy into it never faults and a full tmpfs shows here, not as a ``SIGBUS`` in the middle of a copy.
+
+    Attributes:
+        fd: open descriptor of the memory.
+        capacity: size in bytes.
+        backing: ``"tmpfs"`` (a file others can find) or ``"memfd"`` (reachable by descriptor only).
+        path: the file, if it has one.
+        map: the memory as this process sees it.
+    """
+
+    def __init__(self, fd: int, capacity: int, backing: str, path: Path | None) -> None:
+        self.fd = fd
+        self.capacity = capacity
+        self.backing = backing
+        self.path = path
+        self.map = map_shared(fd, capacity)
+
+    @classmethod
+    def create(cls, capacity: int, path: Path | None) -> SlotMemory:
+        """Reserve ``capacity`` bytes, in a tmpfs file at ``path`` if there is room, else in a memory file.
+
+        Raises:
+            TierError: if this host has not that much memory to give.
+        """
+        if path is not None:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, capacity)
+            except OSError as error:
+                os.close(fd)
+                path.unlink(missing_ok=True)
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+                    raise
+                logger.warning(
+                    "%s has no room for a slot of %s; using a memory file instead (same speed, but it ends with"
+                    " the node). Give the container a larger /dev/shm (docker: --shm-size) to change that.",
+                    path.parent,
+                    format_bytes(capacity),
+                )
+            else:
+                return cls(fd, capacity, "tmpfs", path)
+        return cls._memory_file(capacity)
+
+    @classmethod
+    def _memory_file(cls, capacity: int) -> SlotMemory:
+        available = _available_bytes()
+        if available is not None and capacity > available:
+            raise TierError(
+                f"a slot of {format_bytes(capacity)} does not fit this host's available memory"
+                f" ({format_bytes(available)}); use fewer slots, a smaller model state or memory=None"
+            )
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create("lightning-spot-slot", os.MFD_CLOEXEC)
+        else:
+            with tempfile.TemporaryFile(prefix="lightning-spot-slot-") as file:
+                fd = os.dup(file.fileno())
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(fd, 0, capacity)
+            else:
+                os.ftruncate(fd, capacity)
+        except OSError as error:
+            os.close(fd)
+            raise TierError(f"this host gives no {format_bytes(capacity)} of memory for a slot: {error}") from error
+        return cls(fd, capacity, "memfd", None)
+
+    @classmethod
+    def reopen(cls, path: Path) -> SlotMemory:
+        """Open a slot that an earlier node left in tmpfs."""
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return cls(fd, os.fstat(fd).st_size, "tmpfs", path)
+
+    def view(self, nbytes: int) -> memoryview:
+        """The first ``nbytes`` bytes, writable. Release it before the slot is closed."""
+        return memoryview(self.map)[:nbytes]
+
+    def close(self) -> None:
+        """Give the memory back. A peer that still maps it keeps its pages until it lets go."""
+        try:
+            self.map.close()
+        except BufferError:
+            # A reader still holds a view; the mapping goes when the view does.
+            logger.debug("slot memory is still being read; it is freed when the reader is done")
+        os.close(self.fd)
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+
+def _available_bytes() -> int | None:
+    """Memory that can be had without swapping, from ``/proc/meminfo``; ``None`` where there is none."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None
