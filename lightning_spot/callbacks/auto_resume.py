@@ -137,10 +137,11 @@ class AutoResume(pl.Callback):
         checkpoint: dict[str, Any] | None = None
         if snapshot is not None:
             try:
-                checkpoint = torch.load(snapshot.path, map_location="cpu", weights_only=safe, mmap=False)
-                if trainer.world_size > 1:
-                    with open(snapshot.path, "rb") as file:
-                        data = file.read(snapshot.manifest.nbytes)
+                with snapshot.reader() as file:
+                    checkpoint = torch.load(file, map_location="cpu", weights_only=safe)
+                    if trainer.world_size > 1:
+                        file.seek(0)
+                        data = file.read()
             finally:
                 snapshot.close()
         if trainer.world_size > 1:

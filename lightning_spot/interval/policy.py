@@ -29,7 +29,7 @@ class IntervalPolicy(Protocol):
 
 
 class EverySteps:
-    """A snapshot every ``n`` optimizer steps.
+    """A snapshot at every multiple of ``n`` optimizer steps, or at the next step where one can be taken.
 
     Args:
         n: steps, at least 1.
@@ -51,8 +51,8 @@ class EverySteps:
         self._last = 0
 
     def due(self, step: int, now_s: float) -> bool:
-        """Whether ``n`` steps have passed."""
-        return step - self._last >= self.n
+        """Whether a multiple of ``n`` was reached since the last snapshot."""
+        return step // self.n > self._last // self.n
 
     def taken(self, step: int, now_s: float) -> None:
         """Start counting anew."""

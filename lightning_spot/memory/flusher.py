@@ -135,9 +135,10 @@ class Flusher:
             except SnapshotNotFound:
                 continue  # dropped while we looked at it
             except Fenced as error:
+                if slot is None or manifest is None or self._writer(manifest.run) >= error.current:
+                    continue  # the later attempt is this node's own: write on its behalf
                 logger.warning("%s", error)
-                if slot is not None and manifest is not None:
-                    self._ring.give_up(slot, manifest, url)
+                self._ring.give_up(slot, manifest, url)
             except CorruptSnapshot as error:
                 logger.error("%s. It is dropped; the one before it stands", error)
                 if manifest is not None:

@@ -22,7 +22,7 @@ class Lease:
         id: of the upload.
         map: the slot's memory, shared with the node; at least ``nbytes`` long.
         nbytes: size of the snapshot.
-        backing: ``"tmpfs"`` or ``"memfd"``.
+        backing: ``"tmpfs"``, ``"memfd"``, or ``"process"`` for a ring inside the trainer.
     """
 
     id: str
@@ -92,7 +92,7 @@ class InProcessHost:
         upload = self._node.lease(self.run, self.attempt, nbytes, wait_s=wait_s, session="in-process")
         memory = upload.slot.memory
         assert memory is not None
-        return Lease(upload.id, memory.map, nbytes, memory.backing)
+        return Lease(upload.id, memory.map, nbytes, "process")
 
     def seal(self, lease: Lease, manifest: Manifest, destinations: list[str] | None = None) -> None:
         """See :meth:`Host.seal`."""

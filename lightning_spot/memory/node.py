@@ -145,11 +145,12 @@ class Node:
             if attempt:
                 check_fence(name, attempt, taken)
             chosen = attempt or taken + 1
-            for url in reachable:
-                self._claim(url, chosen, record or {})
+            # Known here before it is claimed below: what this node flushes meanwhile is written on its behalf.
             run.attempt, run.destinations, run.keep = chosen, list(urls), max(1, keep)
             run.session, run.pid, run.complete = session, pid, False
             self.runs[name] = run
+            for url in reachable:
+                self._claim(url, chosen, record or {})
             for url in urls:
                 self.flusher.serve(url)
             return chosen
@@ -202,7 +203,7 @@ class Node:
         """
         if self.closing:
             raise TierError("this node is shutting down and takes no new snapshots")
-        self._check_writer(run, attempt)
+        self._admit(run, attempt)
         self._expire()
         slot = self.ring.lease(nbytes, wait_s)
         upload = Upload(uuid.uuid4().hex, run, attempt, slot, nbytes, session, time.monotonic())
@@ -234,6 +235,7 @@ class Node:
             the sealed manifest.
         """
         upload = self.find_upload(upload_id)
+        self._check_writer(upload)
         with upload.slot.view(upload.nbytes) as image:
             if manifest.nbytes != upload.nbytes:
                 raise CorruptSnapshot(f"{manifest.name} has {manifest.nbytes} bytes, its slot {upload.nbytes}")
@@ -327,11 +329,7 @@ class Node:
 
     def _commit(self, upload: Upload, manifest: Manifest, destinations: list[str] | None) -> Manifest:
         with self._lock:
-            try:
-                self._check_writer(upload.run, upload.attempt)
-            except SpotError:
-                self.abort(upload.id)
-                raise
+            self._check_writer(upload)
             run = self.runs.get(upload.run)
             urls = destinations if destinations is not None else run.destinations if run else []
             self.ring.commit(upload.slot, manifest, urls)
@@ -340,7 +338,15 @@ class Node:
             self.flusher.serve(url)
         return manifest
 
-    def _check_writer(self, run: str, attempt: int) -> None:
+    def _check_writer(self, upload: Upload) -> None:
+        """Refuse, and free the slot, if a later attempt has taken over since the lease."""
+        try:
+            self._admit(upload.run, upload.attempt)
+        except SpotError:
+            self.abort(upload.id)
+            raise
+
+    def _admit(self, run: str, attempt: int) -> None:
         with self._lock:
             known = self.runs.get(run)
             if known is None:

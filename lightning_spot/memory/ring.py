@@ -249,7 +249,7 @@ class Ring:
 
     def _take(self, nbytes: int, capacity: int) -> Slot | None:
         """Choose a slot, make sure it has enough memory, mark it FILLING; ``None`` if none can be had now."""
-        for slot in sorted(self._takeable(), key=lambda slot: slot.capacity < nbytes):
+        for slot in self._takeable(nbytes):
             if slot.capacity < nbytes and not self._make_room(capacity - slot.capacity, slot):
                 continue
             self._free(slot)
@@ -261,12 +261,12 @@ class Ring:
             return slot
         return None
 
-    def _takeable(self) -> list[Slot]:
+    def _takeable(self, nbytes: int = 0) -> list[Slot]:
+        """Slots that may be taken, best first: free and large enough, free, then the oldest that may go."""
         free = [slot for slot in self.slots if slot.state is SlotState.FREE and not slot.readers]
-        if free:
-            return free
         idle = [slot for slot in self.slots if slot.state is SlotState.COMMITTED and not slot.readers]
-        return sorted((slot for slot in idle if self._reclaimable(slot)), key=lambda slot: slot.sequence)[:1]
+        old = sorted((slot for slot in idle if self._reclaimable(slot)), key=lambda slot: slot.sequence)
+        return [*sorted(free, key=lambda slot: slot.capacity < nbytes), *old]
 
     def _reclaimable(self, slot: Slot) -> bool:
         manifest = slot.manifest
@@ -282,12 +282,12 @@ class Ring:
         return slot is not newest or (bool(slot.safe) and not slot.dirty)
 
     def _make_room(self, more: int, keep: Slot) -> bool:
-        """Release memory of unused slots until ``more`` bytes fit the limit."""
+        """Release memory of free slots (and, to grow a slot that is reused, of old ones) until ``more`` bytes fit."""
         used = sum(slot.capacity for slot in self.slots)
         for slot in self._takeable():
             if used + more <= self.memory_bytes:
                 break
-            if slot is not keep and slot.capacity:
+            if slot is not keep and slot.capacity and (slot.state is SlotState.FREE or keep.capacity):
                 used -= slot.capacity
                 self._free(slot)
                 self._release(slot)

@@ -70,6 +70,7 @@ class Service:
         """The aiohttp application."""
         # 0 = no limit on a body: parts are bounded by the slot they go to.
         app = web.Application(middlewares=[self._guard], client_max_size=0)
+        app.on_response_prepare.append(_name_protocol)
         app.add_routes(
             [
                 web.get("/v1/status", self._status),
@@ -108,8 +109,6 @@ class Service:
         except (ValueError, KeyError, TypeError) as error:
             body = error_body(SettingsError(f"malformed request: {type(error).__name__}: {error}"))
             response = web.json_response(body, status=400)
-        if not response.prepared:
-            response.headers[PROTOCOL_HEADER] = str(PROTOCOL_VERSION)
         return response
 
     def _check_token(self, request: web.Request) -> None:
@@ -293,6 +292,10 @@ class Service:
     def _only_same_host(self, request: web.Request) -> None:
         if not _same_host(request):
             raise NodeRefused("this request is for trainers on the node's own host (Unix socket)", status=403)
+
+
+async def _name_protocol(_request: web.Request, response: web.StreamResponse) -> None:
+    response.headers[PROTOCOL_HEADER] = str(PROTOCOL_VERSION)
 
 
 async def _json(request: web.Request) -> dict[str, Any]:

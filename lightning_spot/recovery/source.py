@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import tempfile
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest
@@ -36,16 +37,57 @@ class OpenSnapshot:
     fd: int
     session: EmbeddedHost | None = None
 
-    @property
-    def path(self) -> str:
-        """A path under which this process can open the file (it may be longer than the snapshot)."""
-        return f"/proc/self/fd/{self.fd}"
+    def reader(self) -> io.BufferedIOBase:
+        """The file, of exactly ``manifest.nbytes`` bytes, for ``torch.load``. Close it before the snapshot."""
+        return _SnapshotReader(self.fd, self.manifest.nbytes)
 
     def close(self) -> None:
         """Let the file, and the slot, go."""
         os.close(self.fd)
         if self.session is not None:
             self.session.session.close()
+
+
+class _SnapshotReader(io.BufferedIOBase):
+    """Reads the first bytes of a descriptor: a slot is longer than the snapshot in it.
+
+    ``readinto`` copies once, straight into the caller's memory (a tensor's storage).
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        super().__init__()
+        self._fd = fd
+        self._nbytes = nbytes
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._nbytes}[whence]
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        wanted, got = min(len(view), max(0, self._nbytes - self._place)), 0
+        while got < wanted:  # one preadv moves at most 2 GiB
+            count = os.preadv(self._fd, [view[got:wanted]], self._place)
+            if count == 0:
+                break
+            got += count
+            self._place += count
+        return got
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._nbytes - self._place)
+        buffer = bytearray(left if size is None or size < 0 else min(size, left))
+        return bytes(memoryview(buffer)[: self.readinto(buffer)])
 
 
 class Source(Protocol):

@@ -1,0 +1,151 @@
+"""What all tests share: a runtime directory of their own, nodes that end with the test, an S3 server, a tiny model."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_spot.memory.client import NodeClient
+from lightning_spot.memory.wire import Address
+
+DEADLINE_S = 30.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=None, help="seed of the random tests")
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """Seed of a random test; printed, so that a failure can be run again."""
+    given = request.config.getoption("--seed")
+    chosen = given if given is not None else random.SystemRandom().randrange(2**31)
+    print(f"--seed {chosen}")
+    return int(chosen)
+
+
+@pytest.fixture(autouse=True)
+def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A runtime directory and a tmpfs folder of the test's own; embedded nodes it left running are ended."""
+    folder = Path(tempfile.mkdtemp(prefix="ls-"))  # short: socket paths are limited to 107 characters
+    shm = Path(tempfile.mkdtemp(prefix="lightning-spot-test-", dir="/dev/shm"))
+    monkeypatch.setenv("LIGHTNING_SPOT_RUNTIME_DIR", str(folder))
+    monkeypatch.setenv("LIGHTNING_SPOT_SHM_DIR", str(shm))
+    monkeypatch.delenv("LIGHTNING_SPOT_TOKEN", raising=False)
+    monkeypatch.delenv("LIGHTNING_SPOT_TOKEN_FILE", raising=False)
+    yield folder
+    for http in folder.glob("*.http"):
+        try:
+            pid = int(NodeClient(Address(socket_path=str(http))).call("GET", "/v1/status")["pid"])
+        except Exception:  # it has ended meanwhile
+            continue
+        os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(shm, ignore_errors=True)
+
+
+def until(holds: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+    """Poll until ``holds()`` is true and return it; fail with ``what`` otherwise."""
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        if value := holds():
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"waited {deadline_s:.0f} s in vain for: {what}")
+
+
+class RunningNode:
+    """A ``lightning-spot node`` process."""
+
+    def __init__(self, arguments: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", "lightning_spot.memory.program", *arguments]
+        self.log = log
+        with open(log, "wb") as output:
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=output, env={**os.environ, **(environment or {})}
+            )
+        self.url = ""
+
+    def wait_listening(self) -> RunningNode:
+        def announced() -> str:
+            assert self.process.poll() is None, self.log.read_text()
+            text = self.log.read_text()
+            return text.split("node listening on ")[1].split(",")[0] if "node listening on " in text else ""
+
+        self.url = until(announced, "the node to listen")
+        return self
+
+    def stop(self, signal_number: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal_number)
+        return self.process.wait(timeout=DEADLINE_S)
+
+
+@pytest.fixture
+def start_node(tmp_path: Path) -> Iterator[Callable[..., RunningNode]]:
+    """Start memory nodes on free loopback ports."""
+    nodes: list[RunningNode] = []
+
+    def start(*arguments: str, environment: dict[str, str] | None = None, listen: str = "127.0.0.1:0") -> RunningNode:
+        flags = ["--listen", listen, "--memory", "256MiB", *arguments]
+        nodes.append(RunningNode(flags, tmp_path / f"node-{len(nodes)}.log", environment))
+        return nodes[-1].wait_listening()
+
+    yield start
+    for node in nodes:
+        node.stop(signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """Endpoint of a moto S3 server over real HTTP."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+    def answers() -> bool:
+        with socket.socket() as connection:
+            return connection.connect_ex(("127.0.0.1", port)) == 0
+
+    try:
+        until(answers, "moto to listen", 60)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """URL of an empty bucket; the environment points to the server."""
+    import s3fs
+
+    for name, value in {
+        "AWS_ENDPOINT_URL": s3_server,
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    bucket = f"bucket-{random.SystemRandom().randrange(10**12)}"
+    s3fs.S3FileSystem(skip_instance_cache=True).mkdir(bucket)
+    yield f"s3://{bucket}"
+    s3fs.S3FileSystem.clear_instance_cache()

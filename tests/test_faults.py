@@ -1,0 +1,244 @@
+"""Faults of the machine: a full disk, a tmpfs that is too small, a network that delays, cuts and corrupts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.errors import SpotError, TierError
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory import embedded
+from lightning_spot.memory.remote import NodeStore
+from lightning_spot.tiers.local import LocalStore
+from tests.conftest import RunningNode, until
+from tests.models import Net, Probe, data, trainer
+from tests.test_fit import Stop, StopAt, check_all
+
+MIB = 2**20
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mount small tmpfs file systems; skipped where that is not allowed."""
+    mounted: list[Path] = []
+
+    def mount(size: str) -> Path:
+        folder = tmp_path / f"small-{len(mounted)}"
+        folder.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, check=False
+        )
+        if done.returncode != 0:
+            pytest.skip(f"cannot mount a tmpfs here: {done.stderr.decode().strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_full_disk(small_tmpfs: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
+    disk = small_tmpfs("4m")
+    filler = disk / "filler"
+    callback = SpotCheckpoint(str(disk / "run-1"), interval=EverySteps(3), flush_timeout_s=3.0)
+
+    class Fill(StopAt):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 10 and not filler.exists():
+                until(LocalStore(disk / "run-1").manifests, "a durable snapshot")
+                fd = os.open(filler, os.O_WRONLY | os.O_CREAT)
+                try:
+                    while os.write(fd, bytes(4096)):
+                        pass
+                except OSError:
+                    os.close(fd)
+
+    run = trainer(callback, Fill(31))
+    with pytest.raises(Stop):
+        run.fit(Net(), data())
+    assert "No space left on device" in caplog.text
+    assert callback.last_committed_step == 30  # memory went on protecting the run
+    durable = LocalStore(disk / "run-1").manifests()
+    assert durable  # what was durable before is whole
+    for manifest in durable:
+        buffer = bytearray(manifest.nbytes)
+        LocalStore(disk / "run-1").fetch(manifest, memoryview(buffer))
+        manifest.verify(memoryview(buffer), "disk")
+    filler.unlink()
+    again = SpotCheckpoint(str(disk / "run-1"), interval=EverySteps(3))
+    trainer(again).fit(Net(), data())
+    assert again.resumed_from is not None
+    assert (again.resumed_from.step, again.resumed_from.tier) == (30, "memory")
+    assert LocalStore(disk / "run-1").manifests()[0].complete
+
+
+def test_shm_too_small(
+    small_tmpfs: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("LIGHTNING_SPOT_SHM_DIR", str(small_tmpfs("1m")))
+    callback = SpotCheckpoint(str(tmp_path / "run-1"), interval=EverySteps(3), keep=1000, on_full="wait")
+    probe = Probe()
+    with pytest.raises(Stop):
+        trainer(callback, probe, StopAt(31)).fit(Net(), data())
+    check_all(tmp_path, probe)
+    assert caplog.text.count("too small for the slots") == 1
+    again = SpotCheckpoint(str(tmp_path / "run-1"), interval=EverySteps(3))
+    trainer(again).fit(Net(), data())
+    assert again.resumed_from is not None
+    assert again.resumed_from.tier == "memory"  # the node holds the memory files over the restart
+
+
+def test_no_shm_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_SPOT_SHM_DIR", "")
+    probe = Probe()
+    callback = SpotCheckpoint(str(tmp_path / "run-1"), interval=EverySteps(3), keep=1000, on_full="wait")
+    trainer(callback, probe).fit(Net(), data())
+    check_all(tmp_path, probe)
+
+
+class Proxy:
+    """A TCP proxy on loopback that delays, cuts or corrupts what goes to the node."""
+
+    def __init__(self, target: str, seed: int) -> None:
+        host, _, port = target.removeprefix("spot://").partition(":")
+        self._target = (host, int(port))
+        self._random = random.Random(seed)
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"spot://127.0.0.1:{self._socket.getsockname()[1]}"
+        self.delay_s = 0.0
+        self.cut_after: int | None = None  # bytes of a connection
+        self.corruptions = 0  # how many more chunks to damage
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._socket.accept()
+                far = socket.create_connection(self._target)
+            except OSError:
+                return
+            threading.Thread(target=self._pump, args=(near, far, True), daemon=True).start()
+            threading.Thread(target=self._pump, args=(far, near, False), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, towards_node: bool) -> None:
+        moved = 0
+        try:
+            while chunk := source.recv(65536):
+                time.sleep(self.delay_s)
+                moved += len(chunk)
+                if towards_node and self.cut_after is not None and moved > self.cut_after:
+                    break
+                if towards_node and self.corruptions and len(chunk) > 4000:
+                    self.corruptions -= 1
+                    place = self._random.randrange(2000, len(chunk))
+                    chunk = chunk[:place] + bytes([chunk[place] ^ 0x10]) + chunk[place + 1 :]
+                sink.sendall(chunk)
+        except OSError:
+            pass  # the other end closed first
+        for end in (source, sink):
+            try:
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+            finally:
+                end.close()
+
+
+@pytest.fixture
+def proxied(start_node: Callable[..., RunningNode], seed: int) -> Iterator[tuple[RunningNode, Proxy]]:
+    node = start_node()
+    proxy = Proxy(node.url, seed)
+    yield node, proxy
+    proxy.close()
+
+
+def big_snapshot(step: int, nbytes: int = 20 * MIB) -> tuple[Manifest, memoryview]:
+    image = random.Random(step).randbytes(nbytes)
+    name = snapshot_name(step, 1)
+    manifest = Manifest(run="run", name=name, step=step, attempt=1, nbytes=nbytes, part_bytes=MIB)
+    return manifest.sealed(memoryview(image)), memoryview(image)
+
+
+def test_a_line_that_corrupts(proxied: tuple[RunningNode, Proxy]) -> None:
+    node, proxy = proxied
+    manifest, image = big_snapshot(1)
+    proxy.corruptions = 3
+    NodeStore(f"{proxy.url}/run").put(manifest, image, writer=1)
+    assert proxy.corruptions == 0
+    buffer = bytearray(manifest.nbytes)
+    NodeStore(f"{node.url}/run").fetch(manifest, memoryview(buffer))
+    manifest.verify(memoryview(buffer), "node")
+
+
+def test_a_line_that_is_cut_leaves_no_snapshot(proxied: tuple[RunningNode, Proxy]) -> None:
+    node, proxy = proxied
+    manifest, image = big_snapshot(1)
+    proxy.cut_after = MIB // 2
+    with pytest.raises(SpotError):
+        NodeStore(f"{proxy.url}/run").put(manifest, image, writer=1)
+    assert NodeStore(f"{node.url}/run").manifests() == []
+    proxy.cut_after = None
+    NodeStore(f"{proxy.url}/run").put(manifest, image, writer=1)
+    assert NodeStore(f"{node.url}/run").manifests() == [manifest]
+
+
+def test_a_slow_line_is_only_slow(proxied: tuple[RunningNode, Proxy]) -> None:
+    _, proxy = proxied
+    manifest, image = big_snapshot(1, 2 * MIB)
+    proxy.delay_s = 0.005
+    NodeStore(f"{proxy.url}/run").put(manifest, image, writer=1)
+    assert NodeStore(f"{proxy.url}/run").manifests() == [manifest]
+
+
+def test_training_over_a_line_that_breaks_and_heals(
+    tmp_path: Path, proxied: tuple[RunningNode, Proxy], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    node, proxy = proxied
+    callback = SpotCheckpoint(str(tmp_path / "run-1"), memory=proxy.url, interval=EverySteps(3), flush_timeout_s=30)
+
+    class Break(StopAt):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            proxy.cut_after = 100 if 10 <= trainer.global_step < 25 else None
+
+    with pytest.raises(Stop):
+        trainer(callback, Break(31)).fit(Net(), data())
+    assert LocalStore(tmp_path / "run-1").manifests()[0].step == 30
+    assert NodeStore(f"{node.url}/run-1").manifests()[0].step == 30
+    # This host is lost with its memory and its disk: the node elsewhere still has it.
+    host = embedded.attach(str(tmp_path / "run-1"), "run-1")
+    assert host is not None
+    os.kill(int(host.client.call("GET", "/v1/status")["pid"]), 9)
+    again = SpotCheckpoint(str(tmp_path / "elsewhere" / "run-1"), memory=node.url, interval=EverySteps(3))
+    trainer(again).fit(Net(), data())
+    assert again.resumed_from is not None
+    assert (again.resumed_from.step, again.resumed_from.tier) == (30, node.url)
+    assert again.attempt == 2
+
+
+def test_an_unwritable_folder_shows_at_the_save(tmp_path: Path) -> None:
+    from lightning_spot import SpotCheckpointIO
+
+    (tmp_path / "file").write_text("")
+    plugin = SpotCheckpointIO()
+    with pytest.raises(TierError, match="cannot be made"):
+        plugin.save_checkpoint({"global_step": 1}, tmp_path / "file" / "x.ckpt")
+    plugin.teardown()

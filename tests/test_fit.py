@@ -1,0 +1,455 @@
+"""Training as a user does it: snapshots that are exactly the state of their step, resume, and what goes wrong."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
+from lightning_spot.errors import CorruptSnapshot, ModelChanged, RunBusy, SettingsError
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory import embedded
+from lightning_spot.memory.stores import open_store
+from lightning_spot.staging.copier import Copier
+from lightning_spot.tiers.local import LocalStore
+from tests.conftest import RunningNode, until
+from tests.models import Clipped, Net, Probe, TwoOptimizers, Unsteady, data, equal, state_of, trainer
+
+StartNode = Callable[..., RunningNode]
+
+
+class Stop(Exception):
+    """Stands for whatever ends a training run before its end."""
+
+
+class StopAt(pl.Callback):
+    """Ends training in the middle of the forward pass after ``step``."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise Stop
+
+
+def spot(root: Path, **more: Any) -> SpotCheckpoint:
+    return SpotCheckpoint(str(root / "run-1"), **{"interval": EverySteps(3), "keep": 1000, "on_full": "wait", **more})
+
+
+def manifests(root: Path) -> list[Manifest]:
+    return LocalStore(root / "run-1").manifests()
+
+
+def load(root: Path, manifest: Manifest) -> dict[str, Any]:
+    return torch.load(root / "run-1" / manifest.data_path, weights_only=True)
+
+
+def check_all(root: Path, probe: Probe) -> list[Manifest]:
+    """Every snapshot is, bit for bit, the state of its step."""
+    found = manifests(root)
+    assert len(found) >= 2
+    for manifest in found:
+        checkpoint = load(root, manifest)
+        assert checkpoint["global_step"] == manifest.step
+        assert equal(state_of(checkpoint), probe.states[manifest.step]), manifest.name
+    return found
+
+
+@pytest.mark.parametrize("memory", ["auto", None])
+def test_snapshots_are_the_state_of_their_step(tmp_path: Path, memory: str | None) -> None:
+    probe, callback = Probe(), spot(tmp_path, memory=memory)
+    trainer(callback, probe).fit(Net(), data(), data(3))
+    found = check_all(tmp_path, probe)
+    assert found[0].complete
+    assert found[0].step == 40
+    assert {manifest.step for manifest in found} >= {3 * n for n in range(2, 6)}
+    assert callback.attempt == 1
+    assert callback.last_committed_step == 40
+
+
+@pytest.mark.parametrize(
+    ("module", "settings"),
+    [
+        (TwoOptimizers, {}),
+        (Clipped, {}),
+        (Net, {"accumulate_grad_batches": 3}),
+        (Net, {"val_check_interval": 4}),
+        (Net, {"gradient_clip_val": 0.1}),
+        (Net, {"precision": "bf16-mixed"}),
+    ],
+    ids=["two-optimizers", "weights-clipped-in-own-hook", "accumulation", "mid-epoch-validation", "clip", "bf16"],
+)
+def test_ways_to_train(tmp_path: Path, module: type[Net], settings: dict[str, Any]) -> None:
+    probe = Probe()
+    steps = 2 if module is TwoOptimizers else 1
+    trainer(spot(tmp_path, interval=EverySteps(3 * steps)), probe, max_epochs=3, **settings).fit(
+        module(), data(), data(3)
+    )
+    check_all(tmp_path, probe)
+
+
+def test_compiled_module(tmp_path: Path) -> None:
+    probe = Probe()
+    model = torch.compile(Net(), backend="eager")
+    trainer(spot(tmp_path), probe).fit(model, data())
+    check_all(tmp_path, probe)
+
+
+def test_weight_averaging(tmp_path: Path) -> None:
+    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
+    probe = Probe()
+    trainer(spot(tmp_path), averaging.EMAWeightAveraging(decay=0.9), probe, max_epochs=3).fit(Net(), data(), data(3))
+    during = [manifest for manifest in manifests(tmp_path) if not manifest.complete]
+    assert len(during) > 5
+    for manifest in during:
+        checkpoint = load(tmp_path, manifest)
+        averaged, current = checkpoint["state_dict"], checkpoint["current_model_state"]
+        truth = probe.states[manifest.step]
+        assert all(torch.equal(current[key], truth[key]) for key in current)
+        assert not equal(averaged, current)
+
+
+def test_a_tensor_that_moves_is_never_committed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # No copying in the background: what is not copied at once is copied just before the optimizer step,
+    # when forward has changed the bias already.
+    monkeypatch.setattr(Copier, "_work", lambda _self: None)
+    probe = Probe()
+    trainer(spot(tmp_path), probe, max_epochs=3).fit(Unsteady(), data())
+    found = check_all(tmp_path, probe)
+    assert caplog.text.count("was dropped: 1 tensors changed") == 1  # then it is known and copied at once
+    assert 3 not in {manifest.step for manifest in found}
+    assert len(found) > 10
+
+
+def test_plain_torch_and_lightning_read_it(tmp_path: Path) -> None:
+    trainer(spot(tmp_path)).fit(Net(), data())
+    path = tmp_path / "run-1" / manifests(tmp_path)[0].data_path
+    code = (
+        "import sys; sys.modules['lightning_spot'] = None\n"  # as if it were not installed
+        "import torch, lightning.pytorch as pl\n"
+        "from tests.models import Net, data, trainer\n"
+        f"path = {str(path)!r}\n"
+        "assert torch.load(path, weights_only=True)['global_step'] == 40\n"
+        "Net.load_from_checkpoint(path)\n"
+        "t = trainer(max_epochs=3, enable_checkpointing=False); t.fit(Net(), data(), ckpt_path=path)\n"
+        "assert t.global_step == 60, t.global_step\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    tested = subprocess.run(["unzip", "-tq", str(path)], capture_output=True, text=True, check=False)
+    assert tested.returncode == 0, tested.stdout
+
+
+# -- resume -----------------------------------------------------------------------------------------------------------
+
+
+def stopped(root: Path, at: int = 31, **more: Any) -> SpotCheckpoint:
+    callback = spot(root, **more)
+    with pytest.raises(Stop):
+        trainer(callback, StopAt(at)).fit(Net(), data())
+    return callback
+
+
+def test_the_same_line_carries_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    first = stopped(tmp_path)
+    assert first.last_committed_step == 30
+    probe, callback = Probe(), spot(tmp_path)
+    again = trainer(callback, probe)
+    again.fit(Net(), data())
+    assert callback.resumed_from is not None
+    assert (callback.resumed_from.step, callback.resumed_from.tier, callback.attempt) == (30, "memory", 2)
+    assert min(probe.states) == 30
+    assert again.global_step == 40
+    assert "resumes at step 30 (epoch 1) from memory" in caplog.text
+    assert caplog.text.count("starting afresh") == 1  # the first attempt
+
+
+def test_resume_from_the_durable_tier_when_memory_is_gone(tmp_path: Path) -> None:
+    stopped(tmp_path)
+    host = embedded.attach(str(tmp_path / "run-1"), "run-1")
+    assert host is not None
+    os.kill(int(host.client.call("GET", "/v1/status")["pid"]), 9)
+    until(lambda: not embedded.find_record(str(tmp_path / "run-1")).running(), "the node to die")
+    for leftover in Path(os.environ["LIGHTNING_SPOT_SHM_DIR"]).rglob("slot-*"):
+        leftover.unlink()
+    callback = spot(tmp_path)
+    trainer(callback).fit(Net(), data())
+    assert callback.resumed_from is not None
+    assert (callback.resumed_from.step, callback.resumed_from.tier) == (30, "durable")
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "manifest"])
+def test_a_bad_snapshot_falls_back_to_the_one_before(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    stopped(tmp_path, memory=None)
+    newest, before = manifests(tmp_path)[:2]
+    path = tmp_path / "run-1" / newest.data_path
+    if damage == "flip":
+        with open(path, "r+b") as file:
+            file.seek(newest.nbytes // 2)
+            byte = file.read(1)
+            file.seek(newest.nbytes // 2)
+            file.write(bytes([byte[0] ^ 1]))
+    elif damage == "truncate":
+        os.truncate(path, newest.nbytes // 2)
+    elif damage == "delete":
+        path.unlink()
+    else:
+        (path.parent / "manifest.json").write_text("{")
+    callback = spot(tmp_path, memory=None)
+    trainer(callback).fit(Net(), data())
+    assert callback.resumed_from is not None
+    assert callback.resumed_from.name == before.name
+    if damage != "manifest":
+        assert f"snapshot {newest.name} at durable is passed over" in caplog.text
+        assert f"falling back to {before.name}" in caplog.text
+
+
+def test_nothing_good_left_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
+    stopped(tmp_path, memory=None, keep=1)
+    (only,) = manifests(tmp_path)
+    os.truncate(tmp_path / "run-1" / only.data_path, 100)
+    with pytest.raises(CorruptSnapshot, match="resume=False"):
+        trainer(spot(tmp_path, memory=None)).fit(Net(), data())
+    fresh = spot(tmp_path, memory=None, resume=False)
+    trainer(fresh).fit(Net(), data())
+    assert fresh.resumed_from is None
+
+
+def test_resume_false_starts_afresh_and_supersedes(tmp_path: Path) -> None:
+    stopped(tmp_path)
+    probe, callback = Probe(), spot(tmp_path, resume=False)
+    trainer(callback, probe, max_epochs=1).fit(Net(), data())
+    assert (callback.resumed_from, min(probe.states)) == (None, 0)
+    assert manifests(tmp_path)[0].order == (2, 20, True)  # newer than step 30 of the attempt before
+
+
+def test_explicit_ckpt_path_wins(tmp_path: Path) -> None:
+    stopped(tmp_path)
+    chosen = manifests(tmp_path)[4]
+    probe, callback = Probe(), spot(tmp_path)
+    path = tmp_path / "run-1" / chosen.data_path
+    trainer(callback, probe).fit(Net(), data(), ckpt_path=str(path))
+    assert callback.resumed_from is None
+    assert min(probe.states) == chosen.step
+
+
+def test_ckpt_path_from_a_node(tmp_path: Path, start_node: StartNode) -> None:
+    node = start_node("--flush-to", str(tmp_path / "node"))
+    stopped(tmp_path, memory=node.url)
+    probe = Probe()
+    trainer(probe, enable_checkpointing=False).fit(Net(), data(), ckpt_path=f"{node.url}/run-1/last.ckpt")
+    assert min(probe.states) == 30
+    assert LocalStore(tmp_path / "node" / "run-1").manifests()
+
+
+def test_a_finished_run_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    trainer(spot(tmp_path)).fit(Net(), data())
+    before = manifests(tmp_path)
+    model, callback = Net(), spot(tmp_path)
+    trainer(callback).fit(model, data())
+    assert "run 'run-1' is complete (epoch 2, step 40): nothing was left to train" in caplog.text
+    assert manifests(tmp_path) == before
+    assert torch.equal(
+        model.net[0].weight, load(tmp_path, before[0])["state_dict"]["net.0.weight"]
+    )  # weights are there
+    longer = trainer(spot(tmp_path), max_epochs=4)
+    longer.fit(Net(), data())
+    assert longer.global_step == 80
+
+
+def test_a_changed_model_is_named(tmp_path: Path) -> None:
+    stopped(tmp_path)
+    before = manifests(tmp_path)
+
+    class Wider(Net):
+        def __init__(self) -> None:
+            super().__init__(width=48)
+            self.extra = torch.nn.Linear(2, 2)
+
+    with pytest.raises(ModelChanged) as caught:
+        trainer(spot(tmp_path)).fit(Wider(), data())
+    assert caught.value.missing == ["extra.bias", "extra.weight"]
+    assert any("net.0.weight (32, 16)→(48, 16)" in item for item in caught.value.reshaped)
+    assert "extra.bias" in str(caught.value)
+    assert manifests(tmp_path) == before
+
+
+def test_auto_resume_and_remote_snapshot_alone(tmp_path: Path) -> None:
+    path = str(tmp_path / "run-1")
+    with pytest.raises(Stop):
+        trainer(RemoteSnapshot(path, interval=EverySteps(3), on_full="wait"), StopAt(31)).fit(Net(), data())
+    resume, probe = AutoResume(path), Probe()
+    trainer(resume, probe, enable_checkpointing=False).fit(Net(), data())
+    assert resume.resumed_from is not None
+    assert min(probe.states) == resume.resumed_from.step == 30
+
+
+@pytest.mark.parametrize("memory", ["auto", None])
+def test_s3(tmp_path: Path, s3: str, memory: str | None) -> None:
+    def callback() -> SpotCheckpoint:
+        return SpotCheckpoint(f"{s3}/run-1", interval=EverySteps(5), memory=memory, on_full="wait")
+
+    with pytest.raises(Stop):
+        trainer(callback(), StopAt(31)).fit(Net(), data())
+    assert [manifest.step for manifest in open_store(f"{s3}/run-1").manifests()] == [30, 25]
+    again = callback()
+    trainer(again).fit(Net(), data())
+    assert again.resumed_from is not None
+    assert again.resumed_from.step == 30
+
+
+def test_memory_file_system(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}-run"
+    trainer(SpotCheckpoint(url, interval=EverySteps(5))).fit(Net(), data())
+    assert open_store(url).manifests()[0].complete
+
+
+def test_every_seconds(tmp_path: Path) -> None:
+    trainer(spot(tmp_path, interval=EverySeconds(0.05)), max_epochs=30).fit(Net(), data())
+    assert len(manifests(tmp_path)) > 2
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    code = (
+        "from tests.models import Net, data, trainer\n"
+        "from lightning_spot import SpotCheckpoint, EverySeconds\n"
+        f"c = SpotCheckpoint({str(tmp_path / 'run-1')!r}, interval=EverySeconds(0.05))\n"
+        "t = trainer(c, max_epochs=EPOCHS, devices=2, strategy='ddp'); t.fit(Net(), data())\n"
+        "start = c.resumed_from and c.resumed_from.step\n"
+        "print('RANK', t.global_rank, 'STEP', t.global_step, 'FROM', start, flush=True)\n"
+    )
+    for epochs, start in ((2, None), (3, 20)):
+        script = tmp_path / "train.py"
+        script.write_text(code.replace("EPOCHS", str(epochs)))
+        environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+        done = subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        for rank in (0, 1):
+            assert f"RANK {rank} STEP {10 * epochs} FROM {start}" in done.stdout
+    assert manifests(tmp_path)[0].world_size == 2
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"dirpath": ""}, "dirpath is empty"),
+        ({"dirpath": "spot://h:1/run"}, "memory="),
+        ({"dirpath": "x", "memory": "10.0.0.5:7070"}, "no node URL"),
+        ({"dirpath": "x", "memory": "spot://h:1/run"}, "name the node only"),
+        ({"dirpath": "x", "run": "a/b"}, "run name 'a/b'"),
+        ({"dirpath": "x", "keep": 0}, "keep=0"),
+        ({"dirpath": "x", "slots": 1}, "slots=1"),
+        ({"dirpath": "x", "on_full": "cry"}, "on_full='cry'"),
+        ({"dirpath": "x", "memory_limit": "much"}, "no size"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(SettingsError, match=complaint):
+        SpotCheckpoint(**arguments)
+
+
+def test_bad_intervals() -> None:
+    with pytest.raises(SettingsError, match="at least 1 step"):
+        EverySteps(0)
+    with pytest.raises(SettingsError, match="more than 0"):
+        EverySeconds(float("nan"))
+
+
+def test_unwritable_dirpath(tmp_path: Path) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    with pytest.raises(SettingsError, match="cannot be made"):
+        trainer(SpotCheckpoint(str(blocker / "run-1"))).fit(Net(), data())
+
+
+def test_enable_checkpointing_false_is_lightnings_own_error(tmp_path: Path) -> None:
+    with pytest.raises(MisconfigurationException):
+        trainer(spot(tmp_path), enable_checkpointing=False)
+
+
+def test_unreachable_node(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback = spot(tmp_path, memory="spot://127.0.0.1:9", flush_timeout_s=3.0)
+    trainer(callback).fit(Net(), data())
+    assert manifests(tmp_path)[0].complete  # the durable tier is served
+    assert "not everything is durable" in caplog.text
+    assert "127.0.0.1:9" in caplog.text
+
+
+def test_two_runs_with_one_name(tmp_path: Path) -> None:
+    host = embedded.start(str(tmp_path / "run-1"), "run-1", slots=2, memory_bytes=2**26, idle_timeout_s=60)
+    host.open_run([str(tmp_path / "run-1")], 2)
+    with pytest.raises(RunBusy, match=f"pid {os.getpid()}"):
+        trainer(spot(tmp_path)).fit(Net(), data())
+
+
+def test_a_zombie_is_fenced_and_trains_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Successor(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 20:
+                LocalStore(tmp_path / "run-1").claim(2, {"host": "another"})
+
+    run = trainer(spot(tmp_path, flush_timeout_s=5.0), Successor())
+    run.fit(Net(), data())
+    assert run.global_step == 40
+    assert max(manifest.step for manifest in manifests(tmp_path)) <= 21
+
+
+def test_snapshot_larger_than_the_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = trainer(spot(tmp_path, memory=None, memory_limit=1000))
+    run.fit(Net(), data())
+    assert run.global_step == 40
+    assert caplog.text.count("cannot fit this node's memory") == 1
+
+
+def test_the_embedded_node_is_killed_in_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = str(tmp_path / "run-1")
+
+    class KillNode(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 20 and callback._writer is not None:
+                host = callback._writer.host
+                assert isinstance(host, embedded.EmbeddedHost)
+                os.kill(int(host.client.call("GET", "/v1/status")["pid"]), 9)
+            if trainer.global_step == 30:
+                writer = callback._writer
+                assert writer is not None
+                until(lambda: writer.host is not None, "a new node")
+
+    probe, callback = Probe(), spot(tmp_path)
+    run = trainer(callback, probe, KillNode())
+    run.fit(Net(), data())
+    assert run.global_step == 40
+    assert check_all(tmp_path, probe)[0].complete
+    assert "starting a new one" in caplog.text
+    assert callback.attempt == 1
+    assert embedded.find_record(path) is not None
+
+
+def test_a_strategy_free_of_checkpoints_beside_ours(tmp_path: Path) -> None:
+    own = ModelCheckpoint(str(tmp_path / "mine"), save_last=True)
+    trainer(spot(tmp_path), own).fit(Net(), data())
+    assert Path(own.last_model_path).exists()
+    assert manifests(tmp_path)

@@ -1,0 +1,414 @@
+"""The node as a program: HTTP, tokens, protocol, draining, the embedded node, and ``spot://``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from lightning_spot.errors import (
+    CorruptSnapshot,
+    NodeRefused,
+    NodeUnreachable,
+    ProtocolMismatch,
+    RingFull,
+    SettingsError,
+    SnapshotNotFound,
+    SnapshotTooLarge,
+)
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory import client as client_module
+from lightning_spot.memory import embedded
+from lightning_spot.memory.client import NodeClient
+from lightning_spot.memory.program import main, settings_from
+from lightning_spot.memory.remote import NodeStore
+from lightning_spot.memory.wire import parse_spot_url
+from lightning_spot.tiers.local import LocalStore
+from tests.conftest import RunningNode, until
+
+StartNode = Callable[..., RunningNode]
+
+
+def checkpoint_bytes(step: int, nbytes: int = 20_000) -> bytes:
+    import io
+
+    buffer = io.BytesIO()
+    torch.save({"state_dict": {"w": torch.full((nbytes // 4,), float(step))}, "global_step": step}, buffer)
+    return buffer.getvalue()
+
+
+def put(node: RunningNode, step: int, *, attempt: int = 1, run: str = "run", data: bytes | None = None) -> Manifest:
+    data = data if data is not None else checkpoint_bytes(step)
+    manifest = Manifest(
+        run=run,
+        name=snapshot_name(step, attempt),
+        step=step,
+        attempt=attempt,
+        nbytes=len(data),
+        created_unix_s=time.time(),
+    ).sealed(memoryview(data))
+    NodeStore(f"{node.url}/{run}").put(manifest, memoryview(data), writer=attempt)
+    return manifest
+
+
+def client_of(node: RunningNode, token: str | None = None) -> NodeClient:
+    return NodeClient(parse_spot_url(node.url)[0], token)
+
+
+# -- flags ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--listen", "nowhere"], "--listen 'nowhere'"),
+        (["--listen", "127.0.0.1:99999"], "--listen"),
+        (["--listen", "0.0.0.0:7070"], "LIGHTNING_SPOT_TOKEN"),
+        (["--listen", "[::]:7070"], "LIGHTNING_SPOT_TOKEN"),
+        (["--memory", "much"], "'much' is no size"),
+        (["--slots", "0"], "--slots 0"),
+        (["--flush-to", "nonsense://x", "--listen", "127.0.0.1:0"], "nonsense"),
+    ],
+)
+def test_bad_flags_are_one_line(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags) == 2
+    said = capsys.readouterr().err
+    assert complaint in said
+    assert "Traceback" not in said
+
+
+def test_beyond_loopback_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    import argparse
+
+    from lightning_spot.memory.program import add_arguments
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "secret")
+    assert settings_from(parser.parse_args(["--listen", "0.0.0.0:7070"])).port == 7070
+
+
+def test_port_in_use_is_said(start_node: StartNode, capsys: pytest.CaptureFixture[str]) -> None:
+    node = start_node()
+    assert main(["--listen", node.url.removeprefix("spot://")]) == 2
+    assert "in use" in capsys.readouterr().err
+
+
+# -- HTTP -------------------------------------------------------------------------------------------------------------
+
+
+def test_curl_can_read_a_snapshot(start_node: StartNode) -> None:
+    node = start_node()
+    data = checkpoint_bytes(3)
+    put(node, 3, data=data)
+    address = node.url.replace("spot://", "http://")
+    with urllib.request.urlopen(f"{address}/v1/files/run/last.ckpt") as answer:
+        assert answer.read() == data
+    request = urllib.request.Request(f"{address}/v1/files/run/last.ckpt", headers={"Range": "bytes=-10"})
+    with urllib.request.urlopen(request) as answer:
+        assert (answer.status, answer.read()) == (206, data[-10:])
+    with urllib.request.urlopen(f"{address}/v1/files/run/{snapshot_name(3, 1)}/manifest.json") as answer:
+        assert json.load(answer)["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/v1/files/run/none.ckpt", None, 404),
+        ("POST", "/v1/runs/run/uploads", b"{", 400),
+        ("POST", "/v1/runs/run/uploads", b"[]", 400),
+        ("POST", "/v1/runs/run/uploads", b'{"nbytes": "x", "attempt": 1}', 400),
+        ("POST", "/v1/runs/run/uploads", b'{"nbytes": 999999999999, "attempt": 1}', 413),
+        ("POST", "/v1/runs/bad%20name/open", b"{}", 400),
+        ("POST", "/v1/runs/run/open", b'{"destinations": ["/etc"]}', 403),
+        ("POST", "/v1/uploads/none/seal", b"{}", 403),
+        ("PUT", "/v1/uploads/none/parts/0", b"x", 404),
+        ("DELETE", "/v1/files/run/none.ckpt", None, 404),
+        ("PUT", "/v1/files/run/a%2F..%2Fb", b"x", 422),
+        ("GET", "/v1/nothing", None, 404),
+    ],
+)
+def test_bad_requests(start_node: StartNode, method: str, path: str, body: bytes | None, status: int) -> None:
+    node = start_node()
+    request = urllib.request.Request(node.url.replace("spot://", "http://") + path, data=body, method=method)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request)
+    assert caught.value.code == status
+    assert client_of(node).call("GET", "/v1/status")["protocol"] == 1  # and the node lives on
+
+
+def test_every_request_needs_the_token(start_node: StartNode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("correct horse\n")
+    node = start_node(environment={"LIGHTNING_SPOT_TOKEN_FILE": str(secret)})
+    for path in ("/v1/status", "/v1/runs/run/snapshots", "/v1/files/run/last.ckpt"):
+        for token in (None, "wrong"):
+            with pytest.raises(NodeRefused, match="LIGHTNING_SPOT_TOKEN") as caught:
+                client_of(node, token).call("GET", path)
+            assert caught.value.status == 401
+    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "correct horse")
+    put(node, 1)
+    assert [manifest.step for manifest in NodeStore(f"{node.url}/run").manifests()] == [1]
+
+
+def test_another_protocol_is_named(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = start_node()
+    monkeypatch.setattr(client_module, "PROTOCOL_VERSION", 2)
+    with pytest.raises(ProtocolMismatch, match=r"speaks protocol 1.*2"):
+        client_of(node).call("GET", "/v1/status")
+
+
+def test_something_else_at_the_port() -> None:
+    import http.server
+
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Other)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with pytest.raises(ProtocolMismatch, match="check the address"):
+        NodeClient(parse_spot_url(f"spot://127.0.0.1:{server.server_port}")[0]).call("GET", "/v1/status")
+    server.shutdown()
+    server.server_close()
+
+
+def test_nobody_there() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(NodeUnreachable, match=f"127.0.0.1:{port}"):
+        NodeClient(parse_spot_url(f"spot://127.0.0.1:{port}")[0]).call("GET", "/v1/status")
+
+
+@pytest.mark.parametrize(
+    "url", ["spot://", "spot:///run", "http://host:1/run", "spot://host:port/run", "spot://user:secret@host:1/run"]
+)
+def test_malformed_urls(url: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse_spot_url(url)
+    assert "secret@" not in str(caught.value)
+
+
+def test_back_pressure_over_http(start_node: StartNode, tmp_path: Path) -> None:
+    node = start_node("--slots", "2")
+    client = client_of(node)
+    body = {"attempt": 1, "nbytes": 100}
+    for _ in range(2):
+        client.call("POST", "/v1/runs/run/uploads", body)
+    with pytest.raises(RingFull):
+        client.call("POST", "/v1/runs/run/uploads", body)
+    with pytest.raises(SnapshotTooLarge):
+        client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 2**40})
+
+
+def test_a_part_damaged_on_its_way_is_sent_again(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = start_node()
+    real = NodeClient.send
+    sent = []
+
+    def damaging(self: NodeClient, path: str, data: memoryview, **more: Any) -> dict[str, Any]:
+        sent.append(path)
+        if len(sent) == 1:
+            data = memoryview(bytes([data[0] ^ 1]) + bytes(data[1:]))
+        return real(self, path, data, **more)
+
+    monkeypatch.setattr(NodeClient, "send", damaging)
+    data = checkpoint_bytes(1)
+    manifest = put(node, 1, data=data)
+    assert len(sent) == 2
+    buffer = bytearray(len(data))
+    NodeStore(f"{node.url}/run").fetch(manifest, memoryview(buffer))
+    assert bytes(buffer) == data
+
+
+def test_a_line_that_damages_everything_is_named(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = start_node()
+    monkeypatch.setattr(NodeClient, "send", lambda *_args, **_more: {"xxh3_128": "wrong"})
+    with pytest.raises(CorruptSnapshot, match="damaged"):
+        put(node, 1)
+    assert NodeStore(f"{node.url}/run").manifests() == []
+
+
+def test_sigterm_drains(start_node: StartNode, tmp_path: Path) -> None:
+    node = start_node("--flush-to", str(tmp_path / "durable"))
+    manifest = put(node, 4)
+    assert node.stop() == 0
+    assert LocalStore(tmp_path / "durable" / "run").manifests() == [manifest]
+
+
+def test_sigterm_says_what_it_could_not_flush(start_node: StartNode, tmp_path: Path) -> None:
+    target = tmp_path / "durable"
+    node = start_node("--flush-to", str(target), "--drain-timeout", "1")
+    target.write_text("a file in the way")
+    put(node, 4)
+    assert node.stop() == 1
+    assert "not flushed" in node.log.read_text()
+
+
+def test_chained_nodes(start_node: StartNode, tmp_path: Path) -> None:
+    reliable = start_node("--flush-to", str(tmp_path / "durable"))
+    near = start_node("--flush-to", reliable.url)
+    manifest = put(near, 4)
+    client_of(near).call("POST", "/v1/flush", {"wait_s": 30})
+    client_of(reliable).call("POST", "/v1/flush", {"wait_s": 30})
+    assert LocalStore(tmp_path / "durable" / "run").manifests() == [manifest]
+
+
+def test_a_node_flushes_to_s3(start_node: StartNode, s3: str) -> None:
+    node = start_node("--flush-to", s3)
+    manifest = put(node, 4)
+    assert client_of(node).call("POST", "/v1/flush", {"wait_s": 30}) == {"unreached": []}
+    from lightning_spot.memory.stores import open_store
+
+    assert open_store(f"{s3}/run").manifests() == [manifest]
+
+
+# -- the embedded node ------------------------------------------------------------------------------------------------
+
+SETTINGS: dict[str, Any] = {"slots": 2, "memory_bytes": 2**26, "idle_timeout_s": 60.0}
+
+
+def node_pid(host: embedded.EmbeddedHost) -> int:
+    return int(host.client.call("GET", "/v1/status")["pid"])
+
+
+def test_two_trainers_at_once_get_one_node(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        hosts = list(pool.map(lambda index: embedded.start(str(tmp_path), f"run-{index}", **SETTINGS), range(4)))
+    assert len({node_pid(host) for host in hosts}) == 1
+
+
+def test_it_ends_when_the_run_ends(tmp_path: Path) -> None:
+    host = embedded.start(str(tmp_path), "run", **SETTINGS)
+    record = embedded.find_record(str(tmp_path))
+    host.open_run([str(tmp_path)], 2)
+    assert record.running()
+    host.leave(complete=True)
+    until(lambda: not record.running(), "the node to end")
+
+
+def test_it_ends_when_idle(tmp_path: Path) -> None:
+    host = embedded.start(str(tmp_path), "run", **{**SETTINGS, "idle_timeout_s": 0.5})
+    record = embedded.find_record(str(tmp_path))
+    host.open_run([str(tmp_path)], 2)
+    time.sleep(1.0)
+    assert record.running()  # a connected trainer keeps it
+    host.session.close()
+    until(lambda: not record.running(), "the node to end")
+
+
+def test_it_outlives_its_trainer(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from lightning_spot.memory import embedded\n"
+        f"host = embedded.start({str(tmp_path)!r}, 'run', slots=2, memory_bytes=2**26, idle_timeout_s=60)\n"
+        "host.open_run([], 2); print('up', flush=True); time.sleep(60)"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == b"up\n"
+    os.killpg(trainer.pid, signal.SIGKILL)
+    trainer.wait()
+    trainer.stdout.close()
+    host = embedded.attach(str(tmp_path), "run")
+    assert host is not None
+    until(lambda: not client_status(host)["runs"]["run"]["live"], "the node to see that its trainer has gone")
+    assert host.open_run([], 2) == 2
+
+
+def client_status(host: embedded.EmbeddedHost) -> dict[str, Any]:
+    return host.client.call("GET", "/v1/status")
+
+
+def test_a_dead_nodes_record_is_replaced(tmp_path: Path) -> None:
+    first = embedded.start(str(tmp_path), "run", **SETTINGS)
+    pid = node_pid(first)
+    os.kill(pid, signal.SIGKILL)
+    record = embedded.find_record(str(tmp_path))
+    until(lambda: not record.running(), "the node to die")
+    assert record.http.exists()  # stale
+    second = embedded.start(str(tmp_path), "run", **SETTINGS)
+    assert node_pid(second) != pid
+
+
+def test_a_node_that_cannot_start_shows_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(NodeUnreachable, match="did not start"):
+        embedded.start(str(tmp_path), "run", **SETTINGS)
+
+
+def test_runtime_dir_that_is_too_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LIGHTNING_SPOT_RUNTIME_DIR", str(tmp_path / ("x" * 120)))
+    with pytest.raises(SettingsError, match="shorter"):
+        embedded.find_record("run")
+
+
+# -- spot:// ----------------------------------------------------------------------------------------------------------
+
+
+def test_file_system(start_node: StartNode) -> None:
+    node = start_node()
+    data = checkpoint_bytes(7)
+    name = put(node, 7, data=data).name
+    fs, path = fsspec.core.url_to_fs(f"{node.url}/run")
+    assert path == "run"
+    assert fs.ls("", detail=False) == ["run"]
+    assert fs.ls("run", detail=False) == [f"run/{name}"]
+    assert fs.ls(f"run/{name}", detail=False) == [f"run/{name}/model.ckpt"]
+    assert fs.exists("run/last.ckpt")
+    assert not fs.exists("run/none.ckpt")
+    assert not fs.exists("nobody")
+    assert fs.isdir(f"run/{name}")
+    info = fs.info("run/last.ckpt")
+    assert (info["size"], info["type"]) == (len(data), "file")
+    assert abs(fs.modified("run/last.ckpt").timestamp() - time.time()) < 60
+    with fs.open("run/last.ckpt") as file:
+        file.seek(5)
+        assert file.read(10) == data[5:15]
+        file.seek(-3, 2)
+        assert file.read() == data[-3:]
+    assert fs.cat_file(f"run/{name}/model.ckpt", start=-4) == data[-4:]
+    assert torch.load(fs.open("run/last.ckpt"), weights_only=True)["global_step"] == 7
+    fs.rm(f"run/{name}")
+    assert not fs.exists("run/last.ckpt")
+
+
+def test_writing_through_the_file_system(start_node: StartNode, tmp_path: Path) -> None:
+    node = start_node("--flush-to", str(tmp_path / "durable"))
+    url = f"{node.url}/run/mine.ckpt"
+    with fsspec.open(url, "wb") as file:
+        file.write(b"one")
+        file.write(b" two")
+    fs, path = fsspec.core.url_to_fs(url)
+    assert fs.cat_file(path) == b"one two"
+    client_of(node).call("POST", "/v1/flush", {"wait_s": 30})
+    assert (tmp_path / "durable/run/mine.ckpt").read_bytes() == b"one two"
+    with pytest.raises(ZeroDivisionError), fs.open(path, "wb") as file:  # noqa: PT012 - the write must come first
+        file.write(b"half")
+        raise ZeroDivisionError
+    assert fs.cat_file(path) == b"one two"
+    fs.rm(path)
+    with pytest.raises(SnapshotNotFound):
+        fs.cat_file(path)
+    client_of(node).call("POST", "/v1/flush", {"wait_s": 30})
+    assert not (tmp_path / "durable/run/mine.ckpt").exists()
+    with pytest.raises(SettingsError, match="without folders"):
+        fs.pipe_file("run/folder/x.ckpt", b"")
