@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,51 +19,15 @@ from lightning_spot.config import check_run_name
 from lightning_spot.errors import CorruptSnapshot, RunBusy, SettingsError, SnapshotNotFound, SpotError, TierError
 from lightning_spot.image.archive import write_crcs
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.book import Run, Upload
 from lightning_spot.memory.flusher import Flusher
-from lightning_spot.memory.ring import Ring, Slot
+from lightning_spot.memory.ring import Ring
 from lightning_spot.tiers.store import Store, check_fence
 
 logger = logging.getLogger(__name__)
 
 UPLOAD_IDLE_S = 120.0
 """An upload over the network that receives nothing for so long is given up and its slot freed."""
-
-
-@dataclass(slots=True)
-class Run:
-    """A run this node knows.
-
-    Attributes:
-        name: its name.
-        attempt: the attempt that may write.
-        destinations: URLs of the run's directories at the tiers below.
-        keep: snapshots each tier keeps.
-        session: id of the live connection of its trainer on this host, ``""`` if there is none.
-        pid: process id of that trainer.
-        complete: whether its trainer said that the run has ended.
-    """
-
-    name: str
-    attempt: int = 0
-    destinations: list[str] = field(default_factory=list)
-    keep: int = 2
-    session: str = ""
-    pid: int = 0
-    complete: bool = False
-
-
-@dataclass(slots=True)
-class Upload:
-    """A slot on its way to become a snapshot."""
-
-    id: str
-    run: str
-    attempt: int
-    slot: Slot
-    nbytes: int
-    session: str
-    touched_s: float
-    received: dict[int, tuple[int, str]] = field(default_factory=dict)
 
 
 class Node:

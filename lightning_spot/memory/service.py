@@ -44,7 +44,8 @@ from lightning_spot.errors import (
     SpotError,
 )
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.node import Node, Upload
+from lightning_spot.memory.book import Upload
+from lightning_spot.memory.node import Node
 from lightning_spot.memory.paths import resolve
 from lightning_spot.memory.wire import PROTOCOL_HEADER, error_body, error_status
 

@@ -7,7 +7,7 @@ import mmap
 import os
 import tempfile
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import IO, Any, Protocol, cast
 
 from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest
@@ -37,9 +37,9 @@ class OpenSnapshot:
     fd: int
     session: EmbeddedHost | None = None
 
-    def reader(self) -> io.BufferedIOBase:
+    def reader(self) -> IO[bytes]:
         """The file, of exactly ``manifest.nbytes`` bytes, for ``torch.load``. Close it before the snapshot."""
-        return _SnapshotReader(self.fd, self.manifest.nbytes)
+        return cast(IO[bytes], _SnapshotReader(self.fd, self.manifest.nbytes))
 
     def close(self) -> None:
         """Let the file, and the slot, go."""

@@ -1,0 +1,145 @@
+"""The ``lightning-spot`` command, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.cli import main
+from lightning_spot.tiers.local import LocalStore
+from tests.conftest import RunningNode
+from tests.models import Net, data, trainer
+from tests.test_fit import Stop, StopAt
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run that was interrupted: snapshots in memory and on disk."""
+    path = tmp_path / "run-1"
+    with pytest.raises(Stop):
+        trainer(SpotCheckpoint(str(path), interval=EverySteps(5)), StopAt(31)).fit(Net(), data())
+    return path
+
+
+Said = Callable[[], str]
+
+
+def test_ls(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["ls", str(run_dir)]) == 0
+    said = capsys.readouterr().out
+    assert "step-000000030-attempt-0001" in said
+    rows = [line.split() for line in said.splitlines()[1:]]
+    assert {(row[1], row[-2]) for row in rows} >= {("30", "memory"), ("30", "durable"), ("25", "durable")}
+    assert {row[-1] for row in rows} == {"safe", "durable"}
+
+
+def test_ls_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["ls", str(run_dir), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed[0]["step"] == 30
+    assert {entry["tier"] for entry in listed} == {"memory", "durable"}
+
+
+def test_show(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["show", str(run_dir), "25"]) == 0
+    said = capsys.readouterr().out
+    for word in ("step-000000025-attempt-0001", "epoch", "xxh3-128", f"torch {torch.__version__}"):
+        assert word in said
+
+
+def test_pull(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    target = tmp_path / "mine.ckpt"
+    assert main(["pull", str(run_dir), "--to", str(target)]) == 0
+    assert "every checksum holds" in capsys.readouterr().out
+    assert torch.load(target, weights_only=True)["global_step"] == 30
+    assert main(["pull", str(run_dir), "--to", str(target)]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert main(["pull", str(run_dir), "25", "--to", str(target), "--force"]) == 0
+    assert torch.load(target, weights_only=True)["global_step"] == 25
+    assert main(["pull", str(run_dir), "--to", str(tmp_path / "none" / "x.ckpt")]) == 2
+    assert "no directory" in capsys.readouterr().err
+
+
+def test_verify(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["verify", str(run_dir)]) == 0
+    assert "BAD" not in capsys.readouterr().out
+    newest = LocalStore(run_dir).manifests()[0]
+    with open(run_dir / newest.data_path, "r+b") as file:
+        file.seek(1000)
+        file.write(b"damage")
+    assert main(["verify", str(run_dir)]) == 1
+    said = capsys.readouterr().out
+    assert f"BAD  {newest.name} at durable" in said
+    assert f"good {newest.name} at memory" in said
+    # pull takes the copy that is good
+    assert main(["pull", str(run_dir), "--to", str(run_dir / "pulled.ckpt")]) == 0
+
+
+def test_a_node(start_node: Callable[..., RunningNode], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    node = start_node()
+    callback = SpotCheckpoint(str(tmp_path / "run-1"), memory=node.url, interval=EverySteps(5))
+    with pytest.raises(Stop):
+        trainer(callback, StopAt(31)).fit(Net(), data())
+    capsys.readouterr()
+    assert main(["ls", f"{node.url}/run-1"]) == 0
+    assert "memory only" in capsys.readouterr().out
+    assert main(["ls", str(tmp_path / "run-1"), "--memory", node.url]) == 0
+    assert node.url in capsys.readouterr().out
+    assert main(["verify", f"{node.url}/run-1"]) == 0
+    assert main(["pull", f"{node.url}/run-1", "--to", str(tmp_path)]) == 0
+    assert (tmp_path / "step-000000030-attempt-0001.ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["show", "NOWHERE"], "no snapshot at any tier"),
+        (["ls", "spot://127.0.0.1:9/run"], "no memory node answers"),
+        (["ls", "spot://127.0.0.1:9"], "names no run"),
+        (["ls", "spot://127.0.0.1:port/run"], "no node URL"),
+        (["ls", "nonsense://bucket/run"], "nonsense"),
+        (["ls", "x", "--memory", "10.0.0.5"], "no node URL"),
+        (["pull", "NOWHERE"], "no snapshot at any tier"),
+        (["verify", "NOWHERE"], "no snapshot"),
+        (["node", "--slots", "0"], "--slots 0"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(tmp_path / "nowhere") if item == "NOWHERE" else item for item in arguments]
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert complaint in said
+    assert "Traceback" not in said
+
+
+def test_ls_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls", str(tmp_path / "nowhere")]) == 0
+    assert "no snapshots" in capsys.readouterr().out
+
+
+def test_the_command_is_installed() -> None:
+    command = Path(sys.executable).parent / "lightning-spot"
+    done = subprocess.run([str(command), "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0.1.0"
+
+
+@pytest.mark.parametrize("module", ["lightning_spot.cli", "lightning_spot.memory.program", "lightning_spot"])
+def test_light_imports(module: str) -> None:
+    code = f"import sys, {module}; print([name for name in ('torch', 'lightning', 'numpy') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,72 @@
+"""Snapshots from a GPU: copies on a side stream into pinned slots, ordered before what changes the tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_spot.image.layout import lay_out
+from lightning_spot.staging.copier import Copier, SlotView, watch
+from lightning_spot.staging.slot import SlotMemory, slot_capacity
+from tests.models import Net, Probe, TwoOptimizers, data, trainer
+from tests.test_fit import check_all, spot
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_copies_are_ordered_before_later_writes() -> None:
+    tensors = [torch.full((1 << 24,), float(index), device="cuda") for index in range(8)]
+    layout = lay_out({str(index): tensor for index, tensor in enumerate(tensors)})
+    memory = SlotMemory.create(slot_capacity(layout.nbytes), None)
+    copier, view = Copier(), SlotView(memory.map)
+    copier.pin(view)
+    job = copier.start(layout.pieces, view, watch(tensors))
+    copier.fence()
+    job.settle()
+    for tensor in tensors:
+        tensor.fill_(-1.0)  # ordered after the copies by the fence, without a host wait
+    job.wait()
+    assert not job.moved
+    for index, piece in enumerate(layout.pieces):
+        copied = view.tensor[piece.offset : piece.offset + piece.nbytes].view(torch.float32)
+        assert torch.equal(copied, torch.full_like(copied, float(index)))
+    copier.close()
+
+
+def test_a_write_before_the_fence_is_seen() -> None:
+    tensor = torch.ones(1 << 20, device="cuda")
+    layout = lay_out({"w": tensor})
+    memory = SlotMemory.create(slot_capacity(layout.nbytes), None)
+    copier, view = Copier(), SlotView(memory.map)
+    job = copier.start(layout.pieces, view, watch([tensor]))
+    tensor.add_(1)
+    copier.fence()
+    job.settle()
+    job.wait()
+    assert job.moved
+    copier.close()
+
+
+@pytest.mark.parametrize("module", [Net, TwoOptimizers])
+@pytest.mark.parametrize("memory", ["auto", None])
+def test_training_on_a_gpu(tmp_path: Path, module: type[Net], memory: str | None) -> None:
+    probe = Probe()
+    settings = {"accelerator": "gpu", "devices": 1, "max_epochs": 3}
+    trainer(spot(tmp_path, memory=memory), probe, **settings).fit(module(), data(), data(3))
+    probe.states = {step: {key: value.cpu() for key, value in state.items()} for step, state in probe.states.items()}
+    check_all(tmp_path, probe)
+
+
+def test_mixed_precision_with_a_scaler(tmp_path: Path) -> None:
+    settings = {"accelerator": "gpu", "devices": 1, "precision": "16-mixed", "max_epochs": 3}
+    run, callback = trainer(spot(tmp_path), **settings), spot(tmp_path)
+    run.fit(Net(), data())
+    again = trainer(callback, **{**settings, "max_epochs": 4})
+    again.fit(Net(), data())
+    assert callback.resumed_from is not None
+    assert again.global_step == 80

@@ -1,0 +1,54 @@
+"""The house keeps its rules: public names, layers, file sizes, no unpickling of what comes over the network."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomllib
+
+import lightning_spot
+
+PACKAGE = Path(lightning_spot.__file__).parent
+REPOSITORY = PACKAGE.parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_public_names_are_there_and_listed() -> None:
+    assert sorted(lightning_spot.__all__) == dir(lightning_spot)
+    for name in lightning_spot.__all__:
+        assert getattr(lightning_spot, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = lightning_spot.Nothing
+
+
+def test_the_version_is_one() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert project["version"] == lightning_spot.__version__
+
+
+def test_layers() -> None:
+    command = Path(sys.executable).parent / "lint-imports"
+    done = subprocess.run([str(command)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_stay_small_and_say_what_they_are_for(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 400
+    assert ast.get_docstring(ast.parse(text))
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "memory").glob("*.py")), ids=lambda path: path.name)
+def test_nodes_never_unpickle(path: Path) -> None:
+    imported = {
+        alias.name.split(".")[0]
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in ([ast.alias(node.module or "")] if isinstance(node, ast.ImportFrom) else node.names)
+    }
+    assert not imported & {"pickle", "torch", "marshal", "shelve", "dill", "cloudpickle"}
