@@ -16,7 +16,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -97,7 +97,7 @@ class DigitsCNN(L.LightningModule):
         self.val_accuracy(self.net(images), labels)
         self.log("val_accuracy", self.val_accuracy, prog_bar=True)
 
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """Adam, with a learning rate that rises and falls once over the whole run, step by step."""
         optimizer = torch.optim.Adam(self.parameters(), lr=self.hparams["learning_rate"])
         steps = int(self.trainer.estimated_stepping_batches)

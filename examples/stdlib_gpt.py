@@ -17,7 +17,7 @@ from pathlib import Path
 import lightning as L
 import torch
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -143,7 +143,7 @@ class ByteGPT(L.LightningModule):
         """The same, on source it never trains on."""
         self.log("val_loss", self._loss(batch), prog_bar=True)
 
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW with a linear warm-up."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=0.1)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=self.warmup_steps)

@@ -17,6 +17,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from lightning_spot.capture.guess import Guess, same_places
 from lightning_spot.capture.tensors import storage_address, tensors_in
 from lightning_spot.config import read_environment
 from lightning_spot.errors import (
@@ -79,6 +82,7 @@ class SnapshotWriter:
         self._copier = Copier()
         self._views: OrderedDict[int, SlotView] = OrderedDict()
         self._pending: list[Pending] = []
+        self._guess: Guess | None = None
         self._unsteady: frozenset[int] = frozenset()
         self._said: set[str] = set()
         self._scratch = read_environment().shm_dir
@@ -133,26 +137,24 @@ class SnapshotWriter:
         if host is None:
             raise NodeUnreachable("the memory node on this host has gone; a new one is being started")
         self._warming.wait()
-        layout = self._lay_out(checkpoint)
-        try:
-            lease = host.lease(layout.nbytes, wait_s)
-        except NodeUnreachable:
-            self._lost(host)
-            raise
-        view = self._view(lease.map)
-        self._say_backing(lease)
-        for offset, data in layout.frame:
-            view.map[offset : offset + len(data)] = data
-        # Everything that forward may change is copied now, the optimizer's own until the next optimizer step.
         watches = {storage_address(tensor): tensor for tensor in tensors_in(checkpoint)}
-        later_ok = (set(owned) & set(watches)) - self._unsteady
-        later = [piece for piece in layout.pieces if piece.storage.data_ptr() in later_ok]
-        job = self._copier.start(later, view, watch(tensor for key, tensor in watches.items() if key in later_ok))
+        steady = (set(owned) & set(watches)) - self._unsteady
+        guess = self._guess
+        lease = self._lease(host, guess.nbytes, wait_s) if guess is not None else None
+        # Copying starts at the places the last layout had while this one is made: they are nearly always the same.
+        early = self._start(guess.pieces_of(watches, steady), lease, watches) if guess and lease else None
+        layout = self._lay_out(checkpoint)
+        if lease is None or layout.nbytes > len(lease.map):
+            if early is not None and lease is not None:
+                early.wait()
+                host.abort(lease)
+            lease, early = self._lease(host, layout.nbytes, wait_s), None
         try:
-            self._copy_now([piece for piece in layout.pieces if piece.storage.data_ptr() not in later_ok], view)
-        except SpotError:
+            job = self._copy(layout, lease, watches, steady, early)
+        except BaseException:
             host.abort(lease)
             raise
+        self._guess = Guess.of(layout)
         pending = Pending(replace(manifest, nbytes=layout.nbytes), lease, job, Future(), destinations)
         self._pending.append(pending)
         self._errands.put(lambda: self._finish(host, pending))
@@ -208,10 +210,41 @@ class SnapshotWriter:
                 self.say_once("scratch-tmp", "nor has the temporary directory (%s); using plain torch.save", full)
         return lay_out_plain(checkpoint)
 
-    def _copy_now(self, pieces: list[Piece], view: SlotView) -> None:
-        job = self._copier.start(pieces, view)
-        job.wait_cpu()
+    def _lease(self, host: Host, nbytes: int, wait_s: float) -> Lease:
+        try:
+            lease = host.lease(nbytes, wait_s)
+        except NodeUnreachable:
+            self._lost(host)
+            raise
+        self._say_backing(lease)
+        return lease
+
+    def _start(self, pieces: list[Piece], lease: Lease, watches: dict[int, torch.Tensor]) -> CopyJob:
+        """Begin to copy pieces that only the optimizer changes."""
+        tensors = [watches[piece.storage.data_ptr()] for piece in pieces]
+        return self._copier.start(pieces, self._view(lease.map), watch(tensors))
+
+    def _copy(
+        self,
+        layout: Layout,
+        lease: Lease,
+        watches: dict[int, torch.Tensor],
+        steady: set[int],
+        early: CopyJob | None,
+    ) -> CopyJob:
+        """Copy now what forward may change, and let the optimizer's own follow until its next step."""
+        view = self._view(lease.map)
+        later = [piece for piece in layout.pieces if piece.storage.data_ptr() in steady]
+        if early is not None and not same_places(early.pieces, later):
+            early.wait()  # the guess was wrong: its bytes lie in the wrong places, and are written over
+            early = None
+        job = early or self._start(later, lease, watches)
+        for offset, data in layout.frame:
+            view.map[offset : offset + len(data)] = data
+        now = self._copier.start([piece for piece in layout.pieces if piece.storage.data_ptr() not in steady], view)
+        now.wait_cpu()
         self._copier.fence()
+        return job
 
     def _view(self, shared: mmap.mmap) -> SlotView:
         view = self._views.get(id(shared))

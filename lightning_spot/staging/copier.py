@@ -58,8 +58,9 @@ class CopyJob:
     def __init__(self, pieces: Sequence[Piece], watches: Sequence[Watch]) -> None:
         self.moved: frozenset[int] = frozenset()
         """Addresses of storages that changed before they were copied; if any, the copy is worthless."""
+        self.pieces = list(pieces)
+        """What is copied; emptied when it is done, so that no storage is kept alive."""
         self._watches = watches
-        self._kept = list(pieces)
         self._tasks: deque[Callable[[], None]] = deque()
         self._left = 0
         self._lock = threading.Lock()
@@ -90,7 +91,7 @@ class CopyJob:
         if self._on_gpu is not None:
             self._on_gpu()
         self.settle()
-        self._kept.clear()
+        self.pieces.clear()
 
     def settle(self) -> None:
         """Compare the version counters for the last time: from now on the tensors may change.

@@ -1,0 +1,160 @@
+"""The writer: early copies by a guessed layout, wrong guesses, guards, and a ring that comes and goes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_spot.capture.tensors import storage_address
+from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.errors import NodeUnreachable, SnapshotTooLarge, TornSnapshot
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory.host import InProcessHost
+from lightning_spot.memory.stores import open_store
+from lightning_spot.staging.copier import Copier
+from lightning_spot.tiers.local import LocalStore
+from tests.conftest import until
+
+
+class Desk:
+    """A writer over a ring in this process, and its durable tier."""
+
+    def __init__(self, root: Path, memory_bytes: int = 2**28) -> None:
+        self.store = LocalStore(root / "run")
+        self.host = InProcessHost("run", slots=3, memory_bytes=memory_bytes, open_store=open_store)
+        self.host.open_run([self.store.url], keep=100)
+        self.writer = SnapshotWriter(self.host, lambda: self.host)
+        self.weights = [torch.randn(300, 100) for _ in range(5)]
+        self.buffer = torch.zeros(10)
+
+    def checkpoint(self, note: str = "", **more: Any) -> dict[str, Any]:
+        return {"note": note, "state": {"w": self.weights, "b": self.buffer}, **more}
+
+    def begin(self, step: int, checkpoint: dict[str, Any]) -> Any:
+        owned = {storage_address(weight) for weight in self.weights}
+        manifest = Manifest(run="run", name=snapshot_name(step, 1), step=step, attempt=1, nbytes=0)
+        return self.writer.begin(checkpoint, manifest, owned=owned, wait_s=30.0)
+
+    def saved(self, step: int) -> dict[str, Any]:
+        assert self.host.flush(30) == []
+        return torch.load(self.store.root / snapshot_name(step, 1) / "model.ckpt", weights_only=True)
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    made = Desk(tmp_path)
+    yield made
+    made.writer.close()
+    made.host.leave(complete=True)
+
+
+def same(saved: dict[str, Any], weights: list[torch.Tensor], buffer: torch.Tensor) -> bool:
+    state = saved["state"]
+    return torch.equal(state["b"], buffer) and all(map(torch.equal, state["w"], weights))
+
+
+@pytest.mark.parametrize(
+    "notes", [["", "", ""], ["", "x" * 1000, "y" * 30], ["x" * 5000, "", ""]], ids=["right", "longer", "shorter"]
+)
+def test_right_and_wrong_guesses_give_the_same_snapshots(desk: Desk, notes: list[str]) -> None:
+    for step, note in enumerate(notes):
+        for weight in desk.weights:
+            weight.add_(1)
+        desk.buffer.add_(1)
+        done = desk.begin(step, desk.checkpoint(note))
+        desk.buffer.mul_(-1)  # as forward does: it was copied before begin returned
+        expected = [weight.clone() for weight in desk.weights]
+        desk.writer.copied()
+        for weight in desk.weights:
+            weight.mul_(3)
+        done.result(30)
+        assert same(desk.saved(step), expected, -desk.buffer)
+        assert desk.saved(step)["note"] == note
+        desk.buffer.mul_(-1)
+
+
+def test_a_guess_that_became_too_small(desk: Desk) -> None:
+    for step, extra in enumerate([10, 3_000_000, 10]):
+        desk.begin(step, desk.checkpoint(extra=torch.ones(extra))).result(30)
+        assert same(desk.saved(step), desk.weights, desk.buffer)
+
+
+def test_tensors_that_were_replaced(desk: Desk) -> None:
+    desk.begin(0, desk.checkpoint()).result(30)
+    desk.weights[2] = torch.randn(50, 10)
+    desk.weights.append(torch.randn(7))
+    desk.begin(1, desk.checkpoint()).result(30)
+    assert same(desk.saved(1), desk.weights, desk.buffer)
+
+
+def test_a_torn_snapshot_is_dropped_and_the_tensor_remembered(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk.writer.close()
+    monkeypatch.setattr(Copier, "_work", lambda _self: None)  # nothing is copied in the background
+    go = threading.Event()
+    monkeypatch.setattr(SnapshotWriter, "_finish", _after(go, SnapshotWriter._finish))
+    desk.writer = SnapshotWriter(desk.host)
+    done = desk.begin(0, desk.checkpoint())
+    desk.weights[1].add_(1)  # before anyone said that it may change
+    go.set()
+    with pytest.raises(TornSnapshot, match="1 tensors"):
+        done.result(30)
+    assert desk.writer.torn == 1
+    done = desk.begin(1, desk.checkpoint())
+    expected = [weight.clone() for weight in desk.weights]
+    desk.weights[1].add_(1)
+    done.result(30)
+    assert same(desk.saved(1), expected, desk.buffer)
+
+
+def _after(go: threading.Event, real: Any) -> Any:
+    def finish(*arguments: Any) -> None:
+        assert go.wait(30)
+        real(*arguments)
+
+    return finish
+
+
+def test_what_cannot_be_laid_out_is_saved_plainly(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    for step in range(2):
+        quantised = torch.quantize_per_tensor(torch.arange(4.0), 1.0, 0, torch.qint8)
+        desk.begin(step, desk.checkpoint(q=quantised)).result(30)
+        saved = desk.saved(step)
+        assert same(saved, desk.weights, desk.buffer)
+        assert saved["q"].int_repr().tolist() == [0, 1, 2, 3]
+    assert caplog.text.count("plain torch.save") == 1
+
+
+def test_too_large_leaves_the_writer_usable(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, memory_bytes=2**22)
+    with pytest.raises(SnapshotTooLarge):
+        desk.begin(0, desk.checkpoint(extra=torch.ones(2**21)))
+    desk.begin(1, desk.checkpoint()).result(30)
+    assert same(desk.saved(1), desk.weights, desk.buffer)
+    desk.writer.close()
+    desk.host.leave(complete=True)
+
+
+def test_a_lost_ring_is_found_again(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: Any, **__: Any) -> None:
+        raise NodeUnreachable("gone")
+
+    monkeypatch.setattr(desk.host, "lease", gone)
+    with pytest.raises(NodeUnreachable):
+        desk.begin(0, desk.checkpoint())
+    monkeypatch.undo()
+    until(lambda: desk.writer.host is not None, "the ring")
+    desk.begin(1, desk.checkpoint()).result(30)
+    assert same(desk.saved(1), desk.weights, desk.buffer)
+
+
+def test_warm_slots_are_all_there(desk: Desk) -> None:
+    desk.writer.warm(3_000_000)
+    until(lambda: desk.writer.ready, "warm slots")
+    capacities = [slot["capacity_bytes"] for slot in desk.host._node.status()["slots"]]
+    assert min(capacities) >= 3_000_000
+    desk.begin(1, desk.checkpoint()).result(30)
