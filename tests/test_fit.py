@@ -390,6 +390,31 @@ def test_enable_checkpointing_false_is_lightnings_own_error(tmp_path: Path) -> N
         trainer(spot(tmp_path), enable_checkpointing=False)
 
 
+def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
+    trainer(spot(tmp_path), fast_dev_run=True).fit(Net(), data(), data(3))
+    assert not (tmp_path / "run-1").exists()
+
+
+def test_sharded_strategies_are_refused_clearly(tmp_path: Path) -> None:
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    run = trainer()
+    run.strategy.__class__ = type("Sharded", (FSDPStrategy,), {})
+    with pytest.raises(SettingsError, match="FSDPStrategy is not supported yet"):
+        spot(tmp_path).setup(run, Net(), "fit")
+
+
+def test_ctrl_c_flushes(tmp_path: Path) -> None:
+    class Interrupt(pl.Callback):
+        def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 31:
+                raise KeyboardInterrupt
+
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        trainer(spot(tmp_path, memory=None), Interrupt()).fit(Net(), data())
+    assert manifests(tmp_path)[0].step == 30
+
+
 def test_unreachable_node(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     callback = spot(tmp_path, memory="spot://127.0.0.1:9", flush_timeout_s=3.0)
     trainer(callback).fit(Net(), data())

@@ -361,6 +361,25 @@ def test_runtime_dir_that_is_too_long(monkeypatch: pytest.MonkeyPatch, tmp_path:
         embedded.find_record("run")
 
 
+def test_abandoned_slots_are_removed_after_a_day(tmp_path: Path) -> None:
+    shm = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"])
+    old, fresh = shm / f"lightning-spot-{'0' * 16}", shm / f"lightning-spot-{'1' * 16}"
+    for area in (old, fresh):
+        area.mkdir()
+        (area / "slot-0.img").write_bytes(b"x")
+    for path in (old / "slot-0.img", old):
+        os.utime(path, (0, 0))
+    embedded.start(str(tmp_path), "run", **SETTINGS)
+    assert not old.exists()
+    assert fresh.exists()
+
+
+def test_a_runtime_dir_that_others_can_write_to(runtime_dir: Path) -> None:
+    runtime_dir.chmod(0o777)
+    with pytest.raises(SettingsError, match="others can write"):
+        embedded.find_record("run")
+
+
 # -- spot:// ----------------------------------------------------------------------------------------------------------
 
 

@@ -79,7 +79,7 @@ class AutoResume(pl.Callback):
 
         ``resume_start`` is the one place all strategies pass through, on every rank, with the process group up.
         """
-        if stage != "fit":
+        if stage != "fit" or getattr(trainer, "fast_dev_run", False):
             return
         self.resumed_from = None
         connector = trainer._checkpoint_connector

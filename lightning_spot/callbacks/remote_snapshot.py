@@ -109,8 +109,9 @@ class RemoteSnapshot(Checkpoint):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Open the ring and begin the next attempt of the run (rank 0)."""
-        if stage != "fit":
+        if stage != "fit" or getattr(trainer, "fast_dev_run", False):
             return
+        _refuse_sharded(trainer)
         self._fenced, self._warmed, self._last_committed = False, False, None
         problem: SpotError | None = None
         if trainer.is_global_zero:
@@ -330,6 +331,17 @@ class RemoteSnapshot(Checkpoint):
         while self._hooked:
             self._hooked.pop()()
         self._hooks_module = False
+
+
+def _refuse_sharded(trainer: pl.Trainer) -> None:
+    """Sharded strategies write their checkpoints themselves, in pieces that one rank cannot gather."""
+    sharded = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
+    names = {kind.__name__ for kind in type(trainer.strategy).__mro__}
+    if found := names.intersection(sharded):
+        raise SettingsError(
+            f"{found.pop()} is not supported yet: snapshots work on a single device and with DDP. Use Lightning's"
+            " ModelCheckpoint with this strategy"
+        )
 
 
 def _at_a_seam(trainer: pl.Trainer) -> bool:

@@ -86,8 +86,9 @@ def find_record(dirpath: str) -> Record:
     folder = read_environment().runtime_dir
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            raise PermissionError("it belongs to another user")
+        status = folder.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise PermissionError("others can write to it")
     except OSError as error:
         raise SettingsError(
             f"the runtime directory {folder} cannot be used ({error}); set LIGHTNING_SPOT_RUNTIME_DIR to a private,"

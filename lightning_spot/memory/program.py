@@ -9,6 +9,7 @@ import fcntl
 import ipaddress
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -29,6 +30,7 @@ from lightning_spot.memory.wire import DEFAULT_PORT
 logger = logging.getLogger("lightning_spot.node")
 
 _CHECK_S = 0.25
+_ABANDONED_S = 24 * 3600.0
 _READ_BUFFER_BYTES = 4 * 1024 * 1024
 
 
@@ -120,6 +122,7 @@ def run_node(settings: NodeSettings) -> int:
             except OSError:
                 logger.info("another node already serves %s", settings.record.key)
                 return 0
+            _sweep(read_environment().shm_dir, settings.record.folder)
         return asyncio.run(_serve(settings))
 
 
@@ -206,6 +209,18 @@ def _area(settings: NodeSettings, shm_dir: Path | None) -> Path | None:
     if settings.record is not None:
         return shm_dir / f"lightning-spot-{settings.record.key}"
     return shm_dir / f"lightning-spot-{os.getuid()}-port-{settings.port or os.getpid()}"
+
+
+def _sweep(shm_dir: Path | None, records: Path) -> None:
+    """Remove slots that embedded nodes left when they were killed and whose runs nobody carried on for a day."""
+    for area in shm_dir.glob("lightning-spot-" + "[0-9a-f]" * 16) if shm_dir is not None else ():
+        key = area.name.removeprefix("lightning-spot-")
+        with contextlib.suppress(OSError):  # another node may be sweeping it too
+            latest_s = max([area.stat().st_mtime, *(path.stat().st_mtime for path in area.iterdir())])
+            owned = area.stat().st_uid == os.getuid()
+            if owned and time.time() - latest_s > _ABANDONED_S and not Record(records, key).running():
+                logger.info("removing %s, abandoned for a day", area)
+                shutil.rmtree(area)
 
 
 def _is_loopback(host: str) -> bool:

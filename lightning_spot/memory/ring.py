@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lightning_spot.config import format_bytes
-from lightning_spot.errors import CorruptSnapshot, RingFull, SnapshotNotFound, SnapshotTooLarge
+from lightning_spot.errors import CorruptSnapshot, RingFull, SnapshotNotFound, SnapshotTooLarge, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
 
@@ -101,6 +101,8 @@ class Ring:
         self._sequence = 0
         if area is not None:
             area.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if area.stat().st_uid != os.getuid():
+                raise TierError(f"{area} belongs to another user; set LIGHTNING_SPOT_SHM_DIR to another tmpfs")
             self._adopt(area)
 
     def lease(self, nbytes: int, wait_s: float = 0.0) -> Slot:
