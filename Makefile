@@ -1,37 +1,31 @@
-# The two commands: `make demo` (train, be killed, carry on) and `make test`. Each makes its own environment.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
-DEMO := .venv-demo
-DEV := .venv-dev
+# The two commands: `make demo` (train, be killed, carry on) and `make test`. Both make the environment they need.
+VENV ?= .venv
+BIN := $(VENV)/bin
 
-.PHONY: demo test lint soak bench
+.PHONY: demo test lint soak bench clean
 
-demo: $(DEMO)/.ready
-	$(DEMO)/bin/python examples/demo.py
+demo: $(VENV)/.ready-examples
+	$(BIN)/python examples/demo.py
 
 test: lint
-	$(DEV)/bin/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2
 
-lint: $(DEV)/.ready
-	$(DEV)/bin/ruff check .
-	$(DEV)/bin/ruff format --check .
-	$(DEV)/bin/mypy
-	$(DEV)/bin/lint-imports
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
 
-soak: $(DEV)/.ready
-	$(DEV)/bin/python -m pytest -m soak
+soak: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -m soak
 
-bench: $(DEV)/.ready
-	$(DEV)/bin/python -m benchmarks
+bench: $(VENV)/.ready-dev
+	$(BIN)/python -m benchmarks
 
-# torch first and pinned: the newest build would bring several GB of CUDA packages along.
-$(DEMO)/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(DEMO)
-	$(DEMO)/bin/pip install --quiet --requirement constraints.txt
-	$(DEMO)/bin/pip install --quiet --constraint constraints.txt --editable '.[examples]'
-	touch $@
+clean:
+	rm -rf $(VENV)
 
-$(DEV)/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(DEV)
-	$(DEV)/bin/pip install --quiet --requirement constraints.txt
-	$(DEV)/bin/pip install --quiet --constraint constraints.txt --editable '.[examples,dev]'
-	touch $@
+# PYTHON=... chooses another interpreter than python3.11.
+$(VENV)/.ready-%: pyproject.toml constraints.txt scripts/environment
+	PYTHON="$(PYTHON)" scripts/environment $(VENV) $*
+	@touch $@

@@ -62,7 +62,7 @@ class DigitsCNN(L.LightningModule):
     """Three convolutions with batch norm, and a classifier with dropout: about 70,000 parameters.
 
     Args:
-        learning_rate: where the one-cycle schedule has its peak.
+        learning_rate: in the first epoch.
     """
 
     def __init__(self, learning_rate: float = 3e-3) -> None:
@@ -98,11 +98,9 @@ class DigitsCNN(L.LightningModule):
         self.log("val_accuracy", self.val_accuracy, prog_bar=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Adam, with a learning rate that rises and falls once over the whole run, step by step."""
+        """Adam, with a learning rate that falls from epoch to epoch."""
         optimizer = torch.optim.Adam(self.parameters(), lr=self.hparams["learning_rate"])
-        steps = int(self.trainer.estimated_stepping_batches)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams["learning_rate"], total_steps=steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.93)}
 
 
 def _convolution(channels_in: int, channels_out: int) -> nn.Module:
@@ -199,8 +197,11 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(DigitsCNN(), DigitsData())
-    print(f"accuracy on {VALIDATION_IMAGES} held-back digits: {trainer.callback_metrics['val_accuracy']:.4f}")
+    model, data = DigitsCNN(), DigitsData()
+    trainer.fit(model, data)
+    # Of a run that was complete already, fit() restores the weights and trains nothing: this works then, too.
+    (measured,) = trainer.validate(model, data, verbose=False)
+    print(f"accuracy on {VALIDATION_IMAGES} held-back digits: {measured['val_accuracy']:.4f}")
 
 
 if __name__ == "__main__":

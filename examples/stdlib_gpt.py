@@ -163,6 +163,7 @@ def main() -> None:
         ByteGPT,
         StdlibSource,
         seed_everything_default=1,
+        save_config_kwargs={"overwrite": True},  # the same command runs again after a preemption
         trainer_defaults={
             "accelerator": "auto",
             "max_steps": 400,

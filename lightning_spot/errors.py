@@ -5,6 +5,7 @@
     SpotError
     ├── SettingsError            a setting or argument cannot be used as given
     ├── LayoutUnsupported        this torch cannot lay this checkpoint out; plain ``torch.save`` is used instead
+    ├── NotSerialisable          the training state holds something that cannot be pickled, or not be loaded safely
     ├── CorruptSnapshot          bytes that are there are not the bytes that were committed
     │   └── CorruptManifest      the manifest itself cannot be read
     ├── SnapshotNotFound         no such snapshot, file or run at a tier
@@ -33,6 +34,10 @@ class SettingsError(SpotError, ValueError):
 
 class LayoutUnsupported(SpotError):
     """This torch cannot lay the checkpoint out before filling it; the writer falls back to ``torch.save``."""
+
+
+class NotSerialisable(SpotError):
+    """The training state holds something that cannot be pickled, or that torch does not load ``weights_only``."""
 
 
 class CorruptSnapshot(SpotError):

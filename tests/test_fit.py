@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
-from lightning_spot.errors import CorruptSnapshot, ModelChanged, RunBusy, SettingsError
+from lightning_spot.errors import CorruptSnapshot, ModelChanged, NotSerialisable, RunBusy, SettingsError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory import embedded
 from lightning_spot.memory.stores import open_store
@@ -413,6 +413,39 @@ def test_ctrl_c_flushes(tmp_path: Path) -> None:
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         trainer(spot(tmp_path, memory=None), Interrupt()).fit(Net(), data())
     assert manifests(tmp_path)[0].step == 30
+
+
+class Thing:
+    """An object that torch does not load with weights_only."""
+
+
+def test_state_that_is_not_safe_to_load(tmp_path: Path) -> None:
+    class Odd(Net):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["thing"] = Thing()
+
+    with pytest.raises(Stop):
+        trainer(spot(tmp_path), StopAt(31)).fit(Odd(), data())
+    with pytest.raises(NotSerialisable, match="weights_only=False"):
+        trainer(spot(tmp_path)).fit(Odd(), data())
+    callback = spot(tmp_path)
+    trainer(callback).fit(Odd(), data(), weights_only=False)
+    assert callback.resumed_from is not None
+
+
+def test_state_that_cannot_be_pickled_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(Net):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            if self.global_step > 10:
+                checkpoint["lambda"] = lambda: None
+
+    run = trainer(spot(tmp_path))
+    run.fit(Odd(), data())
+    assert run.global_step == 40
+    assert caplog.text.count("cannot be serialised") == 1
+    assert manifests(tmp_path)[0].step == 9
+    with pytest.raises(NotSerialisable):
+        trainer(spot(tmp_path, strict=True, resume=False)).fit(Odd(), data())
 
 
 def test_unreachable_node(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

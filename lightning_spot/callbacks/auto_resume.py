@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pickle import UnpicklingError
+from typing import IO, Any
 
 import lightning.pytorch as pl
 import torch
@@ -14,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.capture.place import Place
-from lightning_spot.errors import ModelChanged, SpotError
+from lightning_spot.errors import ModelChanged, NotSerialisable, SpotError
 from lightning_spot.memory.stores import open_store
 from lightning_spot.recovery.choice import open_newest
 from lightning_spot.recovery.source import DURABLE, MemorySource, OpenSnapshot, Source, StoreSource
@@ -85,16 +86,16 @@ class AutoResume(pl.Callback):
         connector = trainer._checkpoint_connector
         original = connector.resume_start
 
-        def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        def resume_start(checkpoint_path: Any = None, **options: Any) -> None:
             connector.resume_start = original  # type: ignore[method-assign] # once
+            original(checkpoint_path, **options)
             if checkpoint_path:
-                rank_zero_info(f"lightning_spot: resuming from ckpt_path={str(checkpoint_path)!r}, as asked")
-                original(checkpoint_path, weights_only)
-                return
-            original(checkpoint_path, weights_only)
-            self._restore(trainer, weights_only)
+                rank_zero_info(f"lightning_spot: resumed from ckpt_path={str(checkpoint_path)!r}, as asked")
+            else:
+                self._restore(trainer, options.get("weights_only"))
 
-        connector.resume_start = resume_start  # type: ignore[method-assign] # see above
+        # Its second parameter came with Lightning 2.6 and is passed by name.
+        connector.resume_start = resume_start  # type: ignore[assignment, method-assign] # see above
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Remember where training began."""
@@ -138,7 +139,7 @@ class AutoResume(pl.Callback):
         if snapshot is not None:
             try:
                 with snapshot.reader() as file:
-                    checkpoint = torch.load(file, map_location="cpu", weights_only=safe)
+                    checkpoint = _read(file, safe)
                     if trainer.world_size > 1:
                         file.seek(0)
                         data = file.read()
@@ -148,9 +149,21 @@ class AutoResume(pl.Callback):
             data = trainer.strategy.broadcast(data)
             if checkpoint is None:
                 assert data is not None
-                checkpoint = torch.load(io.BytesIO(data), map_location="cpu", weights_only=safe)
+                checkpoint = _read(io.BytesIO(data), safe)
         assert checkpoint is not None
         return checkpoint
+
+
+def _read(file: IO[bytes], weights_only: bool) -> dict[str, Any]:
+    try:
+        checkpoint: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
+    except UnpicklingError as error:
+        raise NotSerialisable(
+            "the snapshot holds objects that torch does not load with weights_only=True. If you trust its source, pass"
+            " weights_only=False to trainer.fit, or name the classes in torch.serialization.add_safe_globals; better"
+            f" keep plain values in the checkpoint. torch says: {str(error).splitlines()[0]}"
+        ) from error
+    return checkpoint
 
 
 def _facts(snapshot: OpenSnapshot | None) -> ResumedFrom | None:

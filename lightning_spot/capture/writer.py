@@ -26,6 +26,7 @@ from lightning_spot.errors import (
     Fenced,
     LayoutUnsupported,
     NodeUnreachable,
+    NotSerialisable,
     RingFull,
     SnapshotTooLarge,
     SpotError,
@@ -143,7 +144,16 @@ class SnapshotWriter:
         lease = self._lease(host, guess.nbytes, wait_s) if guess is not None else None
         # Copying starts at the places the last layout had while this one is made: they are nearly always the same.
         early = self._start(guess.pieces_of(watches, steady), lease, watches) if guess and lease else None
-        layout = self._lay_out(checkpoint)
+        try:
+            layout = self._lay_out(checkpoint)
+        except Exception as error:  # pickling runs the user's code, which may raise anything
+            if early is not None and lease is not None:
+                early.wait()
+                host.abort(lease)
+            raise NotSerialisable(
+                f"the training state cannot be serialised ({type(error).__name__}: {error}); look at what"
+                " on_save_checkpoint, state_dict and hyperparameters put into the checkpoint"
+            ) from error
         if lease is None or layout.nbytes > len(lease.map):
             if early is not None and lease is not None:
                 early.wait()

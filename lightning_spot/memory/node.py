@@ -93,19 +93,13 @@ class Node:
             Fenced: if ``attempt`` was given and a later one holds the run.
         """
         check_run_name(name)
+        urls = destinations if destinations is not None else self._default_destinations(name)
+        reachable = self._claims(urls)
+        held = [slot.manifest.attempt for slot in self.ring.committed(name) if slot.manifest]
         with self._lock:
             run = self.runs.get(name) or Run(name)
-            if run.session and run.session != session and run.session in self._sessions:
-                raise RunBusy(
-                    f"run {name!r} is being written by a live trainer on this host (pid {run.pid}). Two runs must not"
-                    " share one name: give this one another dirpath or run=, or end the other first",
-                    run=name,
-                    pid=run.pid,
-                )
-            urls = destinations if destinations is not None else self._default_destinations(name)
-            taken = max([run.attempt, *(slot.manifest.attempt for slot in self.ring.committed(name) if slot.manifest)])
-            reachable = self._claims(urls)
-            taken = max([taken, *reachable.values()])
+            self._check_free(run, session)
+            taken = max([run.attempt, *held, *reachable.values()])
             if attempt:
                 check_fence(name, attempt, taken)
             chosen = attempt or taken + 1
@@ -113,11 +107,20 @@ class Node:
             run.attempt, run.destinations, run.keep = chosen, list(urls), max(1, keep)
             run.session, run.pid, run.complete = session, pid, False
             self.runs[name] = run
-            for url in reachable:
+        for url in urls:
+            if url in reachable:
                 self._claim(url, chosen, record or {})
-            for url in urls:
-                self.flusher.serve(url)
-            return chosen
+            self.flusher.serve(url)
+        return chosen
+
+    def _check_free(self, run: Run, session: str) -> None:
+        if run.session and run.session != session and run.session in self._sessions:
+            raise RunBusy(
+                f"run {run.name!r} is being written by a live trainer on this host (pid {run.pid}). Two runs must not"
+                " share one name: give this one another dirpath or run=, or end the other first",
+                run=run.name,
+                pid=run.pid,
+            )
 
     def close_run(self, name: str, *, complete: bool) -> None:
         """The trainer leaves; ``complete`` says that the run has reached its end."""

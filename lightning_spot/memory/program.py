@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from lightning_spot.memory.wire import DEFAULT_PORT
 logger = logging.getLogger("lightning_spot.node")
 
 _CHECK_S = 0.25
+_THREADS = 64
 _ABANDONED_S = 24 * 3600.0
 _READ_BUFFER_BYTES = 4 * 1024 * 1024
 
@@ -128,6 +130,8 @@ def run_node(settings: NodeSettings) -> int:
 
 async def _serve(settings: NodeSettings) -> int:
     environment = read_environment()
+    # Requests that wait for a slot hold a thread each; commits must never queue up behind them.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
     node = Node(
         slots=settings.slots,
         memory_bytes=settings.memory_bytes,

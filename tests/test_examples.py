@@ -1,0 +1,65 @@
+"""The three ways in, as the documentation shows them: a callback, LightningCLI, resume."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_spot.tiers.local import LocalStore
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = sorted((ROOT / "callbacks").glob("*.yaml"))
+SMALL = [
+    "--trainer.max_epochs=1",
+    "--trainer.limit_train_batches=8",
+    "--trainer.limit_val_batches=1",
+    "--trainer.val_check_interval=8",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.logger=false",
+    "--trainer.accelerator=cpu",
+]
+
+
+def run(tmp_path: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env=os.environ,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_callback_then_resume(tmp_path: Path) -> None:
+    script, path = str(ROOT / "examples" / "digits.py"), tmp_path / "digits"
+    run(tmp_path, script, f"--dirpath={path}", "--epochs=1", "--every-steps=10")
+    said = run(tmp_path, script, f"--dirpath={path}", "--epochs=2", "--every-steps=10")
+    assert "resumes at step 45" in said
+    assert LocalStore(path).manifests()[0].step == 90
+
+
+def test_cli_flags(tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "stdlib_gpt.py")
+    flags = ["--trainer.callbacks+=lightning_spot.SpotCheckpoint", "--trainer.callbacks.dirpath=checkpoints/gpt"]
+    run(tmp_path, script, "fit", *SMALL, *flags)
+    assert LocalStore(tmp_path / "checkpoints" / "gpt").manifests()[0].complete
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_ready_made_configs(tmp_path: Path, config: Path) -> None:
+    script = str(ROOT / "examples" / "stdlib_gpt.py")
+    needs_a_cloud = "s3://" in config.read_text() or "spot://" in config.read_text()
+    if needs_a_cloud:
+        said = run(tmp_path, script, "fit", *SMALL, "--config", str(config), "--print_config")
+        assert "lightning_spot" in said
+        return
+    run(tmp_path, script, "fit", *SMALL, "--config", str(config))
+    assert list((tmp_path / "checkpoints").rglob("*.ckpt"))
