@@ -192,15 +192,19 @@ class RemoteSnapshot(Checkpoint):
     def _is_due(self, trainer: pl.Trainer) -> bool:
         if self.interval.by_step:
             return self.interval.due(self._step, 0.0)
-        ready = self._writer is not None and self._writer.ready
-        due = trainer.is_global_zero and ready and self.interval.due(self._step, time.monotonic())
+        due = trainer.is_global_zero and self._is_ready and self.interval.due(self._step, time.monotonic())
         return bool(trainer.strategy.broadcast(due)) if trainer.world_size > 1 else due
+
+    @property
+    def _is_ready(self) -> bool:
+        """Whether a snapshot may begin: slots are still being made after the first step, and are waited for or not."""
+        return self._writer is not None and (self._writer.ready or self.on_full == "wait")
 
     def _snapshot(self, trainer: pl.Trainer, *, complete: bool = False) -> None:
         """Begin a snapshot on every rank; rank 0 writes it."""
         step = trainer.global_step
         writer = self._writer
-        if trainer.is_global_zero and (writer is None or self._fenced or not (writer.ready or complete)):
+        if trainer.is_global_zero and (writer is None or self._fenced or not (self._is_ready or complete)):
             return
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
         self.interval.taken(step, time.monotonic())

@@ -148,7 +148,7 @@ class SnapshotWriter:
             layout = self._lay_out(checkpoint)
         except Exception as error:  # pickling runs the user's code, which may raise anything
             if early is not None and lease is not None:
-                early.wait()
+                _finish_early(early)
                 host.abort(lease)
             raise NotSerialisable(
                 f"the training state cannot be serialised ({type(error).__name__}: {error}); look at what"
@@ -156,7 +156,7 @@ class SnapshotWriter:
             ) from error
         if lease is None or layout.nbytes > len(lease.map):
             if early is not None and lease is not None:
-                early.wait()
+                _finish_early(early)
                 host.abort(lease)
             lease, early = self._lease(host, layout.nbytes, wait_s), None
         try:
@@ -246,7 +246,7 @@ class SnapshotWriter:
         view = self._view(lease.map)
         later = [piece for piece in layout.pieces if piece.storage.data_ptr() in steady]
         if early is not None and not same_places(early.pieces, later):
-            early.wait()  # the guess was wrong: its bytes lie in the wrong places, and are written over
+            _finish_early(early)  # the guess was wrong: its bytes lie in the wrong places, and are written over
             early = None
         job = early or self._start(later, lease, watches)
         for offset, data in layout.frame:
@@ -354,3 +354,9 @@ class SnapshotWriter:
                 except SpotError as error:
                     logger.debug("a slot could not be given back: %s", error)
             self._warming.set()
+
+
+def _finish_early(job: CopyJob) -> None:
+    """Wait for copies that turned out to be useless: their memory is about to be used again."""
+    job.wait_cpu()
+    job.wait()

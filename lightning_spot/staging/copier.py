@@ -53,7 +53,7 @@ class SlotView:
 
 
 class CopyJob:
-    """Copies on their way into one slot. Any thread may wait for it; the one that does also helps."""
+    """Copies on their way into one slot. Who cannot go on without them calls :meth:`wait_cpu` and helps."""
 
     def __init__(self, pieces: Sequence[Piece], watches: Sequence[Watch]) -> None:
         self.moved: frozenset[int] = frozenset()
@@ -77,17 +77,20 @@ class CopyJob:
         """
         while self._step():
             pass
+        self._wait_cpu()
+
+    def _wait_cpu(self) -> None:
         self._on_cpu.wait()
         if self._error is not None:
             raise SpotError(f"copying a tensor into its slot failed: {self._error}") from self._error
 
     def wait(self) -> None:
-        """Return when every byte is in the slot, those of CUDA storages included.
+        """Return when every byte is in the slot, those of CUDA storages included. Does not help: for the background.
 
         Raises:
             SpotError: if a copy failed.
         """
-        self.wait_cpu()
+        self._wait_cpu()
         if self._on_gpu is not None:
             self._on_gpu()
         self.settle()
