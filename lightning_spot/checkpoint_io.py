@@ -112,12 +112,16 @@ class SpotCheckpointIO(TorchCheckpointIO):
             logger.warning("lightning_spot: %s; saving %s without it", error, path)
             super().save_checkpoint(checkpoint, path)
 
-    def load_checkpoint(
-        self, path: _PATH, map_location: Any = lambda storage, loc: storage, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Load a checkpoint, waiting for it first if it is still on its way."""
+    def load_checkpoint(self, path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a checkpoint, waiting for it first if it is still on its way.
+
+        Args:
+            path: where it is.
+            *args: as in Lightning's ``TorchCheckpointIO``, whose arguments differ between versions.
+            **kwargs: likewise.
+        """
         self._flush(_split(path)[0])
-        return super().load_checkpoint(path, map_location, weights_only)
+        return super().load_checkpoint(path, *args, **kwargs)
 
     def remove_checkpoint(self, path: _PATH) -> None:
         """Remove a checkpoint from memory and from its path."""

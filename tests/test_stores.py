@@ -82,6 +82,7 @@ def test_large_snapshot_in_many_parts(store: Store) -> None:
 
 
 def test_newest_first(store: Store) -> None:
+    store.claim(2, {"keep": 100})
     for step, attempt in ((3, 1), (9, 1), (4, 2)):
         put(store, step, attempt=attempt, writer=2)
     assert [(manifest.attempt, manifest.step) for manifest in store.manifests()] == [(2, 4), (1, 9), (1, 3)]
@@ -139,6 +140,7 @@ def test_retention_keeps_the_newest(store: Store) -> None:
 
 
 def test_retention_deletes_nothing_where_the_newest_is_missing(store: Store) -> None:
+    store.claim(1, {"keep": 100})
     for step in (1, 2, 3):
         put(store, step)
     retain(store, 1, snapshot(9)[0])

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -188,7 +189,7 @@ class SnapshotWriter:
         for pending in list(self._pending):
             try:
                 pending.done.result(timeout=max(0.0, deadline - time.monotonic()))
-            except (SpotError, TimeoutError) as error:
+            except (SpotError, futures.TimeoutError) as error:
                 logger.debug("snapshot %s: %s", pending.manifest.name, error)
 
     def close(self) -> None:

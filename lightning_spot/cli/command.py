@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 
 from rich.console import Console
 
@@ -87,7 +86,3 @@ def _node(arguments: argparse.Namespace) -> int:
 
 def _say(text: str) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -167,6 +167,7 @@ class Flusher:
             self._ring.mark_safe(slot, manifest, url)
         try:
             if not manifest.is_file:
+                self._ring.trim(manifest.run, self._keep(manifest.run))
                 retain(store, self._keep(manifest.run), manifest)
         except SpotError as error:
             logger.warning("old snapshots at %s could not be removed: %s", url, error)

@@ -109,7 +109,7 @@ class Node:
             self.runs[name] = run
         for url in urls:
             if url in reachable:
-                self._claim(url, chosen, record or {})
+                self._claim(url, chosen, {**(record or {}), "keep": max(1, keep)})
             self.flusher.serve(url)
         return chosen
 
@@ -301,6 +301,7 @@ class Node:
             urls = destinations if destinations is not None else run.destinations if run else []
             self.ring.commit(upload.slot, manifest, urls)
             self.uploads.pop(upload.id, None)
+        self.ring.trim(upload.run, self._keep(upload.run))
         for url in urls:
             self.flusher.serve(url)
         return manifest

@@ -187,7 +187,7 @@ async def _until_unneeded(node: Node, service: Service, idle_timeout_s: float, s
         if time.monotonic() - max(last_busy_s, service.last_request_s) > idle_timeout_s:
             logger.info("idle for %.0f s", idle_timeout_s)
             return
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(asyncio.TimeoutError):  # a class of its own before Python 3.11
             await asyncio.wait_for(stop.wait(), _CHECK_S)
 
 
@@ -204,6 +204,9 @@ async def _drain(node: Node, runner: web.AppRunner, channel: DescriptorChannel |
     await runner.cleanup()
     # What could not be flushed stays in tmpfs; the next node of this run takes it over.
     await asyncio.to_thread(lambda: node.close(keep_dirty=True))
+    if settings.record is not None and not left:
+        settings.record.log.unlink(missing_ok=True)
+        settings.record.alive.unlink(missing_ok=True)  # last: who finds it gone may start a new node
     return 1 if left else 0
 
 

@@ -93,7 +93,7 @@ class NodeStore:
 
     def claim(self, attempt: int, record: dict[str, Any]) -> None:
         """See :meth:`Store.claim`."""
-        body = {"attempt": attempt, "record": record}
+        body = {"attempt": attempt, "record": record, "keep": int(record.get("keep", 2))}
         self.client.call("POST", f"/v1/runs/{quoted(self.run)}/open", body)
 
     def _send_part(self, upload: str, start: int, part: memoryview, checksum: str) -> None:

@@ -161,6 +161,15 @@ class Ring:
                 slot.state = SlotState.FREE
                 self.changed.notify_all()
 
+    def trim(self, run: str, keep: int) -> None:
+        """Forget all but the newest ``keep`` snapshots of a run, as far as they are clean and nobody reads them."""
+        with self.changed:
+            held = [slot for slot in self.committed(run) if slot.manifest and not slot.manifest.is_file]
+            held.sort(key=lambda slot: slot.manifest.order if slot.manifest else (0, 0, False), reverse=True)
+            for slot in held[max(1, keep) :]:
+                if not slot.dirty and not slot.readers:
+                    self._free(slot)
+
     def mark_safe(self, slot: Slot, manifest: Manifest, destination: str) -> None:
         """Clear one dirty bit; call it only after the tier said the snapshot is committed there."""
         with self.changed:

@@ -62,7 +62,12 @@ class Store(Protocol):
         """Highest attempt that has claimed the run, 0 if none."""
 
     def claim(self, attempt: int, record: dict[str, Any]) -> None:
-        """Record that ``attempt`` writes the run from now on."""
+        """Record that ``attempt`` writes the run from now on.
+
+        Args:
+            attempt: its number.
+            record: what to note: who writes and since when, and ``keep``, which a tier that is a node goes by.
+        """
 
 
 def check_fence(run: str, writer: int, current: int) -> None:

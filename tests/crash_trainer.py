@@ -1,0 +1,99 @@
+"""The trainer that the kill tests kill. Forks a fresh one from a warm process for each line on its standard input.
+
+Its state shows whether a snapshot is whole: after step N every element of ``count`` (changed by the optimizer) and of
+``seen`` (a buffer, changed by forward) is N. What it is told and sees goes to an oracle file by ``os.write``, which a
+kill cannot lose.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_spot import EverySteps, SpotCheckpoint
+
+
+class Counter(pl.LightningModule):
+    """Counts optimizer steps in every element of its state."""
+
+    def __init__(self, elements: int, pace_s: float) -> None:
+        super().__init__()
+        self.count = torch.nn.Parameter(torch.zeros(elements))
+        self.register_buffer("seen", torch.zeros(elements // 4))
+        self.pace_s = pace_s
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen.add_(1)
+        time.sleep(self.pace_s)
+        return -self.count.sum()  # its gradient is -1, so that SGD with lr 1 counts
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0, momentum=0.0)
+
+    def whole(self, step: int) -> bool:
+        return bool((self.count == step).all()) and bool((self.seen == step).all())
+
+
+class Oracle(pl.Callback):
+    """Writes down what the trainer is told."""
+
+    def __init__(self, path: str, spot: SpotCheckpoint) -> None:
+        self.fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self.spot = spot
+        self.told = -1
+
+    def say(self, *words: Any) -> None:
+        os.write(self.fd, (" ".join(map(str, words)) + "\n").encode())
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        start = self.spot.resumed_from
+        assert isinstance(pl_module, Counter)
+        whole = pl_module.whole(trainer.global_step)
+        self.say("from", start.step if start else 0, start.tier if start else "nowhere", "whole" if whole else "TORN")
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        told = self.spot.last_committed_step
+        if told is not None and told != self.told:
+            self.told = told
+            self.say("told", told)
+
+
+def train(dirpath: str, oracle: str, elements: int = 200_000, pace_s: float = 0.002, max_steps: int = 10**6) -> None:
+    """Train until killed (or ``max_steps``), with a snapshot at every step."""
+    torch.set_num_threads(1)
+    spot = SpotCheckpoint(dirpath, interval=EverySteps(1), slots=3, idle_timeout_s=30.0, flush_timeout_s=10.0)
+    pl.Trainer(
+        max_steps=max_steps,
+        callbacks=[spot, Oracle(oracle, spot)],
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Counter(elements, pace_s), DataLoader(TensorDataset(torch.zeros(50, 1)), 1))
+
+
+def serve() -> None:
+    """Fork a trainer for each request; say its process id, and later how it ended."""
+    print("ready", flush=True)
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                train(**json.loads(line))
+                code = 0
+            finally:
+                os._exit(code)
+        print(pid, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    serve()
