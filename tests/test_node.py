@@ -37,6 +37,7 @@ from lightning_spot.memory import embedded
 from lightning_spot.memory.client import NodeClient
 from lightning_spot.memory.program import main, settings_from
 from lightning_spot.memory.remote import NodeStore
+from lightning_spot.memory.stream import PartStream
 from lightning_spot.memory.wire import parse_spot_url
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, until
@@ -220,21 +221,34 @@ def test_back_pressure_over_http(start_node: StartNode, tmp_path: Path) -> None:
         client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 2**40})
 
 
+def test_a_given_up_stream_cannot_reach_the_next_snapshot(start_node: StartNode) -> None:
+    node = start_node("--slots", "1")
+    client = client_of(node)
+    body = {"attempt": 1, "nbytes": 2**20}
+    upload = client.call("POST", "/v1/runs/run/uploads", body)["upload"]
+    stream = client.stream(upload)
+    stream._socket.sendall(bytes(8) + (2**20).to_bytes(8, "big") + b"first half")
+    client.call("DELETE", f"/v1/uploads/{upload}")
+    assert until(lambda: client.call("POST", "/v1/runs/run/uploads", body), "the slot to be free")
+    assert stream._socket.recv(1) == b""  # the node has hung up
+
+
 def test_a_part_damaged_on_its_way_is_sent_again(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
     node = start_node()
-    real = NodeClient.send
+    real = PartStream.send
     sent = []
 
-    def damaging(self: NodeClient, path: str, data: memoryview, **more: Any) -> dict[str, Any]:
-        sent.append(path)
+    def damaging(self: PartStream, parts: list[tuple[int, memoryview]]) -> Any:
+        sent.append(len(parts))
         if len(sent) == 1:
-            data = memoryview(bytes([data[0] ^ 1]) + bytes(data[1:]))
-        return real(self, path, data, **more)
+            start, part = parts[0]
+            parts = [(start, memoryview(bytes([part[0] ^ 1]) + bytes(part[1:]))), *parts[1:]]
+        return real(self, parts)
 
-    monkeypatch.setattr(NodeClient, "send", damaging)
+    monkeypatch.setattr(PartStream, "send", damaging)
     data = checkpoint_bytes(1)
     manifest = put(node, 1, data=data)
-    assert len(sent) == 2
+    assert sent == [1, 1]
     buffer = bytearray(len(data))
     NodeStore(f"{node.url}/run").fetch(manifest, memoryview(buffer))
     assert bytes(buffer) == data
@@ -242,7 +256,7 @@ def test_a_part_damaged_on_its_way_is_sent_again(start_node: StartNode, monkeypa
 
 def test_a_line_that_damages_everything_is_named(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
     node = start_node()
-    monkeypatch.setattr(NodeClient, "send", lambda *_args, **_more: {"xxh3_128": "wrong"})
+    monkeypatch.setattr(PartStream, "send", lambda _self, parts: [(start, "wrong") for start, _ in parts])
     with pytest.raises(CorruptSnapshot, match="damaged"):
         put(node, 1)
     assert NodeStore(f"{node.url}/run").manifests() == []

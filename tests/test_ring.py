@@ -251,6 +251,17 @@ def test_a_corrupted_slot_goes_nowhere(bench: Bench) -> None:
     assert bench.held() == [1]
 
 
+def test_what_a_tier_calls_corrupt_stays_in_memory(bench: Bench) -> None:
+    bench.open()
+    bench.tier().error = CorruptSnapshot("damaged on its way")
+    sealed = bench.save(1)
+    until(lambda: bench.node.flusher.failing(bench.tier().url), "the failure to be seen")
+    assert bench.held() == [1]
+    bench.tier().error = None
+    assert bench.node.flush("run", 30) == []
+    assert bench.tier().manifests() == [sealed]
+
+
 def test_removal_reaches_the_tier_also_while_it_is_written(bench: Bench) -> None:
     bench.open()
     bench.tier().open.clear()

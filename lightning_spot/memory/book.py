@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass, field
 
 from lightning_spot.memory.ring import Slot
@@ -32,7 +33,20 @@ class Run:
 
 @dataclass(slots=True)
 class Upload:
-    """A slot on its way to become a snapshot."""
+    """A slot on its way to become a snapshot.
+
+    Attributes:
+        id: names it in requests.
+        run: its run.
+        attempt: its writer.
+        slot: being filled.
+        nbytes: size announced.
+        session: the trainer's connection, if it is on this host.
+        touched_s: when something was heard of it last (monotonic).
+        received: ``offset -> (nbytes, xxh3-128)`` of parts that came over the network.
+        streams: connections that receive into the slot at the moment.
+        given_up: whether its slot is to be freed once they have ended.
+    """
 
     id: str
     run: str
@@ -42,3 +56,5 @@ class Upload:
     session: str
     touched_s: float
     received: dict[int, tuple[int, str]] = field(default_factory=dict)
+    streams: set[socket.socket] = field(default_factory=set)
+    given_up: bool = False

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES, read_environment
 from lightning_spot.errors import NodeUnreachable, ProtocolMismatch, SpotError
+from lightning_spot.memory.stream import PartStream
 from lightning_spot.memory.wire import PROTOCOL_HEADER, Address, error_from_body
 
 CONNECT_TIMEOUT_S = 5.0
@@ -64,6 +65,10 @@ class NodeClient:
         """Send raw bytes and return the JSON answer. ``data`` is not copied and may be reused afterwards."""
         answer = self._exchange(method, path, data, len(data), {}, REPLY_TIMEOUT_S, _read_all)
         return cast(dict[str, Any], json.loads(answer or b"{}"))
+
+    def stream(self, upload: str) -> PartStream:
+        """Open a connection of its own for the parts of an upload; see :class:`PartStream`."""
+        return PartStream(self.address, self._token, upload)
 
     def receive(self, path: str, start: int, into: memoryview) -> None:
         """Read ``len(into)`` bytes of a file, from byte ``start`` on.

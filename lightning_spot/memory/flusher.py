@@ -139,10 +139,6 @@ class Flusher:
                     continue  # the later attempt is this node's own: write on its behalf
                 logger.warning("%s", error)
                 self._ring.give_up(slot, manifest, url)
-            except CorruptSnapshot as error:
-                logger.error("%s. It is dropped; the one before it stands", error)
-                if manifest is not None:
-                    self._drop(manifest)
             except SpotError as error:
                 self._failed(url, error)
             except Exception as error:  # a bug must not end the thread, or nothing would ever be safe again
@@ -159,7 +155,12 @@ class Flusher:
     def _flush(self, store: Store, url: str, slot: Slot, manifest: Manifest) -> None:
         started = time.monotonic()
         with self._ring.reading(slot, manifest) as image:
-            manifest.verify(image, "memory")  # never carry a corrupted slot further
+            try:
+                manifest.verify(image, "memory")  # never carry a corrupted slot further
+            except CorruptSnapshot as error:
+                logger.error("%s. It is dropped; the one before it stands", error)
+                self._drop(manifest)
+                return
             store.put(manifest, image, writer=max(self._writer(manifest.run), manifest.attempt))
         self._succeeded(url, manifest.nbytes, time.monotonic() - started)
         with self._ring.changed:

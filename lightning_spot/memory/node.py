@@ -5,12 +5,14 @@ The HTTP service puts this on a socket; with ``memory=None`` a trainer holds one
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -233,8 +235,32 @@ class Node:
         """Give an upload up; its slot becomes free. Nothing happens if it is gone."""
         with self._lock:
             upload = self.uploads.pop(upload_id, None)
-        if upload is not None:
-            self.ring.abort(upload.slot)
+            if upload is None:
+                return
+            upload.given_up = True
+            for connection in upload.streams:
+                with contextlib.suppress(OSError):  # it has broken already
+                    connection.shutdown(socket.SHUT_RDWR)
+            if not upload.streams:  # else the last stream frees the slot: late bytes must not reach the next snapshot
+                self.ring.abort(upload.slot)
+
+    @contextlib.contextmanager
+    def streaming(self, upload: Upload, connection: socket.socket) -> Iterator[None]:
+        """Note that a connection receives into the slot of an upload.
+
+        Raises:
+            SnapshotNotFound: if the upload is gone.
+        """
+        with self._lock:
+            self.find_upload(upload.id)
+            upload.streams.add(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                upload.streams.discard(connection)
+                if upload.given_up and not upload.streams:
+                    self.ring.abort(upload.slot)
 
     def remove(self, run: str, name: str) -> None:
         """Remove a snapshot or file here at once, and at the tiers below in the background.

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
 
-from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError
+from lightning_spot.errors import CorruptSnapshot, NodeUnreachable, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import part_ranges
 from lightning_spot.memory.client import NodeClient, quoted
@@ -42,12 +42,10 @@ class NodeStore:
         request = {"attempt": max(1, writer), "nbytes": manifest.nbytes, "wait_s": _WAIT_FOR_SLOT_S}
         upload = self.client.call("POST", f"/v1/runs/{quoted(self.run)}/uploads", request)["upload"]
         try:
-            ranges = list(enumerate(part_ranges(manifest.nbytes, manifest.part_bytes)))
+            parts = list(enumerate(part_ranges(manifest.nbytes, manifest.part_bytes)))
+            lanes = [parts[lane::CONNECTIONS] for lane in range(CONNECTIONS)]
             with ThreadPoolExecutor(CONNECTIONS) as pool:
-                jobs = [
-                    pool.submit(self._send_part, upload, start, image[start:stop], manifest.checksums[index])
-                    for index, (start, stop) in ranges
-                ]
+                jobs = [pool.submit(self._send_lane, upload, lane, image, manifest) for lane in lanes if lane]
                 for job in jobs:
                     job.result()
             self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": _as_json(manifest, self.run)})
@@ -96,13 +94,28 @@ class NodeStore:
         body = {"attempt": attempt, "record": record, "keep": int(record.get("keep", 2))}
         self.client.call("POST", f"/v1/runs/{quoted(self.run)}/open", body)
 
-    def _send_part(self, upload: str, start: int, part: memoryview, checksum: str) -> None:
-        """Send one part; a damaged one is sent again a few times."""
-        for _ in range(_SENDS_OF_A_PART):
-            answer = self.client.send(f"/v1/uploads/{upload}/parts/{start}", part)
-            if answer.get("xxh3_128") == checksum:
+    def _send_lane(
+        self, upload: str, lane: list[tuple[int, tuple[int, int]]], image: memoryview, manifest: Manifest
+    ) -> None:
+        """Send the parts of one connection; what arrives damaged, or not at all, is sent again a few times."""
+        expected = {start: (manifest.checksums[index], image[start:stop]) for index, (start, stop) in lane}
+        for last_try in (False,) * (_SENDS_OF_A_PART - 1) + (True,):
+            try:
+                stream = self.client.stream(upload)
+                try:
+                    for start, checksum in stream.send([(start, part) for start, (_, part) in expected.items()]):
+                        if checksum == expected[start][0]:
+                            del expected[start]
+                finally:
+                    stream.close()
+            except NodeUnreachable:
+                if last_try:
+                    raise
+            if not expected:
                 return
-        raise CorruptSnapshot(f"bytes {start}… arrive damaged at {self.url}, {_SENDS_OF_A_PART} times", where=self.url)
+        raise CorruptSnapshot(
+            f"bytes {min(expected)}… arrive damaged at {self.url}, {_SENDS_OF_A_PART} times", where=self.url
+        )
 
     def _give_up(self, upload: str) -> None:
         try:

@@ -10,6 +10,7 @@ GET        /v1/runs/RUN/claimed                the attempt that holds the run
 GET        /v1/runs/RUN/snapshots              committed snapshots and files, newest first
 POST       /v1/runs/RUN/uploads                take a slot
 PUT        /v1/uploads/ID/parts/OFFSET         fill a part of it; answers with its xxh3-128
+POST       /v1/uploads/ID/stream               the same for many parts, fast: see :mod:`lightning_spot.memory.stream`
 POST       /v1/uploads/ID/commit               make it a snapshot
 POST       /v1/uploads/ID/seal                 the same for a slot filled through shared memory (this host only)
 DELETE     /v1/uploads/ID                      give it up
@@ -25,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import re
 import socket
 import time
@@ -47,7 +49,11 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.book import Upload
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.paths import resolve
+from lightning_spot.memory.ring import Slot
+from lightning_spot.memory.stream import UPGRADE, receive_parts
 from lightning_spot.memory.wire import PROTOCOL_HEADER, error_body, error_status
+
+logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -81,6 +87,7 @@ class Service:
                 web.get("/v1/runs/{run}/snapshots", self._snapshots),
                 web.post("/v1/runs/{run}/uploads", self._lease),
                 web.put("/v1/uploads/{upload}/parts/{offset:\\d+}", self._part),
+                web.post("/v1/uploads/{upload}/stream", self._stream),
                 web.post("/v1/uploads/{upload}/commit", self._commit),
                 web.post("/v1/uploads/{upload}/seal", self._seal),
                 web.delete("/v1/uploads/{upload}", self._abort),
@@ -195,6 +202,23 @@ class Service:
         digest = await self._receive(request, upload, int(request.match_info["offset"]))
         return web.json_response({"xxh3_128": digest})
 
+    async def _stream(self, request: web.Request) -> web.Response:
+        """Hand the connection over to a thread that receives straight into the slot."""
+        upload = self.node.find_upload(request.match_info["upload"])
+        transport = request.transport
+        sock = transport.get_extra_info("socket") if transport is not None else None
+        if request.headers.get(hdrs.UPGRADE) != UPGRADE or transport is None or sock is None:
+            raise NodeRefused(f"a stream needs 'Upgrade: {UPGRADE}'", status=426)
+        transport.pause_reading()
+        with sock.dup() as connection:
+            try:
+                with self.node.streaming(upload, connection):
+                    await asyncio.to_thread(receive_parts, connection, self.node, upload)
+            except (OSError, SpotError) as error:
+                logger.debug("a stream of parts ended: %s", error)
+        transport.close()  # the connection no longer speaks HTTP
+        return web.Response()
+
     async def _receive(self, request: web.Request, upload: Upload, start: int) -> str:
         """Take a body straight into the slot, checksumming on the way."""
         nbytes = request.content_length
@@ -249,11 +273,26 @@ class Service:
         with self.node.ring.reading(slot, manifest) as image:
             await response.prepare(request)
             if request.method != "HEAD":
-                for place in range(start, stop, SEND_BYTES):
-                    # A copy: the transport may keep what it could not send at once, the slot may not be kept.
-                    await response.write(bytes(image[place : min(place + SEND_BYTES, stop)]))
+                await self._send(request, response, slot, image, start, stop)
             await response.write_eof()
         return response
+
+    async def _send(
+        self, request: web.Request, response: web.StreamResponse, slot: Slot, image: memoryview, start: int, stop: int
+    ) -> None:
+        """Send bytes of a slot: by ``sendfile``, which copies nothing, or in pieces where the transport cannot."""
+        transport, memory = request.transport, slot.memory
+        if stop - start > SEND_BYTES and transport is not None and memory is not None:
+            with open(memory.fd, "rb", buffering=0, closefd=False) as file:
+                try:
+                    await asyncio.get_running_loop().sendfile(transport, file, start, stop - start, fallback=False)
+                except (NotImplementedError, asyncio.SendfileNotAvailableError):
+                    logger.debug("this transport has no sendfile")
+                else:
+                    return
+        for place in range(start, stop, SEND_BYTES):
+            # A copy: the transport may keep what it could not send at once, the slot may not be kept.
+            await response.write(bytes(image[place : min(place + SEND_BYTES, stop)]))
 
     async def _write(self, request: web.Request) -> web.Response:
         run, name = request.match_info["run"], request.match_info["path"]

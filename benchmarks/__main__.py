@@ -1,0 +1,44 @@
+"""Runs the benchmarks and prints a table in Markdown. ``python -m benchmarks [NAME ...] [--quick] [--json FILE]``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import platform
+import sys
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from benchmarks import blocking, ingest, layout, memory, restore
+from benchmarks.measure import Result
+
+ALL = {"layout": layout, "blocking": blocking, "ingest": ingest, "restore": restore, "memory": memory}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[*ALL, []], help="which ones (default: all)")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--json", type=Path, help="write all values to this file")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    results: list[Result] = []
+    for name in arguments.names or ALL:
+        print(f"{name} …", flush=True)
+        results += ALL[name].run(arguments.quick)
+    print(f"\n{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
+    print("| what | median | min–max | target | met |\n|---|---|---|---|---|")
+    for result in results:
+        print(result.row())
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    return 0 if all(result.met for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""What training waits for a snapshot of about 1 GB, on the CPU, against a warm copy and against Lightning's own saves.
+
+The time is the sum over the hooks of our callback, measured from outside. "Nothing overlaps" means that the optimizer
+step follows the snapshot at once, so that training waits for the whole copy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.measure import PARAMETER_ELEMENTS, PARAMETERS, Result, WarmCopy, scratch, seconds
+from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
+
+HOOKS = ("on_train_batch_end", "on_before_optimizer_step", "on_validation_start", "on_train_epoch_end")
+
+
+class Idle(torch.optim.Optimizer):
+    """Adam's state without Adam's work: a step takes no time, so that only what we cost is seen."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        if closure is not None:
+            closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.ones_like(parameter), torch.ones_like(parameter)
+                    state["step"] = torch.tensor(0.0)
+                state["step"] += 1
+
+
+class Model(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.ones(PARAMETER_ELEMENTS) for _ in range(PARAMETERS))
+        self.busy_s = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        end = time.perf_counter() + self.busy_s
+        square = torch.ones(300, 300)
+        while time.perf_counter() < end:
+            square = (square @ square).clamp(-1, 1)
+        return self.weights[0][0]
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """No gradients: they would take more time than everything measured here."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Idle(self.parameters())
+
+
+class Rounds(pl.Callback):
+    """In each round: one snapshot of ours, one warm copy, and Lightning's own saves of the same state."""
+
+    def __init__(self, spot: SpotCheckpoint, folder: Path, rounds: int, every: int) -> None:
+        self.spot, self.folder, self.rounds, self.every = spot, folder, rounds, every
+        self.spent = 0.0
+        self.ours: list[float] = []
+        self.others: dict[str, list[float]] = {"copy": [], "async": [], "plain": [], "plugin": []}
+        self.plugins: dict[str, Any] = {}
+        self.copy: WarmCopy | None = None
+        for hook in HOOKS:
+            self._time(hook)
+
+    def _time(self, hook: str) -> None:
+        real = getattr(self.spot, hook)
+
+        def timed(*arguments: Any) -> None:
+            self.spent += seconds(lambda: real(*arguments))
+
+        setattr(self.spot, hook, timed)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        step = trainer.global_step
+        if step % self.every == 2 and step > self.every:
+            # The last snapshot is over: the optimizer step after it has passed.
+            self.ours.append(self.spent)
+            self._compare(trainer)
+        if step % self.every == self.every - 1:
+            writer = self.spot._writer
+            assert writer is not None
+            writer.settle(60.0)
+            assert writer.host is not None
+            writer.host.flush(120.0)  # nothing of the last round runs beside this one
+            self.spent = 0.0
+
+    def _compare(self, trainer: pl.Trainer) -> None:
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
+        tensors = {f"{i}": parameter.detach() for i, parameter in enumerate(trainer.lightning_module.parameters())}
+        for number, state in enumerate(trainer.optimizers[0].state.values()):
+            tensors.update({f"{number}.{key}": value for key, value in state.items()})
+        self.copy = self.copy or WarmCopy(tensors)
+        if not self.plugins:
+            self.plugins = {"async": AsyncCheckpointIO(TorchCheckpointIO()), "plugin": SpotCheckpointIO()}
+            self.plugins["plugin"].save_checkpoint(checkpoint, self.folder / "plugin.ckpt")  # makes its slots
+        writer = self.spot._writer
+        assert writer is not None
+        assert writer.host is not None
+        writer.settle(60.0)
+        writer.host.flush(120.0)
+        self.others["copy"].append(seconds(self.copy))
+        for name in ("async", "plugin"):
+            plugin, path = self.plugins[name], self.folder / f"{name}.ckpt"
+            self.others[name].append(seconds(lambda p=plugin, t=path: p.save_checkpoint(checkpoint, t)))
+            plugin.teardown() if name == "async" else plugin._flush(str(self.folder))
+        plain = TorchCheckpointIO()
+        self.others["plain"].append(seconds(lambda: plain.save_checkpoint(checkpoint, self.folder / "plain.ckpt")))
+
+
+def measure(rounds: int, busy_s: float) -> Rounds:
+    with scratch() as folder:
+        every = 4
+        spot = SpotCheckpoint(str(folder / "run-1"), interval=EverySteps(every), on_full="wait")
+        comparison = Rounds(spot, folder, rounds, every)
+        model = Model()
+        model.busy_s = busy_s
+        pl.Trainer(
+            max_steps=every * (rounds + 2) + 3,
+            callbacks=[spot, comparison],
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(model, DataLoader(TensorDataset(torch.zeros(10_000, 1)), 1))
+        comparison.plugins["plugin"].teardown()
+        return comparison
+
+
+def _ratio(left: list[float], right: list[float]) -> list[float]:
+    # The first round still makes, maps and warms slots.
+    return [one / other for one, other in list(zip(left, right, strict=False))[1:]]
+
+
+def run(quick: bool) -> list[Result]:
+    rounds = 3 if quick else 7
+    alone = measure(rounds, busy_s=0.0)
+    beside = measure(rounds, busy_s=0.3)
+    print(f"  ours, s: {[round(value, 3) for value in alone.ours]}, one warm copy: "
+          f"{[round(value, 3) for value in alone.others['copy']]}")  # fmt: skip
+    return [
+        Result("blocking time / one warm copy, nothing overlaps", _ratio(alone.ours, alone.others["copy"]), 1.5),
+        Result(
+            "blocking time / one warm copy, 0.3 s of compute a step", _ratio(beside.ours, beside.others["copy"]), 1.5
+        ),
+        Result("AsyncCheckpointIO's blocking time / ours", _ratio(alone.others["async"], alone.ours), 5, at_most=False),
+        Result("plain save / ours", _ratio(alone.others["plain"], alone.ours), 20, at_most=False),
+        Result(
+            "plain save / SpotCheckpointIO", _ratio(alone.others["plain"], alone.others["plugin"]), 5, at_most=False
+        ),
+    ]

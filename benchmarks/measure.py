@@ -1,0 +1,99 @@
+"""What all benchmarks share: rounds, results, a large training state, a scratch area that is cleaned up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+GIB = 2**30
+PARAMETERS = 150
+PARAMETER_ELEMENTS = 560_000  # 150 parameters with Adam's two moments: 1.01 GB in 450 tensors and 150 counters
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the table: values of all rounds, judged by their median."""
+
+    name: str
+    values: list[float]
+    target: float
+    at_most: bool = True
+    unit: str = "x"
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def met(self) -> bool:
+        return self.median <= self.target if self.at_most else self.median >= self.target
+
+    def row(self) -> str:
+        low, high = min(self.values), max(self.values)
+        sign = "≤" if self.at_most else "≥"
+        spread = f"{low:.2f}–{high:.2f}"
+        verdict = "yes" if self.met else "**no**"
+        target = f"{sign} {self.target:g} {self.unit}"
+        return f"| {self.name} | {self.median:.2f} {self.unit} | {spread} | {target} | {verdict} |"
+
+
+def seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def training_state(elements: int = PARAMETER_ELEMENTS) -> dict[str, torch.Tensor]:
+    """Weights and Adam's moments, 1.01 GB by default."""
+    names = [f"{kind}.{index}" for index in range(PARAMETERS) for kind in ("weight", "exp_avg", "exp_avg_sq")]
+    return {name: torch.full((elements,), float(index)) for index, name in enumerate(names)}
+
+
+class WarmCopy:
+    """One copy of a state into memory whose pages exist: the least that any snapshot costs."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        self.source = list(state.values())
+        self.target = [torch.ones_like(tensor) for tensor in self.source]
+        self()
+
+    def __call__(self) -> None:
+        for target, source in zip(self.target, self.source, strict=True):
+            target.copy_(source)
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A directory on disk, with a runtime directory of its own for nodes, which are ended afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="ls-bench-"))
+    shm = Path(tempfile.mkdtemp(prefix="ls-bench-", dir="/dev/shm"))
+    changed = {"LIGHTNING_SPOT_RUNTIME_DIR": str(folder / "run"), "LIGHTNING_SPOT_SHM_DIR": str(shm)}
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield folder
+    finally:
+        _end_nodes(folder / "run")
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(shm, ignore_errors=True)
+
+
+def _end_nodes(runtime_dir: Path) -> None:
+    from lightning_spot.memory.client import NodeClient
+    from lightning_spot.memory.wire import Address
+
+    for http in runtime_dir.glob("*.http"):
+        with contextlib.suppress(Exception):
+            os.kill(int(NodeClient(Address(socket_path=str(http))).call("GET", "/v1/status")["pid"]), signal.SIGKILL)
