@@ -1,14 +1,17 @@
 """The trainer that the kill tests kill. Forks a fresh one from a warm process for each line on its standard input.
 
+With a request as its argument it trains once, in this process: a command like any user's.
+
 Its state shows whether a snapshot is whole: after step N every element of ``count`` (changed by the optimizer) and of
-``seen`` (a buffer, changed by forward) is N. What it is told and sees goes to an oracle file by ``os.write``, which a
-kill cannot lose.
+``seen`` (a buffer, changed by forward) is N; with ``watched``, all of a model with BatchNorm under Adam is a function
+of N. What it is told and sees goes to an oracle file by ``os.write``, which a kill cannot lose.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -18,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_spot import EverySteps, SpotCheckpoint
+from tests.oracle import BETAS, EPS, LEARNING_RATE, MOMENTUM, mixed
 
 
 class Counter(pl.LightningModule):
@@ -41,6 +45,30 @@ class Counter(pl.LightningModule):
         return bool((self.count == step).all()) and bool((self.seen == step).all())
 
 
+class Watched(Counter):
+    """A linear layer and BatchNorm under Adam: the gradient of step t is -t and its input t, see ``tests.oracle``."""
+
+    def __init__(self, elements: int, pace_s: float, ballast: int) -> None:
+        super().__init__(elements, pace_s)
+        self.norm = torch.nn.BatchNorm1d(1, momentum=MOMENTUM)
+        self.register_buffer("ballast", torch.zeros(ballast))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        number = self.trainer.global_step + 1
+        self.seen.fill_(number)
+        self.ballast.fill_(number)
+        time.sleep(self.pace_s)
+        x = torch.full((2, 1), float(number))
+        linear = torch.nn.functional.linear(x[:1], self.count.unsqueeze(1))
+        return -linear.sum() - self.norm(x).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPS)
+
+    def whole(self, step: int) -> bool:
+        return not mixed(self.state_dict(), step)
+
+
 class Oracle(pl.Callback):
     """Writes down what the trainer is told."""
 
@@ -56,19 +84,32 @@ class Oracle(pl.Callback):
         start = self.spot.resumed_from
         assert isinstance(pl_module, Counter)
         whole = pl_module.whole(trainer.global_step)
+        self.say("attempt", self.spot.attempt)
         self.say("from", start.step if start else 0, start.tier if start else "nowhere", "whole" if whole else "TORN")
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.say("begun", trainer.global_step + 1)
         told = self.spot.last_committed_step
         if told is not None and told != self.told:
             self.told = told
             self.say("told", told)
 
 
-def train(dirpath: str, oracle: str, elements: int = 200_000, pace_s: float = 0.002, max_steps: int = 10**6) -> None:
-    """Train until killed (or ``max_steps``), with a snapshot at every step."""
+def train(
+    dirpath: str,
+    oracle: str,
+    elements: int = 200_000,
+    pace_s: float = 0.002,
+    max_steps: int = 10**6,
+    watched: bool = False,
+    ballast: int = 0,
+    every: int = 1,
+    alarm_s: int = 0,
+) -> None:
+    """Train until killed (or ``max_steps``, or for ``alarm_s``), with a snapshot at every step by default."""
+    signal.alarm(alarm_s)  # 0 sets none
     torch.set_num_threads(1)
-    spot = SpotCheckpoint(dirpath, interval=EverySteps(1), slots=3, idle_timeout_s=30.0, flush_timeout_s=10.0)
+    spot = SpotCheckpoint(dirpath, interval=EverySteps(every), slots=3, idle_timeout_s=30.0, flush_timeout_s=10.0)
     pl.Trainer(
         max_steps=max_steps,
         callbacks=[spot, Oracle(oracle, spot)],
@@ -76,7 +117,10 @@ def train(dirpath: str, oracle: str, elements: int = 200_000, pace_s: float = 0.
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-    ).fit(Counter(elements, pace_s), DataLoader(TensorDataset(torch.zeros(50, 1)), 1))
+    ).fit(
+        Watched(elements, pace_s, ballast) if watched else Counter(elements, pace_s),
+        DataLoader(TensorDataset(torch.zeros(50, 1)), 1),
+    )
 
 
 def serve() -> None:
@@ -96,4 +140,7 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    if len(sys.argv) > 1:
+        train(**json.loads(sys.argv[1]))
+    else:
+        serve()

@@ -126,7 +126,7 @@ def test_a_tensor_that_moves_is_never_committed(
 ) -> None:
     # No copying in the background: what is not copied at once is copied just before the optimizer step,
     # when forward has changed the bias already.
-    monkeypatch.setattr(Copier, "_work", lambda _self: None)
+    monkeypatch.setattr(Copier, "_work", lambda self: self._started.release())
     probe = Probe()
     trainer(spot(tmp_path), probe, max_epochs=3).fit(Unsteady(), data())
     found = check_all(tmp_path, probe)

@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,7 @@ from lightning_spot.errors import SpotError
 from lightning_spot.image.layout import Piece
 from lightning_spot.staging.cuda import CudaCopier
 
-CHUNK_BYTES = 16 * 1024 * 1024
-_BATCH_BYTES = 1024 * 1024  # small storages are handed over in batches of about this size
+_LEAST_BATCH_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class CopyJob:
         self.pieces = list(pieces)
         """What is copied; emptied when it is done, so that no storage is kept alive."""
         self._watches = watches
-        self._tasks: deque[Callable[[], None]] = deque()
+        self._tasks: deque[_Batch] = deque()
         self._left = 0
         self._lock = threading.Lock()
         self._on_cpu = threading.Event()
@@ -75,7 +74,7 @@ class CopyJob:
         Raises:
             SpotError: if a copy failed.
         """
-        while self._step():
+        while self._step(_Batch.helping):
             pass
         self._wait_cpu()
 
@@ -110,14 +109,14 @@ class CopyJob:
                     if item.tensor._version != item.version
                 )
 
-    def _step(self) -> bool:
-        """Run one task; ``False`` when none is left to take."""
+    def _step(self, copy: Callable[[_Batch], None]) -> bool:
+        """Copy one batch; ``False`` when none is left to take."""
         try:
             task = self._tasks.popleft()
         except IndexError:
             return False
         try:
-            task()
+            copy(task)
         except BaseException as error:  # told to whoever waits
             self._error = error
         with self._lock:
@@ -144,12 +143,16 @@ class Copier:
         self._jobs: deque[CopyJob] = deque()
         self._wake = threading.Condition()
         self._closed = False
+        self._started = threading.Semaphore(0)
         self._cuda = CudaCopier()
         self._threads = [
             threading.Thread(target=self._work, name=f"spot-copier-{index}", daemon=True) for index in range(threads)
         ]
+        default = torch.get_num_threads()
         for thread in self._threads:
             thread.start()
+            self._started.acquire()
+        torch.set_num_threads(default)
 
     def start(self, pieces: Sequence[Piece], slot: SlotView, watches: Sequence[Watch] = ()) -> CopyJob:
         """Start copying and return at once.
@@ -172,7 +175,7 @@ class Copier:
         for others in by_device.values():
             for piece in others:  # MPS, XPU, …: no side stream is known here; copied in order, by the caller
                 _copy_any(piece, slot)
-        job._tasks.extend(_cpu_tasks(on_cpu, slot))
+        job._tasks.extend(_cpu_batches(on_cpu, slot))
         job._left = len(job._tasks)
         if job._left == 0:
             job._finish_cpu()
@@ -199,6 +202,10 @@ class Copier:
             thread.join()
 
     def _work(self) -> None:
+        # One thread, also inside torch: a team of several would fight with the one that trains. torch keeps this per
+        # thread, but notes it as the default too, which the constructor puts right.
+        torch.set_num_threads(1)
+        self._started.release()
         while True:
             with self._wake:
                 while not self._jobs and not self._closed:
@@ -206,34 +213,56 @@ class Copier:
                 if not self._jobs:
                     return
                 job = self._jobs[0]
-            if not job._step():
+            if not job._step(_Batch.in_background):
                 with self._wake:
                     if self._jobs and self._jobs[0] is job:
                         self._jobs.popleft()
 
 
-def _cpu_tasks(pieces: Sequence[Piece], slot: SlotView) -> Iterable[Callable[[], None]]:
-    batch: list[tuple[int, int, int]] = []
+class _Batch:
+    """Some storages, or parts of them, and their places: what one thread copies in one go.
+
+    Args:
+        spans: ``(storage, first byte in it, first byte in the slot, length)``.
+        slot: where to.
+    """
+
+    def __init__(self, spans: list[tuple[torch.UntypedStorage, int, int, int]], slot: SlotView) -> None:
+        self._spans = spans
+        self._slot = slot
+
+    def in_background(self) -> None:
+        """Copy all of it without the GIL in between, which the training thread holds for milliseconds at a time."""
+        sources, targets = [], []
+        for storage, start, place, nbytes in self._spans:
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+            sources.append(whole[start : start + nbytes])
+            targets.append(self._slot.tensor[place : place + nbytes])
+        torch._foreach_copy_(targets, sources)
+
+    def helping(self) -> None:
+        """Copy it on the calling thread alone: no second team of threads beside those of training."""
+        for storage, start, place, nbytes in self._spans:
+            ctypes.memmove(self._slot.address + place, storage.data_ptr() + start, nbytes)  # lets go of the GIL
+
+
+def _cpu_batches(pieces: Sequence[Piece], slot: SlotView) -> Iterator[_Batch]:
+    """Cut the pieces into batches, large ones first: those run while nobody can help; the last even the load out."""
+    left = sum(piece.nbytes for piece in pieces)
+    limit = max(left // 3, _LEAST_BATCH_BYTES)
+    spans: list[tuple[torch.UntypedStorage, int, int, int]] = []
     size = 0
     for piece in pieces:
-        source = piece.storage.data_ptr()
-        for start in range(0, piece.nbytes, CHUNK_BYTES):
-            nbytes = min(CHUNK_BYTES, piece.nbytes - start)
-            batch.append((slot.address + piece.offset + start, source + start, nbytes))
-            size += nbytes
-            if size >= _BATCH_BYTES:
-                yield _mover(batch)
-                batch, size = [], 0
-    if batch:
-        yield _mover(batch)
-
-
-def _mover(batch: list[tuple[int, int, int]]) -> Callable[[], None]:
-    def move() -> None:
-        for target, source, nbytes in batch:
-            ctypes.memmove(target, source, nbytes)  # lets go of the GIL
-
-    return move
+        start = 0
+        while start < piece.nbytes:
+            nbytes = min(piece.nbytes - start, limit - size)
+            spans.append((piece.storage, start, piece.offset + start, nbytes))
+            start, size, left = start + nbytes, size + nbytes, left - nbytes
+            if size >= limit:
+                yield _Batch(spans, slot)
+                spans, size, limit = [], 0, max(left // 3, _LEAST_BATCH_BYTES)
+    if spans:
+        yield _Batch(spans, slot)
 
 
 def _copy_any(piece: Piece, slot: SlotView) -> None:

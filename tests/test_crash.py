@@ -1,0 +1,431 @@
+"""Kill -9 and full disks: what recovery returns is a whole committed snapshot, and never older than was promised.
+
+Promised is, for a killed trainer, the last step it was told is committed; once the node was killed too, or the whole
+machine went with its memory, what the durable tier held before. Both are written down outside the killed processes.
+
+``tests/test_kill.py`` and ``tests/test_crash_points.py`` do the like with other states; here recovery itself is called
+too, Adam and BatchNorm are looked at, machines are lost, trainers outlive their node, and writes stop half-way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_spot.config import run_key
+from lightning_spot.errors import SpotError
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory import embedded
+from lightning_spot.memory.node import Node
+from lightning_spot.recovery.choice import open_newest
+from lightning_spot.recovery.source import DURABLE, MemorySource, StoreSource
+from lightning_spot.tiers.local import LocalStore
+from lightning_spot.tiers.store import retain
+from tests.conftest import until
+from tests.oracle import HOME, Server, check_checkpoint, file_of, image_of, manifest_of
+
+TRAINER, NODE, BOTH, MACHINE = "trainer", "node", "both", "machine"
+KINDS = (TRAINER, NODE, BOTH, MACHINE)
+Order = tuple[int, int]  # attempt, step
+
+
+@pytest.fixture
+def chance(request: pytest.FixtureRequest) -> random.Random:
+    """Randomness of a test, from ``SPOT_SEED`` or ``--seed``; printed, so that a failure can be run again."""
+    given = os.environ.get("SPOT_SEED")
+    seed = int(given) if given else int(request.getfixturevalue("seed"))
+    print(f"SPOT_SEED={seed}")
+    return random.Random(seed)
+
+
+# -- random points of real trainings ----------------------------------------------------------------------------------
+
+
+class Training:
+    """A run whose trainers are killed, and what was promised about it."""
+
+    def __init__(self, root: Path, ballast: int, pace_s: float) -> None:
+        self.dirpath = root / "run-1"
+        self.ballast, self.pace_s = ballast, pace_s
+        self.promised: Order = (0, 0)
+        self.seen = {"memory": 0, "durable": 0, "nowhere": 0}
+        self._root = root
+        self._trials = 0
+        self._trainers = Server("tests.crash_trainer", root / "trainers.log")
+
+    def close(self) -> None:
+        self._trainers.close()
+
+    def start(self) -> tuple[int, Path]:
+        """Start a trainer and check what it resumed from."""
+        self._trials += 1
+        oracle = self._root / f"oracle-{self._trials}"
+        request = {"elements": 3000, "watched": True, "ballast": self.ballast, "pace_s": self.pace_s, "alarm_s": 120}
+        self._trainers.say({"dirpath": str(self.dirpath), "oracle": str(oracle), **request})
+        pid = int(self._trainers.read())
+        ((step, tier, whole),) = until(lambda: lines(oracle, "from"), f"trainer {self._trials} to begin", 60)
+        assert whole == "whole", f"trainer {self._trials}: the state of step {step} from {tier} is no single step's"
+        assert int(step) >= self.promised[1], f"trainer {self._trials} resumed at {step}, promised was {self.promised}"
+        self.seen[tier] += 1
+        return pid, oracle
+
+    def kill(self, pid: int, oracle: Path, kind: str, chance: random.Random) -> None:
+        """Kill, note what is promised now, and recover by hand."""
+        resumed = int(lines(oracle, "from")[0][0])
+        attempt = int(lines(oracle, "attempt")[0][0])
+        durable = newest_durable(self.dirpath)
+        if kind == NODE:
+            self._outlive_the_node(oracle, attempt, chance)
+        elif kind != TRAINER and chance.random() < 0.5:
+            kill_node(self.dirpath)
+        os.kill(pid, signal.SIGKILL)
+        assert self._trainers.read() == "-9"
+        if kind in (BOTH, MACHINE):
+            kill_node(self.dirpath)
+        if kind == MACHINE:
+            shutil.rmtree(area_of(self.dirpath), ignore_errors=True)
+        told = max([int(words[0]) for words in lines(oracle, "told")], default=0)
+        if kind in (BOTH, MACHINE):
+            self.promised = durable
+        elif told:
+            self.promised = (attempt, told)
+        begun = max([int(words[0]) for words in lines(oracle, "begun")], default=resumed)
+        self._recover(f"after trial {self._trials} ({kind})", begun)
+
+    def _outlive_the_node(self, oracle: Path, attempt: int, chance: random.Random) -> None:
+        """Kill the node alone: training goes on, a new node comes, and steps are committed in it."""
+        old = kill_node(self.dirpath)
+        if old is None:
+            return
+
+        def committed_again() -> bool:
+            told = max([int(words[0]) for words in lines(oracle, "told")], default=0)
+            if (host := embedded.attach(str(self.dirpath), self.dirpath.name)) is None:
+                return False
+            with contextlib.closing(host.session):
+                pid = int(host.client.call("GET", "/v1/status")["pid"])
+                steps = [item.step for item in host.manifests() if item.attempt == attempt]
+            return pid != old and any(step <= told for step in steps) and told > before
+
+        before = max([int(words[0]) for words in lines(oracle, "begun")], default=0)
+        until(committed_again, "a new node to commit what an old trainer sends", 60)
+        time.sleep(chance.random() * 0.2)
+
+    def _recover(self, when: str, begun: int) -> None:
+        run = self.dirpath.name
+        sources = [MemorySource(str(self.dirpath), run), StoreSource(LocalStore(self.dirpath), DURABLE)]
+        snapshot = open_newest(sources)
+        if snapshot is None:
+            assert self.promised == (0, 0), f"{when}: nothing is left, promised was {self.promised}"
+            return
+        with contextlib.closing(snapshot):
+            manifest = snapshot.manifest
+            assert (manifest.attempt, manifest.step) >= self.promised, f"{when}: {manifest.name} is too old"
+            assert manifest.step <= begun, f"{when}: {manifest.name} was never trained"
+            with snapshot.reader() as file:
+                check_checkpoint(file, manifest.step)
+
+
+def lines(oracle: Path, word: str) -> list[list[str]]:
+    text = oracle.read_text() if oracle.exists() else ""
+    return [line.split()[1:] for line in text.split("\n")[:-1] if line.startswith(word + " ")]
+
+
+def newest_durable(dirpath: Path) -> Order:
+    return max(((item.attempt, item.step) for item in LocalStore(dirpath).manifests()), default=(0, 0))
+
+
+def area_of(dirpath: Path) -> Path:
+    return Path(os.environ["LIGHTNING_SPOT_SHM_DIR"]) / f"lightning-spot-{run_key(str(dirpath))}"
+
+
+def kill_node(dirpath: Path) -> int | None:
+    """Kill the embedded node if it lives; returns its process id once it is dead."""
+    host = embedded.attach(str(dirpath), dirpath.name)
+    if host is None:
+        return None
+    with contextlib.closing(host.session):
+        pid = int(host.client.call("GET", "/v1/status")["pid"])
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not alive(pid), "a killed node to be gone")
+    return pid
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def again_and_again(training: Training, kinds: list[str], chance: random.Random, longest_s: float) -> None:
+    for kind in kinds:
+        pid, oracle = training.start()
+        time.sleep(chance.random() * longest_s)
+        training.kill(pid, oracle, kind, chance)
+    training.start()
+    print(training.seen)
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Callable[..., Training]]:
+    """Begin a run; its trainers end with the test."""
+    begun: list[Training] = []
+
+    def start(ballast: int, pace_s: float = 0.002) -> Training:
+        root = tmp_path / str(len(begun))
+        root.mkdir()
+        begun.append(Training(root, ballast, pace_s))
+        return begun[-1]
+
+    yield start
+    for training in begun:
+        pids = Path(f"/proc/{training._trainers.process.pid}/task/{training._trainers.process.pid}/children")
+        children = [int(pid) for pid in pids.read_text().split()] if pids.exists() else []
+        training.close()
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("ballast", [0, 2_000_000], ids=["small", "some MB"])
+def test_killed_at_random_points(begin: Callable[..., Training], chance: random.Random, ballast: int) -> None:
+    kinds = [kind for kind in KINDS for _ in range(2)]
+    chance.shuffle(kinds)
+    training = begin(ballast)
+    again_and_again(training, kinds, chance, 0.5)
+    assert training.seen["memory"] > 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("ballast", [0, 2_000_000, 10_000_000], ids=["small", "some MB", "40 MB"])
+def test_killed_at_a_hundred_random_points(begin: Callable[..., Training], chance: random.Random, ballast: int) -> None:
+    kinds = [KINDS[trial % len(KINDS)] for trial in range(36)]
+    chance.shuffle(kinds)
+    again_and_again(begin(ballast), kinds, chance, 1.5)
+
+
+def test_the_same_command_carries_on_and_tidies_up(tmp_path: Path, chance: random.Random) -> None:
+    run_dir = tmp_path / "run-1"
+    for trial, signal_number in enumerate([signal.SIGKILL, 0]):
+        oracle = tmp_path / f"oracle-{trial}"
+        request = {"dirpath": str(run_dir), "oracle": str(oracle), "elements": 3000, "watched": True, "alarm_s": 120}
+        command = [sys.executable, "-m", "tests.crash_trainer", json.dumps({**request, "max_steps": 150})]
+        with open(tmp_path / "trainers.log", "ab") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, cwd=HOME)
+        try:
+            if signal_number:
+                until(lambda oracle=oracle: lines(oracle, "told"), "the first snapshot", 90)
+                time.sleep(chance.random() * 0.2)
+                process.send_signal(signal_number)
+            assert process.wait(timeout=120) == -signal_number, (tmp_path / "trainers.log").read_text()[-3000:]
+        finally:
+            process.kill()
+            process.wait()
+    told = max(int(words[0]) for words in lines(tmp_path / "oracle-0", "told"))
+    assert int(lines(tmp_path / "oracle-1", "from")[0][0]) >= told
+    newest = LocalStore(run_dir).manifests()[0]
+    assert (newest.step, newest.complete) == (150, True)
+    with open(run_dir / newest.data_path, "rb") as file:
+        check_checkpoint(file, 150)
+    until(lambda: not embedded.find_record(str(run_dir)).running(), "the node to end with the run")
+    until(lambda: not area_of(run_dir).exists(), "its memory to be given back")
+    assert leftovers(run_dir) == []
+
+
+def leftovers(folder: Path) -> list[str]:
+    """What no committed snapshot and no claim has a use for."""
+    named = {"model.ckpt", "manifest.json"}
+    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    unknown = [path for path in files if path.name not in named and path.parts[0] != "attempts"]
+    headless = [
+        path for path in files if path.name == "model.ckpt" and not (folder / path.parent / "manifest.json").exists()
+    ]
+    return [str(path) for path in [*unknown, *headless]]
+
+
+# -- every step of a commit -------------------------------------------------------------------------------------------
+
+
+class Points:
+    """Runs a scenario once for each of its calls, struck at that call, until it is struck no more."""
+
+    def __init__(self, root: Path, areas: Path, servers: list[Server]) -> None:
+        self._root, self._areas, self._servers = root, areas, servers
+
+    def each(self, scenario: str, span: int, check: Callable[[Path, dict[str, int], str], None]) -> int:
+        """Check after every crash point; returns how many there were."""
+        with ThreadPoolExecutor(len(self._servers)) as pool:
+            stride = len(self._servers)
+            lanes = [
+                pool.submit(self._lane, server, scenario, span, check, range(first + 1, 1000, stride))
+                for first, server in enumerate(self._servers)
+            ]
+            return sum(lane.result() for lane in lanes)
+
+    def _lane(
+        self,
+        server: Server,
+        scenario: str,
+        span: int,
+        check: Callable[[Path, dict[str, int], str], None],
+        numbers: range,
+    ) -> int:
+        struck = 0
+        for number in numbers:
+            root = self._areas / f"{scenario}-{span}-{number}"
+            root.mkdir()
+            server.say({"scenario": scenario, "number": number, "span": span, "root": str(root)})
+            answer = json.loads(server.read())
+            told: list[list[str]] = answer["told"]
+            where = f"{scenario} at call {number}: {told[-6:]}"
+            assert not [words for words in told if words[0] == "error"], where
+            assert answer["status"] in ((0,) if span else (0, -signal.SIGKILL)), f"{where}: {answer['status']}"
+            highest: dict[str, int] = {}
+            for word, value in told:
+                if value.isdigit():
+                    highest[word] = max(int(value), highest.get(word, 0))
+            check(root, highest, where)
+            shutil.rmtree(root)
+            if answer["status"] == 0 and not [words for words in told if words[0] == "struck"]:
+                return struck
+            struck += 1
+        raise AssertionError(f"{scenario} does not end")
+
+
+@pytest.fixture
+def points(tmp_path: Path, runtime_dir: Path) -> Iterator[Points]:
+    servers = [Server("tests.oracle", tmp_path / f"server-{index}.log") for index in range(2)]
+    yield Points(tmp_path, Path(os.environ["LIGHTNING_SPOT_SHM_DIR"]), servers)
+    for server in servers:
+        server.close()
+
+
+def whole_steps(root: Path) -> list[int]:
+    """Steps the durable tier holds, newest first; every one that it lists must be whole."""
+    store = LocalStore(root / "durable")
+    found = store.manifests()
+    for manifest in found:
+        buffer = bytearray(manifest.nbytes)
+        store.fetch(manifest, memoryview(buffer))
+        manifest.verify(memoryview(buffer), "durable")
+        assert bytes(buffer) == image_of(manifest.step)
+    return [manifest.step for manifest in found]
+
+
+def put(root: Path, step: int, attempt: int) -> Manifest:
+    image = memoryview(image_of(step))
+    manifest = manifest_of(step, attempt).sealed(image)
+    LocalStore(root / "durable").put(manifest, image, writer=attempt)
+    return manifest
+
+
+def check_store(root: Path, highest: dict[str, int], where: str) -> None:
+    store = LocalStore(root / "durable")
+    assert max(whole_steps(root), default=0) >= highest.get("durable", 0), where
+    assert store.claimed() >= highest.get("claimed", 0), where
+    retain(store, 1, put(root, 9, attempt=9))  # the next one works, and tidies up
+    assert whole_steps(root) == [9], where
+    assert leftovers(root / "durable") == [], where
+
+
+def check_file(root: Path, highest: dict[str, int], where: str) -> None:
+    store = LocalStore(root / "durable")
+    path = store.root / "last.ckpt"
+    oldest = highest.get("file", 0)
+    if oldest or path.exists():
+        held = path.read_bytes()
+        steps = [step for step in range(1, 6) if image_of(step) == held]
+        assert steps, f"{where}: the file is not whole"
+        assert steps[0] >= oldest, where
+        if (commit := store.root / file_of(1).manifest_path).exists():
+            Manifest.from_json(commit.read_bytes()).verify(memoryview(held), where)
+    image = memoryview(image_of(9))
+    store.put(file_of(9).sealed(image), image, writer=1)
+    assert path.read_bytes() == image_of(9)
+
+
+def check_node(root: Path, highest: dict[str, int], where: str) -> None:
+    durable, committed = highest.get("durable", 0), highest.get("committed", 0)
+    assert max(whole_steps(root), default=0) >= durable, f"{where}: lost with the machine"
+    heir = Node(slots=2, memory_bytes=2**26, open_store=LocalStore, area=root / "area")
+    try:
+        adopted = [slot.manifest.step for slot in heir.ring.committed("run") if slot.manifest]
+        assert max([*adopted, *whole_steps(root)], default=0) >= committed, where
+        assert heir.flush("run", 20.0) == [], where
+    finally:
+        heir.close()
+    assert max(whole_steps(root), default=0) >= committed, where
+    assert not (root / "area").exists(), f"{where}: {list((root / 'area').iterdir())} stay in memory"
+
+
+CHECKS = {"store": check_store, "file": check_file, "node": check_node}
+
+
+@pytest.mark.parametrize("scenario", CHECKS)
+def test_killed_at_every_call_and_in_every_write(points: Points, scenario: str) -> None:
+    count = points.each(scenario, 0, CHECKS[scenario])
+    print(f"{count} crash points")
+    assert count > 40
+
+
+@pytest.mark.parametrize(("scenario", "span"), [("store", 1), ("store", 12), ("file", 1), ("node", 1)])
+def test_disk_full_at_every_call_and_in_every_write(points: Points, scenario: str, span: int) -> None:
+    count = points.each(scenario, span, CHECKS[scenario])
+    print(f"{count} points")
+    assert count > 25
+
+
+def test_a_seal_in_progress_when_its_trainer_is_killed_leaves_the_next_snapshot_alone(tmp_path: Path) -> None:
+    """The killed trainer's slot is checksummed still while the next trainer fills its own."""
+    first, second = tmp_path / "first.zip", b"\xff" * (96 * 2**20)
+    with zipfile.ZipFile(first, "w") as archive:
+        for record in range(24):
+            archive.writestr(zipfile.ZipInfo(f"model/data/{record}"), bytes(4 * 2**20))
+    image = first.read_bytes()
+    area = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"]) / "lightning-spot-seal"
+    node = Node(slots=1, memory_bytes=2**30, open_store=LocalStore, area=area)
+    outcome: list[Any] = []
+    try:
+        node.begin_session("killed")
+        attempt = node.open_run("run", destinations=[str(tmp_path / "durable")], session="killed")
+        upload = node.lease("run", attempt, len(image), session="killed")
+        with upload.slot.view(len(image)) as view:
+            view[:] = image
+        manifest = Manifest(run="run", name="step-000000001-attempt-0001", step=1, attempt=1, nbytes=len(image))
+
+        def seal() -> None:
+            try:
+                outcome.append(node.seal(upload.id, manifest))
+            except SpotError as error:
+                outcome.append(error)
+
+        sealing = threading.Thread(target=seal)
+        sealing.start()
+        time.sleep(0.01)
+        node.end_session("killed")
+        attempt = node.open_run("run", destinations=[str(tmp_path / "durable")], session="next")
+        following = node.lease("run", attempt, len(second), wait_s=20.0)
+        with following.slot.view(len(second)) as view:
+            view[:] = second
+            sealing.join()
+            assert view == second, f"{sum(a != b for a, b in zip(view, second, strict=True))} bytes were written over"
+        assert outcome
+    finally:
+        node.close()
