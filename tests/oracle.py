@@ -174,10 +174,10 @@ def file_of(step: int) -> Manifest:
     return Manifest(run="run", name="last.ckpt", step=step, attempt=1, nbytes=0, file="")
 
 
-def _worked(tell: Tell, action: Callable[[], Any]) -> bool:
+def _worked(tell: Tell, action: Callable[..., Any], *arguments: Any, **more: Any) -> bool:
     """Do it; a failing tier is told, anything that is no error of the package's ends the scenario."""
     try:
-        action()
+        action(*arguments, **more)
     except SpotError as error:
         tell("refused", type(error).__name__)
         return False
@@ -189,14 +189,15 @@ def use_store(root: Path, tell: Tell) -> None:
     store = LocalStore(root / "durable")
     writer = 0
     for step in range(1, STEPS + 1):
-        if step in (1, 4) and _worked(tell, lambda: store.claim(writer + 1, {"pid": os.getpid()})):
+        if step in (1, 4) and _worked(tell, store.claim, writer + 1, {"pid": os.getpid()}):
             writer += 1
             tell("claimed", writer)
-        manifest, image = manifest_of(step).sealed(memoryview(image_of(step))), memoryview(image_of(step))
+        image = memoryview(image_of(step))
+        manifest = manifest_of(step).sealed(image)
         for _ in range(2):
-            if _worked(tell, lambda: store.put(manifest, image, writer=max(1, writer))):
+            if _worked(tell, store.put, manifest, image, writer=max(1, writer)):
                 tell("durable", step)
-        _worked(tell, lambda: retain(store, 1, manifest))
+        _worked(tell, retain, store, 1, manifest)
 
 
 def use_file(root: Path, tell: Tell) -> None:
@@ -204,34 +205,38 @@ def use_file(root: Path, tell: Tell) -> None:
     store = LocalStore(root / "durable")
     for step in range(1, STEPS + 1):
         image = memoryview(image_of(step))
-        if _worked(tell, lambda: store.put(file_of(step).sealed(image), image, writer=1)):
+        if _worked(tell, store.put, file_of(step).sealed(image), image, writer=1):
             tell("file", step)
 
 
 def use_node(root: Path, tell: Tell) -> None:
     """Seal into a ring in tmpfs, which has to let snapshots go and grow a slot, and flush."""
-    node = Node(slots=2, memory_bytes=2**26, open_store=LocalStore, area=root / "area")
+    try:
+        node = Node(slots=2, memory_bytes=2**26, open_store=LocalStore, area=root / "area")
+    except OSError:
+        tell("refused", "node")  # the program ends then, and says why
+        return
     attempt = node.open_run("run", destinations=[str(root / "durable")], keep=1)
     for step in range(1, STEPS + 1):
-
-        def snapshot(step: int = step) -> None:
-            image = image_of(step)
-            upload = node.lease("run", attempt, len(image), wait_s=20.0)
-            with upload.slot.view(len(image)) as view:
-                view[:] = image
-            try:
-                node.seal(upload.id, manifest_of(step))
-            except BaseException:
-                node.abort(upload.id)  # as the trainer does
-                raise
-
-        if _worked(tell, snapshot):
+        if _worked(tell, _seal, node, attempt, step):
             tell("committed", step)
             if step in (2, STEPS):
                 left = node.flush("run", 10.0)
                 assert not left, f"never clean again: {left}"
                 tell("durable", step)
     node.close(keep_dirty=True)
+
+
+def _seal(node: Node, attempt: int, step: int) -> None:
+    image = image_of(step)
+    upload = node.lease("run", attempt, len(image), wait_s=20.0)
+    with upload.slot.view(len(image)) as view:
+        view[:] = image
+    try:
+        node.seal(upload.id, manifest_of(step))
+    except BaseException:
+        node.abort(upload.id)  # as the trainer does
+        raise
 
 
 SCENARIOS = {"store": use_store, "file": use_file, "node": use_node}

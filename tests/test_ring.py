@@ -320,6 +320,16 @@ def test_a_new_node_takes_over_what_a_killed_one_left(tmp_path: Path, runtime_di
     assert not area.exists()
 
 
+def test_an_heir_with_fewer_slots_loses_nothing(tmp_path: Path, runtime_dir: Path) -> None:
+    killed = Bench(tmp_path, area=runtime_dir / "area")
+    killed.open(tiers=0, keep=9)
+    for step in (1, 2, 3):
+        killed.save(step)
+    heir = Bench(tmp_path, area=runtime_dir / "area", slots=2)
+    assert heir.held() == [3, 2, 1]
+    heir.node.close()
+
+
 def test_a_damaged_leftover_is_dropped(tmp_path: Path, runtime_dir: Path) -> None:
     area = runtime_dir / "area"
     killed = Bench(tmp_path, area=area)

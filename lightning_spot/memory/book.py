@@ -45,7 +45,8 @@ class Upload:
         touched_s: when something was heard of it last (monotonic).
         received: ``offset -> (nbytes, xxh3-128)`` of parts that came over the network.
         streams: connections that receive into the slot at the moment.
-        given_up: whether its slot is to be freed once they have ended.
+        sealing: whether it is being checksummed, which also writes the zip's CRCs.
+        given_up: whether its slot is to be freed once nothing writes into it any more.
     """
 
     id: str
@@ -57,4 +58,10 @@ class Upload:
     touched_s: float
     received: dict[int, tuple[int, str]] = field(default_factory=dict)
     streams: set[socket.socket] = field(default_factory=set)
+    sealing: bool = False
     given_up: bool = False
+
+    @property
+    def in_use(self) -> bool:
+        """Whether something still writes into the slot."""
+        return self.sealing or bool(self.streams)

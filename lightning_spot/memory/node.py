@@ -203,13 +203,21 @@ class Node:
         Returns:
             the sealed manifest.
         """
-        upload = self.find_upload(upload_id)
-        self._check_writer(upload)
-        if manifest.nbytes > upload.slot.capacity:
-            raise CorruptSnapshot(f"{manifest.name} has {manifest.nbytes} bytes, its slot {upload.slot.capacity}")
-        with upload.slot.view(manifest.nbytes) as image:
-            write_crcs(image)
-            return self._commit(upload, manifest.sealed(image), destinations)
+        with self._lock:
+            upload = self.find_upload(upload_id)
+            self._check_writer(upload)
+            if manifest.nbytes > upload.slot.capacity:
+                raise CorruptSnapshot(f"{manifest.name} has {manifest.nbytes} bytes, its slot {upload.slot.capacity}")
+            upload.sealing = True
+        try:
+            with upload.slot.view(manifest.nbytes) as image:
+                write_crcs(image)
+                sealed = manifest.sealed(image)
+        finally:
+            with self._lock:
+                upload.sealing = False
+                self._free_if_given_up(upload)
+        return self._commit(upload, sealed, destinations)
 
     def commit(self, upload_id: str, manifest: Manifest) -> Manifest:
         """Commit a slot that was received in parts: every part must be there with the checksum of the manifest.
@@ -241,8 +249,12 @@ class Node:
             for connection in upload.streams:
                 with contextlib.suppress(OSError):  # it has broken already
                     connection.shutdown(socket.SHUT_RDWR)
-            if not upload.streams:  # else the last stream frees the slot: late bytes must not reach the next snapshot
-                self.ring.abort(upload.slot)
+            self._free_if_given_up(upload)
+
+    def _free_if_given_up(self, upload: Upload) -> None:
+        """Free the slot of a given-up upload, but not while late bytes could still reach the next snapshot in it."""
+        if upload.given_up and not upload.in_use:
+            self.ring.abort(upload.slot)
 
     @contextlib.contextmanager
     def streaming(self, upload: Upload, connection: socket.socket) -> Iterator[None]:
@@ -259,8 +271,7 @@ class Node:
         finally:
             with self._lock:
                 upload.streams.discard(connection)
-                if upload.given_up and not upload.streams:
-                    self.ring.abort(upload.slot)
+                self._free_if_given_up(upload)
 
     def remove(self, run: str, name: str) -> None:
         """Remove a snapshot or file here at once, and at the tiers below in the background.
@@ -287,20 +298,7 @@ class Node:
     def status(self) -> dict[str, Any]:
         """Everything a person wants to see, as JSON-ready values."""
         return {
-            "slots": [
-                {
-                    "index": slot.index,
-                    "state": slot.state.value,
-                    "capacity_bytes": slot.capacity,
-                    "backing": slot.memory.backing if slot.memory else None,
-                    "run": slot.manifest.run if slot.manifest else None,
-                    "snapshot": slot.manifest.name if slot.manifest else None,
-                    "dirty": slot.dirty,
-                    "safe": slot.safe,
-                }
-                for slot in self.ring.slots
-            ],
-            "memory_bytes": self.ring.memory_bytes,
+            **self.ring.status(),
             "flush_to": self.flush_to,
             "runs": {
                 run.name: {
@@ -322,6 +320,7 @@ class Node:
 
     def _commit(self, upload: Upload, manifest: Manifest, destinations: list[str] | None) -> Manifest:
         with self._lock:
+            self.find_upload(upload.id)  # its trainer may have been killed meanwhile
             self._check_writer(upload)
             run = self.runs.get(upload.run)
             urls = destinations if destinations is not None else run.destinations if run else []

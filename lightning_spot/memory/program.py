@@ -16,6 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from aiohttp import web
 
@@ -32,6 +33,8 @@ logger = logging.getLogger("lightning_spot.node")
 
 _CHECK_S = 0.25
 _THREADS = 64
+_LOCK_TRIES = 50
+_LOCK_PAUSE_S = 0.02
 _ABANDONED_S = 24 * 3600.0
 _READ_BUFFER_BYTES = 4 * 1024 * 1024
 
@@ -119,13 +122,23 @@ def run_node(settings: NodeSettings) -> int:
     with contextlib.ExitStack() as stack:
         if settings.record is not None:
             alive = stack.enter_context(open(settings.record.alive, "wb"))
-            try:
-                fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            if not _hold(alive):
                 logger.info("another node already serves %s", settings.record.key)
                 return 0
             _sweep(read_environment().shm_dir, settings.record.folder)
         return asyncio.run(_serve(settings))
+
+
+def _hold(alive: BinaryIO) -> bool:
+    """Take the lock that says this node lives. Trainers that look whether one does hold it for an instant."""
+    for _ in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(_LOCK_PAUSE_S)
+        else:
+            return True
+    return False
 
 
 async def _serve(settings: NodeSettings) -> int:

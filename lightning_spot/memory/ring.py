@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import CorruptSnapshot, RingFull, SnapshotNotFound, SnapshotTooLarge, TierError
@@ -68,6 +69,19 @@ class Slot:
     def capacity(self) -> int:
         """Bytes of memory the slot holds now."""
         return self.memory.capacity if self.memory is not None else 0
+
+    def status(self) -> dict[str, Any]:
+        """The slot, as JSON-ready values."""
+        return {
+            "index": self.index,
+            "state": self.state.value,
+            "capacity_bytes": self.capacity,
+            "backing": self.memory.backing if self.memory else None,
+            "run": self.manifest.run if self.manifest else None,
+            "snapshot": self.manifest.name if self.manifest else None,
+            "dirty": self.dirty,
+            "safe": self.safe,
+        }
 
     def view(self, nbytes: int | None = None) -> memoryview:
         """The slot's bytes; by default those of its snapshot. The caller must have it leased or pinned."""
@@ -242,6 +256,10 @@ class Ring:
             found = [slot for slot in self.slots if slot.manifest is not None and destination in slot.dirty]
             return min(found, key=lambda slot: slot.sequence, default=None)
 
+    def status(self) -> dict[str, Any]:
+        """The slots, as JSON-ready values."""
+        return {"memory_bytes": self.memory_bytes, "slots": [slot.status() for slot in self.slots]}
+
     def close(self, *, keep_dirty: bool) -> None:
         """Give all memory back; with ``keep_dirty``, leave dirty slots in tmpfs for the next node to adopt."""
         with self.changed:
@@ -252,8 +270,6 @@ class Ring:
                 self._release(slot)
         if self._area is not None and not any(self._area.iterdir()):
             self._area.rmdir()
-
-    # -- under the lock ---------------------------------------------------------------------------------------------
 
     def _committed(self, run: str, name: str) -> list[Slot]:
         return [slot for slot in self.slots if slot.manifest and (slot.manifest.run, slot.manifest.name) == (run, name)]
@@ -326,8 +342,6 @@ class Ring:
     def _path(self, slot: Slot, ending: str) -> Path | None:
         return self._area / f"slot-{slot.index}{ending}" if self._area is not None else None
 
-    # -- commit records in tmpfs, for the next node -------------------------------------------------------------------
-
     def _record(self, slot: Slot) -> None:
         """Write the commit record beside a tmpfs slot: temporary file, then rename."""
         path = self._path(slot, ".json")
@@ -340,11 +354,19 @@ class Ring:
             "sequence": slot.sequence,
         }
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(record), encoding="utf-8")
-        os.replace(temporary, path)
+        try:
+            temporary.write_text(json.dumps(record), encoding="utf-8")
+            os.replace(temporary, path)
+        except OSError as error:
+            # Committed all the same, as with memory files; an older record of the slot only knows more dirty bits.
+            logger.warning("%s has no room for a commit record: %s", path.parent, error)
+            temporary.unlink(missing_ok=True)
 
     def _adopt(self, area: Path) -> None:
-        """Take over committed slots that a killed node left; what does not hold its checksums is dropped."""
+        """Take over committed slots that a killed node left (also more than this ring was to have)."""
+        left = [path.stem.removeprefix("slot-") for path in area.glob("slot-*.json")]
+        most = max((int(index) for index in left if index.isdigit()), default=-1)
+        self.slots += [Slot(index) for index in range(len(self.slots), most + 1)]
         for slot in self.slots:
             record_path, image_path = area / f"slot-{slot.index}.json", area / f"slot-{slot.index}.img"
             try:
@@ -368,7 +390,7 @@ class Ring:
                 logger.info("took over snapshot %s of run %s from an earlier node", manifest.name, manifest.run)
         for leftover in area.glob("slot-*"):
             index = leftover.stem.removeprefix("slot-")
-            if not index.isdigit() or int(index) >= len(self.slots):
+            if leftover.suffix == ".tmp" or not index.isdigit() or int(index) >= len(self.slots):
                 leftover.unlink(missing_ok=True)
 
     def _discard(self, slot: Slot, image_path: Path, record_path: Path) -> None:

@@ -57,11 +57,13 @@ class SlotMemory:
             TierError: if this host has not that much memory to give.
         """
         if path is not None:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            fd = -1
             try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
                 os.posix_fallocate(fd, 0, capacity)
             except OSError as error:
-                os.close(fd)
+                if fd >= 0:
+                    os.close(fd)
                 path.unlink(missing_ok=True)
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
                     raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import mmap
 import os
 import shutil
 import uuid
@@ -45,6 +46,12 @@ class LocalStore:
             check_fence(manifest.run, writer, self.claimed())
         with _tier_errors(self.url):
             data, commit = self.root / manifest.data_path, self.root / manifest.manifest_path
+            if _holds(data, commit, manifest):
+                # A node that takes over from a killed one may not know that this was committed, and must not undo it.
+                # Its predecessor may have been killed before it synced the names.
+                _sync_directory(data.parent)
+                _sync_directory(self.root)
+                return
             data.parent.mkdir(parents=True, exist_ok=True)
             commit.unlink(missing_ok=True)  # while the data is replaced there is no snapshot of this name
             _write_durably(data, image)
@@ -114,6 +121,20 @@ class LocalStore:
             path = self.root / ATTEMPTS_DIR / claim_name(attempt)
             path.parent.mkdir(parents=True, exist_ok=True)
             _write_durably(path, memoryview(json.dumps(record, indent=1).encode()))
+
+
+def _holds(data: Path, commit: Path, manifest: Manifest) -> bool:
+    """Whether this very snapshot is committed already, with every byte as it should be."""
+    try:
+        if Manifest.from_json(commit.read_bytes()) != manifest or data.stat().st_size != manifest.nbytes:
+            return False
+        with open(data, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as image:
+            with memoryview(image) as view:
+                manifest.verify(view, str(data))
+            os.fsync(file.fileno())
+    except (FileNotFoundError, CorruptSnapshot, ValueError):  # an empty file cannot be mapped
+        return False
+    return True
 
 
 def _write_durably(path: Path, data: memoryview) -> None:
