@@ -52,7 +52,8 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 def test_full_disk(small_tmpfs: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
     disk = small_tmpfs("4m")
     filler = disk / "filler"
-    callback = SpotCheckpoint(str(disk / "run-1"), interval=EverySteps(3), flush_timeout_s=3.0)
+    path = str(disk / "run-1")
+    callback = SpotCheckpoint(path, interval=EverySteps(3), flush_timeout_s=3.0, on_full="wait")
 
     class Fill(StopAt):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
