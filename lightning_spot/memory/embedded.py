@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lightning_spot.config import read_environment, run_key
-from lightning_spot.errors import NodeUnreachable, SettingsError, SnapshotNotFound
+from lightning_spot.errors import NodeUnreachable, SettingsError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.channel import Session
 from lightning_spot.memory.client import NodeClient, quoted
@@ -253,8 +253,6 @@ class EmbeddedHost:
 
     def open_snapshot(self, manifest: Manifest) -> int:
         """Descriptor of a snapshot's memory, see :meth:`Session.open_snapshot`."""
-        if not manifest.name:
-            raise SnapshotNotFound("a snapshot without a name")
         return self.session.open_snapshot(self.run, manifest.name)
 
     def leave(self, *, complete: bool) -> None:

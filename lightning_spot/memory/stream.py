@@ -122,7 +122,6 @@ class PartStream:
         head, _, body = answer.partition(b"\r\n\r\n")
         status = int(head.split(b" ", 2)[1])
         if status != 101:
-            self._socket.settimeout(2.0)
             self._socket.close()
             raise error_from_body(status, body, self._name)
 
