@@ -10,10 +10,12 @@ from typing import IO, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_spot.callbacks.fit_state import FitState
 from lightning_spot.capture.place import Place
 from lightning_spot.errors import ModelChanged, NotSerialisable, SpotError
 from lightning_spot.memory.stores import open_store
@@ -83,6 +85,7 @@ class AutoResume(pl.Callback):
         if stage != "fit" or getattr(trainer, "fast_dev_run", False):
             return
         self.resumed_from = None
+        FitState.of(trainer).attach()
         connector = trainer._checkpoint_connector
         original = connector.resume_start
 
@@ -98,8 +101,20 @@ class AutoResume(pl.Callback):
         connector.resume_start = resume_start  # type: ignore[assignment, method-assign] # see above
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Remember where training began."""
+        """Remember that there was something to train."""
         self._start_step = -1
+        FitState.of(trainer).begin()
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Go on exactly where the snapshot was taken, also if the user named it in ``fit(ckpt_path=)``."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            FitState.of(trainer).load(checkpoint)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Let the trainer's loaders and loops go."""
+        FitState.of(trainer).detach()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say so when the run had ended already: Lightning trains nothing then, without a word."""

@@ -10,10 +10,12 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot._version import __version__
+from lightning_spot.callbacks.fit_state import FitState, say_what_is_not_exact
+from lightning_spot.callbacks.seams import Seams
 from lightning_spot.capture.place import Place, memory_limit_bytes
 from lightning_spot.capture.tensors import optimizer_owned, tensors_in
 from lightning_spot.capture.writer import SnapshotWriter
@@ -112,6 +114,7 @@ class RemoteSnapshot(Checkpoint):
         if stage != "fit" or getattr(trainer, "fast_dev_run", False):
             return
         _refuse_sharded(trainer)
+        FitState.of(trainer).attach()
         self._fenced, self._warmed, self._last_committed = False, False, None
         problem: SpotError | None = None
         if trainer.is_global_zero:
@@ -125,20 +128,29 @@ class RemoteSnapshot(Checkpoint):
             raise problem if problem is not None else SpotError(shared[1])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start counting, and hook in where Lightning's own hooks come too early or too late."""
+        """Start counting, and listen for the places at which a snapshot can be taken."""
         self._step = trainer.global_step
         self.interval.taken(self._step, time.monotonic())
-        if is_overridden("on_train_batch_end", pl_module):
-            self._follow_module_hook(trainer, pl_module)
+        FitState.of(trainer).begin()
+        Seams.of(trainer).add(self)
+        say_what_is_not_exact(trainer)
         if not pl_module.automatic_optimization:
             self._guard_raw_optimizers(trainer)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        """Also go on exactly from a snapshot that the user named in ``fit(ckpt_path=)``."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            FitState.of(trainer).load(checkpoint)
+
+    def before_validation(self, trainer: pl.Trainer) -> None:
+        """Take a snapshot if one is due: a resumed run begins with this validation."""
+        self._at_seam(trainer, before_validation=True)
+
+    def after_batch(self, trainer: pl.Trainer) -> None:
         """Take a snapshot if one is due."""
-        if not self._hooks_module:
-            self._after_batch(trainer)
+        self._at_seam(trainer, before_validation=False)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
@@ -151,15 +163,13 @@ class RemoteSnapshot(Checkpoint):
         self._wait_copied()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Callbacks may change weights here; and one-batch epochs have no other place for a snapshot."""
+        """Callbacks may change weights here."""
         self._wait_copied()
-        if trainer.num_training_batches == 1:
-            self._maybe_snapshot(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the last snapshot, of the finished run."""
         self._wait_copied()
-        self._unhook()
+        self._unhook(trainer)
         self._snapshot(trainer, complete=True)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -168,48 +178,53 @@ class RemoteSnapshot(Checkpoint):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Bring what is committed to safety. The state at hand may be in mid-step: it is no snapshot."""
-        self._unhook()
+        self._unhook(trainer)
         self._finish(trainer, complete=False)
+        FitState.of(trainer).detach()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Let go, if nothing did before."""
-        self._unhook()
+        self._unhook(trainer)
         self._finish(trainer, complete=False)
+        FitState.of(trainer).detach()
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 
-    def _after_batch(self, trainer: pl.Trainer) -> None:
-        if trainer.global_step != self._step:
-            self._step = trainer.global_step
-            if not self._warmed:
-                self._warm(trainer)
-            self._maybe_snapshot(trainer)
-
-    def _maybe_snapshot(self, trainer: pl.Trainer) -> None:
-        if self._is_due(trainer) and not (trainer.num_training_batches > 1 and _at_a_seam(trainer)):
-            self._snapshot(trainer)
+    def _at_seam(self, trainer: pl.Trainer, *, before_validation: bool) -> None:
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        if not self._warmed:
+            self._warm(trainer)
+        if self._is_due(trainer):
+            self._snapshot(trainer, before_validation=before_validation)
 
     def _is_due(self, trainer: pl.Trainer) -> bool:
-        if self.interval.by_step:
-            return self.interval.due(self._step, 0.0)
-        due = trainer.is_global_zero and self._is_ready and self.interval.due(self._step, time.monotonic())
+        """Whether all ranks take a snapshot now; rank 0 has the clock and knows whether there is a slot for it."""
+        by_step = self.interval.by_step
+        if by_step and not self.interval.due(self._step, 0.0):
+            return False
+        due = self._can_begin and (by_step or self.interval.due(self._step, time.monotonic()))
         return bool(trainer.strategy.broadcast(due)) if trainer.world_size > 1 else due
 
     @property
-    def _is_ready(self) -> bool:
-        """Whether a snapshot may begin: slots are still being made after the first step, and are waited for or not."""
-        return self._writer is not None and (self._writer.ready or self.on_full == "wait")
-
-    def _snapshot(self, trainer: pl.Trainer, *, complete: bool = False) -> None:
-        """Begin a snapshot on every rank; rank 0 writes it."""
-        step = trainer.global_step
+    def _can_begin(self) -> bool:
+        """Whether this rank writes and may begin: slots are made after the first step, and are waited for or not."""
         writer = self._writer
-        if trainer.is_global_zero and (writer is None or self._fenced or not (self._is_ready or complete)):
-            return
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
-        self.interval.taken(step, time.monotonic())
-        if writer is None:
-            return
+        return writer is not None and not self._fenced and (writer.ready or self.on_full == "wait")
+
+    def _snapshot(self, trainer: pl.Trainer, *, before_validation: bool = False, complete: bool = False) -> None:
+        """Begin a snapshot on every rank; rank 0 writes it."""
+        held = FitState.of(trainer).dump(before_validation=before_validation, at_end=complete)
+        checkpoint = held.gathered(trainer)
+        self.interval.taken(trainer.global_step, time.monotonic())
+        if self._writer is not None and not self._fenced:
+            self._write(self._writer, trainer, checkpoint, complete=complete)
+
+    def _write(
+        self, writer: SnapshotWriter, trainer: pl.Trainer, checkpoint: dict[str, Any], *, complete: bool
+    ) -> None:
+        step = trainer.global_step
         manifest = Manifest(
             run=self.place.run,
             name=snapshot_name(step, self.attempt, complete=complete),
@@ -305,25 +320,7 @@ class RemoteSnapshot(Checkpoint):
                 f" its last snapshot is in {self.place.dirpath}"
             )
 
-    # -- where Lightning's hooks come too early or too late -------------------------------------------------------
-
-    _hooks_module = False
-
-    def _follow_module_hook(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take snapshots after the module's own ``on_train_batch_end``.
-
-        It runs after all callbacks' and may change weights (clipping, target networks); a snapshot taken before it
-        would count the batch as done without that change.
-        """
-        original = pl_module.on_train_batch_end
-
-        def on_train_batch_end(*args: Any, **kwargs: Any) -> None:
-            original(*args, **kwargs)
-            self._after_batch(trainer)
-
-        pl_module.on_train_batch_end = on_train_batch_end  # type: ignore[method-assign] # taken back in _unhook
-        self._hooks_module = True
-        self._hooked.append(lambda: pl_module.__dict__.pop("on_train_batch_end", None))
+    # -- where Lightning has no hook ------------------------------------------------------------------------------
 
     def _guard_raw_optimizers(self, trainer: pl.Trainer) -> None:
         """A step of an optimizer that Lightning does not wrap calls no hook of Lightning's; torch calls this one."""
@@ -331,10 +328,10 @@ class RemoteSnapshot(Checkpoint):
             handle = optimizer.register_step_pre_hook(lambda *_: self._wait_copied())
             self._hooked.append(handle.remove)
 
-    def _unhook(self) -> None:
+    def _unhook(self, trainer: pl.Trainer) -> None:
+        Seams.of(trainer).remove(self)
         while self._hooked:
             self._hooked.pop()()
-        self._hooks_module = False
 
 
 def _refuse_sharded(trainer: pl.Trainer) -> None:
@@ -346,17 +343,6 @@ def _refuse_sharded(trainer: pl.Trainer) -> None:
             f"{found.pop()} is not supported yet: snapshots work on a single device and with DDP. Use Lightning's"
             " ModelCheckpoint with this strategy"
         )
-
-
-def _at_a_seam(trainer: pl.Trainer) -> bool:
-    """Whether this batch is the last of an epoch, or one after which validation runs.
-
-    Lightning counts what follows such a batch (validation, plateau schedulers, epoch hooks) as done when it resumes
-    from a checkpoint taken in its ``on_train_batch_end``. A snapshot that falls there is taken one batch later.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    fetcher = trainer.fit_loop._data_fetcher
-    return loop.batch_progress.is_last_batch or (fetcher is not None and loop._should_check_val_fx(fetcher))
 
 
 def _versions() -> dict[str, str]:

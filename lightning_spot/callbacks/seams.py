@@ -1,0 +1,78 @@
+"""Seams: the two places of a batch's end at which training can be cut and sewn together again exactly.
+
+Lightning's ``on_train_batch_end`` comes too early for that: the module's own hook, the step's logging, the validation
+and metric-driven schedulers follow it. What follows it all is ``on_advance_end`` of Lightning's training epoch loop, so
+that is what is wrapped here. ``tests/test_exact.py`` guards it against changes in Lightning.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, ClassVar, Protocol
+
+import lightning.pytorch as pl
+
+
+class SeamListener(Protocol):
+    """What is told of seams."""
+
+    def before_validation(self, trainer: pl.Trainer) -> None:
+        """A batch is done and a validation follows; also when a resumed run comes to the one it stopped at."""
+
+    def after_batch(self, trainer: pl.Trainer) -> None:
+        """A batch is done, with no validation after it; schedulers have stepped, the epoch's end may follow."""
+
+
+class Seams:
+    """The seams of one trainer. One for each trainer: see :meth:`of`."""
+
+    _all: ClassVar[weakref.WeakKeyDictionary[pl.Trainer, Seams]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._of = weakref.ref(trainer)
+        self._listeners: list[SeamListener] = []
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> Seams:
+        """The seams of ``trainer``."""
+        if trainer not in cls._all:
+            cls._all[trainer] = cls(trainer)
+        return cls._all[trainer]
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        trainer = self._of()
+        assert trainer is not None  # it calls us
+        return trainer
+
+    def add(self, listener: SeamListener) -> None:
+        """Tell ``listener``, after those added before it."""
+        if listener in self._listeners:
+            return
+        self._listeners.append(listener)
+        if len(self._listeners) == 1:
+            self._wrap()
+
+    def remove(self, listener: SeamListener) -> None:
+        """Tell it no more."""
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+            if not self._listeners:
+                self._trainer.fit_loop.epoch_loop.__dict__.pop("on_advance_end", None)
+
+    def _wrap(self) -> None:
+        loop = self._trainer.fit_loop.epoch_loop
+        original = loop.on_advance_end
+
+        def on_advance_end(data_fetcher: Any) -> None:
+            # A checkpoint of Lightning's own, taken after the last validation of an epoch, comes here once more.
+            validates = loop._should_check_val_fx(data_fetcher) and not loop._skip_next_val
+            if validates:
+                for listener in list(self._listeners):
+                    listener.before_validation(self._trainer)
+            original(data_fetcher)
+            if not validates:
+                for listener in list(self._listeners):
+                    listener.after_batch(self._trainer)
+
+        loop.on_advance_end = on_advance_end  # type: ignore[method-assign] # taken back in remove

@@ -1,0 +1,112 @@
+"""Random number generators as plain values: captured at a step, set again when training goes on from it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+State = dict[str, Any]
+
+
+def capture_random(device: torch.device | None = None) -> State:
+    """State of every process-wide generator that training draws from, as values that load with ``weights_only=True``.
+
+    Args:
+        device: also the generator of this device, if it is a GPU.
+    """
+    state: State = {
+        "python": _plain(random.getstate()),
+        "numpy": _plain(np.random.get_state(legacy=False)),
+        "torch": torch.get_rng_state(),
+    }
+    if device is not None and device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_random(state: State, device: torch.device | None = None) -> None:
+    """Set what :func:`capture_random` returned."""
+    random.setstate(_python(state["python"]))
+    np.random.set_state(_arrays(state["numpy"]))
+    torch.set_rng_state(state["torch"])
+    if device is not None and device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def capture_own(owners: Iterable[Any]) -> list[Any]:
+    """States of the generators that objects (a loader, its samplers, its data set) have as attributes, in order."""
+    return [_capture(generator) for generator in _generators(owners)]
+
+
+def restore_own(states: list[Any], owners: Iterable[Any]) -> None:
+    """Set what :func:`capture_own` returned; owners that have more or fewer generators by now keep theirs."""
+    own = list(_generators(owners))
+    if len(own) == len(states):
+        for generator, saved in zip(own, states, strict=True):
+            _restore(generator, saved)
+
+
+def _generators(owners: Iterable[Any]) -> Iterator[Any]:
+    """Generators that are attributes of the owners, each once, in the order of their definition."""
+    seen: set[int] = set()
+    for owner in owners:
+        for value in vars(owner).values() if hasattr(owner, "__dict__") else ():
+            kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+            if isinstance(value, kinds) and id(value) not in seen:
+                seen.add(id(value))
+                yield value
+
+
+def _capture(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return _plain(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return _plain(generator.get_state(legacy=False))
+    return _plain(generator.getstate())
+
+
+def _restore(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = _arrays(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_arrays(state))
+    else:
+        generator.setstate(_python(state))
+
+
+def _python(state: Any) -> Any:
+    version, internal, gauss = state
+    return version, tuple(internal.tolist()), gauss
+
+
+def _plain(state: Any) -> Any:
+    """Numpy's states hold arrays, which do not load ``weights_only``, and Python's 625 numbers; tensors are better."""
+    if isinstance(state, tuple):
+        version, internal, gauss = state
+        return [version, torch.tensor(internal, dtype=torch.int64), gauss]
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    if isinstance(state, np.ndarray):
+        return torch.from_numpy(state.astype(np.int64) if state.dtype == np.uint32 else state.view(np.int64).copy())
+    return state.item() if isinstance(state, np.generic) else state
+
+
+def _arrays(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _arrays(value) for key, value in state.items()}
+    if isinstance(state, torch.Tensor):
+        # Words of 32 bits were widened; those of 64 bits (Philox, SFC64) were only reinterpreted, and may be negative.
+        array = state.numpy()
+        return array.astype(np.uint32) if array.size == _MT19937_WORDS else array.view(np.uint64)
+    return state
+
+
+_MT19937_WORDS = 624

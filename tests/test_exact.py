@@ -1,0 +1,79 @@
+"""A resumed run ends exactly as an undisturbed one, to the bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.recovery.compare import differences
+from lightning_spot.tiers.local import LocalStore
+from tests.exact_cases import CASES, train
+
+
+class Stop(Exception):
+    """Stands for whatever ends a training run before its end."""
+
+
+class StopAt(pl.Callback):
+    """Ends training in the ``batch``-th batch of this process, between forward and backward, or in validation."""
+
+    def __init__(self, batch: int, *, in_validation: bool = False) -> None:
+        self.left = batch
+        self.in_validation = in_validation
+
+    def on_before_backward(self, *_: Any) -> None:
+        self._count(not self.in_validation)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._count(self.in_validation and not trainer.sanity_checking)
+
+    def _count(self, counts: bool) -> None:
+        self.left -= counts
+        if counts and self.left < 0:
+            raise Stop
+
+
+def newest(root: Path) -> tuple[Manifest, dict[str, Any]]:
+    manifest = LocalStore(root / "run").manifests()[0]
+    return manifest, torch.load(root / "run" / manifest.data_path, weights_only=True)
+
+
+def final(root: Path) -> dict[str, Any]:
+    manifest, checkpoint = newest(root)
+    assert manifest.complete
+    return checkpoint
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Final checkpoint of a case trained without a break; made once for each case."""
+    made: dict[str, dict[str, Any]] = {}
+
+    def of(case: str) -> dict[str, Any]:
+        if case not in made:
+            root = tmp_path_factory.mktemp(case)
+            train(case, root, seed=11)
+            made[case] = final(root)
+        return made[case]
+
+    return of
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_twice_and_equal(case: str, tmp_path: Path, undisturbed: Any, seed: int) -> None:
+    chance = random.Random(seed)
+    kills = 0
+    for attempt in range(2):
+        stop = StopAt(chance.randrange(4, 20), in_validation=chance.random() < 0.25)
+        try:
+            train(case, tmp_path, stop, seed=100 + attempt)
+        except Stop:
+            kills += 1
+    train(case, tmp_path, seed=200)
+    assert list(differences(undisturbed(case), final(tmp_path))) == []
