@@ -64,7 +64,11 @@ def show(folder: Path) -> None:
     script = os.path.relpath(Path(__file__).with_name("digits.py"))
     command = [sys.executable, script, f"--dirpath={dirpath}", f"--diary={diary}"]
     command += [f"--epochs={EPOCHS}", f"--every-steps={EVERY_STEPS}", "--idle-timeout-s=60"]
-    environment = {**os.environ, "LIGHTNING_SPOT_RUNTIME_DIR": str(folder / "node")}
+    environment = {
+        **os.environ,
+        "LIGHTNING_SPOT_RUNTIME_DIR": str(folder / "node"),
+        "LIGHTNING_SPOT_CLOUD": "none",  # the demo preempts itself; no cloud need be asked
+    }
 
     print(f"1. Train a small CNN on scikit-learn's digits; a snapshot every {EVERY_STEPS} steps:\n")
     print(f"   {shlex.join(['python', *command[1:]])}\n")

@@ -12,10 +12,11 @@ from lightning_spot._version import __version__
 
 if TYPE_CHECKING:
     from lightning_spot.callbacks.auto_resume import AutoResume
+    from lightning_spot.callbacks.preemption_guard import PreemptionGuard
     from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
     from lightning_spot.callbacks.spot_checkpoint import SpotCheckpoint
     from lightning_spot.checkpoint_io import SpotCheckpointIO
-    from lightning_spot.errors import SpotError
+    from lightning_spot.errors import Preempted, SpotError
     from lightning_spot.interval.policy import EverySeconds, EverySteps, IntervalPolicy
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "EverySeconds",
     "EverySteps",
     "IntervalPolicy",
+    "Preempted",
+    "PreemptionGuard",
     "RemoteSnapshot",
     "SpotCheckpoint",
     "SpotCheckpointIO",
@@ -35,6 +38,8 @@ _HOMES = {
     "EverySeconds": "lightning_spot.interval.policy",
     "EverySteps": "lightning_spot.interval.policy",
     "IntervalPolicy": "lightning_spot.interval.policy",
+    "Preempted": "lightning_spot.errors",
+    "PreemptionGuard": "lightning_spot.callbacks.preemption_guard",
     "RemoteSnapshot": "lightning_spot.callbacks.remote_snapshot",
     "SpotCheckpoint": "lightning_spot.callbacks.spot_checkpoint",
     "SpotCheckpointIO": "lightning_spot.checkpoint_io",

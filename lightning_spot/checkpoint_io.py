@@ -187,8 +187,8 @@ class SpotCheckpointIO(TorchCheckpointIO):
         return host
 
     def _raise_failures(self, writer: SnapshotWriter, parent: str) -> None:
-        if writer.host is not None and (error := writer.host.failing().get(parent)):
-            raise TierError(f"an earlier checkpoint could not be written to {parent}: {error}", tier=parent)
+        if writer.host is not None and (health := writer.host.tiers().get(parent)) and health.error:
+            raise TierError(f"an earlier checkpoint could not be written to {parent}: {health.error}", tier=parent)
 
     def _flush(self, parent: str) -> None:
         writer = self._writers.get(parent)

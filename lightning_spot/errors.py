@@ -18,7 +18,11 @@
     ├── RingFull                 every slot is dirty or in use: back-pressure, not a failure
     ├── SnapshotTooLarge         the snapshot cannot ever fit the node's memory
     ├── Fenced                   a later attempt of the run has taken over; this writer's writes are refused
-    └── RunBusy                  a live trainer on this host already writes the run
+    ├── RunBusy                  a live trainer on this host already writes the run
+    └── NoticeUnavailable        a preemption notice source cannot be asked at present
+
+    SystemExit
+    └── Preempted                training stopped on a preemption notice; exit code 143
 """
 
 from __future__ import annotations
@@ -160,3 +164,20 @@ class RunBusy(SpotError):
         super().__init__(message)
         self.run = run
         self.pid = pid
+
+
+class NoticeUnavailable(SpotError):
+    """A notice source could not be asked, or gave an answer that is none; it is asked again later."""
+
+
+class Preempted(SystemExit):
+    """Training was stopped by a preemption notice, after the state was secured. Not an error: it ends the process.
+
+    Attributes:
+        code: exit code of the process.
+        notice: what the notice said.
+    """
+
+    def __init__(self, notice: str, code: int) -> None:
+        super().__init__(code)
+        self.notice = notice

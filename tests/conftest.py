@@ -43,6 +43,7 @@ def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shm = Path(tempfile.mkdtemp(prefix="lightning-spot-test-", dir="/dev/shm"))
     monkeypatch.setenv("LIGHTNING_SPOT_RUNTIME_DIR", str(folder))
     monkeypatch.setenv("LIGHTNING_SPOT_SHM_DIR", str(shm))
+    monkeypatch.setenv("LIGHTNING_SPOT_CLOUD", "none")  # tests ask nobody beyond loopback
     monkeypatch.delenv("LIGHTNING_SPOT_TOKEN", raising=False)
     monkeypatch.delenv("LIGHTNING_SPOT_TOKEN_FILE", raising=False)
     yield folder

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,13 +199,23 @@ def _distributed(workers: int) -> DataLoader[Any]:
     return loader(sampler=sampler, shuffle=False, num_workers=workers)
 
 
-def train(case: str | Case, root: Path, *callbacks: pl.Callback, seed: int, **more: Any) -> pl.Trainer:
+def train(
+    case: str | Case,
+    root: Path,
+    *callbacks: pl.Callback,
+    seed: int,
+    spot: SpotCheckpoint | None = None,
+    notices: Any = "signal",
+    **more: Any,
+) -> pl.Trainer:
     """Train a case to its end, or go on with it. Every process begins with another ``seed``."""
     pl.seed_everything(11, verbose=False)
     module, loaders, settings = CASES[case]() if isinstance(case, str) else case()
     fresh = not LocalStore(root / "run").manifests()
     pl.seed_everything(11 if fresh else seed, verbose=False)
-    spot = SpotCheckpoint(str(root / "run"), memory=None, interval=EverySteps(3), on_full="wait", keep=100)
+    spot = spot or SpotCheckpoint(
+        str(root / "run"), memory=None, interval=EverySteps(3), on_full="wait", keep=100, notices=notices
+    )
     trainer = pl.Trainer(
         **{
             "max_epochs": 3,
@@ -234,8 +245,16 @@ def main() -> int:
     parser.add_argument("case", choices=CASES)
     parser.add_argument("root", type=Path)
     parser.add_argument("--seed", type=int, default=11)
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds added to every batch")
+    parser.add_argument("--notice", default="/nonexistent", help="file that stands for a preemption notice")
     arguments = parser.parse_args()
-    train(arguments.case, arguments.root, seed=arguments.seed)
+
+    class Pace(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            time.sleep(arguments.pace)
+
+    notices = ["signal", f"file:{arguments.notice}"]
+    train(arguments.case, arguments.root, Pace(), seed=arguments.seed, notices=notices)
     return 0
 
 

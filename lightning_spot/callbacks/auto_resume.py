@@ -17,9 +17,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.callbacks.fit_state import FitState
 from lightning_spot.capture.place import Place
-from lightning_spot.errors import ModelChanged, NotSerialisable, SpotError
+from lightning_spot.errors import ModelChanged, NotSerialisable, SettingsError, SpotError
 from lightning_spot.memory.stores import open_store
 from lightning_spot.recovery.choice import open_newest
+from lightning_spot.recovery.position import REWINDS, Rewind
 from lightning_spot.recovery.source import DURABLE, MemorySource, OpenSnapshot, Source, StoreSource
 
 _MOST_KEYS_NAMED = 5
@@ -59,6 +60,9 @@ class AutoResume(pl.Callback):
         memory: ``"auto"`` for this host's node, ``None`` for the durable tier only, or one or several
             ``spot://host:port``.
         run: name of the run; default the last component of ``dirpath``.
+        rewind: how a resumed epoch gets to its place in the data: ``"replay"`` loads the batches before it again, which
+            is exact even with random augmentation in workers; ``"skip"`` draws their indices only; ``"auto"`` skips
+            where the loader has no workers (exact, too) and replays where it has.
 
     Raises:
         SettingsError: if an argument cannot be used.
@@ -71,8 +75,18 @@ class AutoResume(pl.Callback):
         trainer = L.Trainer(callbacks=[AutoResume("s3://bucket/run-1", memory="spot://10.0.0.5:7070")])
     """
 
-    def __init__(self, dirpath: str, *, memory: str | Sequence[str] | None = "auto", run: str | None = None) -> None:
+    def __init__(
+        self,
+        dirpath: str,
+        *,
+        memory: str | Sequence[str] | None = "auto",
+        run: str | None = None,
+        rewind: Rewind = "auto",
+    ) -> None:
         super().__init__()
+        if rewind not in REWINDS:
+            raise SettingsError(f"rewind={rewind!r}: it is one of {', '.join(map(repr, REWINDS))}")
+        self.rewind: Rewind = rewind
         self.place = Place.of(dirpath, memory, run)
         self.resumed_from: ResumedFrom | None = None
         self._start_step = 0
@@ -85,6 +99,7 @@ class AutoResume(pl.Callback):
         if stage != "fit" or getattr(trainer, "fast_dev_run", False):
             return
         self.resumed_from = None
+        FitState.of(trainer).rewind = self.rewind
         FitState.of(trainer).attach()
         connector = trainer._checkpoint_connector
         original = connector.resume_start

@@ -22,7 +22,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_spot.callbacks import logged_values
 from lightning_spot.callbacks.seams import Seams
-from lightning_spot.capture.tensors import storage_address
+from lightning_spot.capture.tensors import storage_address, tensors_in
 from lightning_spot.recovery.position import PositionedLoader, Rewind, position_of, restore_owners, why_not_exact
 from lightning_spot.recovery.randomness import State, capture_random, restore_random
 
@@ -110,7 +110,12 @@ class FitState:
         """
         checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(False)
         total = _mark_before_validation(checkpoint) if before_validation else None
-        return Dump(checkpoint=checkpoint, state=self.capture(at_end=at_end), validation_progress=total)
+        return Dump(
+            checkpoint=checkpoint,
+            state=self.capture(at_end=at_end),
+            validation_progress=total,
+            versions=_versions(checkpoint),
+        )
 
     def capture(self, *, at_end: bool = False) -> State:
         """The state of this rank, as values of its own that load with ``weights_only=True``.
@@ -133,13 +138,17 @@ class FitState:
         }
 
     def _buffers(self, module: pl.LightningModule) -> State:
-        """Buffers that changed and are in no rank's ``state_dict``: rank 0's holds all but the non-persistent ones."""
-        kept = set(module.state_dict(keep_vars=True)) if self._trainer.is_global_zero else set()
-        for name, buffer in module.named_buffers():
-            if self._steady.get(name) != _mark(buffer):
-                self._changed.add(name)
+        """Buffers that the checkpoint lacks: non-persistent ones that changed, and all others of ranks but the first.
+
+        (Statistics of BatchNorm differ from rank to rank, and torch does not count their changes.)
+        """
         buffers = dict(module.named_buffers())
-        return {name: buffers[name].detach().clone() for name in sorted(self._changed - kept) if name in buffers}
+        in_checkpoint = set(module.state_dict(keep_vars=True)) & set(buffers)
+        self._changed |= {name for name in buffers if self._steady.get(name) != _mark(buffers[name])}
+        lacking = self._changed - in_checkpoint
+        if not self._trainer.is_global_zero:
+            lacking |= in_checkpoint
+        return {name: buffers[name].detach().clone() for name in sorted(lacking) if name in buffers}
 
     def _has_live_gradients(self) -> bool:
         """Whether the next step may build on gradients: in mid-accumulation, or where only the user knows."""
@@ -235,11 +244,18 @@ class Dump:
         checkpoint: of Lightning, the same on all ranks as far as rank 0's counts.
         state: of this rank.
         validation_progress: count of validation batches, if a validation follows the step; else ``None``.
+        versions: torch's counts of the writes to the checkpoint's tensors.
     """
 
     checkpoint: dict[str, Any]
     state: State
     validation_progress: dict[str, int] | None
+    versions: list[int]
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether no tensor was written to meanwhile, as weight averaging does around a validation."""
+        return self.versions == _versions(self.checkpoint)
 
     def gathered(self, trainer: pl.Trainer) -> dict[str, Any]:
         """The checkpoint with the states of all ranks, on rank 0. Every rank calls this at the same place."""
@@ -250,6 +266,11 @@ class Dump:
             "ranks": _gather(trainer, self.state),
         }
         return self.checkpoint
+
+
+def _versions(checkpoint: dict[str, Any]) -> list[int]:
+    parts = (value for key, value in checkpoint.items() if key != KEY)
+    return [tensor._version for part in parts for tensor in tensors_in(part)]
 
 
 def _gather(trainer: pl.Trainer, state: State) -> list[State]:

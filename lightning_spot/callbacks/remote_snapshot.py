@@ -14,14 +14,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot._version import __version__
-from lightning_spot.callbacks.fit_state import FitState, say_what_is_not_exact
-from lightning_spot.callbacks.seams import Seams
+from lightning_spot.callbacks.fit_state import Dump, FitState, say_what_is_not_exact
+from lightning_spot.callbacks.seams import Seam, Seams
 from lightning_spot.capture.place import Place, memory_limit_bytes
+from lightning_spot.capture.safety import LEAVE_S, bring_to_safety, plan_for
 from lightning_spot.capture.tensors import optimizer_owned, tensors_in
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import Fenced, RingFull, SettingsError, SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.interval.policy import EverySeconds, IntervalPolicy
+from lightning_spot.interval.policy import EverySeconds, Hastened, IntervalPolicy
 from lightning_spot.memory.host import Host
 
 WAIT_FOR_SLOT_S = 600.0
@@ -55,6 +56,7 @@ class RemoteSnapshot(Checkpoint):
 
     Attributes:
         attempt: number of this attempt of the run, from 1.
+        holds: whether the state in front of a validation is kept at hand during it, for an urgent snapshot.
 
     Example::
 
@@ -98,6 +100,10 @@ class RemoteSnapshot(Checkpoint):
         self._fenced = False
         self._warmed = False
         self._hooked: list[Callable[[], None]] = []
+        self.holds = False
+        self._held: Dump | None = None
+        self._begun_step = -1
+        self._deadline_s: float | None = None
 
     @property
     def last_committed_step(self) -> int | None:
@@ -116,6 +122,7 @@ class RemoteSnapshot(Checkpoint):
         _refuse_sharded(trainer)
         FitState.of(trainer).attach()
         self._fenced, self._warmed, self._last_committed = False, False, None
+        self._held, self._begun_step, self._deadline_s = None, -1, None
         problem: SpotError | None = None
         if trainer.is_global_zero:
             try:
@@ -147,6 +154,8 @@ class RemoteSnapshot(Checkpoint):
     def before_validation(self, trainer: pl.Trainer) -> None:
         """Take a snapshot if one is due: a resumed run begins with this validation."""
         self._at_seam(trainer, before_validation=True)
+        if self.holds and self._begun_step != trainer.global_step:
+            self._held = FitState.of(trainer).dump(before_validation=True)
 
     def after_batch(self, trainer: pl.Trainer) -> None:
         """Take a snapshot if one is due."""
@@ -161,6 +170,10 @@ class RemoteSnapshot(Checkpoint):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Weight-averaging callbacks swap weights around validation."""
         self._wait_copied()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """What was held is of the past."""
+        self._held = None
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Callbacks may change weights here."""
@@ -187,6 +200,10 @@ class RemoteSnapshot(Checkpoint):
         self._unhook(trainer)
         self._finish(trainer, complete=False)
         FitState.of(trainer).detach()
+
+    def hurry(self) -> None:
+        """Take snapshots more often from now on: this machine is likely to be taken away. Every rank calls it."""
+        self.interval = Hastened(self.interval)
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 
@@ -219,10 +236,18 @@ class RemoteSnapshot(Checkpoint):
         checkpoint = held.gathered(trainer)
         self.interval.taken(trainer.global_step, time.monotonic())
         if self._writer is not None and not self._fenced:
-            self._write(self._writer, trainer, checkpoint, complete=complete)
+            wait_s = WAIT_FOR_SLOT_S if self.on_full == "wait" or complete else 0.0
+            self._write(self._writer, trainer, checkpoint, complete=complete, wait_s=wait_s)
+        self._begun_step = trainer.global_step
 
     def _write(
-        self, writer: SnapshotWriter, trainer: pl.Trainer, checkpoint: dict[str, Any], *, complete: bool
+        self,
+        writer: SnapshotWriter,
+        trainer: pl.Trainer,
+        checkpoint: dict[str, Any],
+        *,
+        complete: bool = False,
+        wait_s: float,
     ) -> None:
         step = trainer.global_step
         manifest = Manifest(
@@ -237,7 +262,6 @@ class RemoteSnapshot(Checkpoint):
             world_size=trainer.world_size,
             versions=_versions(),
         )
-        wait_s = WAIT_FOR_SLOT_S if self.on_full == "wait" or complete else 0.0
         try:
             writer.begin(checkpoint, manifest, owned=optimizer_owned(trainer.optimizers), wait_s=wait_s)
         except RingFull as error:
@@ -247,6 +271,47 @@ class RemoteSnapshot(Checkpoint):
             self._complain(writer, "fenced", error)
         except SpotError as error:
             self._complain(writer, type(error).__name__, error)
+
+    # -- before a deadline ----------------------------------------------------------------------------------------
+
+    def secure(self, trainer: pl.Trainer, seam: Seam, deadline_s: float | None, hurried: Callable[[], bool]) -> str:
+        """Bring the training state to safety: an urgent snapshot if there is something new and time for it.
+
+        Every rank calls it, at the same place.
+
+        Args:
+            trainer: that is about to stop.
+            seam: where it is.
+            deadline_s: when this machine may end, on the monotonic clock; ``None`` if nobody knows.
+            hurried: asked while waiting: whether to give up waiting at once.
+
+        Returns:
+            one line on what is safe where, on rank 0; empty on the others.
+        """
+        self._deadline_s = deadline_s if deadline_s is not None else time.monotonic() + self.flush_timeout_s
+        self._wait_copied()
+        writer = self._writer
+        dump = self._urgent_dump(trainer, seam)
+        plan = plan_for(writer, deadline_s) if writer is not None and not self._fenced else None
+        take = trainer.strategy.broadcast(plan is not None and plan.take)
+        if dump is not None and take:
+            checkpoint = dump.gathered(trainer)
+            if writer is not None:
+                wait_s = max(0.0, self._deadline_s - time.monotonic())
+                self._write(writer, trainer, checkpoint, wait_s=wait_s)
+            self._begun_step = trainer.global_step
+        if writer is None:
+            return ""
+        return bring_to_safety(writer, deadline_s, self._deadline_s, plan, hurried)
+
+    def _urgent_dump(self, trainer: pl.Trainer, seam: Seam) -> Dump | None:
+        """The newest state that a run can resume from exactly; ``None`` if a snapshot of it has begun already."""
+        if self._begun_step == trainer.global_step or seam is Seam.SANITY_CHECK:
+            return None
+        if seam is Seam.VALIDATION:
+            held, self._held = self._held, None
+            return held if held is not None and held.is_unchanged else None
+        return FitState.of(trainer).dump(before_validation=seam is Seam.BEFORE_VALIDATION)
 
     def _complain(self, writer: SnapshotWriter, key: str, error: SpotError) -> None:
         if self.strict:
@@ -296,7 +361,9 @@ class RemoteSnapshot(Checkpoint):
         if writer is None:
             return
         deadline = time.monotonic() + self.flush_timeout_s
-        writer.settle(self.flush_timeout_s)
+        if self._deadline_s is not None:
+            deadline = min(deadline, self._deadline_s - LEAVE_S)
+        writer.settle(max(0.0, deadline - time.monotonic()))
         self._last_committed = writer.committed
         host = writer.host
         try:
@@ -305,8 +372,7 @@ class RemoteSnapshot(Checkpoint):
                 for line in left:
                     writer.say_once(
                         line,
-                        "not everything is durable after %.0f s: %s. The node on this host goes on trying",
-                        self.flush_timeout_s,
+                        "not everything is durable yet: %s. The node on this host goes on trying",
                         line,
                     )
                 host.leave(complete=complete and not left)

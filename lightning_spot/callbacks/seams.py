@@ -7,10 +7,20 @@ that is what is wrapped here. ``tests/test_exact.py`` guards it against changes 
 
 from __future__ import annotations
 
+import enum
 import weakref
 from typing import Any, ClassVar, Protocol
 
 import lightning.pytorch as pl
+
+
+class Seam(enum.Enum):
+    """Where training is when it is to stop."""
+
+    SANITY_CHECK = enum.auto()
+    AFTER_BATCH = enum.auto()
+    BEFORE_VALIDATION = enum.auto()
+    VALIDATION = enum.auto()
 
 
 class SeamListener(Protocol):

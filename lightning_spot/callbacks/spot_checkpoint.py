@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 
 from lightning_spot.callbacks.auto_resume import AutoResume, ResumedFrom, say_resumed
+from lightning_spot.callbacks.preemption_guard import PreemptionGuard
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
 from lightning_spot.interval.policy import IntervalPolicy
+from lightning_spot.notices.choose import Notices
+from lightning_spot.notices.notice import Notice
+from lightning_spot.recovery.position import Rewind
 
 
 class SpotCheckpoint(RemoteSnapshot):
@@ -22,7 +26,10 @@ class SpotCheckpoint(RemoteSnapshot):
         run: name of the run; default the last component of ``dirpath``.
         interval: when to take a snapshot; default every 60 seconds.
         keep: snapshots each tier keeps, at least 1.
+        notices: sources of preemption notices, see :class:`PreemptionGuard`; ``None`` for none.
+        grace_s: seconds between a notice that does not say and the end, see there.
         resume: whether to resume from the newest good snapshot. A ``ckpt_path`` given to ``fit`` always wins.
+        rewind: how a resumed epoch gets to its place in the data, see :class:`AutoResume`.
         slots: slots of the ring on this host, at least 2; each takes the checkpoint's size of memory.
         memory_limit: most memory for slots, such as ``"64GiB"``; default half of the host's.
         on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for the flusher.
@@ -52,7 +59,10 @@ class SpotCheckpoint(RemoteSnapshot):
         run: str | None = None,
         interval: IntervalPolicy | None = None,
         keep: int = 2,
+        notices: Notices = "auto",
+        grace_s: float | None = None,
         resume: bool = True,
+        rewind: Rewind = "auto",
         slots: int = 3,
         memory_limit: str | int | None = None,
         on_full: Literal["skip", "wait"] = "skip",
@@ -73,21 +83,31 @@ class SpotCheckpoint(RemoteSnapshot):
             idle_timeout_s=idle_timeout_s,
             strict=strict,
         )
-        self._resume = AutoResume(dirpath, memory=memory, run=run) if resume else None
+        self._resume = AutoResume(dirpath, memory=memory, run=run, rewind=rewind) if resume else None
+        self._guard = PreemptionGuard(notices, grace_s=grace_s) if notices is not None else None
 
     @property
     def resumed_from(self) -> ResumedFrom | None:
         """What this ``fit`` was resumed from, or ``None``."""
         return self._resume.resumed_from if self._resume is not None else None
 
+    @property
+    def notice(self) -> Notice | None:
+        """The notice that ended the last ``fit``, or ``None``."""
+        return self._guard.notice if self._guard is not None else None
+
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Start the node (which takes over what a killed one left), then look for a snapshot."""
+        """Start the node (which takes over what a killed one left), watch for notices, look for a snapshot."""
         super().setup(trainer, pl_module, stage)
+        if self._guard is not None:
+            self._guard.setup(trainer, pl_module, stage)
         if self._resume is not None:
             self._resume.setup(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say where the run goes on."""
+        if self._guard is not None:
+            self._guard.on_train_start(trainer, pl_module)
         super().on_train_start(trainer, pl_module)
         if self._resume is not None:
             self._resume.on_train_start(trainer, pl_module)
@@ -99,3 +119,37 @@ class SpotCheckpoint(RemoteSnapshot):
         super().on_fit_end(trainer, pl_module)
         if self._resume is not None:
             self._resume.on_fit_end(trainer, pl_module)
+
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """From here on there are places at which to stop."""
+        if self._guard is not None:
+            self._guard.on_sanity_check_start(trainer, pl_module)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *arguments: Any, **named: Any) -> None:
+        """Stop here if all ranks do."""
+        if self._guard is not None:
+            self._guard.on_validation_batch_end(trainer, *arguments, **named)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop here if all ranks do."""
+        if self._guard is not None:
+            self._guard.on_validation_end(trainer, pl_module)
+        super().on_validation_end(trainer, pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take the last snapshot, whatever happens."""
+        if self._guard is not None:
+            self._guard.on_train_end(trainer, pl_module)
+        super().on_train_end(trainer, pl_module)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Bring what is committed to safety, then stop watching."""
+        super().on_exception(trainer, pl_module, exception)
+        if self._guard is not None:
+            self._guard.on_exception(trainer, pl_module, exception)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Let go, if nothing did before."""
+        super().teardown(trainer, pl_module, stage)
+        if self._guard is not None:
+            self._guard.teardown(trainer, pl_module, stage)

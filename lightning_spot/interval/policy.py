@@ -90,3 +90,27 @@ class EverySeconds:
     def taken(self, step: int, now_s: float) -> None:
         """Start counting anew."""
         self._last_s = now_s
+
+
+class Hastened:
+    """Another policy, and besides it a snapshot every few seconds: for a machine that is likely to be taken away.
+
+    Args:
+        policy: the policy of normal times.
+        s: seconds, more than 0.
+    """
+
+    by_step = False
+
+    def __init__(self, policy: IntervalPolicy, s: float = 15.0) -> None:
+        self._policy = policy
+        self._besides = EverySeconds(s)
+
+    def due(self, step: int, now_s: float) -> bool:
+        """Whether either is due."""
+        return self._besides.due(step, now_s) or self._policy.due(step, now_s)
+
+    def taken(self, step: int, now_s: float) -> None:
+        """Start counting anew."""
+        self._besides.taken(step, now_s)
+        self._policy.taken(step, now_s)

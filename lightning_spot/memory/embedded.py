@@ -23,6 +23,7 @@ from lightning_spot.errors import NodeUnreachable, SettingsError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.channel import Session
 from lightning_spot.memory.client import NodeClient, quoted
+from lightning_spot.memory.flusher import TierHealth
 from lightning_spot.memory.host import Lease, attempt_record
 from lightning_spot.memory.wire import Address
 from lightning_spot.tiers.store import newest_first
@@ -233,10 +234,10 @@ class EmbeddedHost:
         """See :meth:`Host.remove`."""
         self.client.call("DELETE", f"/v1/files/{quoted(self.run, name)}")
 
-    def failing(self) -> dict[str, str]:
-        """See :meth:`Host.failing`."""
+    def tiers(self) -> dict[str, TierHealth]:
+        """See :meth:`Host.tiers`."""
         tiers = self.client.call("GET", "/v1/status")["tiers"]
-        return {url: str(health["error"]) for url, health in tiers.items() if health["error"]}
+        return {url: TierHealth(**health) for url, health in tiers.items()}
 
     def safe_step(self) -> int | None:
         """See :meth:`Host.safe_step`."""

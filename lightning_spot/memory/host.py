@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.flusher import TierHealth
 from lightning_spot.memory.node import Node
 from lightning_spot.tiers.store import Store
 
@@ -55,8 +56,8 @@ class Host(Protocol):
     def remove(self, name: str) -> None:
         """Remove a snapshot or file from memory and the tiers below."""
 
-    def failing(self) -> dict[str, str]:
-        """Tiers that fail at present, with the error."""
+    def tiers(self) -> dict[str, TierHealth]:
+        """How each tier below is doing, by its URL."""
 
     def safe_step(self) -> int | None:
         """Newest step that is safe at a tier below, as far as memory knows."""
@@ -110,9 +111,9 @@ class InProcessHost:
         """See :meth:`Host.remove`."""
         self._node.remove(self.run, name)
 
-    def failing(self) -> dict[str, str]:
-        """See :meth:`Host.failing`."""
-        return {url: health.error for url, health in self._node.flusher.health.items() if health.error}
+    def tiers(self) -> dict[str, TierHealth]:
+        """See :meth:`Host.tiers`."""
+        return dict(self._node.flusher.health)
 
     def safe_step(self) -> int | None:
         """See :meth:`Host.safe_step`."""

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -309,10 +309,7 @@ class Node:
                 }
                 for run in self.runs.values()
             },
-            "tiers": {
-                url: {"error": health.error, "flushed": health.flushed, "flushed_bytes": health.flushed_bytes}
-                for url, health in self.flusher.health.items()
-            },
+            "tiers": {url: asdict(health) for url, health in self.flusher.health.items()},
             "pid": os.getpid(),
         }
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Sampler
 
 State = dict[str, Any]
 
@@ -37,20 +38,36 @@ def restore_random(state: State, device: torch.device | None = None) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def capture_own(owners: Iterable[Any]) -> list[Any]:
-    """States of the generators that objects (a loader, its samplers, its data set) have as attributes, in order."""
-    return [_capture(generator) for generator in _generators(owners)]
+def capture_own(owners: Sequence[Any]) -> State:
+    """What objects (a loader, its samplers, its data set) draw from of their own.
+
+    Returns:
+        states of the generators that are their attributes, in order, and the seeds of those that make a new generator
+        for each epoch (``DistributedSampler.seed``, which Lightning sets from the seed of the process).
+    """
+    return {
+        "generators": [_capture(generator) for generator in _generators(owners)],
+        "seeds": [owner.seed for owner in owners if _is_seeded(owner)],
+    }
 
 
-def restore_own(states: list[Any], owners: Iterable[Any]) -> None:
+def restore_own(state: State, owners: Sequence[Any]) -> None:
     """Set what :func:`capture_own` returned; owners that have more or fewer generators by now keep theirs."""
     own = list(_generators(owners))
-    if len(own) == len(states):
-        for generator, saved in zip(own, states, strict=True):
+    if len(own) == len(state["generators"]):
+        for generator, saved in zip(own, state["generators"], strict=True):
             _restore(generator, saved)
+    seeded = [owner for owner in owners if _is_seeded(owner)]
+    if len(seeded) == len(state["seeds"]):
+        for owner, seed in zip(seeded, state["seeds"], strict=True):
+            owner.seed = seed
 
 
-def _generators(owners: Iterable[Any]) -> Iterator[Any]:
+def _is_seeded(owner: Any) -> bool:
+    return isinstance(owner, Sampler) and isinstance(getattr(owner, "seed", None), int)
+
+
+def _generators(owners: Sequence[Any]) -> Iterator[Any]:
     """Generators that are attributes of the owners, each once, in the order of their definition."""
     seen: set[int] = set()
     for owner in owners:

@@ -1,0 +1,235 @@
+"""PreemptionGuard: watches for notices, stops all ranks after the same step, secures the state, and exits cleanly."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_spot.callbacks.fit_state import FitState
+from lightning_spot.callbacks.ranks import Ranks, requeue_slurm_job
+from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
+from lightning_spot.callbacks.seams import Seam, Seams
+from lightning_spot.errors import Preempted, SettingsError
+from lightning_spot.notices.ballot import Ballot, Place
+from lightning_spot.notices.choose import Notices, open_sources
+from lightning_spot.notices.notice import Notice
+from lightning_spot.notices.watcher import Watcher
+
+logger = logging.getLogger(__name__)
+
+PART_S = 300.0
+"""How long ranks wait for the first one to secure the snapshot, where the notice names no end."""
+
+EXIT_CODE = 143
+"""128 + SIGTERM: what a process that was terminated exits with, and what job schedulers know as such."""
+
+
+class PreemptionGuard(pl.Callback):
+    """Stops training in time when its machine, or its process, is about to be taken away.
+
+    On a notice to any rank, all ranks go on to one agreed place (the end of a batch, or of a validation batch), take an
+    urgent snapshot if it can be safe before the deadline, and exit with code 143. A run that is started again resumes
+    exactly there. It works with :class:`RemoteSnapshot`, or alone beside a ``ModelCheckpoint``: then a checkpoint
+    ``last-preempted.ckpt`` is saved in its directory, from which ``fit(ckpt_path="last")`` goes on.
+
+    Args:
+        notices: ``"auto"`` for signals, the file named by ``LIGHTNING_SPOT_NOTICE_FILE``, and the cloud this machine is
+            found to be on; ``None`` for none; or one or several of ``"aws"``, ``"gcp"``, ``"azure"``, ``"alibaba"``,
+            ``"signal"``, ``"file:PATH"``, a callable, or a source of your own.
+        grace_s: seconds between a notice that does not say and the end; default ``LIGHTNING_SPOT_GRACE_S``, or unknown.
+
+    Raises:
+        SettingsError: if a source is not known.
+
+    Attributes:
+        notice: what made the last ``fit`` stop, or ``None``.
+
+    Example::
+
+        trainer = L.Trainer(callbacks=[PreemptionGuard(), ModelCheckpoint("checkpoints", save_last=True)])
+        trainer.fit(model, ckpt_path="last")
+    """
+
+    def __init__(self, notices: Notices = "auto", *, grace_s: float | None = None) -> None:
+        super().__init__()
+        if grace_s is not None and grace_s <= 0:
+            raise SettingsError(f"grace_s={grace_s}: it is the seconds between a notice and the end, more than 0")
+        open_sources(notices)  # an unknown source is an error here, not on the machine that is taken away
+        self.notices = notices
+        self.grace_s = grace_s
+        self.notice: Notice | None = None
+        self._watcher: Watcher | None = None
+        self._ranks: Ranks | None = None
+        self._stop: Ballot | None = None
+        self._advice: Ballot | None = None
+        self._place = Place(0)
+        self._undo: list[Callable[[], None]] = []
+
+    # -- Lightning's hooks ----------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Begin to watch, long before training begins."""
+        if stage != "fit" or getattr(trainer, "fast_dev_run", False):
+            return
+        FitState.of(trainer).attach()
+        self.notice, self._place = None, Place(0)
+        self._watcher = watcher = Watcher(open_sources(self.notices))
+        watcher.start()
+        self._ranks = ranks = Ranks(trainer)
+        self._stop = ranks.ballot("stop", lambda: _plain(watcher.notice, self.grace_s))
+        self._advice = ranks.ballot("advice", lambda: _plain(watcher.advice, None))
+        self._keep_signals(trainer, watcher)
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Go on exactly, also from what was saved beside a ``ModelCheckpoint``."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            FitState.of(trainer).load(checkpoint)
+
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """From here on there are places at which to stop."""
+        self._pass(trainer, Place(0, 0, evaluating=True), Seam.SANITY_CHECK)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Listen for the places at which training can stop, before those who take snapshots there."""
+        if self._stop is None:
+            return
+        FitState.of(trainer).begin()
+        Seams.of(trainer).add(self)
+        for snapshots in _snapshots(trainer):
+            snapshots.holds = True
+
+    def before_validation(self, trainer: pl.Trainer) -> None:
+        """The end of a batch; the validation that follows can be interrupted, too."""
+        self._place = Place(self._place.batch + 1)
+        self._pass(trainer, Place(self._place.batch, evaluating=True), Seam.BEFORE_VALIDATION)
+
+    def after_batch(self, trainer: pl.Trainer) -> None:
+        """The end of a batch."""
+        self._pass(trainer, Place(self._place.batch + 1), Seam.AFTER_BATCH)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """The end of a validation batch, also of the sanity check."""
+        if self._place.evaluating:
+            place = Place(self._place.batch, self._place.evaluated + 1, evaluating=True)
+            self._pass(trainer, place, Seam.SANITY_CHECK if trainer.sanity_checking else Seam.VALIDATION)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Ranks with fewer validation batches than others stop here."""
+        if self._place.evaluating and self._stop is not None:
+            last = Place(self._place.batch, 2**62)
+            if self._stop.passed(last):
+                self._leave(trainer, Seam.SANITY_CHECK if trainer.sanity_checking else Seam.VALIDATION)
+            self._place = Place(self._place.batch)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A run at its end needs no urgent snapshot: it takes its last one now."""
+        Seams.of(trainer).remove(self)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Stop watching."""
+        self._close(trainer, leaving=isinstance(exception, Preempted))
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Stop watching."""
+        self._close(trainer)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _pass(self, trainer: pl.Trainer, place: Place, seam: Seam) -> None:
+        """Go on past ``place``, unless this is where all ranks stop."""
+        self._place = place
+        if self._stop is None or self._advice is None:
+            return
+        if self._stop.passed(place):
+            self._leave(trainer, seam)
+        if self._advice.passed(place):
+            self._hurry(trainer)
+
+    def _leave(self, trainer: pl.Trainer, seam: Seam) -> None:
+        """Secure the state and exit, on every rank."""
+        assert self._stop is not None
+        assert self._watcher is not None
+        assert self._ranks is not None
+        watcher, facts = self._watcher, self._stop.facts or {}
+        watcher.accept()
+        grace_s = facts.pop("left_s")
+        self.notice = notice = Notice(**facts, seen_s=self._stop.called_s, grace_s=grace_s)
+        rank_zero_info(f"lightning_spot: {notice.text}; all ranks stop after step {trainer.global_step}")
+        snapshots = _snapshots(trainer)
+        for callback in snapshots:
+            if told := callback.secure(trainer, seam, notice.deadline_s, lambda: watcher.repeated > 0):
+                rank_zero_info(f"lightning_spot: {told}")
+        if not snapshots:
+            _save_beside_model_checkpoint(trainer, seam)
+        left_s = notice.deadline_s - time.monotonic() if notice.deadline_s is not None else PART_S
+        self._ranks.part(max(0.0, left_s))
+        environment = trainer._accelerator_connector.cluster_environment
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and trainer.is_global_zero:
+            requeue_slurm_job()
+        raise Preempted(notice.text, EXIT_CODE)
+
+    def _hurry(self, trainer: pl.Trainer) -> None:
+        self._advice = None
+        for callback in _snapshots(trainer):
+            callback.hurry()
+
+    def _keep_signals(self, trainer: pl.Trainer, watcher: Watcher) -> None:
+        """Have our handlers stand where Lightning would put its own, which hang or crash with several ranks."""
+        watcher.install_signals()
+        connector = trainer._signal_connector
+        original = connector.register_signal_handlers
+
+        def register_signal_handlers() -> None:
+            watcher.restore_signals()  # so that Lightning remembers the user's handlers, not ours
+            original()
+            watcher.install_signals()
+
+        connector.register_signal_handlers = register_signal_handlers  # type: ignore[method-assign] # see _close
+        self._undo.append(lambda: connector.__dict__.pop("register_signal_handlers", None))
+
+    def _close(self, trainer: pl.Trainer, *, leaving: bool = False) -> None:
+        while self._undo:
+            self._undo.pop()()
+        Seams.of(trainer).remove(self)
+        if self._watcher is not None:
+            self._watcher.restore_signals()
+            self._watcher.stop()
+        if self._ranks is not None:
+            self._ranks.close() if leaving else self._ranks.end()
+        self._watcher = self._ranks = self._stop = self._advice = None
+
+
+def _snapshots(trainer: pl.Trainer) -> list[RemoteSnapshot]:
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, RemoteSnapshot)]
+
+
+def _plain(notice: Notice | None, grace_s: float | None) -> dict[str, Any] | None:
+    """A notice as the ranks tell it to each other: clocks differ, so it names the seconds that are left."""
+    if notice is None:
+        return None
+    grace_s = notice.grace_s if notice.grace_s is not None else grace_s
+    left_s = notice.seen_s + grace_s - time.monotonic() if grace_s is not None else None
+    return {"source": notice.source, "kind": notice.kind, "text": notice.text, "left_s": left_s}
+
+
+def _save_beside_model_checkpoint(trainer: pl.Trainer, seam: Seam) -> None:
+    """Save what ``fit(ckpt_path="last")`` will find, in the directory of the user's ``ModelCheckpoint``."""
+    found = next((item for item in trainer.checkpoint_callbacks if isinstance(item, ModelCheckpoint)), None)
+    if found is None or not found.dirpath or seam not in (Seam.AFTER_BATCH, Seam.BEFORE_VALIDATION):
+        rank_zero_info("lightning_spot: nothing was saved now; the run resumes from its last checkpoint")
+        return
+    path = f"{found.dirpath}/{found.CHECKPOINT_NAME_LAST}-preempted{found.FILE_EXTENSION}"
+    dump = FitState.of(trainer).dump(before_validation=seam is Seam.BEFORE_VALIDATION)
+    trainer.strategy.save_checkpoint(dump.gathered(trainer), path)
+    trainer.strategy.barrier("lightning_spot.preempted")
+    rank_zero_info(f"lightning_spot: step {trainer.global_step} is saved in {path}")

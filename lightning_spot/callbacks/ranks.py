@@ -1,0 +1,85 @@
+"""What the ranks of a run tell each other outside of collectives, and the scheduler that started them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_spot.notices.ballot import Ballot
+from lightning_spot.notices.exchange import Exchange, ExchangeServer
+
+logger = logging.getLogger(__name__)
+
+
+class Ranks:
+    """An exchange of the run's own, beside the process group; nothing at all for a single rank.
+
+    Args:
+        trainer: whose ranks they are; the process group exists.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._rank = trainer.global_rank
+        self._world_size = trainer.world_size
+        self._ballots: list[Ballot] = []
+        self._server: ExchangeServer | None = None
+        if self._world_size > 1:
+            secret = secrets.token_hex(16)
+            if self._rank == 0:
+                self._server = ExchangeServer(secret)
+            environment = trainer._accelerator_connector.cluster_environment
+            port, secret = trainer.strategy.broadcast((self._server.port if self._server is not None else 0, secret))
+            self._address = (environment.main_address, port, secret)
+
+    def ballot(self, name: str, called: Callable[[], dict[str, Any] | None]) -> Ballot:
+        """A ballot on one event; see :class:`~lightning_spot.notices.ballot.Ballot`."""
+        exchange = Exchange(*self._address) if self._world_size > 1 else None
+        ballot = Ballot(name, rank=self._rank, world_size=self._world_size, exchange=exchange, called=called)
+        self._ballots.append(ballot)
+        return ballot
+
+    def part(self, wait_s: float) -> None:
+        """Return when the first rank has left, or after ``wait_s`` seconds; on the first rank, at once.
+
+        It leaves first because launchers end all ranks once one has ended, and it has the snapshot to bring to safety.
+        """
+        self.close()
+        if self._world_size == 1 or self._rank == 0:
+            return
+        exchange = Exchange(*self._address)
+        try:
+            exchange.get("never published", wait_s)
+        except OSError as error:  # which is what was waited for
+            logger.debug("rank 0 has left: %s", error)
+        finally:
+            exchange.close()
+
+    def close(self) -> None:
+        """Let the exchange go. The first rank's stays until its process ends: see :meth:`part`."""
+        for ballot in self._ballots:
+            ballot.close()
+        self._ballots.clear()
+
+    def end(self) -> None:
+        """Close the exchange for all ranks: training goes on to its end, or to another ``fit``."""
+        self.close()
+        if self._server is not None:
+            self._server.close()
+
+
+def requeue_slurm_job() -> None:
+    """Ask SLURM to queue this job again, as Lightning does on its requeue signal."""
+    array_job = os.environ.get("SLURM_ARRAY_JOB_ID")
+    job = f"{array_job}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array_job else os.environ.get("SLURM_JOB_ID", "")
+    try:
+        subprocess.run(["scontrol", "requeue", job], check=True, timeout=30, capture_output=True, text=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("lightning_spot: SLURM did not take job %s back (%s); submit it again", job, error)
+    else:
+        logger.info("lightning_spot: SLURM queues job %s again", job)

@@ -1,0 +1,44 @@
+"""Whether an urgent snapshot can be safe before a deadline, from measured speeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MARGIN = 1.2
+"""An urgent snapshot is planned to need this much more than measured: the network is busiest when VMs are taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to do before a deadline.
+
+    Attributes:
+        take: whether a new snapshot is worth it; otherwise only what is committed already is brought to safety.
+        url: the tier that is expected to have it first; ``None`` where no speed was measured yet.
+        expected_s: seconds until it is safe there; ``None`` likewise.
+    """
+
+    take: bool
+    url: str | None
+    expected_s: float | None
+
+
+def plan_urgent(
+    nbytes: int, left_s: float | None, bytes_per_s: Mapping[str, float], waiting_bytes: int = 0, copy_s: float = 0.0
+) -> Plan:
+    """Plan an urgent snapshot.
+
+    Args:
+        nbytes: size of a snapshot.
+        left_s: seconds until the deadline, at most 0 if it is past; ``None`` if it is not known.
+        bytes_per_s: measured speed of each tier that outlives this machine.
+        waiting_bytes: what these tiers have to take before it.
+        copy_s: seconds until the snapshot is committed in memory.
+    """
+    speeds = {url: speed for url, speed in bytes_per_s.items() if speed > 0}
+    if not speeds:
+        return Plan(take=left_s is None or left_s > 0, url=None, expected_s=None)
+    url = max(speeds, key=lambda key: speeds[key])
+    expected_s = copy_s + (nbytes + waiting_bytes) / speeds[url]
+    return Plan(take=left_s is None or expected_s * MARGIN <= left_s, url=url, expected_s=expected_s)

@@ -1,0 +1,151 @@
+"""A ballot: ranks that are told of an event at different times agree on one place after which all of them act on it.
+
+Nothing is sent while nothing happens: a thread of each rank waits at the exchange, and the
+training thread looks at one flag at each place it passes. Once a rank calls, every rank's thread posts where its
+training is; from then on training holds at the next place until the first rank has published the stop, one place past
+the farthest. So no rank can have gone past it, however late the news reached it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.2
+DECIDE_S = 30.0
+
+
+class Values(Protocol):
+    """What is used of an :class:`~lightning_spot.notices.exchange.Exchange`; a ballot has one to itself."""
+
+    def set(self, key: str, value: Any) -> None:
+        """Publish a plain value."""
+
+    def get(self, key: str, wait_s: float) -> Any:
+        """A published value; ``None`` if there is none in time."""
+
+    def close(self) -> None:
+        """Hang up."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """A place in training that all ranks pass in the same order.
+
+    Attributes:
+        batch: training batches done in this ``fit``.
+        evaluated: validation batches done since.
+        evaluating: whether a validation follows ``batch`` or is under way.
+    """
+
+    batch: int
+    evaluated: int = 0
+    evaluating: bool = False
+
+    def next(self) -> Place:
+        """The next place at which training can stop."""
+        return Place(self.batch, self.evaluated + 1) if self.evaluating else Place(self.batch + 1)
+
+
+class Ballot:
+    """One event that all ranks act on after the same place.
+
+    Args:
+        name: of the event; its keys in the store begin with it.
+        rank: of this process.
+        world_size: number of ranks.
+        exchange: reached by all ranks; ``None`` for a single one.
+        called: what this rank knows of the event, as plain values, or ``None``; must be cheap.
+
+    Attributes:
+        facts: of the event, once it was called.
+        called_s: when that was heard here, on the monotonic clock.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        rank: int,
+        world_size: int,
+        exchange: Values | None,
+        called: Callable[[], dict[str, Any] | None],
+    ) -> None:
+        self.facts: dict[str, Any] | None = None
+        self.called_s = 0.0
+        self._name = name
+        self._rank = rank
+        self._world_size = world_size
+        self._exchange = exchange
+        self._called = called
+        self._place = Place(0)
+        self._posted = False
+        self._stop: Place | None = None
+        self._decided = threading.Event()
+        self._closed = False
+        if exchange is not None:
+            threading.Thread(target=self._watch, name=f"spot-ballot-{name}", daemon=True).start()
+
+    def passed(self, place: Place) -> bool:
+        """Tell that training is at ``place``; whether it is to act on the event here. Called by the training thread.
+
+        Holds, for at most ``DECIDE_S``, while the ranks agree.
+        """
+        self._place = place  # before the next line: see _post
+        if self._exchange is None:
+            if (facts := self._called()) is not None:
+                self.facts, self.called_s = facts, time.monotonic()
+            return facts is not None
+        if not self._posted:
+            return False
+        if not self._decided.wait(DECIDE_S):
+            logger.warning("lightning_spot: ranks did not agree within %.0f s; this one goes ahead", DECIDE_S)
+            return True
+        return self._stop is not None and (place.batch, place.evaluated) >= (self._stop.batch, self._stop.evaluated)
+
+    def close(self) -> None:
+        """Stop waiting."""
+        self._closed = True
+
+    def _watch(self) -> None:
+        exchange = self._exchange
+        assert exchange is not None
+        try:
+            while not self._closed:
+                if (facts := self._called()) is not None:
+                    self._set("called", facts)
+                if (facts := exchange.get(f"{self._name}/called", POLL_S)) is not None:
+                    self._decide(facts)
+                    return
+        except OSError as error:  # rank 0 has gone, and with it the run
+            if not self._closed:
+                logger.warning("lightning_spot: the other ranks cannot be asked any more (%s)", error)
+        finally:
+            exchange.close()
+
+    def _decide(self, facts: dict[str, Any]) -> None:
+        self.facts, self.called_s = facts, time.monotonic()
+        self._posted = True  # from here on training holds at its next place, so that what is posted stays true
+        self._set(f"at/{self._rank}", asdict(self._place))
+        if self._rank == 0:
+            posts = [Place(**self._get(f"at/{rank}")) for rank in range(self._world_size)]
+            self._set("stop", asdict(max(posts).next()))
+        self._stop = Place(**self._get("stop"))
+        self._decided.set()
+
+    def _set(self, key: str, value: dict[str, Any]) -> None:
+        assert self._exchange is not None
+        self._exchange.set(f"{self._name}/{key}", value)
+
+    def _get(self, key: str) -> dict[str, Any]:
+        assert self._exchange is not None
+        value: dict[str, Any] | None = self._exchange.get(f"{self._name}/{key}", DECIDE_S)
+        if value is None:
+            raise TimeoutError(f"a rank did not answer within {DECIDE_S:.0f} s ({key})")
+        return value

@@ -1,0 +1,61 @@
+"""Turns the ``notices=`` argument into sources."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from lightning_spot.errors import SettingsError
+from lightning_spot.notices.call import CallSource
+from lightning_spot.notices.detect import CLOUDS, AutoSource
+from lightning_spot.notices.file import FileSource
+from lightning_spot.notices.notice import NoticeSource
+from lightning_spot.notices.signals import DEFAULT_SIGNALS, SignalSource
+
+Notices = str | NoticeSource | Callable[[], Any] | Sequence[Any] | None
+
+FILE_VARIABLE = "LIGHTNING_SPOT_NOTICE_FILE"
+
+
+def open_sources(notices: Notices) -> list[NoticeSource]:
+    """The sources that were asked for, not yet asked anything.
+
+    Args:
+        notices: see :class:`~lightning_spot.PreemptionGuard`.
+
+    Raises:
+        SettingsError: if one is not known.
+    """
+    if notices is None:
+        return []
+    if isinstance(notices, (list, tuple)):
+        return [source for item in notices for source in open_sources(item)]
+    if isinstance(notices, str):
+        return _named(notices)
+    if hasattr(notices, "poll"):
+        return [cast(NoticeSource, notices)]
+    if callable(notices):
+        return [CallSource(notices)]
+    raise SettingsError(f"notices={notices!r}: give a name, a callable, a notice source, or a list of them")
+
+
+def _named(name: str) -> list[NoticeSource]:
+    if name == "auto":
+        file = os.environ.get(FILE_VARIABLE)
+        files: list[NoticeSource] = [FileSource(file)] if file else []
+        return [SignalSource(), *files, AutoSource()]
+    if name == "signal":
+        return [SignalSource()]
+    if name in signal.Signals.__members__:
+        return [SignalSource([name])]
+    if name.startswith("file:") and len(name) > len("file:"):
+        return [FileSource(name.removeprefix("file:"))]
+    if name in CLOUDS:
+        return [CLOUDS[name]()]
+    known = ["auto", *CLOUDS, "signal", *DEFAULT_SIGNALS, "file:PATH"]
+    near = difflib.get_close_matches(name, known, 1)
+    meant = f" Did you mean {near[0]!r}?" if near else ""
+    raise SettingsError(f"notices={name!r} is no known source of notices: they are {', '.join(known)}.{meant}")

@@ -1,0 +1,86 @@
+"""The HTTP client for the metadata services of clouds: link-local, without proxies, never waiting long."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from lightning_spot.errors import NoticeUnavailable
+
+ASK_S = 2.0
+_MOST_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a metadata service said.
+
+    Attributes:
+        status: of HTTP.
+        text: body, without surrounding blanks.
+        headers: by lower-case name.
+    """
+
+    status: int
+    text: str
+    headers: Mapping[str, str]
+
+    def json(self, source: str) -> dict[str, Any]:
+        """The body as a JSON object.
+
+        Raises:
+            NoticeUnavailable: if it is none.
+        """
+        try:
+            value = json.loads(self.text)
+        except ValueError as error:
+            raise NoticeUnavailable(f"{source} answered with something that is no JSON: {self.text[:80]!r}") from error
+        if not isinstance(value, dict):
+            raise NoticeUnavailable(f"{source} answered with JSON that is no object: {self.text[:80]!r}")
+        return value
+
+
+def ask(
+    endpoint: str,
+    path: str,
+    *,
+    source: str,
+    headers: Mapping[str, str],
+    method: str = "GET",
+    body: str | None = None,
+    wait_s: float = ASK_S,
+) -> Answer:
+    """Ask a metadata service once.
+
+    ``http.client`` is used because it knows nothing of proxies: those of the environment must not see these addresses.
+
+    Args:
+        endpoint: such as ``http://169.254.169.254``.
+        path: with its query.
+        source: who is asked, for messages.
+        headers: to send.
+        method: of HTTP.
+        body: to send.
+        wait_s: for each step of the exchange.
+
+    Raises:
+        NoticeUnavailable: if there is no answer in time, or the service itself failed.
+    """
+    parts = urlsplit(endpoint)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=wait_s)
+    try:
+        with contextlib.closing(connection):
+            connection.request(method, path, body=body, headers=dict(headers))
+            response = connection.getresponse()
+            text = response.read(_MOST_BYTES).decode(errors="replace").strip()
+            found = {name.lower(): value for name, value in response.getheaders()}
+    except (OSError, http.client.HTTPException) as error:
+        raise NoticeUnavailable(f"{source} does not answer at {endpoint} ({error or type(error).__name__})") from error
+    if response.status >= 500 or response.status == 429:
+        raise NoticeUnavailable(f"{source} answers {response.status} at {endpoint}{path}")
+    return Answer(response.status, text, found)

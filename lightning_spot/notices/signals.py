@@ -1,0 +1,106 @@
+"""Signals: how SLURM, Kubernetes, torchrun, SageMaker and people say that a process will end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from lightning_spot.errors import SettingsError
+from lightning_spot.notices.notice import Notice
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")
+GRACE_VARIABLE = "LIGHTNING_SPOT_GRACE_S"
+
+
+def grace_from_environment() -> float | None:
+    """Seconds between SIGTERM and the end, where the environment says so.
+
+    Raises:
+        SettingsError: if it says nonsense.
+    """
+    text = os.environ.get(GRACE_VARIABLE)
+    if not text:
+        return None
+    try:
+        grace_s = float(text)
+    except ValueError:
+        grace_s = 0.0
+    if not grace_s > 0:
+        raise SettingsError(f"{GRACE_VARIABLE}={text!r} is no number of seconds above 0; fix or unset it")
+    return grace_s
+
+
+class SignalSource:
+    """Signals to this process.
+
+    The handler only sets attributes: it runs between two instructions of the training thread, which may hold any lock.
+
+    Args:
+        signals: their names.
+        grace_s: seconds between the signal and the end; default ``LIGHTNING_SPOT_GRACE_S``, or unknown.
+
+    Raises:
+        SettingsError: if there is no such signal, or it cannot be caught.
+    """
+
+    name = "signal"
+    every_s = 0.1
+
+    def __init__(self, signals: Sequence[str] = DEFAULT_SIGNALS, grace_s: float | None = None) -> None:
+        for item in signals:
+            if item not in signal.Signals.__members__ or item in ("SIGKILL", "SIGSTOP"):
+                raise SettingsError(
+                    f"notices={item!r}: there is no such signal that can be caught; try SIGTERM or SIGUSR1"
+                )
+        self.grace_s = grace_s if grace_s is not None else grace_from_environment()
+        self.notice: Notice | None = None
+        self.received = 0
+        self._signals = [signal.Signals[item] for item in signals]
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def install(self) -> None:
+        """Catch the signals; from the main thread only. A second call does nothing."""
+        if self._previous:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning("lightning_spot: signals are not watched: training does not run in the main thread")
+            return
+        for number in self._signals:
+            self._previous[number] = signal.signal(number, self._handle)
+
+    def restore(self) -> None:
+        """Put back the handlers that were there before, unless somebody else has replaced ours."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        while self._previous:
+            number, handler = self._previous.popitem()
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def poll(self) -> Notice | None:
+        """The first signal that came."""
+        return self.notice
+
+    def close(self) -> None:
+        """See :meth:`NoticeSource.close`; handlers are put back by :meth:`restore`."""
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        self.received += 1
+        if self.notice is None:
+            name = signal.Signals(number).name
+            by = " from SLURM" if "SLURM_JOB_ID" in os.environ else ""
+            self.notice = Notice(
+                source=self.name,
+                kind="stop",
+                text=f"{name}{by}: this process is to end",
+                seen_s=time.monotonic(),
+                grace_s=self.grace_s,
+            )

@@ -1,0 +1,108 @@
+"""The watcher: asks every source on a thread of its own and keeps the first notice."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from lightning_spot.errors import NoticeUnavailable
+from lightning_spot.notices.notice import Notice, NoticeSource
+from lightning_spot.notices.signals import SignalSource
+
+logger = logging.getLogger(__name__)
+
+LONGEST_PAUSE_S = 60.0
+
+
+class Watcher:
+    """Watches notice sources.
+
+    Args:
+        sources: to ask. Signals are not asked but come by themselves, see :meth:`install_signals`.
+        clock: monotonic, seconds.
+    """
+
+    def __init__(self, sources: Sequence[NoticeSource], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._signals = [source for source in sources if isinstance(source, SignalSource)]
+        self._polled = [source for source in sources if not isinstance(source, SignalSource)]
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._notices: dict[str, Notice] = {}
+        self._advice: Notice | None = None
+        self._latched: Notice | None = None
+        self._accepted = False
+        self._stopped = threading.Event()
+
+    @property
+    def notice(self) -> Notice | None:
+        """The first notice that this machine will end. Its deadline stays, even if the source names a later one."""
+        for source in self._signals:
+            if source.notice is not None:
+                return self._latched or source.notice
+        return self._latched
+
+    @property
+    def advice(self) -> Notice | None:
+        """The first notice that an end has become more likely."""
+        return self._advice
+
+    @property
+    def repeated(self) -> int:
+        """How many more signals came after the first: somebody is impatient."""
+        return sum(max(0, source.received - 1) for source in self._signals)
+
+    def accept(self) -> Notice | None:
+        """Act on the notice: from now on it stands, even if its source takes it back."""
+        with self._lock:
+            self._accepted = True
+        return self.notice
+
+    def start(self) -> None:
+        """Begin to ask, on one thread for each source. Returns at once."""
+        for number, source in enumerate(self._polled):
+            name = f"spot-notice-{source.name}-{number}"
+            threading.Thread(target=self._ask, args=(source, f"{source.name}-{number}"), name=name, daemon=True).start()
+
+    def stop(self) -> None:
+        """Ask no more. Does not wait for answers under way."""
+        self._stopped.set()
+
+    def install_signals(self) -> None:
+        """Catch signals; from the main thread."""
+        for source in self._signals:
+            source.install()
+
+    def restore_signals(self) -> None:
+        """Put the previous handlers back."""
+        for source in self._signals:
+            source.restore()
+
+    def _ask(self, source: NoticeSource, key: str) -> None:
+        pause_s, said = source.every_s, False
+        while not self._stopped.is_set():
+            try:
+                self._heard(key, source.poll())
+                pause_s = source.every_s
+            except NoticeUnavailable as error:
+                if not said:
+                    logger.warning("lightning_spot: %s; it is asked again", error)
+                said, pause_s = True, min(2 * pause_s + 0.1, LONGEST_PAUSE_S)
+            except Exception:  # a bug in a source must not end the watch
+                logger.exception("lightning_spot: notice source %s failed", source.name)
+                pause_s = LONGEST_PAUSE_S
+            self._stopped.wait(pause_s)
+        source.close()
+
+    def _heard(self, key: str, notice: Notice | None) -> None:
+        with self._lock:
+            if notice is not None and notice.kind == "advice":
+                self._advice = self._advice or notice
+                return
+            if notice is None:
+                self._notices.pop(key, None)
+            else:
+                self._notices.setdefault(key, notice)
+            if not self._accepted:  # a notice that was withdrawn before anything was done about it never was
+                self._latched = min(self._notices.values(), key=lambda item: item.seen_s, default=None)

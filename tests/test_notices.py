@@ -1,0 +1,380 @@
+"""Notice sources: one conformance suite for all of them, and what is special about each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_spot.errors import NoticeUnavailable, SettingsError
+from lightning_spot.notices import metadata
+from lightning_spot.notices.alibaba import AlibabaSource
+from lightning_spot.notices.aws import AwsSource
+from lightning_spot.notices.azure import AzureSource
+from lightning_spot.notices.ballot import Ballot, Place
+from lightning_spot.notices.call import CallSource
+from lightning_spot.notices.choose import open_sources
+from lightning_spot.notices.detect import AutoSource, detect_cloud
+from lightning_spot.notices.exchange import Exchange, ExchangeServer
+from lightning_spot.notices.file import FileSource
+from lightning_spot.notices.gcp import GcpSource
+from lightning_spot.notices.notice import Notice, NoticeSource
+from lightning_spot.notices.signals import SignalSource
+from lightning_spot.notices.watcher import Watcher
+from tests.conftest import until
+from tests.metadata_server import MetadataServer
+
+
+@pytest.fixture
+def server() -> Iterator[MetadataServer]:
+    running = MetadataServer()
+    yield running
+    running.close()
+
+
+@dataclass
+class Subject:
+    """A source under test, and how to make its notice come."""
+
+    source: NoticeSource
+    announce: Callable[[float], None]
+
+
+CLOUDS: dict[str, Callable[[str], NoticeSource]] = {
+    "aws": AwsSource,
+    "gcp": lambda url: GcpSource(url, hold_s=0.2),
+    "azure": AzureSource,
+    "alibaba": AlibabaSource,
+}
+
+
+@pytest.fixture(params=[*CLOUDS, "file", "call", "signal"])
+def subject(request: pytest.FixtureRequest, server: MetadataServer, tmp_path: Path) -> Iterator[Subject]:
+    if request.param in CLOUDS:
+        yield Subject(CLOUDS[request.param](server.url), server.announce)
+    elif request.param == "file":
+        yield Subject(FileSource(tmp_path / "notice"), lambda s: (tmp_path / "notice").write_text(str(s)) and None)
+    elif request.param == "call":
+        answers: list[float] = []
+        yield Subject(CallSource(lambda: answers[0] if answers else None), answers.append)
+    else:
+        source = SignalSource(["SIGUSR2"], grace_s=60.0)
+        source.install()
+        yield Subject(source, lambda _: os.kill(os.getpid(), signal.SIGUSR2))
+        source.restore()
+
+
+def test_nothing_then_a_notice(subject: Subject) -> None:
+    assert subject.source.poll() is None
+    assert subject.source.poll() is None
+    subject.announce(60.0)
+    notice = until(subject.source.poll, "a notice", 5)
+    assert notice.kind == "stop"
+    assert notice.source == subject.source.name
+    assert notice.text
+    expected = 30.0 if subject.source.name == "gcp" else 60.0
+    assert notice.grace_s == pytest.approx(expected, abs=2.0)
+    assert notice.deadline_s == pytest.approx(time.monotonic() + expected, abs=3.0)
+    subject.source.close()
+    subject.source.close()
+
+
+def test_the_first_notice_is_latched(subject: Subject) -> None:
+    watcher = Watcher([subject.source])
+    subject.announce(60.0)
+    until(subject.source.poll, "a notice", 5)
+    watcher.start()
+    first = until(lambda: watcher.notice, "the notice", 10)
+    time.sleep(0.3)  # the fake server's time slides with every question
+    assert watcher.notice is first
+    watcher.stop()
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_no_answer_is_no_notice(cloud: str, server: MetadataServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    source = CLOUDS[cloud](server.url)
+    assert source.poll() is None  # the proxy was not asked
+    server.garbage = True
+    server.announce(60.0)
+    with pytest.raises(NoticeUnavailable):
+        source.poll()
+    server.garbage = False
+    server.close()
+    with pytest.raises(NoticeUnavailable, match=f"{cloud} does not answer at http://127.0.0.1"):
+        source.poll()
+
+
+def test_a_hanging_service_is_given_up(server: MetadataServer) -> None:
+    server.hang = True
+    started = time.monotonic()
+    with pytest.raises(NoticeUnavailable):
+        metadata.ask(server.url, "/", source="aws", headers={}, wait_s=0.2)
+    assert time.monotonic() - started < 5
+
+
+def test_aws_renews_its_token(server: MetadataServer) -> None:
+    server.token_uses = 3
+    source = AwsSource(server.url)
+    for _ in range(6):
+        assert source.poll() is None
+    assert server.tokens > 3
+    server.announce(100)
+    assert "terminate" in source.poll().text
+
+
+def test_aws_recommends(server: MetadataServer) -> None:
+    server.rebalance = True
+    watcher = Watcher([AwsSource(server.url)])
+    watcher.start()
+    advice = until(lambda: watcher.advice, "the recommendation")
+    assert advice.kind == "advice"
+    assert watcher.notice is None
+    watcher.stop()
+
+
+def test_gcp_hears_at_once_what_it_waits_for(server: MetadataServer) -> None:
+    source = GcpSource(server.url, hold_s=20)
+    assert source.poll() is None
+    threading.Timer(0.2, server.announce, [30.0]).start()
+    started = time.monotonic()
+    assert source.poll() is not None
+    assert time.monotonic() - started < 10
+
+
+def test_gcp_maintenance_and_another_server(server: MetadataServer) -> None:
+    server.maintenance = True
+    assert "maintenance" in GcpSource(server.url, hold_s=0.1).poll().text
+
+
+def test_azure_event_of_another_vm_and_a_withdrawn_one(server: MetadataServer) -> None:
+    server.concerned = "vm-2"
+    server.announce(30)
+    source = AzureSource(server.url)
+    assert source.poll() is None
+    server.concerned = "vm-1"
+    watcher = Watcher([source])
+    source.every_s = 0.01
+    watcher.start()
+    until(lambda: watcher.notice, "the event")
+    server.announce(None)
+    until(lambda: watcher.notice is None, "its withdrawal")
+    server.announce(30)
+    until(lambda: watcher.notice, "the event again")
+    watcher.accept()
+    server.announce(None)
+    time.sleep(0.2)
+    assert watcher.notice is not None  # it is being acted on
+    watcher.stop()
+    assert server.approved == []
+
+
+def test_azure_approves_if_asked_to(server: MetadataServer) -> None:
+    server.slow_first_s = 0.3
+    server.announce(30)
+    assert AzureSource(server.url, approve=True).poll() is not None
+    assert server.approved == [{"StartRequests": [{"EventId": "e-1"}]}]
+
+
+def test_a_broken_source_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[int] = []
+
+    def call() -> bool:
+        calls.append(1)
+        if len(calls) < 3:
+            raise OSError("not yet")
+        return True
+
+    source = CallSource(call)
+    source.every_s = 0.01
+    watcher = Watcher([source])
+    watcher.start()
+    until(lambda: watcher.notice, "the notice after two failures")
+    assert caplog.text.count("raised OSError: not yet") == 1
+    watcher.stop()
+
+
+def test_a_call_may_answer_in_several_ways() -> None:
+    def answer(value: Any) -> Notice | None:
+        return CallSource(lambda: value).poll()
+
+    assert answer(False) is None
+    assert answer(True).grace_s is None
+    assert answer(12).grace_s == 12.0
+    own = Notice(source="mine", kind="advice", text="soon", seen_s=0.0)
+    assert answer(own) is own
+    with pytest.raises(NoticeUnavailable, match="returned 'soon'"):
+        answer("soon")
+
+
+def test_a_file_may_say_why(tmp_path: Path) -> None:
+    (tmp_path / "notice").write_text("maintenance tonight")
+    notice = FileSource(tmp_path / "notice").poll()
+    assert notice is not None
+    assert notice.grace_s is None
+    assert "maintenance tonight" in notice.text
+    with pytest.raises(NoticeUnavailable):
+        FileSource(tmp_path).poll()
+
+
+def test_signals_are_counted_and_handlers_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_SPOT_GRACE_S", "25")
+    before = signal.getsignal(signal.SIGTERM)
+    source = SignalSource()
+    watcher = Watcher([source])
+    watcher.install_signals()
+    watcher.install_signals()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert watcher.notice is not None
+    assert watcher.notice.grace_s == 25
+    assert watcher.repeated == 0
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert watcher.repeated == 1
+    watcher.restore_signals()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_bad_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingsError, match=r"'asw' is no known source of notices: they are auto, aws.*mean 'aws'"):
+        open_sources("asw")
+    with pytest.raises(SettingsError, match="give a name"):
+        open_sources(3)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="no such signal"):
+        SignalSource(["SIGKILL"])
+    monkeypatch.setenv("LIGHTNING_SPOT_GRACE_S", "soon")
+    with pytest.raises(SettingsError, match="LIGHTNING_SPOT_GRACE_S='soon'"):
+        open_sources("signal")
+
+
+def test_choosing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_SPOT_NOTICE_FILE", "/tmp/never")
+    names = [source.name for source in open_sources("auto")]
+    assert names == ["signal", "file", "auto"]
+    assert [source.name for source in open_sources(["aws", "file:/x", "SIGUSR1", lambda: None])] == [
+        "aws",
+        "file",
+        "signal",
+        "call",
+    ]
+    assert open_sources(None) == []
+
+
+def test_detection(tmp_path: Path, server: MetadataServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LIGHTNING_SPOT_CLOUD")
+    for file, text, cloud in [
+        ("sys_vendor", "Amazon EC2", "aws"),
+        ("product_name", "Google Compute Engine", "gcp"),
+        ("sys_vendor", "Alibaba Cloud", "alibaba"),
+        ("chassis_asset_tag", "7783-7084-3265-9085-8269-3286-77", "azure"),
+        ("sys_vendor", "LENOVO", None),
+    ]:
+        dmi = tmp_path / f"{cloud}"
+        dmi.mkdir()
+        (dmi / file).write_text(text + "\n")
+        assert detect_cloud(dmi, {}) == cloud
+    probe = {"aws": (server.url, "/latest/api/token", "PUT", {})}
+    assert detect_cloud(tmp_path / "none", probe) == "aws"
+    monkeypatch.setenv("LIGHTNING_SPOT_CLOUD", "azrue")
+    with pytest.raises(SettingsError, match="azrue"):
+        detect_cloud()
+
+
+def test_detection_on_no_cloud_is_quick(
+    tmp_path: Path, server: MetadataServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LIGHTNING_SPOT_CLOUD")
+    server.hang = True
+    probes = {name: (server.url, "/", "GET", {}) for name in CLOUDS}
+    started = time.monotonic()
+    assert detect_cloud(tmp_path, probes) is None
+    assert time.monotonic() - started < 1.5
+    started = time.monotonic()
+    watcher = Watcher([AutoSource(lambda: detect_cloud(tmp_path, probes))])
+    watcher.start()
+    assert watcher.notice is None
+    assert time.monotonic() - started < 0.2  # it is found out beside training
+    watcher.stop()
+
+
+# -- ranks agree ------------------------------------------------------------------------------------------------------
+
+
+def _train(ballot: Ballot, places: list[Place], pace_s: float) -> Place | None:
+    for place in places:
+        time.sleep(pace_s)
+        if ballot.passed(place):
+            return place
+    return None
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.07])
+@pytest.mark.parametrize("who", [[0], [1], [2], [0, 1, 2]])
+def test_ranks_that_drift_agree_on_one_place(who: list[int], late_s: float) -> None:
+    """Ranks at different speeds (nothing holds them together here) all stop at one place, past the farthest."""
+    server = ExchangeServer("secret")
+    called = [threading.Event() for _ in range(3)]
+    ballots = [
+        Ballot(
+            "stop",
+            rank=rank,
+            world_size=3,
+            exchange=Exchange("127.0.0.1", server.port, "secret"),
+            called=lambda rank=rank: {"by": rank} if called[rank].is_set() else None,  # type: ignore[misc]
+        )
+        for rank in range(3)
+    ]
+    places = [Place(number) for number in range(1, 2000)]
+    stopped: list[Place | None] = [None] * 3
+
+    def run(rank: int) -> None:
+        stopped[rank] = _train(ballots[rank], places, 0.002 + 0.003 * rank)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for rank in who:
+        time.sleep(late_s)
+        called[rank].set()
+    for thread in threads:
+        thread.join(30)
+    assert stopped[0] is not None
+    assert stopped[0] == stopped[1] == stopped[2]
+    assert all(ballot.facts["by"] in who for ballot in ballots)
+    server.close()
+
+
+def test_places_are_ordered() -> None:
+    assert Place(3, 1, evaluating=True).next() == Place(3, 2)
+    assert Place(3, 0, evaluating=True).next() == Place(3, 1)
+    assert Place(3).next() == Place(4)
+    assert max(Place(3, 7, evaluating=True), Place(4), Place(3)) == Place(4)
+
+
+def test_strangers_are_not_answered() -> None:
+    server = ExchangeServer("secret")
+    stranger = Exchange("127.0.0.1", server.port, "guess")
+    with pytest.raises(ConnectionError):
+        stranger.get("stop/called", 5.0)
+    friend = Exchange("127.0.0.1", server.port, "secret")
+    assert friend.get("a", 0.05) is None
+    friend.set("a", {"n": 1})
+    friend.set("a", {"n": 2})
+    assert friend.get("a", 5.0) == {"n": 1}
+    friend.close()
+    server.close()
+
+
+def test_a_lost_exchange_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    server = ExchangeServer("secret")
+    Ballot("stop", rank=1, world_size=2, exchange=Exchange("127.0.0.1", server.port, "secret"), called=lambda: None)
+    time.sleep(0.1)
+    server.close()
+    until(lambda: "cannot be asked any more" in caplog.text, "the warning")

@@ -1,0 +1,368 @@
+"""Notices in training: all ranks stop after one step, the state is safe, and the run ends as if undisturbed."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_spot import EverySteps, Preempted, PreemptionGuard, RemoteSnapshot, SpotCheckpoint
+from lightning_spot.errors import SettingsError
+from lightning_spot.interval.deadline import plan_urgent
+from lightning_spot.notices.notice import Notice
+from lightning_spot.recovery.compare import differences
+from lightning_spot.tiers.local import LocalStore
+from tests.conftest import until
+from tests.exact_cases import CASES, Model, loader, train
+from tests.models import Net, data, trainer
+
+PHASES = ["forward", "backward", "optimizer", "validation", "sanity-batch"]
+LATEST_S = 25.0
+
+
+class Program:
+    """``tests.exact_ddp`` on some ranks, which can be sent signals in a phase of training."""
+
+    def __init__(self, root: Path, *arguments: str, ranks: int = 2) -> None:
+        self.root, self.ranks = root, ranks
+        root.mkdir(exist_ok=True)
+        for diary in root.glob("diary-*"):
+            diary.unlink()
+        command = [sys.executable, "-m", "tests.exact_ddp", str(root), "--ranks", str(ranks), *arguments]
+        with open(root / "log", "w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def lines(self, rank: int) -> list[str]:
+        diary = self.root / f"diary-{rank}"
+        return diary.read_text().splitlines() if diary.exists() else []
+
+    def wait_for(self, phase: str, step: int, rank: int = 0) -> None:
+        def reached() -> bool:
+            assert self.process.poll() is None, (self.root / "log").read_text()[-3000:]
+            found = [line.split() for line in self.lines(rank)]
+            return any(name == phase and int(number) >= step for name, number in found)
+
+        until(reached, f"{phase} of step {step}", 60)
+
+    def signal(self, rank: int, number: int = signal.SIGTERM) -> None:
+        pid = next(int(line.split()[1]) for line in self.lines(rank) if line.startswith("pid "))
+        os.kill(pid, number)
+
+    def end(self) -> int:
+        try:
+            return self.process.wait(60)
+        finally:
+            self.process.kill()
+
+    def stopped_at(self, rank: int) -> int:
+        found = [re.fullmatch(r"stopped-by-Preempted (\d+)", line) for line in self.lines(rank)]
+        return int(next(match for match in found if match)[1])
+
+
+def final(root: Path) -> dict[str, Any]:
+    manifest = LocalStore(root / "run").manifests()[0]
+    assert manifest.complete, (root / "log").read_text()[-3000:]
+    return torch.load(root / "run" / manifest.data_path, weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    made: dict[tuple[int, str], dict[str, Any]] = {}
+
+    def of(ranks: int, *arguments: str) -> dict[str, Any]:
+        key = (ranks, " ".join(arguments))
+        if key not in made:
+            program = Program(tmp_path_factory.mktemp(f"undisturbed-{ranks}"), *arguments, ranks=ranks)
+            assert program.end() == 0
+            made[key] = final(program.root)
+        return made[key]
+
+    return of
+
+
+def check_cell(root: Path, undisturbed: Callable[..., Any], ranks: int, phase: str, who: str, gap_s: float) -> None:
+    program = Program(root, "--pace", "0.02", ranks=ranks)
+    targets = {"first": [0], "last": [ranks - 1], "all": list(range(ranks))}[who]
+    program.wait_for(phase, 0 if phase == "sanity-batch" else 14, targets[0])
+    started = time.monotonic()
+    for rank in targets:
+        program.signal(rank)
+        time.sleep(gap_s)
+    assert program.end() == 143, (root / "log").read_text()[-3000:]
+    assert time.monotonic() - started < LATEST_S
+    steps = {program.stopped_at(rank) for rank in range(ranks)}
+    assert len(steps) == 1
+    assert LocalStore(root / "run").manifests()[0].step == steps.pop()
+    again = Program(root, "--seed", "5", ranks=ranks)
+    assert again.end() == 0
+    assert list(differences(undisturbed(ranks), final(root))) == []
+
+
+@pytest.mark.parametrize(
+    ("phase", "who", "gap_s"),
+    [
+        ("forward", "last", 0.0),
+        ("optimizer", "all", 0.07),
+        ("validation", "first", 0.0),
+        ("sanity-batch", "last", 0.0),
+    ],
+)
+def test_two_ranks_stop_at_one_step(tmp_path: Path, undisturbed: Any, phase: str, who: str, gap_s: float) -> None:
+    check_cell(tmp_path / "r", undisturbed, 2, phase, who, gap_s)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("who", "gap_s"), [("first", 0.0), ("last", 0.0), ("all", 0.0), ("all", 0.07)])
+def test_every_cell(tmp_path: Path, undisturbed: Any, ranks: int, who: str, gap_s: float) -> None:
+    for phase in PHASES:
+        check_cell(tmp_path / phase, undisturbed, ranks, phase, who, gap_s)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+def test_a_hundred_mixed_kills(tmp_path: Path, undisturbed: Any, seed: int) -> None:
+    """SIGKILL, SIGTERM and a notice file at random places, over the grid of cases: all end as undisturbed."""
+    chance = random.Random(seed)
+    kills, number = 0, 0
+    while kills < 100:
+        case = list(CASES)[number % len(CASES)]
+        root = tmp_path / f"{number}-{case}"
+        number += 1
+        kills += _train_with_kills(case, root, chance)
+        twin = tmp_path / f"twin-{case}"
+        if not twin.exists():
+            assert _run_case(case, twin, 11).wait(120) == 0
+        assert list(differences(final(twin), final(root))) == [], (case, seed)
+
+
+def _train_with_kills(case: str, root: Path, chance: random.Random) -> int:
+    kills = 0
+    for attempt in range(12):
+        notice = root / "notice"
+        process = _run_case(case, root, 100 + attempt, notice)
+        if attempt >= 3 or not _kill_somewhere(process, notice, chance):
+            code = process.wait(120)
+        else:
+            kills += 1
+            code = process.wait(60)
+        notice.unlink(missing_ok=True)
+        if code == 0:
+            return kills
+        assert code in (143, -9), (root / "log").read_text()[-3000:]
+    raise AssertionError("twelve attempts were not enough")
+
+
+def _run_case(case: str, root: Path, seed: int, notice: Path | None = None) -> subprocess.Popen[bytes]:
+    root.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "tests.exact_cases", case, str(root), "--seed", str(seed), "--pace", "0.02"]
+    command += ["--notice", str(notice)] if notice is not None else []
+    with open(root / "log", "a") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log)
+
+
+def _kill_somewhere(process: subprocess.Popen[bytes], notice: Path, chance: random.Random) -> bool:
+    deadline = time.monotonic() + chance.uniform(4.0, 9.0)
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            return False
+        time.sleep(0.01)
+    how = chance.choice(["SIGKILL", "SIGTERM", "notice"])
+    if how == "notice":
+        notice.write_text("20")
+    else:
+        process.send_signal(signal.Signals[how])
+    return True
+
+
+# -- in this process --------------------------------------------------------------------------------------------------
+
+
+class NoticeAt(pl.Callback):
+    """Makes the notice come in the middle of a step."""
+
+    def __init__(self, step: int, act: Callable[[], Any]) -> None:
+        self.step, self.act = step, act
+
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            self.act()
+
+
+def term() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stopping(root: Path, **more: Any) -> SpotCheckpoint:
+    settings = {"interval": EverySteps(1000), "on_full": "wait", "notices": "signal", **more}
+    return SpotCheckpoint(str(root / "run"), **settings)
+
+
+def test_an_urgent_snapshot_and_the_exit_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spot = stopping(tmp_path, grace_s=60.0)
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stopped:
+        trainer(NoticeAt(7, term), spot, logger=CSVLogger(str(tmp_path))).fit(Net(), data())
+    assert isinstance(stopped.value, Preempted)
+    assert stopped.value.code == 143
+    assert LocalStore(tmp_path / "run").manifests()[0].step == 8
+    assert spot.notice is not None
+    assert re.search(r"step 8 \(.*\) is safe in \d+\.\d s of (59|60) s", caplog.text)
+    assert signal.getsignal(signal.SIGTERM) == handler
+    done = stopping(tmp_path)
+    trainer(done).fit(Net(), data())
+    assert done.resumed_from is not None
+    assert done.resumed_from.step == 8
+
+
+def test_a_second_signal_cuts_the_waiting_short(tmp_path: Path) -> None:
+    class Twice(Exception):
+        pass
+
+    def twice() -> None:
+        term()
+        term()
+
+    started = time.monotonic()
+    with pytest.raises(SystemExit):
+        trainer(NoticeAt(7, twice), stopping(tmp_path)).fit(Net(), data())
+    assert time.monotonic() - started < LATEST_S
+    manifest = LocalStore(tmp_path / "run").manifests()[0]
+    manifest.verify((tmp_path / "run" / manifest.data_path).read_bytes(), "here")
+
+
+def test_a_deadline_that_is_past_leaves_the_last_snapshot(tmp_path: Path) -> None:
+    spot = stopping(tmp_path, interval=EverySteps(3), notices=lambda: 0.0 if late else None)
+    late: list[int] = []
+
+    class Wait(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 8:
+                until(lambda: spot._writer is not None and spot._writer.host.safe_step() == 6, "step 6 to be safe")
+                late.append(1)
+                until(lambda: spot._guard._watcher.notice, "the notice")
+
+    with pytest.raises(SystemExit):
+        trainer(Wait(), spot).fit(Net(), data())
+    assert LocalStore(tmp_path / "run").manifests()[0].step == 6
+
+
+def test_should_stop_and_an_exception_at_the_same_moment(tmp_path: Path) -> None:
+    def both(trainer: pl.Trainer) -> None:
+        trainer.should_stop = True
+        term()
+
+    class Both(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 5:
+                both(trainer)
+
+    with pytest.raises(SystemExit):
+        trainer(Both(), stopping(tmp_path)).fit(Net(), data())
+    assert LocalStore(tmp_path / "run").manifests()[0].step == 5
+
+    class Broken(pl.Callback):
+        def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+            term()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        trainer(Broken(), stopping(tmp_path / "b", interval=EverySteps(2))).fit(Net(), data())
+
+
+def test_in_mid_accumulation_nothing_is_lost(tmp_path: Path) -> None:
+    """The urgent snapshot holds the gradients of the window that was cut."""
+    settings = {"interval": EverySteps(1000), "memory": None, "on_full": "wait", "keep": 100}
+    case = CASES["accumulation"]
+    train(case, tmp_path / "twin", seed=11, spot=SpotCheckpoint(str(tmp_path / "twin" / "run"), **settings))
+
+    class Term(pl.Callback):
+        def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.fit_loop.total_batch_idx == 7:
+                term()
+
+    root = tmp_path / "r"
+    with pytest.raises(SystemExit):
+        train(case, root, Term(), seed=11, spot=SpotCheckpoint(str(root / "run"), **settings))
+    manifest = LocalStore(root / "run").manifests()[0]
+    checkpoint = torch.load(root / "run" / manifest.data_path, weights_only=True)
+    assert manifest.step == 1
+    assert checkpoint["lightning_spot"]["ranks"][0]["gradients"]
+    train(case, root, seed=77, spot=SpotCheckpoint(str(root / "run"), **settings))
+    (root / "log").touch()
+    assert list(differences(final(tmp_path / "twin"), final(root))) == []
+
+
+def test_the_guard_alone_beside_model_checkpoint(tmp_path: Path) -> None:
+    def fit(*callbacks: pl.Callback, seed: int, ckpt_path: str | None = None) -> pl.Trainer:
+        pl.seed_everything(seed, verbose=False)
+        save = ModelCheckpoint(str(tmp_path / "best"), save_last=True)
+        made = trainer(*callbacks, PreemptionGuard("signal"), save)
+        made.fit(Model(), loader(), ckpt_path=ckpt_path)
+        return made
+
+    pl.seed_everything(1, verbose=False)
+    twin = fit(seed=1)
+    expected = {name: value.clone() for name, value in twin.lightning_module.state_dict().items()}
+    for path in (tmp_path / "best").iterdir():
+        path.unlink()
+    with pytest.raises(SystemExit):
+        fit(NoticeAt(30, term), seed=1)
+    assert (tmp_path / "best" / "last-preempted.ckpt").exists()
+    resumed = fit(seed=9, ckpt_path="last")
+    assert list(differences(expected, resumed.lightning_module.state_dict())) == []
+
+
+def test_advice_raises_the_rate_and_does_not_stop(tmp_path: Path) -> None:
+    advice = Notice(source="aws", kind="advice", text="EC2 recommends to rebalance", seen_s=0.0)
+    spot = stopping(tmp_path, notices=lambda: advice)
+
+    class Wait(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            until(lambda: spot._guard._watcher.advice, "the advice")
+
+    snapshots = trainer(Wait(), spot)
+    snapshots.fit(Net(), data())
+    assert not spot.interval.by_step
+    assert snapshots.global_step == 40
+
+
+def test_bad_settings(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="mean 'aws'"):
+        SpotCheckpoint(str(tmp_path / "run"), notices="awss")
+    with pytest.raises(SettingsError, match="grace_s=-1"):
+        PreemptionGuard(grace_s=-1)
+    with pytest.raises(SettingsError, match="rewind='back'"):
+        SpotCheckpoint(str(tmp_path / "run"), rewind="back")  # type: ignore[arg-type]
+
+
+def test_planning_against_a_deadline() -> None:
+    fits = plan_urgent(10_000, 60.0, {"slow": 100.0, "fast": 1000.0})
+    assert fits.take
+    assert fits.url == "fast"
+    assert fits.expected_s == 10.0
+    assert not plan_urgent(10_000, 11.0, {"fast": 1000.0}).take
+    assert not plan_urgent(10_000, 20.0, {"fast": 1000.0}, waiting_bytes=10_000).take
+    assert plan_urgent(10_000, None, {"slow": 1.0}).take
+    assert plan_urgent(10_000, 5.0, {}).take
+    assert not plan_urgent(10_000, 0.0, {}).take
+
+
+def test_remote_snapshot_alone_has_no_guard(tmp_path: Path) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    trainer(RemoteSnapshot(str(tmp_path / "run"), interval=EverySteps(5)), max_epochs=1).fit(Net(), data())
+    assert signal.getsignal(signal.SIGTERM) == handler
