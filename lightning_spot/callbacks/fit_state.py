@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import RunningStage
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_spot.callbacks import logged_values
+from lightning_spot.callbacks import logged_values, loggers
 from lightning_spot.callbacks.seams import Seams
 from lightning_spot.capture.tensors import storage_address, tensors_in
 from lightning_spot.recovery.position import PositionedLoader, Rewind, position_of, restore_owners, why_not_exact
@@ -48,6 +48,7 @@ class FitState:
         self._random: State | None = None
         self._values: State | None = None
         self._val_total: dict[str, int] | None = None
+        self._loaded = False
         self.rewind: Rewind = "auto"
 
     @classmethod
@@ -87,6 +88,7 @@ class FitState:
         while self._undo:
             self._undo.pop()()
         self._saved = self._random = self._values = self._val_total = None
+        self._loaded = False
         self._steady.clear()
         self._changed.clear()
 
@@ -115,6 +117,7 @@ class FitState:
             state=self.capture(at_end=at_end),
             validation_progress=total,
             versions=_versions(checkpoint),
+            loggers=loggers.places_of(self._trainer, before_validation=before_validation, at_end=at_end),
         )
 
     def capture(self, *, at_end: bool = False) -> State:
@@ -160,9 +163,11 @@ class FitState:
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Take the exact state of a checkpoint, if it has one; it is put back when training reaches its place."""
         shared = checkpoint.get(KEY)
-        if shared is None:
+        if shared is None or self._loaded:
             return
+        self._loaded = True
         trainer = self._trainer
+        loggers.continue_in(trainer, shared["loggers"])
         if shared["version"] != VERSION or shared["world_size"] != trainer.world_size:
             rank_zero_warn(
                 f"lightning_spot: the snapshot was taken by {shared['world_size']} ranks, {trainer.world_size} go on:"
@@ -245,12 +250,14 @@ class Dump:
         state: of this rank.
         validation_progress: count of validation batches, if a validation follows the step; else ``None``.
         versions: torch's counts of the writes to the checkpoint's tensors.
+        loggers: where each logger is, on rank 0.
     """
 
     checkpoint: dict[str, Any]
     state: State
     validation_progress: dict[str, int] | None
     versions: list[int]
+    loggers: list[dict[str, Any]]
 
     @property
     def is_unchanged(self) -> bool:
@@ -263,6 +270,7 @@ class Dump:
             "version": VERSION,
             "world_size": trainer.world_size,
             "validation_progress": self.validation_progress,
+            "loggers": self.loggers,
             "ranks": _gather(trainer, self.state),
         }
         return self.checkpoint

@@ -1,0 +1,145 @@
+"""Loggers over attempts: a resumed run goes on in the version it had, without what was logged after its snapshot.
+
+CSV and TensorBoard are pointed back to their version. Others choose their run before any callback can act: for those it
+is said what to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+_KEPT = ".metrics-of-earlier-attempts.csv"
+"""Second name of a CSV file: where the user fixes the version, Lightning deletes the first one at each start."""
+
+
+def places_of(trainer: pl.Trainer, *, before_validation: bool, at_end: bool) -> list[dict[str, Any]]:
+    """Where each logger is, as plain values, on rank 0; what it has buffered is written first.
+
+    Args:
+        trainer: whose loggers.
+        before_validation: whether the batch's values are logged and its count has not moved yet.
+        at_end: whether the run is complete.
+    """
+    if not trainer.is_global_zero:
+        return []
+    step = trainer.fit_loop.epoch_loop._batches_that_stepped + before_validation
+    return [_place(logger, step, at_end) for logger in trainer.loggers]
+
+
+def continue_in(trainer: pl.Trainer, places: list[dict[str, Any]]) -> None:
+    """Point the loggers back to where they were. Called by every rank, before callbacks get their state."""
+    for logger, place in zip(trainer.loggers, places, strict=False):
+        if type(logger).__name__ != place["kind"] or logger.name != place["name"]:
+            continue  # the user has chosen another one
+        new_dir = logger.log_dir if isinstance(logger, (CSVLogger, TensorBoardLogger)) else None
+        if isinstance(logger, (CSVLogger, TensorBoardLogger)):
+            _go_back(logger, place)
+            _move_checkpoints(trainer, str(new_dir), logger.log_dir)
+        elif logger.version != place["version"]:
+            hint = " (WANDB_RUN_ID and WANDB_RESUME=allow)" if "Wandb" in place["kind"] else ""
+            rank_zero_warn(
+                f"lightning_spot: {place['kind']} has begun run {logger.version!r}; the snapshot was logged to"
+                f" {place['version']!r}. To go on in one run, give every attempt the same id{hint}"
+            )
+
+
+def _place(logger: Logger, step: int, at_end: bool) -> dict[str, Any]:
+    version = logger.version
+    place = {
+        "kind": type(logger).__name__,
+        "name": logger.name,
+        "version": version if isinstance(version, (int, str)) else None,
+        "step": step,
+    }
+    if isinstance(logger, CSVLogger):
+        logger.save()
+        file = Path(logger.log_dir) / "metrics.csv"
+        place["rows"] = len(_rows(file)[1])
+        _keep(file, at_end)
+    return place
+
+
+def _keep(file: Path, at_end: bool) -> None:
+    kept = file.with_name(_KEPT)
+    if at_end:
+        kept.unlink(missing_ok=True)
+    elif file.exists() and not (kept.exists() and kept.samefile(file)):
+        kept.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # no hard links here: then a fixed version starts anew, as without us
+            os.link(file, kept)
+
+
+def _go_back(logger: CSVLogger | TensorBoardLogger, place: dict[str, Any]) -> None:
+    fresh = logger.log_dir
+    moved = place["version"] is not None and logger.version != place["version"] and isinstance(logger.version, int)
+    if logger.version != place["version"] and not moved:
+        return  # a version that the user has named
+    writes = logger._experiment is not None  # on rank 0 only
+    if moved:
+        if writes and isinstance(logger, TensorBoardLogger):
+            logger.experiment.close()
+        logger._version = place["version"]
+        logger._experiment = None
+        if writes:
+            _remove_if_unused(Path(fresh))
+    if writes and isinstance(logger, CSVLogger):
+        _truncate(logger, place["rows"])
+    elif writes and isinstance(logger, TensorBoardLogger):
+        logger._experiment = None
+        logger._kwargs["purge_step"] = place["step"]  # what TensorBoard is to forget
+    rank_zero_info(f"lightning_spot: {place['kind']} goes on in {logger.log_dir}")
+
+
+def _truncate(logger: CSVLogger, rows: int) -> None:
+    """Keep the first rows of the file. Lightning deletes it when it makes its writer: it is written again then."""
+    file = Path(logger.log_dir) / "metrics.csv"
+    keys, found = _rows(file if file.exists() else file.with_name(_KEPT))
+    kept = file.with_name(_KEPT)
+    if file.exists() and not kept.exists():
+        with contextlib.suppress(OSError):
+            os.link(file, kept)  # until the shorter one is there
+    writer: Any = logger.experiment
+    if keys:
+        temporary = file.with_name(f".{file.name}.tmp")
+        with open(temporary, "w", newline="", encoding="utf-8") as output:
+            out = csv.DictWriter(output, fieldnames=keys)
+            out.writeheader()
+            out.writerows(found[:rows])
+        os.replace(temporary, file)
+        writer.metrics_keys = list(keys)
+    _keep(file, at_end=False)
+
+
+def _rows(file: Path) -> tuple[list[str], list[dict[str, str]]]:
+    try:
+        with open(file, newline="", encoding="utf-8") as source:
+            reader = csv.DictReader(source)
+            # A killed writer may have left half a line.
+            rows = [row for row in reader if None not in row and None not in row.values()]
+            return list(reader.fieldnames or []), rows
+    except FileNotFoundError:
+        return [], []
+
+
+def _remove_if_unused(folder: Path) -> None:
+    """Remove the directory that a logger has just made for a version that is not needed."""
+    with contextlib.suppress(OSError):  # there is something else in it
+        for file in folder.glob("events.out.tfevents.*"):
+            file.unlink()
+        folder.rmdir()
+
+
+def _move_checkpoints(trainer: pl.Trainer, fresh: str, former: str) -> None:
+    """``ModelCheckpoint`` without a ``dirpath`` writes below the logger's directory, and knows its best only there."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath and Path(fresh) in Path(callback.dirpath).parents:
+            callback.dirpath = os.path.join(former, os.path.relpath(callback.dirpath, fresh))

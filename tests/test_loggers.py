@@ -1,0 +1,136 @@
+"""A killed and resumed run leaves one log, with the rows of an undisturbed one."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.recovery.compare import differences
+from tests.exact_cases import Model, loader
+from tests.models import trainer
+from tests.test_exact import Stop, StopAt
+
+
+def fit(root: Path, logger: Any, *callbacks: pl.Callback, seed: int, **more: Any) -> pl.Trainer:
+    spot = SpotCheckpoint(str(root / "run"), memory=None, interval=EverySteps(5), on_full="wait", notices=None)
+    pl.seed_everything(seed, verbose=False)
+    made = trainer(*callbacks, spot, logger=logger, log_every_n_steps=1, val_check_interval=9, **more)
+    made.fit(Model(), loader(), loader())
+    return made
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("version", [None, 0, "mine"], ids=["numbered", "fixed", "named"])
+@pytest.mark.parametrize("stop", [StopAt(13), StopAt(8, in_validation=True), StopAt(30)])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_csv(tmp_path: Path, version: int | str | None, stop: StopAt, accumulate: int) -> None:
+    def logger(name: str) -> CSVLogger:
+        return CSVLogger(str(tmp_path), name, version, flush_logs_every_n_steps=7)
+
+    fit(tmp_path / "a", logger("twin"), seed=1, accumulate_grad_batches=accumulate)
+    with pytest.raises(Stop):
+        fit(tmp_path / "b", logger("logs"), StopAt(stop.left, in_validation=stop.in_validation), seed=1)
+    fit(tmp_path / "b", logger("logs"), seed=1, accumulate_grad_batches=accumulate)
+    (folder,) = (tmp_path / "logs").iterdir()
+    (twin,) = (tmp_path / "twin").iterdir()
+    if accumulate == 1:
+        assert rows(folder) == rows(twin)
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+    assert len(rows(folder)) == len({tuple(row.items()) for row in rows(folder)})
+
+
+def test_checkpoints_below_the_logger_stay_where_they_were(tmp_path: Path) -> None:
+    def checkpoint() -> ModelCheckpoint:
+        return ModelCheckpoint(monitor="val_loss", save_top_k=1)
+
+    twin = fit(tmp_path / "a", CSVLogger(str(tmp_path), "twin"), checkpoint(), seed=1)
+    with pytest.raises(Stop):
+        fit(tmp_path / "b", CSVLogger(str(tmp_path), "logs"), checkpoint(), StopAt(33), seed=1)
+    made = fit(tmp_path / "b", CSVLogger(str(tmp_path), "logs"), checkpoint(), seed=7)
+    assert list((tmp_path / "logs").iterdir()) == [tmp_path / "logs" / "version_0"]
+    best, expected = made.checkpoint_callback.best_model_path, twin.checkpoint_callback.best_model_path
+    assert best.startswith(str(tmp_path / "logs" / "version_0"))
+    assert list(differences(expected, best)) == []
+
+
+def test_another_version_that_the_user_names_is_left_alone(tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        fit(tmp_path, CSVLogger(str(tmp_path), "logs", "one"), StopAt(13), seed=1)
+    before = rows(tmp_path / "logs" / "one")
+    fit(tmp_path, CSVLogger(str(tmp_path), "logs", "two"), seed=1)
+    assert rows(tmp_path / "logs" / "one") == before
+    assert rows(tmp_path / "logs" / "two")[0]["step"] == "10"
+
+
+class Events:
+    """Stands for TensorBoard's writer: keeps what it is told."""
+
+    def __init__(self, log_dir: str, purge_step: int | None = None, **_: Any) -> None:
+        self.file = Path(log_dir) / f"events.out.tfevents.{purge_step}"
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.touch()
+        self.scalars: list[tuple[str, int]] = []
+
+    def add_scalar(self, name: str, _value: float, step: int) -> None:
+        self.scalars.append((name, step))
+        self.file.write_text("\n".join(str(step) for _, step in self.scalars))
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard itself is not among the test's needs; it is told to forget from the step on that comes again."""
+    monkeypatch.setattr("lightning.fabric.loggers.tensorboard._TENSORBOARDX_AVAILABLE", True)
+
+    class Logger(TensorBoardLogger):
+        @property
+        def experiment(self) -> Any:
+            if self._experiment is None:
+                self._experiment = Events(self.log_dir, **self._kwargs)  # type: ignore[assignment]
+            return self._experiment
+
+    with pytest.raises(Stop):
+        fit(tmp_path, Logger(str(tmp_path), "logs"), StopAt(13), seed=1)
+    fit(tmp_path, Logger(str(tmp_path), "logs"), seed=1)
+    (folder,) = (tmp_path / "logs").iterdir()
+    assert folder.name == "version_0"
+    steps = [int(step) for step in (folder / "events.out.tfevents.10").read_text().split()]
+    assert min(steps) == 10
+
+
+def test_others_are_told_what_to_do(tmp_path: Path) -> None:
+    class WandbLikeLogger(DummyLogger):
+        runs = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            type(self).runs += 1
+
+        @property
+        def name(self) -> str:
+            return "project"
+
+        @property
+        def version(self) -> str:
+            return f"run-{self.runs}"
+
+    with pytest.raises(Stop):
+        fit(tmp_path, WandbLikeLogger(), StopAt(13), seed=1)
+    with pytest.warns(UserWarning, match=r"has begun run 'run-2'; the snapshot was logged to 'run-1'.*WANDB_RUN_ID"):
+        fit(tmp_path, WandbLikeLogger(), seed=1)
