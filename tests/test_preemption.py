@@ -342,6 +342,18 @@ def test_advice_raises_the_rate_and_does_not_stop(tmp_path: Path) -> None:
     assert snapshots.global_step == 40
 
 
+def test_a_grace_that_fits_no_tier_is_said_early(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spot = stopping(tmp_path, interval=EverySteps(3), grace_s=1e-9)
+
+    class Wait(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 99:
+                until(lambda: spot.safe_after_s() is not None, "a measured speed")
+
+    with pytest.warns(UserWarning, match="a notice leaves 0 s, but a snapshot was measured to need"):
+        trainer(Wait(), spot, max_epochs=5).fit(Net(), data(21))
+
+
 def test_bad_settings(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="mean 'aws'"):
         SpotCheckpoint(str(tmp_path / "run"), notices="awss")

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_spot.callbacks.fit_state import FitState
 from lightning_spot.callbacks.ranks import Ranks, requeue_slurm_job
@@ -24,6 +24,8 @@ from lightning_spot.notices.notice import Notice
 from lightning_spot.notices.watcher import Watcher
 
 logger = logging.getLogger(__name__)
+
+_CHECK_GRACE_EVERY = 100
 
 PART_S = 300.0
 """How long ranks wait for the first one to secure the snapshot, where the notice names no end."""
@@ -72,6 +74,7 @@ class PreemptionGuard(pl.Callback):
         self._advice: Ballot | None = None
         self._place = Place(0)
         self._undo: list[Callable[[], None]] = []
+        self._grace_checked = False
 
     # -- Lightning's hooks ----------------------------------------------------------------------------------------
 
@@ -116,6 +119,8 @@ class PreemptionGuard(pl.Callback):
     def after_batch(self, trainer: pl.Trainer) -> None:
         """The end of a batch."""
         self._pass(trainer, Place(self._place.batch + 1), Seam.AFTER_BATCH)
+        if not self._grace_checked and self._place.batch % _CHECK_GRACE_EVERY == 0:
+            self._check_grace(trainer)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """The end of a validation batch, also of the sanity check."""
@@ -177,6 +182,21 @@ class PreemptionGuard(pl.Callback):
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and trainer.is_global_zero:
             requeue_slurm_job()
         raise Preempted(notice.text, EXIT_CODE)
+
+    def _check_grace(self, trainer: pl.Trainer) -> None:
+        """Say early, once something was measured, that a notice would come too late for an urgent snapshot."""
+        grace_s = self.grace_s or (self._watcher.usual_grace_s if self._watcher is not None else None)
+        for callback in _snapshots(trainer):
+            safe_s = callback.safe_after_s()
+            if grace_s is None or safe_s is None:
+                continue
+            self._grace_checked = True
+            if safe_s > grace_s:
+                rank_zero_warn(
+                    f"lightning_spot: a notice leaves {grace_s:.0f} s, but a snapshot was measured to need {safe_s:.0f}"
+                    " s until it is safe outside this machine: after a notice the run will resume from its last regular"
+                    " snapshot. A memory node nearby, or a shorter interval, loses less"
+                )
 
     def _hurry(self, trainer: pl.Trainer) -> None:
         self._advice = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -20,6 +21,7 @@ from lightning_spot.capture.place import Place, memory_limit_bytes
 from lightning_spot.capture.safety import LEAVE_S, bring_to_safety, plan_for
 from lightning_spot.capture.tensors import optimizer_owned, tensors_in
 from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.config import DRILL_VARIABLE
 from lightning_spot.errors import Fenced, RingFull, SettingsError, SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.interval.policy import EverySeconds, Hastened, IntervalPolicy
@@ -87,6 +89,8 @@ class RemoteSnapshot(Checkpoint):
             raise SettingsError(f"on_full={on_full!r}: it is 'skip' or 'wait'")
         self.place = Place.of(dirpath, memory, run)
         self.interval: IntervalPolicy = interval if interval is not None else EverySeconds(60)
+        if DRILL_VARIABLE in os.environ:
+            self.interval = EverySeconds(1.0)  # a drill is short, and wants something to resume from
         self.keep = keep
         self.slots = slots
         self.memory_bytes = memory_limit_bytes(memory_limit)
@@ -200,6 +204,11 @@ class RemoteSnapshot(Checkpoint):
         self._unhook(trainer)
         self._finish(trainer, complete=False)
         FitState.of(trainer).detach()
+
+    def safe_after_s(self) -> float | None:
+        """Measured seconds from a snapshot's begin until it is safe outside this machine; ``None`` before any was."""
+        writer = self._writer
+        return plan_for(writer, None).expected_s if writer is not None and writer.committed is not None else None
 
     def hurry(self) -> None:
         """Take snapshots more often from now on: this machine is likely to be taken away. Every rank calls it."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from lightning_spot.config import check_run_name, parse_bytes
+from lightning_spot.config import DRILL_VARIABLE, check_run_name, parse_bytes
 from lightning_spot.errors import NodeUnreachable, SettingsError, TierError
 from lightning_spot.memory.embedded import start
 from lightning_spot.memory.host import Host, InProcessHost
@@ -51,6 +51,8 @@ class Place:
             raise SettingsError(f"dirpath={url!r}: dirpath is the durable tier; a memory node goes into memory={url!r}")
         url = os.path.abspath(url.removeprefix("file://")) if scheme in ("", "file") else url.rstrip("/")
         name = check_run_name(run if run is not None else url.rstrip("/").rpartition("/")[2])
+        if drill := os.environ.get(DRILL_VARIABLE):  # which must never write to the tiers of the real run
+            return cls(run=name, dirpath=os.path.join(drill, "runs", name), nodes=(), embedded=memory is not None)
         if memory is None or memory == AUTO:
             nodes: tuple[str, ...] = ()
         else:

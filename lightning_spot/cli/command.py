@@ -12,7 +12,7 @@ import logging
 from rich.console import Console
 
 from lightning_spot._version import __version__
-from lightning_spot.cli import listing, transfer
+from lightning_spot.cli import drill, listing, transfer
 from lightning_spot.errors import CorruptSnapshot, SpotError
 from lightning_spot.memory import program
 
@@ -49,6 +49,11 @@ def _parser() -> argparse.ArgumentParser:
     node = commands.add_parser("node", help="run a memory node")
     program.add_arguments(node)
     node.set_defaults(call=_node)
+
+    text = "train undisturbed and with kills, and compare the final states bit by bit"
+    drilled = commands.add_parser("drill", help=text, description=text)
+    drill.add_arguments(drilled)
+    drilled.set_defaults(call=drill.drill)
 
     for name, call, text in (
         ("ls", listing.ls, "list the snapshots of a run at every tier"),

@@ -53,6 +53,11 @@ class Watcher:
         """How many more signals came after the first: somebody is impatient."""
         return sum(max(0, source.received - 1) for source in self._signals)
 
+    @property
+    def usual_grace_s(self) -> float | None:
+        """The least time that one of the sources usually leaves; ``None`` if none tells."""
+        return min((item.grace_s for item in [*self._signals, *self._polled] if item.grace_s is not None), default=None)
+
     def accept(self) -> Notice | None:
         """Act on the notice: from now on it stands, even if its source takes it back."""
         with self._lock:

@@ -1,0 +1,243 @@
+"""``lightning-spot drill``: runs a user's training undisturbed and with kills, and compares the ends bit by bit."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from lightning_spot.config import DRILL_VARIABLE
+from lightning_spot.errors import SettingsError, SpotError
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.notices.choose import FILE_VARIABLE
+from lightning_spot.tiers.local import LocalStore
+
+WAYS = ("notice", "SIGTERM", "SIGKILL")
+_POLL_S = 0.02
+_SHOWN = 10
+
+
+class DrillFailed(SpotError):
+    """The drill could not be carried out: the training itself failed, or never took a snapshot."""
+
+
+@dataclass(kw_only=True)
+class Drill:
+    """One drill.
+
+    Attributes:
+        command: that trains.
+        folder: where everything is kept.
+        kills: how often the second run is disturbed.
+        limit_s: the longest that an undisturbed run may take.
+        chance: decides when and how.
+        deeds: what was done, for the report.
+    """
+
+    command: list[str]
+    folder: Path
+    kills: int
+    limit_s: float
+    chance: random.Random
+    deeds: list[str] = field(default_factory=list)
+
+    def run(self) -> list[str]:
+        """Carry it out.
+
+        Returns:
+            differences between the final states, none if they are equal bit by bit.
+        """
+        calm, harried = self.folder / "undisturbed", self.folder / "disturbed"
+        started = time.monotonic()
+        self._undisturbed(calm, harried)
+        self._disturbed(harried, time.monotonic() - started)
+        return _differences(_final(calm), _final(harried))
+
+    def _undisturbed(self, calm: Path, harried: Path) -> None:
+        """Train to the end. The second run begins with the first snapshot of this one, so that no seed is needed."""
+        with self._training(calm) as process:
+            deadline = time.monotonic() + self.limit_s
+            while process.poll() is None:
+                if time.monotonic() > deadline:
+                    raise DrillFailed(f"the training is not done after {self.limit_s:.0f} s: give it less, or --limit")
+                if not harried.exists():
+                    _begin_with_first_snapshot(calm, harried)
+                time.sleep(_POLL_S)
+        if process.returncode != 0:
+            raise DrillFailed(f"the undisturbed training ended with exit code {process.returncode}:\n{_tail(calm)}")
+        if not harried.exists():
+            raise DrillFailed(
+                "the training took no snapshot before its last one: it must use SpotCheckpoint, and take longer than"
+                " its first few steps"
+            )
+
+    def _disturbed(self, harried: Path, took_s: float) -> None:
+        for attempt in range(self.kills + 1):
+            last = attempt == self.kills
+            notice = harried / "notice"
+            notice.unlink(missing_ok=True)
+            with self._training(harried, notice) as process:
+                way = None if last else self._disturb(process, harried, notice, took_s)
+                try:
+                    code = process.wait(self.limit_s)
+                except subprocess.TimeoutExpired:
+                    raise DrillFailed(
+                        f"the training did not end within {self.limit_s:.0f} s\n{_tail(harried)}"
+                    ) from None
+            if code == 0:
+                return
+            if way is None or code not in (143, -signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGKILL):
+                raise DrillFailed(f"a resumed training ended with exit code {code}:\n{_tail(harried)}")
+
+    def _disturb(self, process: subprocess.Popen[bytes], harried: Path, notice: Path, took_s: float) -> str | None:
+        """Wait for a random moment after the attempt's first own snapshot, or in training at large, and disturb it."""
+        wait_s = self.chance.uniform(0.2, 0.9) * took_s
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                return None
+            time.sleep(_POLL_S)
+        way = WAYS[len(self.deeds) % len(WAYS)]
+        self.deeds.append(f"{way} after {wait_s:.1f} s, newest snapshot at step {_newest_step(harried)}")
+        if way == "notice":
+            notice.write_text("60")
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.Signals[way])
+        return way
+
+    @contextlib.contextmanager
+    def _training(self, folder: Path, notice: Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
+        folder.mkdir(parents=True, exist_ok=True)
+        environment = {
+            **os.environ,
+            DRILL_VARIABLE: str(folder),
+            FILE_VARIABLE: str(notice or folder / "no-notice"),
+            "LIGHTNING_SPOT_CLOUD": "none",
+        }
+        with open(folder / "log", "ab") as log:
+            process = subprocess.Popen(
+                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its ranks, if it was killed itself
+            process.wait()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument("--kills", type=int, default=3, help="how often the second run is disturbed (%(default)s)")
+    parser.add_argument("--limit", type=float, default=3600.0, metavar="S", help="longest training (%(default)s s)")
+    parser.add_argument("--seed", type=int, help="of the moments of the kills (default: random, printed)")
+    parser.add_argument("--keep", metavar="DIR", help="keep snapshots and logs there")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("training", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command that trains")
+
+
+def drill(arguments: argparse.Namespace) -> int:
+    """Carry out a drill and report; 0 if the final states are equal bit by bit, 1 if not."""
+    command = arguments.training[1:] if arguments.training[:1] == ["--"] else arguments.training
+    if not command or arguments.kills < 1:
+        raise SettingsError(
+            "give the command that trains: lightning-spot drill -- python train.py fit; --kills is 1 or more"
+        )
+    seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(2**31)
+    folder = Path(arguments.keep) if arguments.keep else Path(tempfile.mkdtemp(prefix="lightning-spot-drill-"))
+    if arguments.keep and folder.exists() and any(folder.iterdir()):
+        raise SettingsError(f"--keep {folder} is not empty; name a new directory")
+    one = Drill(
+        command=command,
+        folder=folder.absolute(),
+        kills=arguments.kills,
+        limit_s=arguments.limit,
+        chance=random.Random(seed),
+    )
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    if not arguments.json:
+        console.print(f"drill: seed {seed}, in {folder}: first undisturbed, then with {arguments.kills} kills")
+    found = one.run()
+    if arguments.json:
+        print(json.dumps({"equal": not found, "differences": found, "kills": one.deeds, "seed": seed}))
+    else:
+        _report(console, one.deeds, found, seed, folder)
+    if not arguments.keep and not found:
+        shutil.rmtree(folder)
+    return 1 if found else 0
+
+
+def _report(console: Console, deeds: list[str], found: list[str], seed: int, folder: Path) -> None:
+    for deed in deeds:
+        console.print(f"  {deed}")
+    if not found:
+        console.print(f"EQUAL: after {len(deeds)} kills the final state is that of the undisturbed run, to the bit")
+        return
+    console.print(f"DIFFERENT in {len(found)} entries; first: {found[0]}", markup=False)
+    for line in found[1:_SHOWN]:
+        console.print(f"  {line}", markup=False)
+    console.print(f"  again with --seed {seed}; both runs are in {folder}")
+
+
+def _store(folder: Path) -> tuple[Path, LocalStore]:
+    """The run that the training wrote below ``folder``; there is one."""
+    runs = [path for path in (folder / "runs").glob("*") if path.is_dir()]
+    if not runs:
+        raise DrillFailed(f"the training wrote no snapshots: does it use SpotCheckpoint?\n{_tail(folder)}")
+    return runs[0], LocalStore(runs[0])
+
+
+def _begin_with_first_snapshot(calm: Path, harried: Path) -> None:
+    with contextlib.suppress(DrillFailed, SpotError, OSError):
+        run, store = _store(calm)
+        early = [manifest for manifest in store.manifests() if not manifest.complete]
+        if not early:
+            return
+        name = early[-1].name
+        partial = harried.with_name("disturbed.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(run / name, partial / "runs" / run.name / name)
+        shutil.copytree(run / "attempts", partial / "runs" / run.name / "attempts")
+        partial.rename(harried)
+
+
+def _newest_step(folder: Path) -> int:
+    manifests = _store(folder)[1].manifests()
+    return manifests[0].step if manifests else 0
+
+
+def _final(folder: Path) -> Path:
+    run, store = _store(folder)
+    newest: Manifest | None = next(iter(store.manifests()), None)
+    if newest is None or not newest.complete:
+        raise DrillFailed(f"the run in {run} has no final snapshot\n{_tail(folder)}")
+    return run / newest.data_path
+
+
+def _differences(first: Path, second: Path) -> list[str]:
+    """Compare in a process of its own: this one does without torch."""
+    command = [sys.executable, "-m", "lightning_spot.recovery.compare", str(first), str(second)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise DrillFailed(f"the final states could not be compared:\n{done.stderr[-2000:]}")
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+def _tail(folder: Path) -> str:
+    log = folder / "log"
+    return log.read_text(encoding="utf-8", errors="replace")[-2000:] if log.exists() else ""
