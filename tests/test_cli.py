@@ -25,7 +25,7 @@ def run_dir(tmp_path: Path) -> Path:
     """A run that was interrupted: snapshots in memory and on disk."""
     path = tmp_path / "run-1"
     with pytest.raises(Stop):
-        trainer(SpotCheckpoint(str(path), interval=EverySteps(5)), StopAt(31)).fit(Net(), data())
+        trainer(SpotCheckpoint(str(path), interval=EverySteps(5), on_full="wait"), StopAt(31)).fit(Net(), data())
     return path
 
 

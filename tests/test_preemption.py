@@ -253,7 +253,10 @@ def test_a_deadline_that_is_past_leaves_the_last_snapshot(tmp_path: Path) -> Non
     class Wait(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step == 8:
-                until(lambda: spot._writer is not None and spot._writer.host.safe_step() == 6, "step 6 to be safe")
+                until(
+                    lambda: spot._current is not None and spot._current.writer.host.safe_step() == 6,
+                    "step 6 to be safe",
+                )
                 late.append(1)
                 until(lambda: spot._guard._watcher.notice, "the notice")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -14,22 +13,18 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_spot._version import __version__
 from lightning_spot.callbacks.fit_state import Dump, FitState, say_what_is_not_exact
 from lightning_spot.callbacks.seams import Seam, Seams
+from lightning_spot.capture.attempt import Attempt, RingSettings
 from lightning_spot.capture.place import Place, memory_limit_bytes
-from lightning_spot.capture.safety import LEAVE_S, bring_to_safety, plan_for
-from lightning_spot.capture.tensors import optimizer_owned, tensors_in
-from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.capture.safety import LEAVE_S
+from lightning_spot.capture.tensors import optimizer_owned
 from lightning_spot.config import DRILL_VARIABLE
-from lightning_spot.errors import Fenced, RingFull, SettingsError, SpotError
-from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.errors import SettingsError, SpotError
+from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.policy import EverySeconds, Hastened, IntervalPolicy
-from lightning_spot.memory.host import Host
 
 WAIT_FOR_SLOT_S = 600.0
-_OUTLINE_BYTES = 4 * 1024 * 1024  # everything in a checkpoint that is no tensor, generously
-_PER_TENSOR_BYTES = 1024
 
 
 class RemoteSnapshot(Checkpoint):
@@ -91,17 +86,18 @@ class RemoteSnapshot(Checkpoint):
         self.interval: IntervalPolicy = interval if interval is not None else EverySeconds(60)
         if DRILL_VARIABLE in os.environ:
             self.interval = EverySeconds(1.0)  # a drill is short, and wants something to resume from
-        self.keep = keep
-        self.slots = slots
-        self.memory_bytes = memory_limit_bytes(memory_limit)
         self.on_full = on_full
         self.flush_timeout_s = flush_timeout_s
-        self.idle_timeout_s = idle_timeout_s
-        self.strict = strict
+        self._ring = RingSettings(
+            slots=slots,
+            memory_bytes=memory_limit_bytes(memory_limit),
+            idle_timeout_s=idle_timeout_s,
+            keep=keep,
+            strict=strict,
+        )
         self.attempt = 0
-        self._writer: SnapshotWriter | None = None
+        self._current: Attempt | None = None
         self._step = -1
-        self._fenced = False
         self._warmed = False
         self._hooked: list[Callable[[], None]] = []
         self.holds = False
@@ -112,7 +108,7 @@ class RemoteSnapshot(Checkpoint):
     @property
     def last_committed_step(self) -> int | None:
         """``global_step`` of the newest snapshot of this attempt that is committed in memory."""
-        committed = self._writer.committed if self._writer is not None else self._last_committed
+        committed = self._current.writer.committed if self._current is not None else self._last_committed
         return committed.step if committed is not None else None
 
     _last_committed: Manifest | None = None
@@ -125,12 +121,13 @@ class RemoteSnapshot(Checkpoint):
             return
         _refuse_sharded(trainer)
         FitState.of(trainer).attach()
-        self._fenced, self._warmed, self._last_committed = False, False, None
+        self._warmed, self._last_committed = False, None
         self._held, self._begun_step, self._deadline_s = None, -1, None
         problem: SpotError | None = None
         if trainer.is_global_zero:
             try:
-                self._open()
+                self._current = Attempt(self.place, self._ring)
+                self.attempt = self._current.number
             except SpotError as error:
                 problem = error
         shared = trainer.strategy.broadcast((self.attempt, str(problem) if problem is not None else None))
@@ -207,8 +204,7 @@ class RemoteSnapshot(Checkpoint):
 
     def safe_after_s(self) -> float | None:
         """Measured seconds from a snapshot's begin until it is safe outside this machine; ``None`` before any was."""
-        writer = self._writer
-        return plan_for(writer, None).expected_s if writer is not None and writer.committed is not None else None
+        return self._current.safety.usual_s() if self._current is not None else None
 
     def hurry(self) -> None:
         """Take snapshots more often from now on: this machine is likely to be taken away. Every rank calls it."""
@@ -236,50 +232,29 @@ class RemoteSnapshot(Checkpoint):
     @property
     def _can_begin(self) -> bool:
         """Whether this rank writes and may begin: slots are made after the first step, and are waited for or not."""
-        writer = self._writer
-        return writer is not None and not self._fenced and (writer.ready or self.on_full == "wait")
+        attempt = self._current
+        return attempt is not None and not attempt.fenced and (attempt.writer.ready or self.on_full == "wait")
 
     def _snapshot(self, trainer: pl.Trainer, *, before_validation: bool = False, complete: bool = False) -> None:
         """Begin a snapshot on every rank; rank 0 writes it."""
-        held = FitState.of(trainer).dump(before_validation=before_validation, at_end=complete)
-        checkpoint = held.gathered(trainer)
+        dump = FitState.of(trainer).dump(before_validation=before_validation, at_end=complete)
+        wait_s = WAIT_FOR_SLOT_S if self.on_full == "wait" or complete else 0.0
+        self._write(trainer, dump, complete=complete, wait_s=wait_s)
         self.interval.taken(trainer.global_step, time.monotonic())
-        if self._writer is not None and not self._fenced:
-            wait_s = WAIT_FOR_SLOT_S if self.on_full == "wait" or complete else 0.0
-            self._write(self._writer, trainer, checkpoint, complete=complete, wait_s=wait_s)
-        self._begun_step = trainer.global_step
 
-    def _write(
-        self,
-        writer: SnapshotWriter,
-        trainer: pl.Trainer,
-        checkpoint: dict[str, Any],
-        *,
-        complete: bool = False,
-        wait_s: float,
-    ) -> None:
-        step = trainer.global_step
-        manifest = Manifest(
-            run=self.place.run,
-            name=snapshot_name(step, self.attempt, complete=complete),
-            step=step,
-            attempt=self.attempt,
-            nbytes=0,
-            epoch=trainer.current_epoch,
-            complete=complete,
-            created_unix_s=time.time(),
-            world_size=trainer.world_size,
-            versions=_versions(),
-        )
-        try:
-            writer.begin(checkpoint, manifest, owned=optimizer_owned(trainer.optimizers), wait_s=wait_s)
-        except RingFull as error:
-            writer.say_once("full", "snapshot of step %d is skipped, and others may be: %s", step, error)
-        except Fenced as error:
-            self._fenced = True
-            self._complain(writer, "fenced", error)
-        except SpotError as error:
-            self._complain(writer, type(error).__name__, error)
+    def _write(self, trainer: pl.Trainer, dump: Dump, *, complete: bool = False, wait_s: float) -> None:
+        checkpoint = dump.gathered(trainer)
+        self._begun_step = trainer.global_step
+        if self._current is not None and not self._current.fenced:
+            self._current.write(
+                checkpoint,
+                owned=optimizer_owned(trainer.optimizers),
+                step=trainer.global_step,
+                epoch=trainer.current_epoch,
+                world_size=trainer.world_size,
+                complete=complete,
+                wait_s=wait_s,
+            )
 
     # -- before a deadline ----------------------------------------------------------------------------------------
 
@@ -299,19 +274,15 @@ class RemoteSnapshot(Checkpoint):
         """
         self._deadline_s = deadline_s if deadline_s is not None else time.monotonic() + self.flush_timeout_s
         self._wait_copied()
-        writer = self._writer
+        attempt = self._current
         dump = self._urgent_dump(trainer, seam)
-        plan = plan_for(writer, deadline_s) if writer is not None and not self._fenced else None
+        plan = attempt.safety.plan(deadline_s) if attempt is not None else None
         take = trainer.strategy.broadcast(plan is not None and plan.take)
         if dump is not None and take:
-            checkpoint = dump.gathered(trainer)
-            if writer is not None:
-                wait_s = max(0.0, self._deadline_s - time.monotonic())
-                self._write(writer, trainer, checkpoint, wait_s=wait_s)
-            self._begun_step = trainer.global_step
-        if writer is None:
+            self._write(trainer, dump, wait_s=max(0.0, self._deadline_s - time.monotonic()))
+        if attempt is None or plan is None:
             return ""
-        return bring_to_safety(writer, deadline_s, self._deadline_s, plan, hurried)
+        return attempt.safety.bring(deadline_s, self._deadline_s, plan, hurried)
 
     def _urgent_dump(self, trainer: pl.Trainer, seam: Seam) -> Dump | None:
         """The newest state that a run can resume from exactly; ``None`` if a snapshot of it has begun already."""
@@ -322,73 +293,28 @@ class RemoteSnapshot(Checkpoint):
             return held if held is not None and held.is_unchanged else None
         return FitState.of(trainer).dump(before_validation=seam is Seam.BEFORE_VALIDATION)
 
-    def _complain(self, writer: SnapshotWriter, key: str, error: SpotError) -> None:
-        if self.strict:
-            raise error
-        writer.say_once(key, "no snapshot now, training goes on: %s", error)
-
     def _wait_copied(self) -> None:
-        if self._writer is not None:
-            self._writer.copied()
+        if self._current is not None:
+            self._current.writer.copied()
 
     def _warm(self, trainer: pl.Trainer) -> None:
         """Have slots made in the background as soon as the first step showed how large a snapshot is."""
         self._warmed = True
-        if self._writer is None:
-            return
-        tensors = [*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers()]
-        for optimizer in trainer.optimizers:
-            tensors.extend(tensors_in(list(optimizer.state.values())))
-        nbytes = sum(tensor.numel() * tensor.element_size() + _PER_TENSOR_BYTES for tensor in tensors)
-        cuda = any(tensor.device.type == "cuda" for tensor in tensors)
-        self._writer.warm(nbytes + _OUTLINE_BYTES, cuda=cuda)
-
-    # -- opening and closing --------------------------------------------------------------------------------------
-
-    def _open(self) -> None:
-        self.place.check()
-        host = self._open_host()
-        self.attempt = host.open_run(self.place.destinations, self.keep)
-        self._writer = SnapshotWriter(host, self._reopen if self.place.embedded else None)
-
-    def _open_host(self) -> Host:
-        return self.place.open_host(
-            slots=self.slots,
-            memory_bytes=self.memory_bytes,
-            idle_timeout_s=self.idle_timeout_s,
-            strict=self.strict,
-        )
-
-    def _reopen(self) -> Host:
-        host = self._open_host()
-        host.open_run(self.place.destinations, self.keep, self.attempt)
-        return host
+        if self._current is not None:
+            module = trainer.lightning_module
+            states = [list(optimizer.state.values()) for optimizer in trainer.optimizers]
+            self._current.warm([*module.parameters(), *module.buffers(), states])
 
     def _finish(self, trainer: pl.Trainer, *, complete: bool) -> None:
-        """Commit and flush what is under way, within the time allowed, and close. The second call does nothing."""
-        writer, self._writer = self._writer, None
-        if writer is None:
+        """Bring everything to safety, within the time allowed, and close. The second call does nothing."""
+        attempt, self._current = self._current, None
+        if attempt is None:
             return
-        deadline = time.monotonic() + self.flush_timeout_s
+        wait_s = self.flush_timeout_s
         if self._deadline_s is not None:
-            deadline = min(deadline, self._deadline_s - LEAVE_S)
-        writer.settle(max(0.0, deadline - time.monotonic()))
-        self._last_committed = writer.committed
-        host = writer.host
-        try:
-            if host is not None:
-                left = host.flush(max(0.0, deadline - time.monotonic()))
-                for line in left:
-                    writer.say_once(
-                        line,
-                        "not everything is durable yet: %s. The node on this host goes on trying",
-                        line,
-                    )
-                host.leave(complete=complete and not left)
-        except SpotError as error:
-            self._complain(writer, "finish", error)
-        finally:
-            writer.close()
+            wait_s = max(0.0, min(wait_s, self._deadline_s - LEAVE_S - time.monotonic()))
+        attempt.finish(wait_s, complete=complete)
+        self._last_committed = attempt.writer.committed
         if complete and self._last_committed is not None:
             rank_zero_info(
                 f"lightning_spot: run {self.place.run!r} is complete at step {self._last_committed.step};"
@@ -418,7 +344,3 @@ def _refuse_sharded(trainer: pl.Trainer) -> None:
             f"{found.pop()} is not supported yet: snapshots work on a single device and with DDP. Use Lightning's"
             " ModelCheckpoint with this strategy"
         )
-
-
-def _versions() -> dict[str, str]:
-    return {"lightning": version("lightning"), "lightning_spot": __version__, "torch": str(torch.__version__)}

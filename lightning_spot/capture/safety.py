@@ -16,66 +16,71 @@ LEAVE_S = 1.0
 _POLL_S = 0.05
 
 
-def speeds_of(writer: SnapshotWriter) -> dict[str, float]:
-    """Measured bytes per second of the tiers below, as far as anything was brought there in this run."""
-    if writer.host is None:
-        return {}
-    tiers = writer.host.tiers()
-    return {url: tier.flushed_bytes / tier.flush_s for url, tier in tiers.items() if tier.flush_s > 0}
-
-
-def plan_for(writer: SnapshotWriter, deadline_s: float | None) -> Plan:
-    """Plan an urgent snapshot of the size of the last one (any size fits if there was none).
-
-    Args:
-        writer: that would take it.
-        deadline_s: on the monotonic clock; ``None`` if it is not known.
-    """
-    left_s = deadline_s - LEAVE_S - time.monotonic() if deadline_s is not None else None
-    nbytes = writer.committed.nbytes if writer.committed is not None else 0
-    try:
-        speeds = speeds_of(writer)
-        safe_step = writer.host.safe_step() if writer.host is not None else None
-    except SpotError:
-        return plan_urgent(nbytes, left_s, {})
-    # What is committed and not safe yet goes first.
-    waits = writer.committed is not None and (safe_step is None or safe_step < writer.committed.step)
-    return plan_urgent(nbytes, left_s, speeds, waiting_bytes=nbytes if waits else 0)
-
-
-def bring_to_safety(
-    writer: SnapshotWriter, told_s: float | None, deadline_s: float, plan: Plan | None, hurried: Callable[[], bool]
-) -> str:
-    """Wait until the newest snapshot is committed, and safe at one tier below.
+class Safety:
+    """What is safe outside this machine, and how soon more can be.
 
     Args:
         writer: of the snapshots.
-        told_s: the deadline that the notice named, on the monotonic clock; ``None`` if it named none.
-        deadline_s: how long to wait at most.
-        plan: what was expected.
-        hurried: asked while waiting: whether to give up at once.
-
-    Returns:
-        one line for people.
     """
-    started_s = time.monotonic()
-    of = f" of {told_s - started_s:.0f} s" if told_s is not None else ""
-    writer.settle(max(0.0, deadline_s - LEAVE_S - started_s))
-    newest = writer.committed
-    if newest is None:
-        return "no snapshot of this attempt is committed; the run resumes from what an earlier one left"
-    what = f"step {newest.step} ({format_bytes(newest.nbytes)})"
-    if plan is not None and not plan.take:
-        what = f"a new snapshot would take {plan.expected_s or 0:.0f} s to be safe, too long; the newest is {what}"
-    while not hurried():
+
+    def __init__(self, writer: SnapshotWriter) -> None:
+        self._writer = writer
+
+    def plan(self, deadline_s: float | None) -> Plan:
+        """Plan an urgent snapshot of the size of the last one (any size fits if there was none).
+
+        Args:
+            deadline_s: on the monotonic clock; ``None`` if it is not known.
+        """
+        left_s = deadline_s - LEAVE_S - time.monotonic() if deadline_s is not None else None
+        newest = self._writer.committed
+        nbytes = newest.nbytes if newest is not None else 0
+        host = self._writer.host
         try:
-            if writer.host is not None and (writer.host.safe_step() or -1) >= newest.step:
-                return f"{what} is safe in {time.monotonic() - started_s:.1f} s{of}"
-            if writer.host is not None:
-                writer.host.flush(_POLL_S)  # tries failing tiers now
-        except SpotError as error:
-            return f"{what} is committed in memory; the memory node does not answer ({error})"
-        if time.monotonic() >= deadline_s - LEAVE_S:
-            break
-        time.sleep(_POLL_S)
-    return f"{what} is committed in memory, and safe nowhere else after {time.monotonic() - started_s:.1f} s{of}"
+            tiers = host.tiers() if host is not None else {}
+            safe_step = host.safe_step() if host is not None else None
+        except SpotError:
+            return plan_urgent(nbytes, left_s, {})
+        speeds = {url: tier.flushed_bytes / tier.flush_s for url, tier in tiers.items() if tier.flush_s > 0}
+        # What is committed and not safe yet goes first.
+        waits = newest is not None and (safe_step is None or safe_step < newest.step)
+        return plan_urgent(nbytes, left_s, speeds, waiting_bytes=nbytes if waits else 0)
+
+    def usual_s(self) -> float | None:
+        """Measured seconds until a snapshot is safe; ``None`` before any was."""
+        return self.plan(None).expected_s if self._writer.committed is not None else None
+
+    def bring(self, told_s: float | None, deadline_s: float, plan: Plan, hurried: Callable[[], bool]) -> str:
+        """Wait until the newest snapshot is committed, and safe at one tier below.
+
+        Args:
+            told_s: the deadline that the notice named, on the monotonic clock; ``None`` if it named none.
+            deadline_s: how long to wait at most.
+            plan: what was expected.
+            hurried: asked while waiting: whether to give up at once.
+
+        Returns:
+            one line for people.
+        """
+        started_s = time.monotonic()
+        writer = self._writer
+        of = f" of {told_s - started_s:.0f} s" if told_s is not None else ""
+        writer.settle(max(0.0, deadline_s - LEAVE_S - started_s))
+        newest = writer.committed
+        if newest is None:
+            return "no snapshot of this attempt is committed; the run resumes from what an earlier one left"
+        what = f"step {newest.step} ({format_bytes(newest.nbytes)})"
+        if not plan.take:
+            what = f"a new snapshot would take {plan.expected_s or 0:.0f} s to be safe, too long; the newest is {what}"
+        while not hurried():
+            try:
+                if writer.host is not None and (writer.host.safe_step() or -1) >= newest.step:
+                    return f"{what} is safe in {time.monotonic() - started_s:.1f} s{of}"
+                if writer.host is not None:
+                    writer.host.flush(_POLL_S)  # tries failing tiers now
+            except SpotError as error:
+                return f"{what} is committed in memory; the memory node does not answer ({error})"
+            if time.monotonic() >= deadline_s - LEAVE_S:
+                break
+            time.sleep(_POLL_S)
+        return f"{what} is committed in memory, and safe nowhere else after {time.monotonic() - started_s:.1f} s{of}"
