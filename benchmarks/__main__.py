@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import blocking, ingest, layout, memory, restore
+from benchmarks import blocking, guard, ingest, layout, memory, restore
 from benchmarks.measure import Result
 
-ALL = {"layout": layout, "blocking": blocking, "ingest": ingest, "restore": restore, "memory": memory}
+ALL = {"layout": layout, "blocking": blocking, "ingest": ingest, "restore": restore, "memory": memory, "guard": guard}
 
 
 def main() -> int:
