@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_spot.callbacks import logged_values, loggers
+from lightning_spot.callbacks.gradient_order import GradientOrder
 from lightning_spot.callbacks.seams import Seams
 from lightning_spot.capture.tensors import storage_address, tensors_in
 from lightning_spot.recovery.position import PositionedLoader, Rewind, position_of, restore_owners, why_not_exact
@@ -44,11 +45,13 @@ class FitState:
         self._undo: list[Callable[[], None]] = []
         self._steady: dict[str, tuple[int, int]] = {}
         self._changed: set[str] = set()
+        self._order = GradientOrder()
         self._saved: State | None = None
         self._random: State | None = None
         self._values: State | None = None
         self._val_total: dict[str, int] | None = None
         self._loaded = False
+        self._begun = False
         self.rewind: Rewind = "auto"
 
     @classmethod
@@ -88,14 +91,20 @@ class FitState:
         while self._undo:
             self._undo.pop()()
         self._saved = self._random = self._values = self._val_total = None
-        self._loaded = False
+        self._loaded = self._begun = False
         self._steady.clear()
         self._changed.clear()
+        self._order.end()
+        self._order = GradientOrder()
 
     def begin(self) -> None:
-        """When training begins: note which buffers are as they were made, and need not be saved."""
+        """When training begins: note which buffers are as they were made, and need not be saved. Once for each fit."""
+        if self._begun:
+            return
+        self._begun = True
         self._steady = {name: _mark(buffer) for name, buffer in self._trainer.lightning_module.named_buffers()}
         values = self._values
+        self._order.begin(self._trainer, values["gradient_order"] if values is not None else [])
         if values is not None and values["should_stop"] and self._val_total is None:
             # Maybe not one more batch is fetched: what would wait for that is put back now.
             restore_random(values["random"], self._trainer.strategy.root_device)
@@ -110,6 +119,7 @@ class FitState:
             before_validation: whether a validation follows the step.
             at_end: whether the run has come to its end, outside any epoch.
         """
+        self._order.stepped(self._trainer)
         checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(False)
         total = _mark_before_validation(checkpoint) if before_validation else None
         return Dump(
@@ -135,6 +145,7 @@ class FitState:
             "loaders": [position_of(loader, ahead, epoch_done=done, at_end=at_end) for loader in loaders],
             "buffers": self._buffers(module),
             "gradients": _gradients(trainer) if self._has_live_gradients() and not at_end else {},
+            "gradient_order": self._order.saved(),
             "should_stop": trainer.should_stop,
             "scores": [_score(callback) for callback in _model_checkpoints(trainer)],
             **logged_values.capture(trainer),
@@ -239,6 +250,7 @@ class FitState:
     def after_batch(self, trainer: pl.Trainer) -> None:
         """Of a run whose loaders could not be positioned: what else was saved is put back after its first batch."""
         self.go_on()
+        self._order.stepped(trainer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,10 +143,12 @@ class PreemptionGuard(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Stop watching."""
         self._close(trainer, leaving=isinstance(exception, Preempted))
+        FitState.of(trainer).detach()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Stop watching."""
         self._close(trainer)
+        FitState.of(trainer).detach()
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
