@@ -96,7 +96,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[
 def check_cell(root: Path, undisturbed: Callable[..., Any], ranks: int, phase: str, who: str, gap_s: float) -> None:
     program = Program(root, "--pace", "0.02", ranks=ranks)
     targets = {"first": [0], "last": [ranks - 1], "all": list(range(ranks))}[who]
-    program.wait_for(phase, 0 if phase == "sanity-batch" else 14, targets[0])
+    program.wait_for(phase, 0 if phase == "sanity-batch" else 28 // ranks, targets[0])  # in the middle of the run
     started = time.monotonic()
     for rank in targets:
         program.signal(rank)

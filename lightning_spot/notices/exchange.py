@@ -77,6 +77,8 @@ class ExchangeServer:
                     answers.add(asyncio.create_task(self._answer(writer, request["get"])))
         except (OSError, ValueError):
             return  # whoever it was has gone, or does not speak our language
+        except asyncio.CancelledError:
+            return  # the server closes; asyncio would print a connection's cancelled task as an error
         finally:
             for task in answers:
                 task.cancel()
