@@ -17,33 +17,47 @@ if TYPE_CHECKING:
     from lightning_spot.callbacks.spot_checkpoint import SpotCheckpoint
     from lightning_spot.checkpoint_io import SpotCheckpointIO
     from lightning_spot.errors import Preempted, SpotError
+    from lightning_spot.interval.adaptive import OverheadBudget, YoungDaly
+    from lightning_spot.interval.coci import COCI
+    from lightning_spot.interval.convergence import ConvergenceAware
+    from lightning_spot.interval.costs import Costs
     from lightning_spot.interval.policy import EverySeconds, EverySteps, IntervalPolicy
 
 __all__ = [
     "AutoResume",
+    "COCI",
+    "ConvergenceAware",
+    "Costs",
     "EverySeconds",
     "EverySteps",
     "IntervalPolicy",
+    "OverheadBudget",
     "Preempted",
     "PreemptionGuard",
     "RemoteSnapshot",
     "SpotCheckpoint",
     "SpotCheckpointIO",
     "SpotError",
+    "YoungDaly",
     "__version__",
 ]
 
 _HOMES = {
     "AutoResume": "lightning_spot.callbacks.auto_resume",
+    "COCI": "lightning_spot.interval.coci",
+    "ConvergenceAware": "lightning_spot.interval.convergence",
+    "Costs": "lightning_spot.interval.costs",
     "EverySeconds": "lightning_spot.interval.policy",
     "EverySteps": "lightning_spot.interval.policy",
     "IntervalPolicy": "lightning_spot.interval.policy",
+    "OverheadBudget": "lightning_spot.interval.adaptive",
     "Preempted": "lightning_spot.errors",
     "PreemptionGuard": "lightning_spot.callbacks.preemption_guard",
     "RemoteSnapshot": "lightning_spot.callbacks.remote_snapshot",
     "SpotCheckpoint": "lightning_spot.callbacks.spot_checkpoint",
     "SpotCheckpointIO": "lightning_spot.checkpoint_io",
     "SpotError": "lightning_spot.errors",
+    "YoungDaly": "lightning_spot.interval.adaptive",
 }
 
 

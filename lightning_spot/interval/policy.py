@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from abc import abstractmethod
+from typing import Any, Protocol
 
 from lightning_spot.errors import SettingsError
+from lightning_spot.interval.costs import Costs
 
 
 class IntervalPolicy(Protocol):
-    """Decides when the next snapshot is due.
+    """Decides when the next snapshot is due. Rank 0 asks, at every step; whoever derives needs the first two only.
 
     Attributes:
         by_step: whether the decision follows from the step alone, so that all ranks agree without asking each other.
+        monitor: name of the logged metric that :meth:`progress` is to be told; ``None`` for the training loss, and
+            ``""`` for none at all.
     """
 
-    by_step: bool
+    by_step: bool = False
+    monitor: str | None = ""
 
+    @abstractmethod
     def due(self, step: int, now_s: float) -> bool:
         """Whether a snapshot is due.
 
@@ -24,11 +31,32 @@ class IntervalPolicy(Protocol):
             now_s: a monotonic clock, seconds.
         """
 
+    @abstractmethod
     def taken(self, step: int, now_s: float) -> None:
         """A snapshot of ``step`` was begun; also called with the starting point when training begins."""
 
+    def wait_s(self, step: int, now_s: float) -> float:
+        """Seconds for which nothing will be due, as far as known now: ranks need not talk to each other until then."""
+        return 0.0
 
-class EverySteps:
+    def learn(self, costs: Costs) -> None:
+        """What was measured; called before :meth:`due` whenever it changed."""
+        return
+
+    def progress(self, step: int, value: float) -> None:
+        """The monitored metric at a step; any float, also NaN."""
+        return
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a later attempt of the run goes on with, as plain values; it is kept in the snapshots."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what an earlier attempt knew."""
+        return
+
+
+class EverySteps(IntervalPolicy):
     """A snapshot at every multiple of ``n`` optimizer steps, or at the next step where one can be taken.
 
     Args:
@@ -59,7 +87,7 @@ class EverySteps:
         self._last = step
 
 
-class EverySeconds:
+class EverySeconds(IntervalPolicy):
     """A snapshot every ``s`` seconds.
 
     Args:
@@ -73,8 +101,6 @@ class EverySeconds:
         SpotCheckpoint("checkpoints/run-1", interval=EverySeconds(30))
     """
 
-    by_step = False
-
     def __init__(self, s: float) -> None:
         if not s > 0:
             raise SettingsError(f"EverySeconds({s}): the interval is more than 0 seconds")
@@ -83,16 +109,20 @@ class EverySeconds:
 
     def due(self, step: int, now_s: float) -> bool:
         """Whether ``s`` seconds have passed."""
-        if self._last_s is None:
-            self._last_s = now_s
-        return now_s - self._last_s >= self.s
+        return self.wait_s(step, now_s) <= 0
 
     def taken(self, step: int, now_s: float) -> None:
         """Start counting anew."""
         self._last_s = now_s
 
+    def wait_s(self, step: int, now_s: float) -> float:
+        """What is left of the ``s`` seconds."""
+        if self._last_s is None:
+            self._last_s = now_s
+        return self._last_s + self.s - now_s
 
-class Hastened:
+
+class Hastened(IntervalPolicy):
     """Another policy, and besides it a snapshot every few seconds: for a machine that is likely to be taken away.
 
     Args:
@@ -100,11 +130,10 @@ class Hastened:
         s: seconds, more than 0.
     """
 
-    by_step = False
-
     def __init__(self, policy: IntervalPolicy, s: float = 15.0) -> None:
         self._policy = policy
         self._besides = EverySeconds(s)
+        self.monitor = policy.monitor
 
     def due(self, step: int, now_s: float) -> bool:
         """Whether either is due."""
@@ -114,3 +143,35 @@ class Hastened:
         """Start counting anew."""
         self._besides.taken(step, now_s)
         self._policy.taken(step, now_s)
+
+    def wait_s(self, step: int, now_s: float) -> float:
+        """The shorter of the two."""
+        policy_s = 0.0 if self._policy.by_step else self._policy.wait_s(step, now_s)
+        return min(self._besides.wait_s(step, now_s), policy_s)
+
+    def learn(self, costs: Costs) -> None:
+        """Tell the other policy."""
+        self._policy.learn(costs)
+
+    def progress(self, step: int, value: float) -> None:
+        """Tell the other policy."""
+        self._policy.progress(step, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the other policy: a machine's outlook does not outlive it."""
+        return self._policy.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Of the other policy."""
+        self._policy.load_state_dict(state)
+
+
+def check_share(name: str, value: float) -> float:
+    """A share between 0 and 1.
+
+    Raises:
+        SettingsError: if it is none.
+    """
+    if not (math.isfinite(value) and 0 < value < 1):
+        raise SettingsError(f"{name}={value}: it is a share of the training time, more than 0 and less than 1")
+    return value

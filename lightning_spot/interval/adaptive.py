@@ -1,0 +1,106 @@
+"""Policies that find the interval from measured costs: Young and Daly's optimum, and CheckFreq's budget."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+
+from lightning_spot.interval.costs import Costs
+from lightning_spot.interval.policy import IntervalPolicy, check_share
+
+FIRST_S = 10.0
+"""The interval until something was measured: a first snapshot soon both measures and protects."""
+
+
+def young_daly_s(stall_s: float, mtbf_s: float) -> float:
+    """Work between two snapshots that makes the expected time to finish shortest, seconds.
+
+    Daly's higher-order estimate (J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
+    dumps", FGCS 22, 2006, eq. 37), which refines Young's ``sqrt(2 * stall * mtbf)``.
+
+    Args:
+        stall_s: cost of one snapshot, at least 0.
+        mtbf_s: mean time between failures, more than 0.
+    """
+    if stall_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = stall_s / (2 * mtbf_s)
+    return math.sqrt(2 * stall_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - stall_s
+
+
+class Adaptive(IntervalPolicy):
+    """What policies with a measured interval share. The interval is that from one snapshot's begin to the next's."""
+
+    def __init__(self) -> None:
+        self._costs: Costs | None = None
+        self._last_s: float | None = None
+
+    @abstractmethod
+    def interval_s(self, step: int) -> float:
+        """Seconds from one snapshot to the next, as things are at ``step``."""
+
+    def due(self, step: int, now_s: float) -> bool:
+        """Whether the interval has passed. It is computed anew at every step, so none can be missed."""
+        return self.wait_s(step, now_s) <= 0
+
+    def wait_s(self, step: int, now_s: float) -> float:
+        """What is left of the interval."""
+        if self._last_s is None:
+            self._last_s = now_s
+        return self._last_s + self.interval_s(step) - now_s
+
+    def taken(self, step: int, now_s: float) -> None:
+        """Start counting anew."""
+        self._last_s = now_s
+
+    def learn(self, costs: Costs) -> None:
+        """Take over what was measured."""
+        self._costs = costs
+
+
+class OverheadBudget(Adaptive):
+    """As often as a share of the training time allows, whatever the risk (CheckFreq, Mohan et al., FAST 2021).
+
+    Args:
+        max_overhead: the share of the time that training may wait for snapshots.
+
+    Raises:
+        SettingsError: if it is no share.
+    """
+
+    def __init__(self, max_overhead: float = 0.03) -> None:
+        super().__init__()
+        self.max_overhead = check_share("max_overhead", max_overhead)
+
+    def interval_s(self, step: int) -> float:
+        """``stall / max_overhead``, and never faster than the tiers store."""
+        costs = self._costs
+        return FIRST_S if costs is None else floor_s(costs, self.max_overhead)
+
+
+class YoungDaly(Adaptive):
+    """The interval with the shortest expected time to finish, from measured cost and failure rate.
+
+    Args:
+        max_overhead: the share of the time that training may wait for snapshots, even where more would pay.
+
+    Raises:
+        SettingsError: if it is no share.
+    """
+
+    def __init__(self, max_overhead: float = 0.03) -> None:
+        super().__init__()
+        self.max_overhead = check_share("max_overhead", max_overhead)
+
+    def interval_s(self, step: int) -> float:
+        """Daly's work between snapshots and the snapshot itself, within the budget and what the tiers can store."""
+        costs = self._costs
+        if costs is None:
+            return FIRST_S
+        optimum_s = young_daly_s(costs.stall_s, costs.mtbf_s) + costs.stall_s
+        return max(optimum_s, floor_s(costs, self.max_overhead))
+
+
+def floor_s(costs: Costs, max_overhead: float) -> float:
+    """The shortest interval that keeps the overhead within ``max_overhead`` and that the slowest tier keeps up with."""
+    return max(costs.stall_s / max_overhead, costs.drain_s)

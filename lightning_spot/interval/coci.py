@@ -1,0 +1,172 @@
+"""COCI's rule, for those who want to compare with the paper: snapshots at equal drops of an exponential loss."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+
+from lightning_spot.errors import SettingsError
+from lightning_spot.interval.adaptive import FIRST_S, Adaptive
+from lightning_spot.interval.costs import Costs
+
+CociMode = Literal["AUTO", "MANUAL", "CCM"]
+_MOVED = 0.1
+_MOST_READINGS = 4096
+
+
+class COCI(Adaptive):
+    """Snapshots where the fitted loss ``exp(theta_1 * t + theta_2)`` has fallen by another equal part.
+
+    The published rule (COCI, convergence-oriented checkpoint intervals) finds the number of parts by subtracting a time
+    from a loss, so the same job planned in seconds, minutes and hours gets different numbers. Here, every number has
+    its unit, and the parts are as many as Young's rule would take snapshots in the rest of the run: the rule's idea,
+    equal progress between snapshots, at the same cost as :class:`YoungDaly`. Where the loss is not falling, not
+    positive, or the run has no known end, Young's interval holds. Slots that fall into one step count as one.
+
+    Nothing bounds how far apart two slots may be: late in a run that is very far. :class:`ConvergenceAware` bounds it.
+
+    Args:
+        mode: ``"AUTO"`` measures cost and fits the loss; ``"MANUAL"`` takes them; ``"CCM"`` is Young's rule alone.
+        ts: seconds that training waits for one snapshot (MANUAL; CCM measures it if not given).
+        theta_1: slope of the loss's logarithm, per second, below 0 (MANUAL).
+        theta_2: its offset (MANUAL).
+        ft_lambda: failures per second; measured if not given.
+        fit_interval: readings of the loss between two fits (AUTO).
+        profile_threshold: readings before the first fit, and steps before the first plan.
+
+    Raises:
+        SettingsError: if an argument is missing or cannot be used.
+    """
+
+    monitor = None
+
+    def __init__(
+        self,
+        mode: CociMode = "AUTO",
+        *,
+        ts: float | None = None,
+        theta_1: float | None = None,
+        theta_2: float | None = None,
+        ft_lambda: float | None = None,
+        fit_interval: int = 50,
+        profile_threshold: int = 50,
+    ) -> None:
+        super().__init__()
+        if mode not in ("AUTO", "MANUAL", "CCM"):
+            raise SettingsError(f'COCI(mode={mode!r}): it is "AUTO", "MANUAL" or "CCM"')
+        if mode == "MANUAL" and (ts is None or theta_1 is None or theta_2 is None):
+            raise SettingsError('COCI(mode="MANUAL") needs ts, theta_1 and theta_2; "AUTO" measures them')
+        for name, value in (("ts", ts), ("ft_lambda", ft_lambda)):
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise SettingsError(f"COCI({name}={value}): it is more than 0")
+        if fit_interval < 1 or profile_threshold < 2:
+            raise SettingsError("COCI: fit_interval is at least 1 and profile_threshold at least 2")
+        self.mode: CociMode = mode
+        self.ts, self.ft_lambda = ts, ft_lambda
+        self.fit_interval, self.profile_threshold = fit_interval, profile_threshold
+        self._theta = (theta_1, theta_2) if theta_1 is not None and theta_2 is not None and mode == "MANUAL" else None
+        self._readings: list[tuple[float, float]] = []
+        self._since_fit = 0
+        self._elapsed_s = 0.0
+        self._now_s: float | None = None
+        self._slots: list[float] = []
+        self._planned = False
+
+    def interval_s(self, step: int) -> float:
+        """Young's interval ``sqrt(2 * ts / ft_lambda)``, which holds where there are no slots."""
+        costs = self._costs
+        if costs is None:
+            return FIRST_S
+        stall_s = self.ts if self.ts is not None else costs.stall_s
+        mtbf_s = 1 / self.ft_lambda if self.ft_lambda is not None else costs.mtbf_s
+        return max(math.sqrt(2 * stall_s * mtbf_s), costs.drain_s)
+
+    def wait_s(self, step: int, now_s: float) -> float:
+        """What is left until the next slot, or of Young's interval."""
+        if self._now_s is not None:
+            self._elapsed_s += max(0.0, now_s - self._now_s)
+        self._now_s = now_s
+        if not self._planned:
+            self._plan(step)
+        if self._slots:
+            drained_s = self._costs.drain_s if self._costs is not None else 0.0
+            since_s = now_s - self._last_s if self._last_s is not None else math.inf
+            return max(self._slots[0] - self._elapsed_s, drained_s - since_s)
+        return super().wait_s(step, now_s)
+
+    def taken(self, step: int, now_s: float) -> None:
+        """All slots up to now are served."""
+        super().taken(step, now_s)
+        served = [slot for slot in self._slots if slot <= self._elapsed_s]
+        self._slots = self._slots[len(served) :]
+
+    def learn(self, costs: Costs) -> None:
+        """Take over what was measured; the first time makes a plan possible."""
+        self._planned = self._planned and self._costs is not None
+        super().learn(costs)
+
+    def progress(self, step: int, value: float) -> None:
+        """A reading of the loss."""
+        if self.mode != "AUTO" or not math.isfinite(value):
+            return
+        self._readings.append((self._elapsed_s, value))
+        self._since_fit += 1
+        if len(self._readings) > _MOST_READINGS:
+            self._readings = self._readings[::2]
+        if len(self._readings) >= self.profile_threshold and self._since_fit >= self.fit_interval:
+            self._since_fit = 0
+            self._refit()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Readings and slots."""
+        readings = [list(reading) for reading in self._readings]
+        theta = list(self._theta) if self._theta is not None else None
+        return {"readings": readings, "elapsed_s": self._elapsed_s, "slots": self._slots, "theta": theta}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the snapshot was taken."""
+        self._readings = [(t, value) for t, value in state["readings"]]
+        self._elapsed_s, self._slots = state["elapsed_s"], list(state["slots"])
+        if self.mode == "AUTO" and state["theta"] is not None:
+            self._theta = (state["theta"][0], state["theta"][1])
+            self._planned = bool(self._slots)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _refit(self) -> None:
+        table = np.array(self._readings)
+        theta: tuple[float, float] | None = None
+        if (table[:, 1] > 0).all() and float(np.ptp(table[:, 0])) > 0:
+            slope, offset = np.polyfit(table[:, 0], np.log(table[:, 1]), 1)
+            theta = (float(slope), float(offset))
+        old, self._theta = self._theta, theta
+        if theta is None or old is None or _moved(old, theta):
+            self._planned = False
+
+    def _plan(self, step: int) -> None:
+        """Slots for the rest of the run, as training seconds."""
+        self._slots = []
+        costs, total = self._costs, self._costs.total_steps if self._costs is not None else None
+        if costs is None or total is None or not (math.isfinite(total) and self.profile_threshold <= step < total):
+            return
+        if self._elapsed_s <= 0:
+            return  # how long a step takes is not known yet
+        self._planned = True
+        if self._theta is None or self.mode == "CCM" or not self._theta[0] < 0:
+            return
+        slope, offset = self._theta
+        begin_s, end_s = self._elapsed_s, self._elapsed_s * total / step
+        interval_s = self.interval_s(step)
+        count = int((end_s - begin_s) / interval_s) if interval_s > 0 else 0
+        begin, end = slope * begin_s + offset, slope * end_s + offset
+        if count < 1 or not -700 < end <= begin < 700:
+            return
+        losses = math.exp(begin) - (math.exp(begin) - math.exp(end)) * np.arange(1, count + 1) / count
+        self._slots = [float(slot) for slot in (np.log(losses) - offset) / slope]
+
+
+def _moved(old: tuple[float, float], new: tuple[float, float]) -> bool:
+    """Whether the slope has changed by more than a tenth of itself, or the fitted loss by more than a tenth."""
+    return abs(new[0] - old[0]) > _MOVED * abs(old[0]) or abs(new[1] - old[1]) > _MOVED
