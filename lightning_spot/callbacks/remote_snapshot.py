@@ -13,7 +13,8 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_spot.callbacks.fit_state import Dump, FitState, say_what_is_not_exact
+from lightning_spot.callbacks.fit_state import KEY, Dump, FitState, say_what_is_not_exact
+from lightning_spot.callbacks.pacing import Pacing
 from lightning_spot.callbacks.seams import Seam, Seams
 from lightning_spot.capture.attempt import Attempt, RingSettings
 from lightning_spot.capture.place import Place, memory_limit_bytes
@@ -22,7 +23,8 @@ from lightning_spot.capture.tensors import optimizer_owned
 from lightning_spot.config import DRILL_VARIABLE
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.interval.policy import EverySeconds, Hastened, IntervalPolicy
+from lightning_spot.interval.convergence import ConvergenceAware
+from lightning_spot.interval.policy import EverySeconds, IntervalPolicy
 
 WAIT_FOR_SLOT_S = 600.0
 
@@ -38,7 +40,7 @@ class RemoteSnapshot(Checkpoint):
         memory: ``"auto"`` for a node on this host, which outlives a killed trainer; ``None`` for a ring inside the
             trainer's process only; one or several ``spot://host:port`` for memory nodes on other hosts besides.
         run: name of the run; default the last component of ``dirpath``.
-        interval: when to take a snapshot; default every 60 seconds.
+        interval: when to take a snapshot; default :class:`ConvergenceAware`, which needs no setting.
         keep: snapshots each tier keeps, at least 1.
         slots: slots of the ring on this host, at least 2. Each holds one snapshot: the host needs ``slots`` times the
             checkpoint's size of memory.
@@ -83,9 +85,9 @@ class RemoteSnapshot(Checkpoint):
         if on_full not in ("skip", "wait"):
             raise SettingsError(f"on_full={on_full!r}: it is 'skip' or 'wait'")
         self.place = Place.of(dirpath, memory, run)
-        self.interval: IntervalPolicy = interval if interval is not None else EverySeconds(60)
         if DRILL_VARIABLE in os.environ:
-            self.interval = EverySeconds(1.0)  # a drill is short, and wants something to resume from
+            interval = EverySeconds(1.0)  # a drill is short, and wants something to resume from
+        self._pacing = Pacing(interval if interval is not None else ConvergenceAware())
         self.on_full = on_full
         self.flush_timeout_s = flush_timeout_s
         self._ring = RingSettings(
@@ -104,6 +106,11 @@ class RemoteSnapshot(Checkpoint):
         self._held: Dump | None = None
         self._begun_step = -1
         self._deadline_s: float | None = None
+
+    @property
+    def interval(self) -> IntervalPolicy:
+        """The policy that decides when a snapshot is taken."""
+        return self._pacing.policy
 
     @property
     def last_committed_step(self) -> int | None:
@@ -138,7 +145,7 @@ class RemoteSnapshot(Checkpoint):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start counting, and listen for the places at which a snapshot can be taken."""
         self._step = trainer.global_step
-        self.interval.taken(self._step, time.monotonic())
+        self._pacing.begin(trainer, self.attempt)
         FitState.of(trainer).begin()
         Seams.of(trainer).add(self)
         say_what_is_not_exact(trainer)
@@ -151,6 +158,13 @@ class RemoteSnapshot(Checkpoint):
         """Also go on exactly from a snapshot that the user named in ``fit(ckpt_path=)``."""
         if trainer.state.fn == TrainerFn.FITTING:
             FitState.of(trainer).load(checkpoint)
+            self._pacing.load(checkpoint.get(KEY, {}).get("interval"))
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Look at the loss."""
+        self._pacing.read(trainer, outputs)
 
     def before_validation(self, trainer: pl.Trainer) -> None:
         """Take a snapshot if one is due: a resumed run begins with this validation."""
@@ -179,6 +193,7 @@ class RemoteSnapshot(Checkpoint):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Callbacks may change weights here."""
         self._wait_copied()
+        self._pacing.check_monitor(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the last snapshot, of the finished run."""
@@ -208,7 +223,7 @@ class RemoteSnapshot(Checkpoint):
 
     def hurry(self) -> None:
         """Take snapshots more often from now on: this machine is likely to be taken away. Every rank calls it."""
-        self.interval = Hastened(self.interval)
+        self._pacing.hurry()
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 
@@ -218,18 +233,12 @@ class RemoteSnapshot(Checkpoint):
         self._step = trainer.global_step
         if not self._warmed:
             self._warm(trainer)
-        if self._is_due(trainer):
+        if self._pacing.due(trainer, self._can_begin, self._drain_s):
             self._snapshot(trainer, before_validation=before_validation)
 
-    def _is_due(self, trainer: pl.Trainer) -> bool:
-        """Whether all ranks take a snapshot now; rank 0 has the clock and knows whether there is a slot for it."""
-        by_step = self.interval.by_step
-        if by_step and not self.interval.due(self._step, 0.0):
-            return False
-        due = self._can_begin and (by_step or self.interval.due(self._step, time.monotonic()))
-        return bool(trainer.strategy.broadcast(due)) if trainer.world_size > 1 else due
+    def _drain_s(self) -> float:
+        return self._current.safety.drain_s() if self._current is not None else 0.0
 
-    @property
     def _can_begin(self) -> bool:
         """Whether this rank writes and may begin: slots are made after the first step, and are waited for or not."""
         attempt = self._current
@@ -237,13 +246,15 @@ class RemoteSnapshot(Checkpoint):
 
     def _snapshot(self, trainer: pl.Trainer, *, before_validation: bool = False, complete: bool = False) -> None:
         """Begin a snapshot on every rank; rank 0 writes it."""
-        dump = FitState.of(trainer).dump(before_validation=before_validation, at_end=complete)
-        wait_s = WAIT_FOR_SLOT_S if self.on_full == "wait" or complete else 0.0
-        self._write(trainer, dump, complete=complete, wait_s=wait_s)
-        self.interval.taken(trainer.global_step, time.monotonic())
+        self._pacing.taken(trainer.global_step)
+        with self._pacing.stalling():
+            dump = FitState.of(trainer).dump(before_validation=before_validation, at_end=complete)
+            wait_s = WAIT_FOR_SLOT_S if self.on_full == "wait" or complete else 0.0
+            self._write(trainer, dump, complete=complete, wait_s=wait_s)
 
     def _write(self, trainer: pl.Trainer, dump: Dump, *, complete: bool = False, wait_s: float) -> None:
         checkpoint = dump.gathered(trainer)
+        checkpoint[KEY]["interval"] = self._pacing.state_dict()
         self._begun_step = trainer.global_step
         if self._current is not None and not self._current.fenced:
             self._current.write(
@@ -295,7 +306,8 @@ class RemoteSnapshot(Checkpoint):
 
     def _wait_copied(self) -> None:
         if self._current is not None:
-            self._current.writer.copied()
+            with self._pacing.stalling():
+                self._current.writer.copied()
 
     def _warm(self, trainer: pl.Trainer) -> None:
         """Have slots made in the background as soon as the first step showed how large a snapshot is."""

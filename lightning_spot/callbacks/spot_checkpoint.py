@@ -24,7 +24,7 @@ class SpotCheckpoint(RemoteSnapshot):
         memory: ``"auto"`` for a memory node on this host, started by itself, which outlives a killed trainer;
             ``None`` for none; one or several ``spot://host:port`` for memory nodes on other hosts besides.
         run: name of the run; default the last component of ``dirpath``.
-        interval: when to take a snapshot; default every 60 seconds.
+        interval: when to take a snapshot; default :class:`ConvergenceAware`, which needs no setting.
         keep: snapshots each tier keeps, at least 1.
         notices: sources of preemption notices, see :class:`PreemptionGuard`; ``None`` for none.
         grace_s: seconds between a notice that does not say and the end, see there.

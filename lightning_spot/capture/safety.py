@@ -50,6 +50,15 @@ class Safety:
         """Measured seconds until a snapshot is safe; ``None`` before any was."""
         return self.plan(None).expected_s if self._writer.committed is not None else None
 
+    def drain_s(self) -> float:
+        """Seconds the slowest working tier takes to store a snapshot; 0 before any was stored."""
+        host = self._writer.host
+        try:
+            tiers = host.tiers().values() if host is not None else ()
+        except SpotError:
+            return 0.0
+        return max((tier.flush_s / tier.flushed for tier in tiers if tier.flushed and not tier.error), default=0.0)
+
     def bring(self, told_s: float | None, deadline_s: float, plan: Plan, hurried: Callable[[], bool]) -> str:
         """Wait until the newest snapshot is committed, and safe at one tier below.
 

@@ -12,7 +12,7 @@ import logging
 from rich.console import Console
 
 from lightning_spot._version import __version__
-from lightning_spot.cli import drill, listing, transfer
+from lightning_spot.cli import drill, listing, simulate, transfer
 from lightning_spot.errors import CorruptSnapshot, SpotError
 from lightning_spot.memory import program
 
@@ -54,6 +54,11 @@ def _parser() -> argparse.ArgumentParser:
     drilled = commands.add_parser("drill", help=text, description=text)
     drill.add_arguments(drilled)
     drilled.set_defaults(call=drill.drill)
+
+    text = "simulate a job under preemptions: which policy, which tiers"
+    simulated = commands.add_parser("simulate", help=text, description=text)
+    simulate.add_arguments(simulated)
+    simulated.set_defaults(call=simulate.simulate)
 
     for name, call, text in (
         ("ls", listing.ls, "list the snapshots of a run at every tier"),

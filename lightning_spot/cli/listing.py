@@ -7,13 +7,9 @@ import json
 import time
 from dataclasses import asdict
 
-from rich.console import Console
-from rich.table import Table
-
+from lightning_spot.cli.output import plain_table, wide_console
 from lightning_spot.cli.tiers import Entry, ask, pick
 from lightning_spot.config import format_bytes
-
-_NARROWEST = 120  # columns, where the output is no terminal
 
 
 def ls(arguments: argparse.Namespace) -> int:
@@ -22,11 +18,9 @@ def ls(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([_facts(entry) for entry in found.entries], indent=1))
         return 0
-    console = _console()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("SNAPSHOT", "STEP", "EPOCH", "ATTEMPT", "SIZE", "AGE", "TIER", "STATE"):
-        right = heading in ("STEP", "EPOCH", "ATTEMPT", "SIZE", "AGE")
-        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
+    console = wide_console()
+    headings = ("SNAPSHOT", "STEP", "EPOCH", "ATTEMPT", "SIZE", "AGE", "TIER", "STATE")
+    table = plain_table(headings, left=("SNAPSHOT", "TIER", "STATE"))
     for entry in found.entries:
         manifest = entry.manifest
         numbers = (str(number) for number in (manifest.step, manifest.epoch, manifest.attempt))
@@ -48,7 +42,7 @@ def show(arguments: argparse.Namespace) -> int:
         print(json.dumps(_facts(entry), indent=1))
         return 0
     manifest = entry.manifest
-    console = _console()
+    console = wide_console()
     lines = {
         "snapshot": manifest.name,
         "run": manifest.run,
@@ -79,8 +73,3 @@ def _age(created_unix_s: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def _console() -> Console:
-    console = Console(soft_wrap=True)
-    return console if console.is_terminal else Console(soft_wrap=True, width=max(console.width, _NARROWEST))

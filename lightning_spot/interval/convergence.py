@@ -79,8 +79,7 @@ class ConvergenceAware(Adaptive):
     def progress(self, step: int, value: float) -> None:
         """A reading of the metric."""
         total = self._costs.total_steps if self._costs is not None else None
-        if total is not None:
-            self._curve.add(step, -value if self.mode == "max" else value, total)
+        self._curve.add(step, -value if self.mode == "max" else value, total if total is not None else math.inf)
 
     def wait_s(self, step: int, now_s: float) -> float:
         """What is left of the interval."""

@@ -153,7 +153,13 @@ class LossCurve:
         self.version = 0
 
     def add(self, step: int, value: float, total_steps: float) -> None:
-        """Another reading; values that are no finite numbers are left out, and several in a row end the fit."""
+        """Another reading.
+
+        Args:
+            step: not before the last one's.
+            value: left out if it is no finite number; several such in a row end the fit.
+            total_steps: of the run; infinite where not known, and nothing is fitted then.
+        """
         if not math.isfinite(value):
             self._unreadable += 1
             if self._unreadable >= 3:

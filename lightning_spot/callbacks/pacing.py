@@ -1,0 +1,192 @@
+"""Between a trainer and an interval policy: measures what it decides from, and has all ranks agree with rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_spot.callbacks.readings import LossReadings, logged_value
+from lightning_spot.interval.adaptive import Adaptive
+from lightning_spot.interval.costs import Costs, FailureRate, RobustMean
+from lightning_spot.interval.policy import Hastened, IntervalPolicy
+
+LEARN_EVERY_S = 5.0
+_MOST_STEPS_APART = 10_000
+_RETRY_S = 0.5
+
+
+class Pacing:
+    """Says at each seam whether all ranks take a snapshot.
+
+    Under DDP, rank 0 decides, and ranks talk at agreed steps only: each time rank 0 names the next one, half of the
+    way to where a snapshot will be due. So there are some broadcasts between two snapshots, and none in most steps.
+
+    Args:
+        policy: that decides.
+
+    Attributes:
+        policy: that decides; another one once :meth:`hurry` was called.
+    """
+
+    def __init__(self, policy: IntervalPolicy) -> None:
+        self.policy = policy
+        self._saved: dict[str, Any] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._rate = FailureRate()
+        self._stall, self._stalled_s = RobustMean(), -1.0
+        self._readings = LossReadings()
+        self._attempt = 0
+        self._total_steps: float | None = None
+        self._next_talk = 0
+        self._begun = (0, 0.0)
+        self._learned_s = -LEARN_EVERY_S
+        self._ran_until_s = 0.0
+        self._warned = False
+        self.stall_s = 0.0
+
+    # -- lifetime -------------------------------------------------------------------------------------------------
+
+    def load(self, state: dict[str, Any] | None) -> None:
+        """Take what an earlier attempt of the run measured; it counts from :meth:`begin` on."""
+        self._saved = state
+
+    def begin(self, trainer: pl.Trainer, attempt: int) -> None:
+        """When training begins."""
+        saved, self._saved = self._saved, None
+        self._reset()
+        now_s = time.monotonic()
+        self._attempt = attempt
+        self._rate = FailureRate(nodes=trainer.num_nodes)
+        total = float(trainer.estimated_stepping_batches)
+        self._total_steps = total if 0 < total < float("inf") else None
+        if saved is not None:
+            self._rate.load_state_dict(saved["rate"])
+            self._rate.failed(attempt - saved["attempt"])
+            self._stall.load_state_dict(saved["stall"])
+            if saved["policy"] == type(self.policy).__name__:
+                self.policy.load_state_dict(saved["state"])
+        self._begun = (trainer.global_step, now_s)
+        self._ran_until_s = now_s
+        self.policy.taken(trainer.global_step, now_s)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a later attempt goes on with, as plain values."""
+        return {
+            "attempt": self._attempt,
+            "rate": self._rate.state_dict(),
+            "stall": self._stall.state_dict(),
+            "policy": type(self.policy).__name__,
+            "state": self.policy.state_dict(),
+        }
+
+    def hurry(self) -> None:
+        """This machine is likely to be taken away. Every rank calls it at the same place."""
+        self._rate.advised()
+        self._learned_s = -LEARN_EVERY_S
+        self._next_talk = 0
+        if not isinstance(self.policy, Adaptive):
+            self.policy = Hastened(self.policy)
+
+    # -- what is measured -----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def stalling(self) -> Iterator[None]:
+        """Training waits for a snapshot as long as this lasts."""
+        started_s = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - started_s
+            self.stall_s += seconds
+            if self._stalled_s >= 0:
+                self._stalled_s += seconds
+
+    def read(self, trainer: pl.Trainer, outputs: Any) -> None:
+        """Look at the progress of the batch that is done; rank 0 does."""
+        monitor = self.policy.monitor
+        if monitor == "" or not trainer.is_global_zero:
+            return
+        if monitor is None:
+            reading = self._readings.add(outputs, trainer.global_step)
+        else:
+            reading = self._readings.read_at_times(lambda: logged_value(trainer, monitor), trainer.global_step)
+        if reading is not None:
+            self.policy.progress(*reading)
+
+    def check_monitor(self, trainer: pl.Trainer) -> None:
+        """Say once, at the end of an epoch, that the monitored metric is not logged."""
+        monitor = self.policy.monitor
+        if not monitor or self._warned or logged_value(trainer, monitor) is not None:
+            return
+        self._warned = True
+        rank_zero_warn(
+            f"lightning_spot: monitor={monitor!r} is not logged, so snapshots are taken as Young and Daly would. Logged"
+            f" are: {', '.join(sorted(trainer.callback_metrics)) or 'none'}"
+        )
+
+    # -- the decision ---------------------------------------------------------------------------------------------
+
+    def taken(self, step: int) -> None:
+        """A snapshot of ``step`` was begun, on every rank."""
+        self.policy.taken(step, time.monotonic())
+        self._stalled_s = 0.0
+
+    def due(self, trainer: pl.Trainer, can_begin: Callable[[], bool], drain_s: Callable[[], float]) -> bool:
+        """Whether all ranks take a snapshot now.
+
+        Args:
+            trainer: that is at a seam after an optimizer step.
+            can_begin: whether there is a slot for it; asked on rank 0.
+            drain_s: seconds the slowest tier takes for a snapshot; asked on rank 0, now and then.
+        """
+        step, now_s = trainer.global_step, time.monotonic()
+        if self.policy.by_step:
+            return self.policy.due(step, now_s) and bool(_agree(trainer, trainer.is_global_zero and can_begin()))
+        alone = trainer.world_size == 1
+        if trainer.is_global_zero:
+            self._learn(now_s, drain_s)
+            due = self.policy.due(step, now_s)
+        if alone:
+            return due and can_begin()
+        if step < self._next_talk:
+            return False
+        said = (due and can_begin(), self._apart(step, now_s)) if trainer.is_global_zero else (False, 1)
+        due, apart = _agree(trainer, said)
+        self._next_talk = step + apart
+        return bool(due)
+
+    def _learn(self, now_s: float, drain_s: Callable[[], float]) -> None:
+        """Tell the policy what was measured, every few seconds, and when a snapshot has shown what it costs."""
+        if self._stalled_s >= 0:
+            self._stall.add(self._stalled_s)  # the optimizer step after it has waited for the rest of the copy
+            self._stalled_s = -1.0
+            self._learned_s = -LEARN_EVERY_S
+        if now_s - self._learned_s < LEARN_EVERY_S:
+            return
+        self._rate.ran(now_s - self._ran_until_s)
+        self._learned_s = self._ran_until_s = now_s
+        stall_s = self._stall.value
+        if stall_s is not None:
+            costs = Costs(stall_s=stall_s, mtbf_s=self._rate.mtbf_s, drain_s=drain_s(), total_steps=self._total_steps)
+            self.policy.learn(costs)
+
+    def _apart(self, step: int, now_s: float) -> int:
+        """Steps until ranks talk again: half of what is left until a snapshot is due, as fast as steps were so far."""
+        steps = step - self._begun[0]
+        if steps <= 0:
+            return 1
+        step_s = max((now_s - self._begun[1]) / steps, 1e-9)
+        wait_s = self.policy.wait_s(step, now_s)
+        wait_s = wait_s / 2 if wait_s > 0 else _RETRY_S  # due, but there is no slot yet
+        return max(1, min(_MOST_STEPS_APART, int(wait_s / step_s)))
+
+
+def _agree(trainer: pl.Trainer, said: Any) -> Any:
+    return trainer.strategy.broadcast(said) if trainer.world_size > 1 else said

@@ -1,0 +1,68 @@
+"""Reads the training loss without making the device wait, and logged metrics without changing what is logged."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+READ_EVERY_S = 0.1
+
+
+class LossReadings:
+    """Means of the training loss over short times.
+
+    On a GPU the sum stays there, and its copy to the host is looked at one reading later, when it has long arrived.
+    """
+
+    def __init__(self) -> None:
+        self._sum: torch.Tensor | None = None
+        self._count = 0
+        self._read_s = time.monotonic()
+        self._arriving: tuple[int, torch.Tensor, torch.cuda.Event] | None = None
+
+    def add(self, outputs: Any, step: int) -> tuple[int, float] | None:
+        """The outputs of a training step; returns a step and the mean loss around it when there is a new one."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            return None
+        loss = loss.detach()
+        self._sum = loss.clone() if self._sum is None else self._sum + loss
+        self._count += 1
+        now_s = time.monotonic()
+        if now_s - self._read_s < READ_EVERY_S:
+            return None
+        self._read_s = now_s
+        mean, self._sum, count, self._count = self._sum, None, self._count, 0
+        mean = mean.double() / count
+        if mean.device.type != "cuda":
+            return step, float(mean)
+        arrived, self._arriving = self._arriving, None
+        host = torch.empty((), dtype=mean.dtype, pin_memory=True)
+        host.copy_(mean.reshape(()), non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._arriving = (step, host, event)
+        if arrived is None or not arrived[2].query():  # type: ignore[no-untyped-call]
+            return None
+        return arrived[0], float(arrived[1])
+
+    def read_at_times(self, read: Callable[[], float | None], step: int) -> tuple[int, float] | None:
+        """A logged metric, looked at as often as the loss."""
+        now_s = time.monotonic()
+        if now_s - self._read_s < READ_EVERY_S:
+            return None
+        self._read_s = now_s
+        value = read()
+        return (step, value) if value is not None else None
+
+
+def logged_value(trainer: pl.Trainer, name: str) -> float | None:
+    """The last logged value of a metric, ``None`` if there is none."""
+    connector = trainer._logger_connector
+    found = connector.metrics["callback"] if trainer._results is not None else {}
+    value = found.get(name, connector._callback_metrics.get(name))
+    return float(value) if value is not None else None

@@ -1,0 +1,58 @@
+"""Pictures of a comparison and of a run; matplotlib comes with the extra ``plot``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_spot.errors import SettingsError
+from lightning_spot.simulation.compare import Row
+
+
+def plot_rows(groups: Mapping[str, Sequence[Row]], path: str | Path) -> None:
+    """Draw where the time goes with each policy, and what progress a failure takes away.
+
+    Args:
+        groups: rows by the name of their tiers.
+        path: of the picture; its ending chooses the format.
+
+    Raises:
+        SettingsError: if matplotlib is missing or cannot write such a file.
+    """
+    axes_of, save = _figure(2, len(groups), path)
+    for column, (name, rows) in enumerate(groups.items()):
+        labels, (upper, lower) = [row.name for row in rows], (axes_of[0][column], axes_of[1][column])
+        left = [0.0] * len(rows)
+        for part in ("stall", "lost", "restore", "down"):
+            widths = [100 * getattr(row, part) for row in rows]
+            upper.barh(labels, widths, left=left, label=part)
+            left = [before + width for before, width in zip(left, widths, strict=True)]
+        upper.set(title=name, xlabel="time beyond the work, % of it")
+        upper.legend()
+        lower.barh(labels, [100 * row.progress_lost for row in rows], color="tab:purple")
+        lower.set(xlabel="progress lost per failure, % of the whole fall of the loss")
+        upper.invert_yaxis()
+        lower.invert_yaxis()
+    save()
+
+
+def _figure(rows: int, columns: int, path: str | Path) -> tuple[Any, Any]:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise SettingsError('a plot needs matplotlib: pip install "lightning_spot[plot]"') from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(rows, columns, figsize=(8 * columns, 4 * rows), squeeze=False, layout="constrained")
+
+    def save() -> None:
+        try:
+            figure.savefig(path, dpi=120)
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"the plot cannot be written to {path}: {error}") from error
+        finally:
+            pyplot.close(figure)
+
+    return axes, save

@@ -1,0 +1,177 @@
+"""The simulator: against closed forms, and as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_spot import EverySeconds, YoungDaly
+from lightning_spot.cli import main
+from lightning_spot.errors import SettingsError
+from lightning_spot.simulation import losses
+from lightning_spot.simulation.closed_form import expected_total_s
+from lightning_spot.simulation.compare import POLICIES, compare
+from lightning_spot.simulation.engine import places, simulate
+from lightning_spot.simulation.failures import Bathtub, Exponential, Fleet, Lifetimes, Trace, Weibull
+from lightning_spot.simulation.job import Job, Tier, with_tiers
+
+DAY_S = 86400.0
+
+
+@pytest.mark.parametrize(
+    ("stall_s", "mtbf_s", "interval_s", "restore_s", "restart_s"),
+    [
+        (5, 7200, 300, 0, 0),
+        (5, 7200, 268, 60, 600),
+        (60, 3600, 600, 120, 0),
+        (1, 1800, 60, 30, 300),
+        (5, 7200, 3600, 0, 0),
+    ],
+)
+def test_closed_form(stall_s: float, mtbf_s: float, interval_s: float, restore_s: float, restart_s: float) -> None:
+    count = int(DAY_S / interval_s)
+    job = Job(work_s=count * interval_s, stall_s=stall_s, safe_s=stall_s, restore_s=restore_s, restart_s=restart_s)
+    # The formula has a snapshot at the end of the last interval, too.
+    outcome = simulate(job, np.arange(1, count + 1) * interval_s, Fleet(Exponential(mtbf_s)), runs=2000)
+    expected = expected_total_s(job.work_s, interval_s, stall_s, mtbf_s, restore_s=restore_s, restart_s=restart_s)
+    assert outcome.total_s.mean() == pytest.approx(expected, rel=0.02)
+
+
+def test_times_add_up() -> None:
+    job = Job(work_s=DAY_S, stall_s=3.0, safe_s=20.0, restore_s=60.0, restart_s=300.0)
+    outcome = simulate(job, np.arange(200.0, DAY_S, 200.0), Fleet(Weibull(3600.0), 4, 2), runs=50)
+    parts = outcome.stall_s + outcome.lost_s + outcome.down_s + outcome.restore_s
+    assert outcome.total_s == pytest.approx(job.work_s + parts)
+    assert (outcome.failures > 0).all()
+
+
+def test_by_hand() -> None:
+    """Snapshots at 100, 200, … s that take 1 s and are safe 5 s after they began; failures after 250 s, then 1000 s."""
+    job = Job(work_s=500.0, stall_s=1.0, safe_s=5.0, restore_s=10.0, restart_s=30.0, loss=lambda x: 1 - x)
+    taken = np.array([100.0, 200.0, 300.0, 400.0])
+    outcome = simulate(job, taken, Trace((250.0, 1000.0)), runs=1)
+    # At 250 s two stalls are over: 248 s of work, 200 of them safe. Then 10 s of restore, 300 s of work, 2 stalls.
+    assert outcome.total_s[0] == 250 + 30 + 10 + 302
+    assert outcome.lost_s[0] == 48
+    assert outcome.stall_s[0] == 4
+    assert outcome.failures[0] == 1
+    assert outcome.progress_lost[0] == pytest.approx(48 / 500)
+    late = simulate(job, taken, Trace((204.0, 1000.0)), runs=1)  # 3 s after the second began: not safe yet
+    assert late.lost_s[0] == 102
+
+
+def test_a_job_that_never_ends_is_given_up() -> None:
+    outcome = simulate(Job(work_s=DAY_S), np.array([]), Fleet(Exponential(600.0)), runs=3)
+    assert np.isinf(outcome.total_s).all()
+
+
+@pytest.mark.parametrize("lifetimes", [Exponential(5000.0), Weibull(5000.0), Bathtub(5000.0)])
+def test_lifetimes_have_their_mean(lifetimes: Lifetimes) -> None:
+    assert lifetimes.draw(np.random.default_rng(1), (200_000,)).mean() == pytest.approx(5000.0, rel=0.03)
+
+
+@pytest.mark.parametrize(("nodes", "together"), [(1, 1), (8, 1), (16, 4)])
+def test_a_fleet_fails_as_often_as_it_says(nodes: int, together: int) -> None:
+    fleet = Fleet(Exponential(36_000.0), nodes, together)
+    drawn = [up.mean() for _, up in zip(range(50), fleet.uptimes(np.random.default_rng(2), 500), strict=False)]
+    assert np.mean(drawn) == pytest.approx(fleet.mtbf_s, rel=0.03)
+
+
+def test_a_trace_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("time,node\n2026-01-01T00:00:00Z,a\n2026-01-01T00:01:00Z,b\n2026-01-01T01:00:00+00:00,c\n")
+    assert Trace.read(path).uptimes_s == (3600.0,)
+    path.write_text("time\n0\n100\n7200\n")
+    assert Trace.read(path).uptimes_s == (7200.0,)
+    for text in ("when\n1\n", "time\nsoon\n", "time\n5\n"):
+        path.write_text(text)
+        with pytest.raises(SettingsError, match="trace"):
+            Trace.read(path)
+    with pytest.raises(SettingsError, match=r"nothing\.csv"):
+        Trace.read(tmp_path / "nothing.csv")
+
+
+def test_policies_run_in_a_job() -> None:
+    job = Job(work_s=DAY_S, stall_s=2.0)
+    evenly = places(YoungDaly(), job, 7200.0)
+    assert np.diff(evenly) == pytest.approx(np.diff(evenly)[0], abs=2 * DAY_S / job.steps)
+    slow = with_tiers(job, 1e9, [Tier(name="a", bytes_per_s=1e6), Tier(name="b", bytes_per_s=1e8)])
+    assert slow.safe_s == 12.0
+    assert np.diff(places(EverySeconds(10), slow, 7200.0)).min() >= 999  # a full ring takes no snapshot
+
+
+@pytest.mark.parametrize(
+    ("loss", "most"),
+    [(losses.exponential(5), 0.8), (losses.exponential(12), 0.7), (losses.power(), 0.9), (losses.floor(), 0.9)],
+    ids=["exponential-5", "exponential-12", "power", "floor"],
+)
+@pytest.mark.parametrize("lifetimes", [Exponential(7200.0), Weibull(7200.0), Bathtub(7200.0)])
+def test_convergence_aware_keeps_what_it_promises(loss: losses.Loss, most: float, lifetimes: Lifetimes) -> None:
+    job = Job(work_s=DAY_S, steps=8000, stall_s=2.0, safe_s=5.0, restart_s=600.0, restore_s=60.0, loss=loss)
+    names = ("ConvergenceAware", "YoungDaly")
+    ours, evenly = compare(job, Fleet(lifetimes), {name: POLICIES[name] for name in names}, runs=500, noise=0.02)
+    assert ours.snapshots == pytest.approx(evenly.snapshots, rel=0.05)
+    assert ours.total_s <= 1.01 * evenly.total_s
+    assert ours.progress_lost <= most * evenly.progress_lost
+
+
+def test_ten_thousand_job_days_take_seconds() -> None:
+    """Not a measurement: a bound so wide that only another order of growth misses it."""
+    started = time.monotonic()
+    job = Job(work_s=10 * DAY_S, stall_s=2.0, restart_s=600.0)
+    simulate(job, np.arange(200.0, job.work_s, 200.0), Fleet(Exponential(7200.0)), runs=1000)
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("wrong", [{"work_s": 0.0}, {"work_s": 1.0, "stall_s": -1.0}, {"work_s": 1.0, "steps": 0}])
+def test_bad_jobs(wrong: dict[str, float]) -> None:
+    with pytest.raises(SettingsError, match="cannot be simulated"):
+        Job(**wrong)  # type: ignore[arg-type]
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+QUICK = ["simulate", "--work", "6h", "--runs", "20"]
+
+
+def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
+    assert main([*QUICK, "--memory-node", "600MB/s", "--plot", str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in POLICIES)
+    assert "A memory node makes the run" in said
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_command_says_that_no_memory_node_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--memory-node", "100MB/s", "--memory-node-price", "5", "--price", "1", "--policy", "YoungDaly"]
+    assert main([*QUICK, *arguments]) == 0
+    assert "you need none" in capsys.readouterr().out
+
+
+def test_command_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "--json", "--policy", "YoungDaly", "--hazard", "exponential", "--lifetime", "1h"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["mtbf_s"] == 3600
+    (row,) = told["tiers"]["durable tier only"]
+    assert row["total_s"] == pytest.approx(6 * 3600 / row["goodput"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--policy", "often"], "YoungDaly"),
+        (["--runs", "0"], "at least 1"),
+        (["--nodes", "2", "--together", "3"], "together=3"),
+        (["--lifetime", "0"], "more than 0"),
+        (["--trace", "nothing.csv"], "nothing.csv"),
+        (["--plot", "picture.doc"], "cannot be written"),
+    ],
+)
+def test_command_refuses(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, *arguments]) == 2
+    assert said in capsys.readouterr().err
