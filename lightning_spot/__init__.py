@@ -12,6 +12,8 @@ from lightning_spot._version import __version__
 
 if TYPE_CHECKING:
     from lightning_spot.callbacks.auto_resume import AutoResume
+    from lightning_spot.callbacks.goodput import Goodput
+    from lightning_spot.callbacks.goodput_monitor import GoodputMonitor
     from lightning_spot.callbacks.preemption_guard import PreemptionGuard
     from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
     from lightning_spot.callbacks.spot_checkpoint import SpotCheckpoint
@@ -30,6 +32,8 @@ __all__ = [
     "Costs",
     "EverySeconds",
     "EverySteps",
+    "Goodput",
+    "GoodputMonitor",
     "IntervalPolicy",
     "OverheadBudget",
     "Preempted",
@@ -49,6 +53,8 @@ _HOMES = {
     "Costs": "lightning_spot.interval.costs",
     "EverySeconds": "lightning_spot.interval.policy",
     "EverySteps": "lightning_spot.interval.policy",
+    "Goodput": "lightning_spot.callbacks.goodput",
+    "GoodputMonitor": "lightning_spot.callbacks.goodput_monitor",
     "IntervalPolicy": "lightning_spot.interval.policy",
     "OverheadBudget": "lightning_spot.interval.adaptive",
     "Preempted": "lightning_spot.errors",

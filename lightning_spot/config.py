@@ -91,6 +91,13 @@ def format_bytes(nbytes: float) -> str:
     return f"{int(nbytes)} B"
 
 
+def format_seconds(seconds: float) -> str:
+    """Write a duration for people: ``8.3 s``, ``12.5 min``, ``3.20 h``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.2f} h"
+
+
 def check_run_name(run: str) -> str:
     """Return ``run`` if it can name a run in a URL and a directory.
 

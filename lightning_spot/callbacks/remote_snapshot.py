@@ -108,6 +108,16 @@ class RemoteSnapshot(Checkpoint):
         self._deadline_s: float | None = None
 
     @property
+    def stall_s(self) -> float:
+        """Seconds that training has waited for snapshots in this ``fit``."""
+        return self._pacing.stall_s
+
+    @property
+    def begun_step(self) -> int:
+        """``global_step`` of the newest snapshot that was begun, -1 before the first."""
+        return self._begun_step
+
+    @property
     def interval(self) -> IntervalPolicy:
         """The policy that decides when a snapshot is taken."""
         return self._pacing.policy

@@ -8,6 +8,8 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 
 from lightning_spot.callbacks.auto_resume import AutoResume, ResumedFrom, say_resumed
+from lightning_spot.callbacks.goodput import Goodput
+from lightning_spot.callbacks.goodput_monitor import GoodputMonitor
 from lightning_spot.callbacks.preemption_guard import PreemptionGuard
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
 from lightning_spot.interval.policy import IntervalPolicy
@@ -84,12 +86,18 @@ class SpotCheckpoint(RemoteSnapshot):
             strict=strict,
         )
         self._resume = AutoResume(dirpath, memory=memory, run=run, rewind=rewind) if resume else None
+        self._goodput = GoodputMonitor()
         self._guard = PreemptionGuard(notices, grace_s=grace_s) if notices is not None else None
 
     @property
     def resumed_from(self) -> ResumedFrom | None:
         """What this ``fit`` was resumed from, or ``None``."""
         return self._resume.resumed_from if self._resume is not None else None
+
+    @property
+    def goodput(self) -> Goodput:
+        """Where the time of the run goes, on rank 0."""
+        return self._goodput.metric
 
     @property
     def notice(self) -> Notice | None:
@@ -103,6 +111,7 @@ class SpotCheckpoint(RemoteSnapshot):
             self._guard.setup(trainer, pl_module, stage)
         if self._resume is not None:
             self._resume.setup(trainer, pl_module, stage)
+        self._goodput.setup(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say where the run goes on."""
@@ -113,6 +122,14 @@ class SpotCheckpoint(RemoteSnapshot):
             self._resume.on_train_start(trainer, pl_module)
         if self.resumed_from is not None:
             say_resumed(self.resumed_from, self.place.run, self.attempt)
+        self._goodput.on_train_start(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Look at the loss, and note where training is."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._goodput.on_train_batch_end(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Flush, and say so when there was nothing left to train."""
@@ -141,15 +158,18 @@ class SpotCheckpoint(RemoteSnapshot):
         if self._guard is not None:
             self._guard.on_train_end(trainer, pl_module)
         super().on_train_end(trainer, pl_module)
+        self._goodput.on_train_end(trainer, pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Bring what is committed to safety, then stop watching."""
         super().on_exception(trainer, pl_module, exception)
         if self._guard is not None:
             self._guard.on_exception(trainer, pl_module, exception)
+        self._goodput.on_exception(trainer, pl_module, exception)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Let go, if nothing did before."""
         super().teardown(trainer, pl_module, stage)
         if self._guard is not None:
             self._guard.teardown(trainer, pl_module, stage)
+        self._goodput.teardown(trainer, pl_module, stage)

@@ -12,7 +12,7 @@ import logging
 from rich.console import Console
 
 from lightning_spot._version import __version__
-from lightning_spot.cli import drill, listing, simulate, transfer
+from lightning_spot.cli import doctor, drill, listing, report, simulate, transfer
 from lightning_spot.errors import CorruptSnapshot, SpotError
 from lightning_spot.memory import program
 
@@ -50,15 +50,15 @@ def _parser() -> argparse.ArgumentParser:
     program.add_arguments(node)
     node.set_defaults(call=_node)
 
-    text = "train undisturbed and with kills, and compare the final states bit by bit"
-    drilled = commands.add_parser("drill", help=text, description=text)
-    drill.add_arguments(drilled)
-    drilled.set_defaults(call=drill.drill)
-
-    text = "simulate a job under preemptions: which policy, which tiers"
-    simulated = commands.add_parser("simulate", help=text, description=text)
-    simulate.add_arguments(simulated)
-    simulated.set_defaults(call=simulate.simulate)
+    for name, module, call, text in (
+        ("drill", drill, drill.drill, "train undisturbed and with kills, and compare the final states bit by bit"),
+        ("simulate", simulate, simulate.simulate, "simulate a job under preemptions: which policy, which tiers"),
+        ("report", report, report.report, "where the time of a run went, attempt by attempt"),
+        ("doctor", doctor, doctor.doctor, "measure this host and its tiers, and recommend settings"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        module.add_arguments(command)
+        command.set_defaults(call=call)
 
     for name, call, text in (
         ("ls", listing.ls, "list the snapshots of a run at every tier"),

@@ -67,7 +67,7 @@ class ConvergenceAware(Adaptive):
         self._elapsed_s = 0.0
         self._owed = 0.0  # snapshots that evenly spaced ones would be ahead by
         self._regret_s = 0.0
-        self._plan: tuple[float, list[float], list[float]] = (-1.0, [], [])
+        self._plan: tuple[float, list[float]] = (-1.0, [])
         self._planned_for: tuple[int, float] = (-1, 0.0)
 
     def learn(self, costs: Costs) -> None:
@@ -119,7 +119,7 @@ class ConvergenceAware(Adaptive):
         stretch = self.interval_s(self._step) / self._even_s
         self._elapsed_s += seconds
         self._owed += seconds / self._even_s * (1 - 1 / stretch)
-        self._regret_s += seconds * float(self._price(costs).rise(np.array(stretch)))
+        self._regret_s += seconds * self._price(costs).rise(stretch)
 
     def _price(self, costs: Costs) -> Price:
         return Price(stall=costs.stall_s / self._even_s, rework=self._even_s / (2 * costs.mtbf_s))
@@ -129,20 +129,25 @@ class ConvergenceAware(Adaptive):
         if total is None or not (math.isfinite(total) and 0 < step < total) or not self._even_s > 0:
             return 1.0
         wanted = (self._curve.version, self._even_s)
-        begin, places, stretches = self._plan
+        begin, stretches = self._plan
         x = step / total
         stale = self._planned_for[0] != wanted[0] or abs(self._planned_for[1] - wanted[1]) > 0.02 * wanted[1]
         if stale or not begin <= x < begin + _REPLAN:
-            begin, places, stretches = self._plan = self._replan(x, costs)
+            begin, stretches = self._plan = self._replan(x, costs)
             self._planned_for = wanted
-        return float(np.interp(x, places, stretches)) if places else 1.0
+        if not stretches:
+            return 1.0
+        place = min(max((x - begin) / (1 - begin) * PLACES - 0.5, 0.0), PLACES - 1.0)
+        before = min(int(place), PLACES - 2)
+        return stretches[before] + (place - before) * (stretches[before + 1] - stretches[before])
 
-    def _replan(self, x: float, costs: Costs) -> tuple[float, list[float], list[float]]:
+    def _replan(self, x: float, costs: Costs) -> tuple[float, list[float]]:
+        """Stretches at ``PLACES`` evenly spaced places from ``x`` to the end; none where progress is not seen."""
         if self._curve.fit is None and self._curve.version == 0 and costs.total_steps is not None:
             self._curve.refit(costs.total_steps)  # after a resume
         fit = self._curve.fit
         if fit is None or self._elapsed_s <= 0:
-            return x, [], []
+            return x, []
         left_s = self._elapsed_s * (1 - x) / x
         whole_s = self._elapsed_s + left_s
         places = x + (1 - x) * (np.arange(PLACES) + 0.5) / PLACES
@@ -152,4 +157,4 @@ class ConvergenceAware(Adaptive):
             price=self._price(costs),
             most_rise=(self.max_regret * whole_s - self._regret_s) / left_s,
         )
-        return x, places.tolist(), stretches.tolist()
+        return x, stretches.tolist()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+
+Stretch = TypeVar("Stretch", float, Array)
 
 WIDEST = 2.0
 """An interval is at most so many times the evenly spaced one, and at least its inverse."""
@@ -26,7 +29,7 @@ class Price:
     stall: float
     rework: float
 
-    def rise(self, stretch: Array) -> Array:
+    def rise(self, stretch: Stretch) -> Stretch:
         """By how much the expected time to finish rises where intervals are ``stretch`` times as long."""
         return self.stall * (1 / stretch - 1) + self.rework * (stretch - 1)
 

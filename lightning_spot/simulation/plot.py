@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,45 @@ def plot_rows(groups: Mapping[str, Sequence[Row]], path: str | Path) -> None:
         lower.set(xlabel="progress lost per failure, % of the whole fall of the loss")
         upper.invert_yaxis()
         lower.invert_yaxis()
+    save()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One attempt in the picture of a run.
+
+    Attributes:
+        name: for people.
+        points: from where to where it went.
+        marks: snapshots.
+        lost_from: height from which on it was done again, if any was.
+    """
+
+    name: str
+    points: list[tuple[float, float]]
+    marks: list[tuple[float, float]]
+    lost_from: float | None
+
+
+def plot_lines(lines: Sequence[Line], xlabel: str, ylabel: str, path: str | Path) -> None:
+    """Draw attempts over time, with their snapshots and what was lost.
+
+    Raises:
+        SettingsError: as :func:`plot_rows` does.
+    """
+    axes_of, save = _figure(1, 1, path)
+    axes = axes_of[0][0]
+    for number, line in enumerate(lines):
+        (x0, y0), (x1, y1) = line.points
+        axes.plot([x0, x1], [y0, y1], color="tab:blue", label="attempt" if number == 0 else None)
+        if line.marks:
+            x, y = zip(*line.marks, strict=True)
+            axes.plot(x, y, ".", color="tab:green", label="snapshot" if number == 0 else None)
+        if line.lost_from is not None and y1 > y0:
+            begin = x0 + (x1 - x0) * (line.lost_from - y0) / (y1 - y0)
+            axes.plot([begin, x1], [line.lost_from, y1], color="tab:red", linewidth=3, label=f"lost by {line.name}")
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.legend()
     save()
 
 

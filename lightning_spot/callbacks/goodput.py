@@ -1,0 +1,69 @@
+"""Goodput as a metric: the share of a run's time that was spent on training that was kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchmetrics import Metric
+
+from lightning_spot.recovery.ledger import Spent
+
+
+class Goodput(Metric):
+    """Productive time over all time of a run, between 0 and 1.
+
+    Total time alone hides how much was lost, goodput alone how long it took: look at both (``goodput/total_s``). States
+    are sums of seconds (float64), so they add up over attempts and over ranks.
+
+    Args:
+        options: of every torchmetrics metric, such as ``sync_on_compute``.
+
+    Example::
+
+        goodput = Goodput()
+        goodput.update(productive_s=90.0, stall_s=1.0, lost_s=4.0, restore_s=2.0, down_s=3.0)
+        goodput.compute()  # tensor(0.9000)
+    """
+
+    higher_is_better = True
+    is_differentiable = False
+    full_state_update = False
+    productive_s: torch.Tensor
+    stall_s: torch.Tensor
+    lost_s: torch.Tensor
+    restore_s: torch.Tensor
+    down_s: torch.Tensor
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name in Spent.__slots__:
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(
+        self,
+        productive_s: float,
+        stall_s: float = 0.0,
+        lost_s: float = 0.0,
+        restore_s: float = 0.0,
+        down_s: float = 0.0,
+    ) -> None:
+        """Add seconds.
+
+        Args:
+            productive_s: trained, and kept.
+            stall_s: waited for snapshots.
+            lost_s: trained, and done again.
+            restore_s: from a start until training began.
+            down_s: without machines.
+        """
+        self.productive_s += productive_s
+        self.stall_s += stall_s
+        self.lost_s += lost_s
+        self.restore_s += restore_s
+        self.down_s += down_s
+
+    def compute(self) -> torch.Tensor:
+        """Productive over total seconds; 1 before any time has passed."""
+        whole = self.productive_s + self.stall_s + self.lost_s + self.restore_s + self.down_s
+        return torch.where(whole > 0, self.productive_s / whole.clamp(min=1e-9), torch.ones_like(whole)).float()

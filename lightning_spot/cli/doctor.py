@@ -1,0 +1,251 @@
+"""``lightning-spot doctor``: measures this host and its tiers, and recommends settings."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import mmap
+import os
+import secrets
+import shutil
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import fsspec
+from rich.console import Console
+
+from lightning_spot.capture.place import AUTO, Place
+from lightning_spot.cli.output import wide_console
+from lightning_spot.cli.simulate import seconds
+from lightning_spot.config import format_bytes, format_seconds, parse_bytes, read_environment
+from lightning_spot.errors import SpotError
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory.embedded import start
+from lightning_spot.memory.stores import open_store
+from lightning_spot.notices.detect import CLOUDS, detect_cloud
+from lightning_spot.tiers.store import Store
+
+SLOTS = 3
+ALONE, WITH_NODE = "durable tier only", "with the memory node"
+_WORTH_A_NODE = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What to expect of a run, to first order.
+
+    Attributes:
+        stall_s: training waits for one snapshot at most (if nothing overlaps).
+        safe_s: from a snapshot's begin until it is safe outside this machine.
+        interval_s: that Young and Daly's rule chooses.
+        overhead: share of the time spent waiting for snapshots.
+        loss_s: work that a preemption without notice takes away, on average.
+        total: share of the time that both cost.
+    """
+
+    stall_s: float
+    safe_s: float
+    interval_s: float
+    overhead: float
+    loss_s: float
+    total: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``doctor``."""
+    parser.add_argument("url", metavar="DIRPATH", help="durable directory or fsspec URL that snapshots are to go to")
+    parser.add_argument("--memory", action="append", default=[], metavar="spot://HOST:PORT", help="also a memory node")
+    parser.add_argument("--state", default="1GB", metavar="SIZE", help="size of a snapshot (1GB)")
+    parser.add_argument("--lifetime", type=seconds, default=7200.0, metavar="TIME", help="mean, of the machine (2h)")
+    parser.add_argument("--sample", default="64MB", metavar="SIZE", help="how much to write for a measurement (64MB)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Measure and recommend; 1 if a tier cannot be used."""
+    state_bytes, sample = parse_bytes(arguments.state), parse_bytes(arguments.sample)
+    place = Place.of(arguments.url, arguments.memory or AUTO, "doctor")
+    say = Console(stderr=True, highlight=False).print
+    problems: list[str] = []
+    facts: dict[str, Any] = {"copy_bytes_per_s": copy_speed(sample)}
+    tiers: dict[str, float] = {}
+    scratch = f"{place.dirpath}/.doctor-{secrets.token_hex(4)}"
+    stores = {node: f"{node}/doctor" for node in place.nodes} | {place.dirpath: scratch}
+    for url, where in stores.items():
+        say(f"writing {format_bytes(sample)} to {url} …", markup=False)
+        try:
+            tiers[url] = store_speed(open_store(where), sample)
+        except SpotError as error:
+            problems.append(f"{url}: {error}")
+        finally:
+            if where == scratch:
+                _remove(scratch)
+    facts["tiers_bytes_per_s"] = tiers
+    say("starting a memory node on this host …")
+    try:
+        facts["node_bytes_per_s"] = node_speed(scratch, sample)
+    except (SpotError, OSError) as error:
+        problems.append(f"the memory node on this host: {error}")
+    cloud = detect_cloud()
+    facts["cloud"], facts["grace_s"] = cloud, CLOUDS[cloud]().grace_s if cloud is not None else None
+    durable = {url: speed for url, speed in tiers.items() if url == place.dirpath}
+    outlooks = {}
+    if durable:
+        outlooks[ALONE] = outlook(state_bytes, facts["copy_bytes_per_s"], durable, arguments.lifetime)
+    if len(tiers) > 1 and durable:
+        outlooks[WITH_NODE] = outlook(state_bytes, facts["copy_bytes_per_s"], tiers, arguments.lifetime)
+    facts["outlook"] = {label: asdict(found) for label, found in outlooks.items()}
+    facts["advice"] = _advice(outlooks, state_bytes, place, facts["grace_s"])
+    facts["problems"] = problems
+    if arguments.json:
+        print(json.dumps(facts, indent=1))
+    else:
+        _print(facts, outlooks, state_bytes)
+    return 1 if problems else 0
+
+
+def copy_speed(nbytes: int) -> float:
+    """Bytes per second of a warm copy within this host's memory, by one thread; the best of several."""
+    source, target = mmap.mmap(-1, nbytes), mmap.mmap(-1, nbytes)
+    try:
+        with memoryview(source) as left, memoryview(target) as right:
+            right[:] = left  # touches the pages
+            return max(nbytes / _seconds(lambda: right.__setitem__(slice(None), left)) for _ in range(5))
+    finally:
+        source.close()
+        target.close()
+
+
+def store_speed(store: Store, nbytes: int) -> float:
+    """Bytes per second at which a tier stores a snapshot durably; what was written is deleted again."""
+    image = memoryview(os.urandom(1 << 20) * (nbytes >> 20 or 1))[:nbytes]
+    unsealed = Manifest(run="doctor", name=snapshot_name(0, 1), step=0, attempt=1, nbytes=len(image))
+    manifest = unsealed.sealed(image)
+    took_s = _seconds(lambda: store.put(manifest, image, writer=1))
+    store.delete(manifest)
+    return len(image) / took_s
+
+
+def node_speed(run_url: str, nbytes: int) -> float:
+    """Bytes per second at which a memory node on this host commits a snapshot: copied into its slot and checked.
+
+    Args:
+        run_url: of a run that there is not; its node is started, and ends by itself.
+        nbytes: how much to commit.
+    """
+    checkpoint = io.BytesIO()  # nodes take what looks like one only
+    with zipfile.ZipFile(checkpoint, "w") as archive:
+        archive.writestr("model/data/0", bytes(nbytes))
+    image = checkpoint.getvalue()
+    nbytes = len(image)
+    host = start(run_url, "doctor", slots=2, memory_bytes=4 * nbytes, idle_timeout_s=1.0)
+    try:
+        attempt = host.open_run([], 1)
+        took_s = []
+        for step in range(4):  # the first ones make the slots
+            lease = host.lease(nbytes, 30.0)
+            name = snapshot_name(step, attempt)
+            manifest = Manifest(run="doctor", name=name, step=step, attempt=attempt, nbytes=nbytes)
+            started = time.perf_counter()
+            with memoryview(lease.map) as slot:
+                slot[:nbytes] = image
+            host.seal(lease, manifest)
+            took_s.append(time.perf_counter() - started)
+        return nbytes / min(took_s)
+    finally:
+        host.leave(complete=True)
+
+
+def outlook(state_bytes: int, copy_bytes_per_s: float, tiers: dict[str, float], lifetime_s: float) -> Outlook:
+    """What to expect, to first order, with measured speeds."""
+    from lightning_spot.interval.adaptive import YoungDaly
+    from lightning_spot.interval.costs import Costs
+
+    stall_s = state_bytes / copy_bytes_per_s
+    stored_s = [state_bytes / speed for speed in tiers.values()]
+    policy = YoungDaly()
+    policy.learn(Costs(stall_s=stall_s, mtbf_s=lifetime_s, drain_s=max(stored_s)))
+    interval_s = policy.interval_s(0)
+    safe_s = stall_s + min(stored_s)
+    loss_s = interval_s / 2 + safe_s
+    overhead = stall_s / interval_s
+    return Outlook(
+        stall_s=stall_s,
+        safe_s=safe_s,
+        interval_s=interval_s,
+        overhead=overhead,
+        loss_s=loss_s,
+        total=overhead + loss_s / lifetime_s,
+    )
+
+
+def _advice(outlooks: dict[str, Outlook], state_bytes: int, place: Place, grace_s: float | None) -> list[str]:
+    memory = f", memory={list(place.nodes)!r}" if place.nodes else ""
+    advice = _of_memory(SLOTS * state_bytes)
+    alone, with_node = outlooks.get(ALONE), outlooks.get(WITH_NODE)
+    if alone is not None and with_node is not None:
+        gain = alone.total - with_node.total
+        verdict = "keep it" if gain > _WORTH_A_NODE else "you need no memory node"
+        advice.append(f"the memory node saves {100 * gain:.1f} % of the time: {verdict}")
+        memory = memory if gain > _WORTH_A_NODE else ""
+    elif alone is not None and alone.safe_s > alone.interval_s / 2:
+        advice.append("most of what a preemption takes is on its way to the durable tier: a memory node would help")
+    best = min(outlooks.values(), key=lambda found: found.total, default=None)
+    if best is not None and grace_s is not None and best.safe_s > grace_s:
+        advice.append(
+            f"a notice leaves {grace_s:.0f} s, and a snapshot needs {best.safe_s:.0f} s until it is safe: after a"
+            " notice the run resumes from its last regular snapshot"
+        )
+    return [*advice, f"SpotCheckpoint({place.dirpath!r}{memory})  # the interval finds itself"]
+
+
+def _of_memory(need: int) -> list[str]:
+    """What is to be said of the memory for ``need`` bytes of slots."""
+    half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    advice = []
+    if need > half:
+        told = f"{SLOTS} slots need {format_bytes(need)}, half of this host's memory is {format_bytes(half)}"
+        advice.append(f"{told}: use slots=2, or a larger machine")
+    shm = read_environment().shm_dir
+    if shm is None or shutil.disk_usage(shm).free < need:
+        advice.append(
+            "/dev/shm is too small for the slots: memory files are used, and end with the node that holds them"
+        )
+    return advice
+
+
+def _print(facts: dict[str, Any], outlooks: dict[str, Outlook], state_bytes: int) -> None:
+    console = wide_console()
+    cloud = facts["cloud"] or "none found; signals and the notice file are watched"
+    console.print(f"cloud: {cloud}" + (f", a notice leaves {facts['grace_s']:.0f} s" if facts["grace_s"] else ""))
+    console.print(f"copy within memory: {format_bytes(facts['copy_bytes_per_s'])}/s")
+    if "node_bytes_per_s" in facts:
+        console.print(f"committed by a node on this host: {format_bytes(facts['node_bytes_per_s'])}/s")
+    for url, speed in facts["tiers_bytes_per_s"].items():
+        console.print(f"stored at {url}: {format_bytes(speed)}/s", markup=False)
+    for problem in facts["problems"]:
+        console.print(problem, style="red", markup=False)
+    for label, found in outlooks.items():
+        console.print(
+            f"{label}, snapshots of {format_bytes(state_bytes)}: one every {format_seconds(found.interval_s)}, overhead"
+            f" {100 * found.overhead:.2f} % at most; safe after {format_seconds(found.safe_s)}; a preemption without"
+            f" notice takes {format_seconds(found.loss_s)} of work on average"
+        )
+    for line in facts["advice"]:
+        console.print(f"→ {line}", markup=False)
+
+
+def _remove(url: str) -> None:
+    files, path = fsspec.core.url_to_fs(url)
+    if files.exists(path):
+        files.rm(path, recursive=True)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return max(time.perf_counter() - started, 1e-9)

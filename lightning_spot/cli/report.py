@@ -1,0 +1,102 @@
+"""``lightning-spot report``: where the time of a real run went, attempt by attempt."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+from lightning_spot.capture.place import Place
+from lightning_spot.cli.output import plain_table, wide_console
+from lightning_spot.config import format_seconds
+from lightning_spot.errors import SnapshotNotFound
+from lightning_spot.recovery.ledger import AttemptRecord, Spent, lost_steps, spent, total
+from lightning_spot.tiers.records import read_records
+
+_WIDE = 60
+_PARTS = {"productive_s": "=", "stall_s": "s", "lost_s": "x", "restore_s": "r", "down_s": "."}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``report``."""
+    parser.add_argument("url", metavar="RUN", help="the run's directory or fsspec URL")
+    parser.add_argument("--plot", metavar="FILE", help="draw the run (.png, .svg, .pdf)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Show the attempts of a run, and the whole."""
+    url = Place.of(arguments.url, None, None).dirpath
+    records = [AttemptRecord.from_dict(record) for record in read_records(url)]
+    if not records:
+        raise SnapshotNotFound(
+            f"{url} has no records of attempts: it is no run, or was trained without SpotCheckpoint or GoodputMonitor"
+        )
+    parts = spent(records)
+    whole = total(parts)
+    if arguments.plot:
+        _plot(records, arguments.plot)
+    if arguments.json:
+        print(json.dumps(_facts(records, parts, whole), indent=1))
+        return 0
+    console = wide_console()
+    headings = ("ATTEMPT", "BEGUN", "STEPS", "LASTED", "SNAPSHOTS", "STALL", "LOST", "DOWN AFTER", "END")
+    table = plain_table(headings, left=("BEGUN", "END"))
+    for record, part, after in zip(records, parts, [*records[1:], None], strict=True):
+        lost = lost_steps(record, after)
+        table.add_row(
+            str(record.attempt),
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.begun_unix_s)),
+            f"{record.from_step} to {record.step}",
+            format_seconds(part.total_s - part.down_s),
+            str(len(record.snapshots)),
+            format_seconds(part.stall_s),
+            f"{lost} steps, {format_seconds(part.lost_s)}",
+            format_seconds(part.down_s),
+            record.end,
+        )
+    console.print(table)
+    console.print(_line(parts, whole), markup=False)
+    console.print(f"goodput {100 * whole.goodput:.1f} % of {format_seconds(whole.total_s)}")
+    return 0
+
+
+def _facts(records: list[AttemptRecord], parts: list[Spent], whole: Spent) -> dict[str, object]:
+    def plain(part: Spent) -> dict[str, float]:
+        return {**{name: getattr(part, name) for name in _PARTS}, "total_s": part.total_s, "goodput": part.goodput}
+
+    attempts = [{**record.as_dict(), "spent": plain(part)} for record, part in zip(records, parts, strict=True)]
+    return {"attempts": attempts, "whole": plain(whole)}
+
+
+def _line(parts: list[Spent], whole: Spent) -> str:
+    """The run on one line, to scale, and what the signs mean."""
+    drawn = ""
+    for part in parts:
+        for name in ("restore_s", "productive_s", "stall_s", "lost_s", "down_s"):
+            share = getattr(part, name) / max(whole.total_s, 1e-9) * _WIDE
+            drawn += _PARTS[name] * (round(share) or (1 if share > 0.05 else 0))
+    meaning = ", ".join(f"{sign} {name.removesuffix('_s')}" for name, sign in _PARTS.items())
+    return f"|{drawn}|  {meaning}"
+
+
+def _plot(records: list[AttemptRecord], path: str) -> None:
+    from lightning_spot.simulation.plot import Line, plot_lines
+
+    begun_s = records[0].begun_unix_s
+    lines = []
+    for record, after in zip(records, [*records[1:], None], strict=True):
+        if record.trained_unix_s is None:
+            continue
+        times = [(record.trained_unix_s - begun_s) / 3600, (record.unix_s - begun_s) / 3600]
+        marks = [((at - begun_s) / 3600, float(step)) for step, at in record.snapshots]
+        kept = record.step - lost_steps(record, after)
+        lines.append(
+            Line(
+                name=f"attempt {record.attempt}",
+                points=[(times[0], record.from_step), (times[1], record.step)],
+                marks=marks,
+                lost_from=float(kept) if kept < record.step else None,
+            )
+        )
+    plot_lines(lines, "hours since the run began", "optimizer step", path)

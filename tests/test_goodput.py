@@ -1,0 +1,327 @@
+"""Where the time of a run goes: the ledger, the metric, the monitor, ``report`` and ``doctor``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torchmetrics import MetricCollection
+
+from lightning_spot import (
+    ConvergenceAware,
+    EverySeconds,
+    EverySteps,
+    Goodput,
+    GoodputMonitor,
+    RemoteSnapshot,
+    SpotCheckpoint,
+    YoungDaly,
+)
+from lightning_spot.callbacks.pacing import Pacing
+from lightning_spot.cli import main
+from lightning_spot.errors import SettingsError
+from lightning_spot.recovery.ledger import AttemptRecord, lost_steps, spent, total
+from lightning_spot.tiers.records import read_records, write_record
+from tests.conftest import RunningNode
+from tests.models import Net, data, trainer
+from tests.test_fit import Stop, StopAt
+
+# -- the ledger -------------------------------------------------------------------------------------------------------
+
+
+def attempt(number: int, begun: float, trained: float | None, steps: tuple[int, int], until: float, **more: Any) -> Any:
+    return AttemptRecord(
+        attempt=number,
+        begun_unix_s=begun,
+        trained_unix_s=trained,
+        from_step=steps[0],
+        step=steps[1],
+        unix_s=until,
+        **more,
+    )
+
+
+def test_the_ledger_by_hand() -> None:
+    first = attempt(1, 0.0, 10.0, (0, 100), 110.0)
+    second = attempt(2, 130.0, None, (0, 0), 135.0)  # taken away before it trained
+    third = attempt(3, 140.0, 150.0, (80, 180), 252.0, stall_s=2.0)
+    parts = spent([first, second, third])
+    assert (parts[0].restore_s, parts[0].down_s) == (10.0, 20.0)
+    assert (parts[1].restore_s, parts[1].down_s, parts[1].productive_s) == (5.0, 5.0, 0.0)
+    assert (parts[2].restore_s, parts[2].stall_s, parts[2].productive_s) == (10.0, 2.0, 100.0)
+    whole = total(parts)
+    assert whole.total_s == 252.0
+    assert whole.goodput == pytest.approx((whole.productive_s) / 252.0)
+
+
+def test_lost_steps_are_those_done_again() -> None:
+    first, second = attempt(1, 0.0, 0.0, (0, 100), 100.0), attempt(2, 100.0, 100.0, (80, 200), 220.0)
+    assert lost_steps(first, second) == 20
+    assert lost_steps(second, None) == 0
+    parts = spent([first, second])
+    assert parts[0].lost_s == pytest.approx(20.0)
+    assert parts[0].productive_s == pytest.approx(80.0)
+
+
+def test_a_record_keeps_its_size() -> None:
+    record = attempt(1, 0.0, 0.0, (0, 0), 0.0)
+    for step in range(10_000):
+        record.begin_snapshot(step, float(step))
+    assert 200 < len(record.snapshots) <= 500
+    again = AttemptRecord.from_dict(json.loads(json.dumps({**record.as_dict(), "of_a_later_version": 1})))
+    assert again == record
+
+
+def test_records_are_read_in_order_and_damaged_ones_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number in (2, 10, 1):
+        write_record(str(tmp_path), number, {"attempt": number})
+    (tmp_path / "attempts" / "attempt-0003.progress.json").write_text('{"attempt":')
+    (tmp_path / "attempts" / "attempt-0003.json").write_text("{}")
+    assert [record["attempt"] for record in read_records(str(tmp_path))] == [1, 2, 10]
+    assert "attempt 3" in caplog.text
+    assert read_records(str(tmp_path / "nowhere")) == []
+
+
+# -- the metric -------------------------------------------------------------------------------------------------------
+
+
+def test_metric() -> None:
+    goodput = Goodput()
+    goodput.update(productive_s=90.0, stall_s=1.0, lost_s=4.0, restore_s=2.0, down_s=3.0)
+    assert goodput.compute() == pytest.approx(0.9)
+    goodput.update(productive_s=100.0)
+    assert goodput.compute() == pytest.approx(0.95)
+    assert MetricCollection([goodput.clone()]).compute()["Goodput"] == pytest.approx(0.95)
+    state = goodput.state_dict()
+    goodput.persistent(True)
+    assert not state
+    again = Goodput()
+    again.persistent(True)
+    again.load_state_dict(goodput.state_dict())
+    assert again.down_s == 3.0
+    goodput.reset()
+    assert goodput.compute() == 1.0
+
+
+# -- the monitor ------------------------------------------------------------------------------------------------------
+
+
+class Slow(pl.Callback):
+    def on_train_batch_start(self, *_: Any) -> None:
+        time.sleep(0.01)
+
+
+def test_a_run_over_two_attempts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = str(tmp_path / "run")
+    with pytest.raises(Stop):
+        trainer(Slow(), SpotCheckpoint(url, interval=EverySteps(10), on_full="wait"), StopAt(25)).fit(Net(), data())
+    time.sleep(0.3)
+    spot = SpotCheckpoint(url, interval=EverySteps(10))
+    logger = CSVLogger(str(tmp_path), name="log")
+    trainer(Slow(), spot, logger=logger).fit(Net(), data())
+    first, second = (AttemptRecord.from_dict(record) for record in read_records(url))
+    assert (first.end, second.end) == ("failed", "complete")
+    assert (first.step, second.from_step, second.step) == (25, 20, 40)
+    assert [step for step, _ in first.snapshots] == [10, 20]
+    whole = spot._goodput.spent() if spot._goodput._record else total(spent([first, second]))
+    assert whole.down_s >= 0.25
+    assert whole.lost_s >= 0.04
+    assert 0 < spot.goodput.compute() < 1
+    rows = (tmp_path / "log" / "version_0" / "metrics.csv").read_text()
+    assert "goodput/goodput" in rows
+    capsys.readouterr()
+
+    assert main(["report", url]) == 0
+    said = capsys.readouterr().out
+    assert "5 steps" in said
+    assert "goodput" in said
+    picture = tmp_path / "run.svg"
+    assert main(["report", url, "--json", "--plot", str(picture)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [item["attempt"] for item in told["attempts"]] == [1, 2]
+    parts = sum(value for name, value in told["whole"].items() if name not in ("total_s", "goodput"))
+    assert told["whole"]["total_s"] == pytest.approx(parts)
+    assert "<svg" in picture.read_text()
+
+
+def test_it_stands_alone_and_leaves_no_thread(tmp_path: Path) -> None:
+    monitor = GoodputMonitor(str(tmp_path / "run"), heartbeat_s=0.05)
+    trainer(Slow(), monitor).fit(Net(), data())
+    trainer(monitor).fit(Net(), data())
+    assert [record["attempt"] for record in read_records(str(tmp_path / "run"))] == [1, 2]
+    assert not [thread for thread in threading.enumerate() if thread.name == "spot-goodput"]
+    with pytest.raises(SettingsError, match="dirpath"):
+        trainer(GoodputMonitor()).fit(Net(), data())
+    with pytest.raises(SettingsError, match="heartbeat_s"):
+        GoodputMonitor(heartbeat_s=0)
+
+
+def test_a_heartbeat_outlives_a_kill(tmp_path: Path) -> None:
+    """What is on disk in mid-training is what a killed attempt leaves."""
+    url, seen = str(tmp_path / "run"), []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            time.sleep(0.02)
+            if trainer.global_step == 30:
+                seen.extend(read_records(url))
+
+    trainer(GoodputMonitor(url, heartbeat_s=0.05), Look()).fit(Net(), data())
+    assert seen[0]["end"] == "running"
+    assert 20 <= seen[0]["step"] <= 30
+
+
+def test_the_progress_bar_shows_it(tmp_path: Path) -> None:
+    shown = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+            shown.append(trainer.progress_bar_callback.get_metrics(trainer, module))
+
+    watched = trainer(SpotCheckpoint(str(tmp_path / "run")), Look(), enable_progress_bar=True)
+    watched.fit(Net(), data())
+    assert float(shown[-1]["goodput"]) > 0
+    assert "goodput" not in watched.callback_metrics
+    assert "goodput" not in watched.progress_bar_callback.get_metrics(watched, watched.lightning_module)
+
+
+# -- pacing -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_default_interval_measures_and_needs_no_setting(tmp_path: Path) -> None:
+    spot = SpotCheckpoint(str(tmp_path / "run"))
+    policy = spot.interval
+    assert isinstance(policy, ConvergenceAware)
+
+    class Soon(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            time.sleep(0.02)
+            if trainer.global_step == 10:
+                policy._last_s -= 60.0  # the first snapshot is due
+
+    trainer(Soon(), spot).fit(Net(), data())
+    costs = policy._costs
+    assert costs is not None
+    assert 0 < costs.stall_s < 5
+    assert costs.mtbf_s >= 7200
+    assert costs.total_steps == 40
+    assert policy._curve._buckets._open or policy._curve._buckets._closed  # the loss was read
+
+
+def test_what_was_measured_survives_a_restart(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+
+    def measured(root: str, stop: int | None) -> SpotCheckpoint:
+        spot = SpotCheckpoint(root, interval=EverySeconds(0.05), on_full="wait")
+        stops = [StopAt(stop)] if stop is not None else []
+        with contextlib.suppress(Stop):
+            trainer(Slow(), spot, *stops).fit(Net(), data())
+        return spot
+
+    measured(url, 25)
+    spot = measured(url, None)
+    assert spot._pacing._rate.events == 1
+    assert spot._pacing._rate.exposure_s > 0.1
+    assert spot._pacing._stall.value is not None
+
+
+def test_a_monitor_that_is_not_logged_is_named(tmp_path: Path) -> None:
+    interval = ConvergenceAware(monitor="val_los")
+    with pytest.warns(UserWarning, match="val_los"):
+        trainer(RemoteSnapshot(str(tmp_path / "run"), interval=interval)).fit(Net(), data())
+
+
+class TwoRanks:
+    """A trainer of two ranks as far as pacing sees it; broadcasts are counted."""
+
+    world_size, num_nodes, is_global_zero, global_step, estimated_stepping_batches = 2, 2, True, 0, 1000
+
+    def __init__(self) -> None:
+        self.strategy, self.broadcasts = self, 0
+
+    def broadcast(self, said: Any) -> Any:
+        self.broadcasts += 1
+        return said
+
+
+def test_ranks_talk_in_few_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    two = TwoRanks()
+    pacing = Pacing(EverySeconds(100))
+    pacing.begin(two, 1)  # type: ignore[arg-type]
+    taken = []
+    for step in range(1, 1001):
+        two.global_step, now[0] = step, float(step)
+        if pacing.due(two, lambda: True, lambda: 0.0):  # type: ignore[arg-type]
+            taken.append(step)
+            pacing.taken(step)
+    assert taken == list(range(100, 1001, 100))
+    assert two.broadcasts <= 10 * 10
+
+
+def test_the_rate_of_two_machines_is_twice_as_high() -> None:
+    pacing = Pacing(YoungDaly())
+    pacing.begin(TwoRanks(), 1)  # type: ignore[arg-type]
+    assert pacing._rate.mtbf_s == 3600.0
+    saved = pacing.state_dict()
+    later = Pacing(YoungDaly())
+    later.load(json.loads(json.dumps(saved)))
+    later.begin(TwoRanks(), 3)  # type: ignore[arg-type]
+    assert later._rate.events == 2
+    later.hurry()
+    assert later._rate.mtbf_s == 600.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_losses_are_read_from_a_gpu_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_spot.callbacks import readings
+
+    monkeypatch.setattr(readings, "READ_EVERY_S", 0.0)
+    found = []
+    losses = readings.LossReadings()
+    for step in range(1, 50):
+        reading = losses.add({"loss": torch.full((), float(step), device="cuda")}, step)
+        time.sleep(0.01)
+        found += [reading] if reading is not None else []
+    assert len(found) > 40
+    assert all(value == step for step, value in found)
+
+
+# -- doctor -----------------------------------------------------------------------------------------------------------
+
+Said = pytest.CaptureFixture[str]
+
+
+def test_doctor(tmp_path: Path, capsys: Said) -> None:
+    assert main(["doctor", str(tmp_path / "run"), "--sample", "4MB"]) == 0
+    said = capsys.readouterr().out
+    for word in ("copy within memory", "stored at", "one every", "SpotCheckpoint("):
+        assert word in said
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_doctor_with_a_node(tmp_path: Path, capsys: Said, start_node: Callable[..., RunningNode]) -> None:
+    node = start_node()
+    arguments = ["doctor", str(tmp_path / "run"), "--memory", node.url, "--sample", "4MB", "--state", "2GB", "--json"]
+    assert main(arguments) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert set(told["tiers_bytes_per_s"]) == {node.url, str(tmp_path / "run")}
+    outlook = told["outlook"]["with the memory node"]
+    assert outlook["loss_s"] == pytest.approx(outlook["interval_s"] / 2 + outlook["safe_s"])
+    assert any("memory node saves" in line for line in told["advice"])
+
+
+def test_doctor_names_a_tier_that_fails(tmp_path: Path, capsys: Said) -> None:
+    assert main(["doctor", str(tmp_path / "run"), "--memory", "spot://127.0.0.1:9", "--sample", "1MB"]) == 1
+    assert "127.0.0.1:9" in capsys.readouterr().out
