@@ -63,7 +63,10 @@ class Drill:
         calm, harried = self.folder / "undisturbed", self.folder / "disturbed"
         started = time.monotonic()
         self._undisturbed(calm, harried)
-        self._disturbed(harried, time.monotonic() - started)
+        took_s, (_, store) = time.monotonic() - started, _store(calm)
+        self._disturbed(harried, took_s, store.manifests()[0].step)
+        if not self.deeds:
+            raise DrillFailed("the second run was done before it was disturbed: the training has to take longer")
         return _differences(_final(calm), _final(harried))
 
     def _undisturbed(self, calm: Path, harried: Path) -> None:
@@ -84,13 +87,13 @@ class Drill:
                 " its first few steps"
             )
 
-    def _disturbed(self, harried: Path, took_s: float) -> None:
+    def _disturbed(self, harried: Path, took_s: float, steps: int) -> None:
         for attempt in range(self.kills + 1):
             last = attempt == self.kills
             notice = harried / "notice"
             notice.unlink(missing_ok=True)
             with self._training(harried, notice) as process:
-                way = None if last else self._disturb(process, harried, notice, took_s)
+                way = None if last else self._disturb(process, harried, notice, took_s, steps)
                 try:
                     code = process.wait(self.limit_s)
                 except subprocess.TimeoutExpired:
@@ -102,11 +105,14 @@ class Drill:
             if way is None or code not in (143, -signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGKILL):
                 raise DrillFailed(f"a resumed training ended with exit code {code}:\n{_tail(harried)}")
 
-    def _disturb(self, process: subprocess.Popen[bytes], harried: Path, notice: Path, took_s: float) -> str | None:
-        """Wait for a random moment after the attempt's first own snapshot, or in training at large, and disturb it."""
-        wait_s = self.chance.uniform(0.2, 0.9) * took_s
-        deadline = time.monotonic() + wait_s
-        while time.monotonic() < deadline:
+    def _disturb(
+        self, process: subprocess.Popen[bytes], harried: Path, notice: Path, took_s: float, steps: int
+    ) -> str | None:
+        """Disturb it at a random moment of an undisturbed run's time, or of the steps that are left if sooner."""
+        started, begin = time.monotonic(), _newest_step(harried)
+        until_s = self.chance.uniform(0.2, 0.9) * took_s
+        until_step = begin + self.chance.uniform(0.1, 0.6) * (steps - begin)
+        while (wait_s := time.monotonic() - started) < until_s and _newest_step(harried) < until_step:
             if process.poll() is not None:
                 return None
             time.sleep(_POLL_S)
