@@ -91,7 +91,9 @@ def real_run(mean_s: float, epochs: int, seed: int = 7) -> RealRun:
         (alone,) = _records(folder / "undisturbed")
         _, starts = _train(folder / "calibration", epochs, [9.0, 9.0])
         resumed = _records(folder / "calibration")[1:]
-        start_s = float(np.mean([(r.trained_unix_s or 0) - at for r, at in zip(resumed, starts[1:], strict=True)]))
+        start_s = float(
+            np.mean([r.trained_unix_s - at for r, at in zip(resumed, starts[1:], strict=True) if r.trained_unix_s])
+        )
         uptimes = [max(3.0, chance.expovariate(1 / mean_s)) for _ in range(200)]
         measured_s, starts = _train(folder / "killed", epochs, uptimes)
     assert alone.trained_unix_s is not None

@@ -45,7 +45,7 @@ class GoodputMonitor(pl.Callback):
         metric: the :class:`Goodput` of the run so far.
     """
 
-    def __init__(self, dirpath: str | None = None, *, log_every_s: float = 60.0, heartbeat_s: float = 30.0) -> None:
+    def __init__(self, dirpath: str | None = None, *, log_every_s: float = 60.0, heartbeat_s: float = 10.0) -> None:
         super().__init__()
         if not (log_every_s > 0 and heartbeat_s > 0):
             raise SettingsError("GoodputMonitor: log_every_s and heartbeat_s are more than 0 seconds")
@@ -56,7 +56,7 @@ class GoodputMonitor(pl.Callback):
         self._earlier: list[AttemptRecord] = []
         self._url = ""
         self._logged_s = 0.0
-        self._stop = threading.Event()
+        self._wake, self._stopping = threading.Event(), False
         self._thread: threading.Thread | None = None
         self._undo: Callable[[], None] = _nothing
 
@@ -80,7 +80,8 @@ class GoodputMonitor(pl.Callback):
         number = snapshots.attempt if snapshots is not None else last + 1
         self._earlier = [record for record in self._earlier if record.attempt < number]
         self._record = record = AttemptRecord(attempt=number, begun_unix_s=now_s, unix_s=now_s)
-        self._stop.clear()
+        self._stopping = False
+        self._wake.set()
         self._thread = threading.Thread(target=self._beat, args=(record,), name="spot-goodput", daemon=True)
         self._thread.start()
 
@@ -93,6 +94,7 @@ class GoodputMonitor(pl.Callback):
         record.from_step = record.step = trainer.global_step
         self._logged_s = time.monotonic()
         self._show(trainer)
+        self._wake.set()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Note where training is."""
@@ -166,10 +168,11 @@ class GoodputMonitor(pl.Callback):
     # -- the record -----------------------------------------------------------------------------------------------
 
     def _beat(self, record: AttemptRecord) -> None:
-        wait_s, stopping = 0.0, False
+        stopping = False
         while not stopping:
-            stopping = self._stop.wait(wait_s)
-            wait_s = self._heartbeat_s
+            self._wake.wait(self._heartbeat_s)
+            self._wake.clear()
+            stopping = self._stopping
             try:
                 write_record(self._url, record.attempt, record.as_dict())
             except TierError as error:
@@ -180,7 +183,8 @@ class GoodputMonitor(pl.Callback):
         self._undo = _nothing
         if self._record is not None:
             self._record.end = end
-        self._stop.set()
+        self._stopping = True
+        self._wake.set()
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(CLOSE_S)
