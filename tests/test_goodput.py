@@ -240,6 +240,19 @@ def test_a_monitor_that_is_not_logged_is_named(tmp_path: Path) -> None:
         trainer(RemoteSnapshot(str(tmp_path / "run"), interval=interval)).fit(Net(), data())
 
 
+def test_a_monitor_is_read_when_it_changes(tmp_path: Path) -> None:
+    class Logs(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", 1.0 / (1 + self.trainer.global_step))
+
+    interval = ConvergenceAware(monitor="val_loss")
+    spot = SpotCheckpoint(str(tmp_path / "run"), interval=interval)
+    trainer(Slow(), spot, max_epochs=14, limit_train_batches=15).fit(Logs(), data(), data(2))
+    steps, values, _ = interval._curve._buckets.points()
+    assert 8 <= len(steps) <= 14  # one for each validation, but those read too late
+    assert list(values) == sorted(values, reverse=True)
+
+
 class TwoRanks:
     """A trainer of two ranks as far as pacing sees it; broadcasts are counted."""
 

@@ -125,6 +125,8 @@ class Pacing:
         monitor = self.policy.monitor
         if not monitor or self._warned or logged_value(trainer, monitor) is not None:
             return
+        if trainer.current_epoch + 1 < (trainer.check_val_every_n_epoch or 1):
+            return  # the first validation is yet to come
         self._warned = True
         rank_zero_warn(
             f"lightning_spot: monitor={monitor!r} is not logged, so snapshots are taken as Young and Daly would. Logged"

@@ -22,6 +22,7 @@ class LossReadings:
         self._sum: torch.Tensor | None = None
         self._count = 0
         self._read_s = time.monotonic()
+        self._value: float | None = None
         self._arriving: tuple[int, torch.Tensor, torch.cuda.Event] | None = None
 
     def add(self, outputs: Any, step: int) -> tuple[int, float] | None:
@@ -51,13 +52,16 @@ class LossReadings:
         return arrived[0], float(arrived[1])
 
     def read_at_times(self, read: Callable[[], float | None], step: int) -> tuple[int, float] | None:
-        """A logged metric, looked at as often as the loss."""
+        """A logged metric, looked at as often as the loss; a value that was read before is no new reading."""
         now_s = time.monotonic()
         if now_s - self._read_s < READ_EVERY_S:
             return None
         self._read_s = now_s
-        value = read()
-        return (step, value) if value is not None else None
+        value, before = read(), self._value
+        if value is None or value == before:
+            return None
+        self._value = value
+        return step, value
 
 
 def logged_value(trainer: pl.Trainer, name: str) -> float | None:

@@ -59,7 +59,7 @@ class ConvergenceAware(Adaptive):
         self.mode: Mode = mode
         self.max_regret = check_share("max_regret", max_regret)
         self.max_overhead = check_share("max_overhead", max_overhead)
-        self._curve = LossCurve()
+        self._curve = LossCurve(averaged=monitor is not None)
         self._even_s = FIRST_S
         self._now_s: float | None = None
         self._step = 0

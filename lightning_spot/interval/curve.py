@@ -30,9 +30,14 @@ BROKEN = 6.0
 
 
 class Buckets:
-    """Medians of a metric over ranges of steps."""
+    """Medians of a metric over ranges of steps.
 
-    def __init__(self) -> None:
+    Args:
+        least: readings that a bucket has before it is closed.
+    """
+
+    def __init__(self, least: int = LEAST_IN_BUCKET) -> None:
+        self._least = least
         self._width = 1
         self._closed: list[list[float]] = []  # index, mean step, median, number of readings
         self._open: list[list[float]] = []  # step, value, number of readings
@@ -40,7 +45,7 @@ class Buckets:
 
     def add(self, step: int, value: float) -> bool:
         """Another reading, of a step not before the last one; whether a bucket was closed by it."""
-        closes = len(self._open) >= LEAST_IN_BUCKET and step // self._width != self._index
+        closes = len(self._open) >= self._least and step // self._width != self._index
         if closes:
             self._close()
         if not self._open:
@@ -141,13 +146,17 @@ class Fit:
 class LossCurve:
     """Fits a metric that is to fall.
 
+    Args:
+        averaged: whether each reading is a mean over many samples, as that of a validation is: one will do, then,
+            where otherwise it takes several to tell a spike.
+
     Attributes:
         fit: the newest, or ``None`` while the metric does not clearly fall.
         version: changes whenever ``fit`` does.
     """
 
-    def __init__(self) -> None:
-        self._buckets = Buckets()
+    def __init__(self, *, averaged: bool = False) -> None:
+        self._buckets = Buckets(1 if averaged else LEAST_IN_BUCKET)
         self._unreadable = 0
         self.fit: Fit | None = None
         self.version = 0
@@ -211,9 +220,10 @@ def fit_points(x: Array, y: Array, counts: Array) -> Fit | None:
         the fit, ``None`` if the values do not clearly fall, and :data:`BREAK` if the last ones are not on the curve of
         those before.
     """
-    spread = float(np.ptp(y))
-    if spread <= 0:
+    lowest, spread = float(y.min()), float(y.max()) - float(y.min())
+    if not 0 < spread < math.inf:
         return None
+    y = (y - lowest) / spread  # so that no scale over- or underflows
     weights = counts / counts.mean()
     shapes = _values(x)
     robust = np.ones_like(y)
@@ -225,16 +235,16 @@ def fit_points(x: Array, y: Array, counts: Array) -> Fit | None:
             return None
         best = int(np.argmin(losses))
         scaled = residuals[best] * np.sqrt(weights)
-        sigma = max(1.4826 * float(np.median(np.abs(scaled))), 1e-9 * spread)
+        sigma = max(1.4826 * float(np.median(np.abs(scaled))), 1e-9)
         robust = np.minimum(1.0, 2 * sigma / np.maximum(np.abs(scaled), 1e-300))
     if not _falls(y, weights, sigma):
         return None
     tail = weights[-3:]
     miss = float((residuals[best][-3:] * tail).sum() / tail.sum())
-    if abs(miss) > max(BROKEN * sigma / math.sqrt(tail.sum()), 0.1 * spread):
+    if abs(miss) > max(BROKEN * sigma / math.sqrt(tail.sum()), 0.1):
         return BREAK
     shares = np.exp(-(losses - losses[best]) / (2 * sigma**2))
-    return Fit(np.maximum(drops, 0.0), shares / shares.sum(), float(floors[best]))
+    return Fit(np.maximum(drops, 0.0) * spread, shares / shares.sum(), lowest + float(floors[best]) * spread)
 
 
 def _least_squares(shapes: Array, y: Array, weights: Array) -> tuple[Array, Array, Array]:
