@@ -89,13 +89,12 @@ def real_run(mean_s: float, epochs: int, seed: int = 7) -> RealRun:
     with scratch() as folder:
         _train(folder / "undisturbed", epochs, [])
         (alone,) = _records(folder / "undisturbed")
-        _, starts = _train(folder / "calibration", epochs, [9.0, 9.0])
-        resumed = _records(folder / "calibration")[1:]
-        start_s = float(
-            np.mean([r.trained_unix_s - at for r, at in zip(resumed, starts[1:], strict=True) if r.trained_unix_s])
-        )
         uptimes = [max(3.0, chance.expovariate(1 / mean_s)) for _ in range(200)]
         measured_s, starts = _train(folder / "killed", epochs, uptimes)
+        attempts = _records(folder / "killed")
+    # Each record belongs to the last start before it; one that was killed while it imported has none.
+    owners = [(max(at for at in starts if at <= record.begun_unix_s), record) for record in attempts]
+    start_s = float(np.mean([r.trained_unix_s - at for at, r in owners if r.trained_unix_s is not None]))
     assert alone.trained_unix_s is not None
     training_s = alone.unix_s - alone.trained_unix_s
     stall_s = alone.stall_s / max(1, alone.step // every)
@@ -185,9 +184,10 @@ def main() -> int:
     parser.add_argument("--to", type=Path, default=ROOT / "docs" / "intervals.md", help="the file to write")
     arguments = parser.parse_args()
     runs = 200 if arguments.quick else 2000
+    real = real_run(mean_s=20.0, epochs=20 if arguments.quick else 60)
+    print(f"  {real}", file=sys.stderr, flush=True)
     found = study(runs)
     exact = closed_form(10 * runs)
-    real = real_run(mean_s=12.0, epochs=20 if arguments.quick else 60)
     text = TEMPLATE.read_text().format(
         stall=2.0,
         safe=5.0,
