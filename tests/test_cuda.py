@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_spot.image.layout import lay_out
+from lightning_spot.recovery.compare import differences
 from lightning_spot.staging.copier import Copier, SlotView, watch
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
 from tests.models import Net, Probe, TwoOptimizers, data, trainer
-from tests.test_fit import check_all, spot
+from tests.test_fit import Stop, StopAt, check_all, spot
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,3 +74,25 @@ def test_mixed_precision_with_a_scaler(tmp_path: Path) -> None:
     again.fit(Net(), data())
     assert callback.resumed_from is not None
     assert again.global_step == 80
+
+
+class Drops(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(torch.nn.Dropout(0.5))
+
+
+def test_dropout_goes_on_exactly(tmp_path: Path) -> None:
+    """Its numbers come from the GPU's own generator."""
+    settings = {"accelerator": "gpu", "devices": 1, "max_epochs": 3}
+
+    def final(name: str, *stops: StopAt, seed: int = 1) -> Any:
+        pl.seed_everything(seed, verbose=False)
+        run = trainer(spot(tmp_path / name), *stops, **settings)
+        with contextlib.suppress(Stop):
+            run.fit(Drops(), data())
+        return {key: value.cpu() for key, value in run.lightning_module.state_dict().items()}
+
+    undisturbed = final("twin")
+    final("run", StopAt(33))
+    assert list(differences(undisturbed, final("run", seed=5))) == []

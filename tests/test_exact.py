@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_spot.callbacks import fit_state
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.recovery.compare import differences
 from lightning_spot.tiers.local import LocalStore
@@ -77,3 +78,19 @@ def test_killed_twice_and_equal(case: str, tmp_path: Path, undisturbed: Any, see
             kills += 1
     train(case, tmp_path, seed=200)
     assert list(differences(undisturbed(case), final(tmp_path))) == []
+
+
+def test_the_generator_of_the_device_is_set_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, dropout draws from it; here it is only seen that it is asked for."""
+    devices: list[torch.device | None] = []
+    real = fit_state.restore_random
+
+    def restore_random(state: dict[str, Any], device: torch.device | None = None) -> None:
+        devices.append(device)
+        real(state, device)
+
+    with pytest.raises(Stop):
+        train("plain", tmp_path, StopAt(12), seed=11)
+    monkeypatch.setattr(fit_state, "restore_random", restore_random)
+    train("plain", tmp_path, seed=77)
+    assert devices == [torch.device("cpu")]

@@ -7,12 +7,10 @@ it.
 
 from __future__ import annotations
 
-import logging
 import warnings
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -22,12 +20,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_spot.callbacks import logged_values, loggers
 from lightning_spot.callbacks.gradient_order import GradientOrder
+from lightning_spot.callbacks.per_trainer import PerTrainer
 from lightning_spot.callbacks.seams import Seams
 from lightning_spot.capture.tensors import storage_address, tensors_in
 from lightning_spot.recovery.position import PositionedLoader, Rewind, position_of, restore_owners, why_not_exact
 from lightning_spot.recovery.randomness import State, capture_random, restore_random
-
-logger = logging.getLogger(__name__)
 
 KEY = "lightning_spot"
 """Key of the exact state in a checkpoint."""
@@ -35,13 +32,11 @@ KEY = "lightning_spot"
 VERSION = 1
 
 
-class FitState:
+class FitState(PerTrainer):
     """The exact state of one trainer's ``fit``, on this rank. One for each trainer: see :meth:`of`."""
 
-    _all: ClassVar[weakref.WeakKeyDictionary[pl.Trainer, FitState]] = weakref.WeakKeyDictionary()
-
     def __init__(self, trainer: pl.Trainer) -> None:
-        self._of = weakref.ref(trainer)
+        super().__init__(trainer)
         self._undo: list[Callable[[], None]] = []
         self._steady: dict[str, tuple[int, int]] = {}
         self._changed: set[str] = set()
@@ -54,19 +49,6 @@ class FitState:
         self._begun = False
         self.rewind: Rewind = "auto"
 
-    @classmethod
-    def of(cls, trainer: pl.Trainer) -> FitState:
-        """The fit state of ``trainer``."""
-        if trainer not in cls._all:
-            cls._all[trainer] = cls(trainer)
-        return cls._all[trainer]
-
-    @property
-    def _trainer(self) -> pl.Trainer:
-        trainer = self._of()
-        assert trainer is not None  # it calls us
-        return trainer
-
     def attach(self) -> None:
         """Follow the training loaders, from ``setup`` on. A second call does nothing."""
         if self._undo:
@@ -78,7 +60,7 @@ class FitState:
             processed = original(loader)
             if self._trainer.state.stage != RunningStage.TRAINING:
                 return processed
-            return PositionedLoader(processed, self._position_for, self._step_random, self.rewind)
+            return PositionedLoader(processed, self._position_for, self._restore_step, self.rewind)
 
         strategy.process_dataloader = process_dataloader  # type: ignore[method-assign,assignment] # taken back in detach
         self._undo.append(lambda: strategy.__dict__.pop("process_dataloader", None))
@@ -202,12 +184,18 @@ class FitState:
             return None
         return positions[index]  # type: ignore[no-any-return]
 
-    def _step_random(self) -> State | None:
+    def _restore_step(self) -> bool:
         if self._val_total is not None:
-            return None  # a validation comes first, see before_validation
+            return False  # a validation comes first, see before_validation
+        return self._go_on_with_random()
+
+    def _go_on_with_random(self) -> bool:
+        """Also set the generators of the process and of the device; whether there was anything to set them to."""
         random, self._random = self._random, None
         self.go_on()
-        return random
+        if random is not None:
+            restore_random(random, self._trainer.strategy.root_device)
+        return random is not None
 
     def go_on(self) -> None:
         """Put back what belongs to the step, just before the next one begins. A second call does nothing."""
@@ -240,10 +228,7 @@ class FitState:
         total, self._val_total = self._val_total, None
         if total is None:
             return
-        random, self._random = self._random, None
-        self.go_on()
-        if random is not None:
-            restore_random(random, trainer.strategy.root_device)
+        self._go_on_with_random()
         # The mark that made Lightning come here (see _mark_before_validation) is not part of the count.
         trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.load_state_dict(total)
 

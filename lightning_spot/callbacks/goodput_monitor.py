@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.callbacks.goodput import Goodput
-from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
+from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot, snapshots_of
 from lightning_spot.capture.place import Place
 from lightning_spot.config import format_seconds
 from lightning_spot.errors import Preempted, SettingsError, TierError
@@ -54,6 +54,7 @@ class GoodputMonitor(pl.Callback):
         self._log_every_s, self._heartbeat_s = log_every_s, heartbeat_s
         self._record: AttemptRecord | None = None
         self._earlier: list[AttemptRecord] = []
+        self._snapshots: RemoteSnapshot | None = None
         self._url = ""
         self._logged_s = 0.0
         self._wake, self._stopping = threading.Event(), False
@@ -66,7 +67,7 @@ class GoodputMonitor(pl.Callback):
         """Read what earlier attempts noted (rank 0)."""
         if stage != "fit" or getattr(trainer, "fast_dev_run", False) or not trainer.is_global_zero:
             return
-        snapshots = _snapshots(trainer)
+        snapshots = self._snapshots = next(iter(snapshots_of(trainer)), None)
         self._url = self._dirpath if self._dirpath is not None else snapshots.place.dirpath if snapshots else ""
         if not self._url:
             raise SettingsError("GoodputMonitor needs a dirpath where the trainer has no SpotCheckpoint")
@@ -135,7 +136,7 @@ class GoodputMonitor(pl.Callback):
 
     def _note(self, trainer: pl.Trainer, record: AttemptRecord) -> None:
         record.step, record.unix_s = trainer.global_step, time.time()
-        snapshots = _snapshots(trainer)
+        snapshots = self._snapshots
         if snapshots is not None:
             record.stall_s = snapshots.stall_s
             begun = snapshots.begun_step
@@ -196,10 +197,6 @@ def told(whole: Spent) -> str:
     parts = {"stall": whole.stall_s, "lost": whole.lost_s, "restore": whole.restore_s, "down": whole.down_s}
     shares = ", ".join(f"{name} {100 * seconds / max(whole.total_s, 1e-9):.1f} %" for name, seconds in parts.items())
     return f"goodput {100 * whole.goodput:.1f} % of {format_seconds(whole.total_s)} ({shares})"
-
-
-def _snapshots(trainer: pl.Trainer) -> RemoteSnapshot | None:
-    return next((item for item in trainer.checkpoint_callbacks if isinstance(item, RemoteSnapshot)), None)
 
 
 def _nothing() -> None:

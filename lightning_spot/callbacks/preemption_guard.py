@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,15 +14,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_spot.callbacks.fit_state import FitState
 from lightning_spot.callbacks.ranks import Ranks, requeue_slurm_job
-from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
+from lightning_spot.callbacks.remote_snapshot import snapshots_of
 from lightning_spot.callbacks.seams import Seam, Seams
 from lightning_spot.errors import Preempted, SettingsError
 from lightning_spot.notices.ballot import Ballot, Place
 from lightning_spot.notices.choose import Notices, open_sources
 from lightning_spot.notices.notice import Notice
 from lightning_spot.notices.watcher import Watcher
-
-logger = logging.getLogger(__name__)
 
 _CHECK_GRACE_EVERY = 100
 
@@ -108,7 +105,7 @@ class PreemptionGuard(pl.Callback):
             return
         FitState.of(trainer).begin()
         Seams.of(trainer).add(self)
-        for snapshots in _snapshots(trainer):
+        for snapshots in snapshots_of(trainer):
             snapshots.holds = True
 
     def before_validation(self, trainer: pl.Trainer) -> None:
@@ -172,7 +169,7 @@ class PreemptionGuard(pl.Callback):
         grace_s = facts.pop("left_s")
         self.notice = notice = Notice(**facts, seen_s=self._stop.called_s, grace_s=grace_s)
         rank_zero_info(f"lightning_spot: {notice.text}; all ranks stop after step {trainer.global_step}")
-        snapshots = _snapshots(trainer)
+        snapshots = snapshots_of(trainer)
         for callback in snapshots:
             if told := callback.secure(trainer, seam, notice.deadline_s, lambda: watcher.repeated > 0):
                 rank_zero_info(f"lightning_spot: {told}")
@@ -188,7 +185,7 @@ class PreemptionGuard(pl.Callback):
     def _check_grace(self, trainer: pl.Trainer) -> None:
         """Say early, once something was measured, that a notice would come too late for an urgent snapshot."""
         grace_s = self.grace_s or (self._watcher.usual_grace_s if self._watcher is not None else None)
-        for callback in _snapshots(trainer):
+        for callback in snapshots_of(trainer):
             safe_s = callback.safe_after_s()
             if grace_s is None or safe_s is None:
                 continue
@@ -202,7 +199,7 @@ class PreemptionGuard(pl.Callback):
 
     def _hurry(self, trainer: pl.Trainer) -> None:
         self._advice = None
-        for callback in _snapshots(trainer):
+        for callback in snapshots_of(trainer):
             callback.hurry()
 
     def _keep_signals(self, trainer: pl.Trainer, watcher: Watcher) -> None:
@@ -229,10 +226,6 @@ class PreemptionGuard(pl.Callback):
         if self._ranks is not None:
             self._ranks.close() if leaving else self._ranks.end()
         self._watcher = self._ranks = self._stop = self._advice = None
-
-
-def _snapshots(trainer: pl.Trainer) -> list[RemoteSnapshot]:
-    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, RemoteSnapshot)]
 
 
 def _plain(notice: Notice | None, grace_s: float | None) -> dict[str, Any] | None:

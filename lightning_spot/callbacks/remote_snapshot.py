@@ -357,6 +357,11 @@ class RemoteSnapshot(Checkpoint):
             self._hooked.pop()()
 
 
+def snapshots_of(trainer: pl.Trainer) -> list[RemoteSnapshot]:
+    """The trainer's :class:`RemoteSnapshot` callbacks; :class:`SpotCheckpoint` is one."""
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, RemoteSnapshot)]
+
+
 def _refuse_sharded(trainer: pl.Trainer) -> None:
     """Sharded strategies write their checkpoints themselves, in pieces that one rank cannot gather."""
     sharded = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")

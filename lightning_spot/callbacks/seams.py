@@ -8,10 +8,11 @@ that is what is wrapped here. ``tests/test_exact.py`` guards it against changes 
 from __future__ import annotations
 
 import enum
-import weakref
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
+
+from lightning_spot.callbacks.per_trainer import PerTrainer
 
 
 class Seam(enum.Enum):
@@ -33,27 +34,12 @@ class SeamListener(Protocol):
         """A batch is done, with no validation after it; schedulers have stepped, the epoch's end may follow."""
 
 
-class Seams:
+class Seams(PerTrainer):
     """The seams of one trainer. One for each trainer: see :meth:`of`."""
 
-    _all: ClassVar[weakref.WeakKeyDictionary[pl.Trainer, Seams]] = weakref.WeakKeyDictionary()
-
     def __init__(self, trainer: pl.Trainer) -> None:
-        self._of = weakref.ref(trainer)
+        super().__init__(trainer)
         self._listeners: list[SeamListener] = []
-
-    @classmethod
-    def of(cls, trainer: pl.Trainer) -> Seams:
-        """The seams of ``trainer``."""
-        if trainer not in cls._all:
-            cls._all[trainer] = cls(trainer)
-        return cls._all[trainer]
-
-    @property
-    def _trainer(self) -> pl.Trainer:
-        trainer = self._of()
-        assert trainer is not None  # it calls us
-        return trainer
 
     def add(self, listener: SeamListener) -> None:
         """Tell ``listener``, after those added before it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -18,8 +18,6 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import Fenced, RingFull, SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.host import Host
-
-logger = logging.getLogger(__name__)
 
 _OUTLINE_BYTES = 4 * 1024 * 1024  # everything in a checkpoint that is no tensor, generously
 _PER_TENSOR_BYTES = 1024
@@ -158,5 +156,6 @@ class Attempt:
         return host
 
 
+@functools.cache  # read from files, and the training thread asks
 def _versions() -> dict[str, str]:
     return {"lightning": version("lightning"), "lightning_spot": __version__, "torch": str(torch.__version__)}

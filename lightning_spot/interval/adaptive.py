@@ -75,10 +75,10 @@ class OverheadBudget(Adaptive):
     def interval_s(self, step: int) -> float:
         """``stall / max_overhead``, and never faster than the tiers store."""
         costs = self._costs
-        return FIRST_S if costs is None else floor_s(costs, self.max_overhead)
+        return FIRST_S if costs is None else max(costs.stall_s / self.max_overhead, costs.drain_s)
 
 
-class YoungDaly(Adaptive):
+class YoungDaly(OverheadBudget):
     """The interval with the shortest expected time to finish, from measured cost and failure rate.
 
     Args:
@@ -88,19 +88,9 @@ class YoungDaly(Adaptive):
         SettingsError: if it is no share.
     """
 
-    def __init__(self, max_overhead: float = 0.03) -> None:
-        super().__init__()
-        self.max_overhead = check_share("max_overhead", max_overhead)
-
     def interval_s(self, step: int) -> float:
         """Daly's work between snapshots and the snapshot itself, within the budget and what the tiers can store."""
-        costs = self._costs
+        costs, shortest_s = self._costs, super().interval_s(step)
         if costs is None:
-            return FIRST_S
-        optimum_s = young_daly_s(costs.stall_s, costs.mtbf_s) + costs.stall_s
-        return max(optimum_s, floor_s(costs, self.max_overhead))
-
-
-def floor_s(costs: Costs, max_overhead: float) -> float:
-    """The shortest interval that keeps the overhead within ``max_overhead`` and that the slowest tier keeps up with."""
-    return max(costs.stall_s / max_overhead, costs.drain_s)
+            return shortest_s
+        return max(young_daly_s(costs.stall_s, costs.mtbf_s) + costs.stall_s, shortest_s)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lightning_spot.errors import SettingsError
-from lightning_spot.interval.adaptive import FIRST_S, Adaptive, floor_s, young_daly_s
+from lightning_spot.interval.adaptive import FIRST_S, OverheadBudget, YoungDaly
 from lightning_spot.interval.costs import Costs
 from lightning_spot.interval.curve import LossCurve
 from lightning_spot.interval.policy import check_share
@@ -20,7 +20,7 @@ _REPLAN = 1 / 256  # of the run
 Mode = Literal["min", "max"]
 
 
-class ConvergenceAware(Adaptive):
+class ConvergenceAware(YoungDaly):
     """Young and Daly's interval, shorter where the loss falls fast and longer where it does not.
 
     For wall time alone, evenly spaced snapshots are the best there is. But a failure also takes progress away, and
@@ -52,15 +52,14 @@ class ConvergenceAware(Adaptive):
         max_regret: float = 0.01,
         max_overhead: float = 0.03,
     ) -> None:
-        super().__init__()
+        super().__init__(max_overhead)
         if mode not in ("min", "max"):
             raise SettingsError(f'ConvergenceAware(mode={mode!r}): it is "min" or "max"')
         self.monitor = monitor
         self.mode: Mode = mode
         self.max_regret = check_share("max_regret", max_regret)
-        self.max_overhead = check_share("max_overhead", max_overhead)
         self._curve = LossCurve(averaged=monitor is not None)
-        self._even_s = FIRST_S
+        self._even_s = self._shortest_s = FIRST_S
         self._now_s: float | None = None
         self._step = 0
         # What the run has had so far, which the rest of it has to make up for:
@@ -72,9 +71,9 @@ class ConvergenceAware(Adaptive):
 
     def learn(self, costs: Costs) -> None:
         """Take over what was measured."""
-        self._costs = costs
-        even_s = young_daly_s(costs.stall_s, costs.mtbf_s) + costs.stall_s
-        self._even_s = max(even_s, floor_s(costs, self.max_overhead))
+        super().learn(costs)
+        self._even_s = YoungDaly.interval_s(self, 0)
+        self._shortest_s = OverheadBudget.interval_s(self, 0)
 
     def progress(self, step: int, value: float) -> None:
         """A reading of the metric."""
@@ -93,7 +92,7 @@ class ConvergenceAware(Adaptive):
         costs = self._costs
         if costs is None:
             return FIRST_S
-        return max(self._even_s * self._stretch(step, costs), floor_s(costs, self.max_overhead))
+        return max(self._even_s * self._stretch(step, costs), self._shortest_s)
 
     def state_dict(self) -> dict[str, Any]:
         """The readings, and what the run has had."""

@@ -97,7 +97,7 @@ class Ballot:
 
         Holds, for at most ``DECIDE_S``, while the ranks agree.
         """
-        self._place = place  # before the next line: see _post
+        self._place = place  # before the next line: see _decide
         if self._exchange is None:
             if (facts := self._called()) is not None:
                 self.facts, self.called_s = facts, time.monotonic()

@@ -29,8 +29,8 @@ class PositionedLoader:
     Args:
         loader: a ``DataLoader`` or any other iterable.
         resume: asked when an epoch begins: the position to begin it at, or ``None`` for its start.
-        step_random: asked just before the first batch after a resume is fetched: the state of the process-wide
-            generators at the resumed step, for the first loader that asks, ``None`` for the others.
+        restore_step: called just before the first batch after a resume is fetched: sets all generators to what they
+            were at the resumed step; ``False`` if there is nothing to set, as for all loaders but the first that asks.
         rewind: how to get to a position.
     """
 
@@ -38,11 +38,11 @@ class PositionedLoader:
         self,
         loader: Any,
         resume: Callable[[PositionedLoader], State | None],
-        step_random: Callable[[], State | None],
+        restore_step: Callable[[], bool],
         rewind: Rewind = "auto",
     ) -> None:
         # Past __setattr__, which belongs to the loader.
-        self.__dict__.update(_loader=loader, _resume=resume, _step_random=step_random, _rewind=rewind, _epoch=None)
+        self.__dict__.update(_loader=loader, _resume=resume, _restore_step=restore_step, _rewind=rewind, _epoch=None)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # isinstance(loader, DataLoader) stays true
@@ -63,7 +63,7 @@ class PositionedLoader:
         own["_epoch"] = (
             _Epoch(own["_loader"])
             if position is None
-            else _ResumedEpoch(own["_loader"], position, own["_step_random"], own["_rewind"])
+            else _ResumedEpoch(own["_loader"], position, own["_restore_step"], own["_rewind"])
         )
         return own["_epoch"]  # type: ignore[no-any-return]
 
@@ -119,7 +119,7 @@ class _Epoch:
 class _ResumedEpoch(_Epoch):
     """The rest of a pass over a loader: the same draws for samplers and workers, and as many batches passed over."""
 
-    def __init__(self, loader: Any, resume: State, step_random: Callable[[], State | None], rewind: Rewind) -> None:
+    def __init__(self, loader: Any, resume: State, restore_step: Callable[[], bool], rewind: Rewind) -> None:
         self.loader = loader
         self.owners = owners_of(loader)
         self.yielded = resume.get("yielded", 0)
@@ -128,7 +128,7 @@ class _ResumedEpoch(_Epoch):
         self._ahead = None if _has_length(loader) else self._state
         self.before = None
         self.resume: State | None = resume
-        self._step_random = step_random
+        self._restore_step = restore_step
         self._rewind = rewind
         self._due_random = False
 
@@ -138,8 +138,7 @@ class _ResumedEpoch(_Epoch):
             self._begin(resume)
         elif self._due_random:
             self._due_random = False
-            if (random := self._step_random()) is not None:
-                restore_random(random)
+            self._restore_step()
         return super().__next__()
 
     def position(self, ahead: int) -> State:
@@ -149,7 +148,8 @@ class _ResumedEpoch(_Epoch):
     def _begin(self, resume: State) -> None:
         present = capture_random()
         if "at_iter" not in resume:  # the end of an epoch: the next one begins as it would have
-            restore_random(self._step_random() or present)
+            if not self._restore_step():
+                restore_random(present)
             restore_own(resume["own"], self.owners)
             self.at_iter = self._random()
             self.inner = iter(self.loader)
@@ -168,8 +168,8 @@ class _ResumedEpoch(_Epoch):
         if resume["ahead"]:  # this batch was fetched before the step ended, the next one after it
             restore_random(resume["random"])
             self._due_random = True
-        else:
-            restore_random(self._step_random() or present)
+        elif not self._restore_step():
+            restore_random(present)
 
     def _iter_from(self, batches: int) -> Iterator[Any]:
         workers = getattr(self.loader, "num_workers", 0)
