@@ -17,7 +17,7 @@ from lightning_spot.errors import SettingsError
 PROTOCOL_VERSION = 1
 """Version of the HTTP protocol between trainers and nodes; both ends must agree."""
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 """Version of ``manifest.json``."""
 
 PART_BYTES = 8 * 1024 * 1024

@@ -8,6 +8,7 @@
     ├── NotSerialisable          the training state holds something that cannot be pickled, or not be loaded safely
     ├── CorruptSnapshot          bytes that are there are not the bytes that were committed
     │   └── CorruptManifest      the manifest itself cannot be read
+    │       └── UnknownFormat    a newer version of this package wrote it
     ├── SnapshotNotFound         no such snapshot, file or run at a tier
     ├── TornSnapshot             a tensor changed while it was copied; the snapshot was dropped
     ├── ModelChanged             the model no longer fits the snapshot it should resume from
@@ -60,6 +61,10 @@ class CorruptSnapshot(SpotError):
 
 class CorruptManifest(CorruptSnapshot):
     """A manifest cannot be parsed or contradicts itself."""
+
+
+class UnknownFormat(CorruptManifest):
+    """A newer version of this package wrote the manifest: the snapshot may be good, this version cannot tell."""
 
 
 class SnapshotNotFound(SpotError, FileNotFoundError):

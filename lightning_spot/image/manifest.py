@@ -9,12 +9,21 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lightning_spot.config import MANIFEST_VERSION, PART_BYTES
-from lightning_spot.errors import CorruptManifest
-from lightning_spot.image.parts import checksum_parts, part_ranges, verify_parts
+from lightning_spot.errors import CorruptManifest, UnknownFormat
+from lightning_spot.image.parts import checksum_parts, verify_parts
 
 MODEL_FILE = "model.ckpt"
 MANIFEST_FILE = "manifest.json"
-_SNAPSHOT_NAME = re.compile(r"step-(\d+)-attempt-(\d+)(-complete)?")
+_SNAPSHOT_NAME = re.compile(r"step-(\d{1,18})-attempt-(\d{1,9})(-complete)?")
+
+_CHECKSUM = re.compile(r"[0-9a-f]{32}")
+
+# A manifest may come from a stranger: nothing is allocated, listed or compared before its numbers are within these.
+_MOST_BYTES = 2**46
+_PART_BYTES = (1, 2**30)
+_MOST_PARTS = 2**20
+_MOST_ATTEMPTS = 10**9
+_MOST_STEPS = 10**18
 
 
 def snapshot_name(step: int, attempt: int, *, complete: bool = False) -> str:
@@ -36,7 +45,10 @@ class Manifest:
     """What a committed snapshot holds.
 
     Attributes:
-        run: name of the run.
+        run: name of the run, for people.
+        run_id: identity of the run, 12 hexadecimal digits; ``""`` in manifests of format 1.
+        lineage: identity of the fresh start from which this state descends, 12 hexadecimal digits; ``""`` if unknown.
+            A resume inherits it; retention deletes within one lineage only.
         name: name of the snapshot within the run; for a single file that a user named, the file's name.
         step: Lightning's ``global_step`` (optimizer steps).
         attempt: number of the trainer process that took it, counted over restarts, from 1.
@@ -64,6 +76,8 @@ class Manifest:
     complete: bool = False
     created_unix_s: float = 0.0
     world_size: int = 1
+    run_id: str = ""
+    lineage: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     format: int = MANIFEST_VERSION
 
@@ -108,11 +122,12 @@ class Manifest:
         """Read a manifest.
 
         Raises:
-            CorruptManifest: if it is damaged, contradicts itself or has an unknown format.
+            CorruptManifest: if it is damaged or contradicts itself.
+            UnknownFormat: if a newer version of this package wrote it.
         """
         try:
             fields = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CorruptManifest(f"a manifest is no valid JSON: {error}") from error
         return cls.from_dict(fields)
 
@@ -122,7 +137,7 @@ class Manifest:
         if not isinstance(fields, dict) or not isinstance(fields.get("format"), int):
             raise CorruptManifest("a manifest is no JSON object with a 'format' number")
         if fields["format"] > MANIFEST_VERSION:
-            raise CorruptManifest(
+            raise UnknownFormat(
                 f"a manifest has format {fields['format']}; this version of lightning_spot reads up to"
                 f" {MANIFEST_VERSION}: upgrade it"
             )
@@ -135,15 +150,28 @@ class Manifest:
         return manifest
 
     def _check(self) -> None:
-        for name, kind in (("run", str), ("name", str), ("file", str), ("step", int), ("attempt", int)):
+        for name, kind in (("run", str), ("name", str), ("file", str), ("run_id", str), ("lineage", str)):
             _require(isinstance(getattr(self, name), kind), f"{name} is no {kind.__name__}")
         _require(self.name not in ("", ".", "..") and self.file not in (".", ".."), "a name is empty or a dot")
-        for text in (self.run, self.name, self.file):
+        for text in (self.run, self.name, self.file, self.run_id, self.lineage):
             _require("/" not in text and "\0" not in text, f"{text!r} holds a path separator")
-        _require(isinstance(self.nbytes, int) and self.nbytes >= 0, "nbytes is no size")
-        _require(isinstance(self.part_bytes, int) and self.part_bytes > 0, "part_bytes is not positive")
-        _require(all(isinstance(item, str) for item in self.checksums), "checksums are no text")
-        parts = len(list(part_ranges(self.nbytes, self.part_bytes)))
+        for name, low, high in (
+            ("step", 0, _MOST_STEPS),
+            ("attempt", 0, _MOST_ATTEMPTS),
+            ("epoch", 0, _MOST_STEPS),
+            ("nbytes", 0, _MOST_BYTES),
+            ("part_bytes", *_PART_BYTES),
+        ):
+            value = getattr(self, name)
+            _require(type(value) is int and low <= value <= high, f"{name} is no number from {low} to {high}")
+        _require(isinstance(self.complete, bool), "complete is neither true nor false")
+        _require(isinstance(self.created_unix_s, (int, float)), "created_unix_s is no time")
+        _require(isinstance(self.versions, Mapping), "versions is no object")
+        _require(
+            all(isinstance(item, str) and len(item) == 32 for item in self.checksums), "checksums are no xxh3-128 each"
+        )
+        parts = -(-self.nbytes // self.part_bytes)
+        _require(parts <= _MOST_PARTS, f"{parts} parts are too many")
         _require(len(self.checksums) in (0, parts), f"{len(self.checksums)} checksums for {parts} parts")
 
 

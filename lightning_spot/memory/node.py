@@ -21,9 +21,9 @@ from lightning_spot.config import check_run_name
 from lightning_spot.errors import CorruptSnapshot, RunBusy, SettingsError, SnapshotNotFound, SpotError, TierError
 from lightning_spot.image.archive import write_crcs
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.book import Run, Upload
 from lightning_spot.memory.flusher import Flusher
 from lightning_spot.memory.ring import Ring
+from lightning_spot.memory.runs import Run, Upload
 from lightning_spot.tiers.store import Store, check_fence
 
 logger = logging.getLogger(__name__)

@@ -46,10 +46,10 @@ from lightning_spot.errors import (
     SpotError,
 )
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.book import Upload
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.paths import resolve
 from lightning_spot.memory.ring import Slot
+from lightning_spot.memory.runs import Upload
 from lightning_spot.memory.stream import UPGRADE, receive_parts
 from lightning_spot.memory.wire import PROTOCOL_HEADER, error_body, error_status
 

@@ -15,8 +15,8 @@ import xxhash
 
 from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES
 from lightning_spot.errors import CorruptSnapshot, NodeUnreachable, SnapshotNotFound
-from lightning_spot.memory.book import Upload
 from lightning_spot.memory.node import Node
+from lightning_spot.memory.runs import Upload
 from lightning_spot.memory.wire import PROTOCOL_HEADER, Address, error_from_body
 
 UPGRADE = "spot-parts"

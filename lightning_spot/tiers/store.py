@@ -12,7 +12,8 @@ How a tier lays a run out below its URL::
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lightning_spot.errors import Fenced
@@ -23,6 +24,50 @@ Progress = Callable[[int], None]
 
 ATTEMPTS_DIR = "attempts"
 _CLAIM = re.compile(r"attempt-(\d+)\.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """What an attempt notes at a tier before it writes: the fence, the run's identity, and what is needed of the past.
+
+    Attributes:
+        attempt: its number, from 1.
+        run_id: identity of the run.
+        token: random, of this attempt: tells two claims of one number apart.
+        location: durable directory of the run: ``file:///abs/path`` or the fsspec URL.
+        inode: of the attempts directory where the tier is a directory, 0 elsewhere; a copied directory has another.
+        started_unix_s: when the attempt began, seconds since 1970.
+        host: name of its machine.
+        pid: its process.
+        keep: snapshots each tier keeps.
+        past: what later attempts need of earlier ones, as plain values.
+    """
+
+    attempt: int
+    run_id: str
+    token: str
+    location: str
+    started_unix_s: float
+    inode: int = 0
+    host: str = ""
+    pid: int = 0
+    keep: int = 2
+    past: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Holdings:
+    """What a tier that answered holds of a run; all empty when nothing is there.
+
+    Attributes:
+        manifests: of committed snapshots, newest first.
+        unreadable: name of each snapshot whose manifest is there but cannot be used, and why.
+        highest_attempt: over claims, manifests and the names of snapshots, committed or not; 0 if there is none.
+    """
+
+    manifests: list[Manifest] = field(default_factory=list)
+    unreadable: dict[str, str] = field(default_factory=dict)
+    highest_attempt: int = 0
 
 
 class Store(Protocol):

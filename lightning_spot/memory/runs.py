@@ -8,6 +8,39 @@ from dataclasses import dataclass, field
 from lightning_spot.memory.ring import Slot
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunInfo:
+    """What a trainer, or the node before this one in the chain, says of a run when it opens it.
+
+    Attributes:
+        name: of the run, for people.
+        id: its identity.
+        location: its durable directory, see :class:`~lightning_spot.tiers.store.Claim`.
+        attempt: the attempt that writes from now on.
+        token: of the attempt.
+        keep: snapshots each tier keeps.
+        durable_url: durable directory as a store's URL; ``None`` if the node is not to write there.
+        durable_every_s: least seconds between two snapshots brought to the durable tier; 0 for as often as it can.
+        nodes: ``spot://host:port`` of the memory nodes behind this one, in order of preference.
+        session: live connection of the trainer, if it is on this host.
+        pid: its process id, for messages.
+        host: name of its machine, for messages.
+    """
+
+    name: str
+    id: str
+    location: str
+    attempt: int
+    token: str
+    keep: int = 2
+    durable_url: str | None = None
+    durable_every_s: float = 0.0
+    nodes: tuple[str, ...] = ()
+    session: str = ""
+    pid: int = 0
+    host: str = ""
+
+
 @dataclass(slots=True)
 class Run:
     """A run this node knows.
