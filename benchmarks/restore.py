@@ -13,7 +13,7 @@ from lightning_spot.image.layout import lay_out
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import embedded
 from lightning_spot.memory.remote import NodeStore
-from lightning_spot.recovery.source import MemorySource, Source, StoreSource
+from lightning_spot.run.sources import MemorySource, Source, StoreSource
 from lightning_spot.staging.copier import Copier, SlotView
 
 

@@ -16,13 +16,13 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 
 from lightning_spot._version import __version__
-from lightning_spot.capture.place import AUTO, memory_limit_bytes
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import NodeUnreachable, SettingsError, SnapshotNotFound, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.embedded import start
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.stores import open_store
+from lightning_spot.run.location import AUTO, memory_limit_bytes
 
 logger = logging.getLogger(__name__)
 

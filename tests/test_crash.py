@@ -32,8 +32,8 @@ from lightning_spot.errors import SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory import embedded
 from lightning_spot.memory.node import Node
-from lightning_spot.recovery.choice import open_newest
-from lightning_spot.recovery.source import DURABLE, MemorySource, StoreSource
+from lightning_spot.run.choice import open_newest
+from lightning_spot.run.sources import DURABLE, MemorySource, StoreSource
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import retain
 from tests.conftest import until

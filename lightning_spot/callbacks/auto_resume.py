@@ -16,12 +16,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.callbacks.fit_state import FitState
-from lightning_spot.capture.place import Place
 from lightning_spot.errors import ModelChanged, NotSerialisable, SettingsError, SpotError
 from lightning_spot.memory.stores import open_store
-from lightning_spot.recovery.choice import open_newest
 from lightning_spot.recovery.position import REWINDS, Rewind
-from lightning_spot.recovery.source import DURABLE, MemorySource, OpenSnapshot, Source, StoreSource
+from lightning_spot.run.choice import open_newest
+from lightning_spot.run.location import Location
+from lightning_spot.run.sources import DURABLE, MemorySource, OpenSnapshot, Source, StoreSource
 
 _MOST_KEYS_NAMED = 5
 
@@ -87,7 +87,7 @@ class AutoResume(pl.Callback):
         if rewind not in REWINDS:
             raise SettingsError(f"rewind={rewind!r}: it is one of {', '.join(map(repr, REWINDS))}")
         self.rewind: Rewind = rewind
-        self.place = Place.of(dirpath, memory, run)
+        self.location = Location.of(dirpath, memory, run)
         self.resumed_from: ResumedFrom | None = None
         self._start_step = 0
 
@@ -136,24 +136,24 @@ class AutoResume(pl.Callback):
         resumed = self.resumed_from
         if resumed is not None and self._start_step >= 0:
             rank_zero_info(
-                f"lightning_spot: run {self.place.run!r} is complete (epoch {resumed.epoch}, step {resumed.step}):"
+                f"lightning_spot: run {self.location.name!r} is complete (epoch {resumed.epoch}, step {resumed.step}):"
                 " nothing was left to train. Raise max_epochs or max_steps to go on, or choose another dirpath for a"
                 " new run"
             )
 
     def sources(self) -> list[Source]:
         """The tiers to ask, nearest first."""
-        place = self.place
-        found: list[Source] = [MemorySource(place.dirpath, place.run)] if place.embedded else []
-        found += [StoreSource(open_store(f"{node}/{place.run}"), node) for node in place.nodes]
-        return [*found, StoreSource(open_store(place.dirpath), DURABLE)]
+        location = self.location
+        found: list[Source] = [MemorySource(location.url, location.name)] if location.embedded else []
+        found += [StoreSource(open_store(f"{node}/{location.name}"), node) for node in location.nodes]
+        return [*found, StoreSource(open_store(location.url), DURABLE)]
 
     def _restore(self, trainer: pl.Trainer, weights_only: bool | None) -> None:
         self._start_step = 0
         snapshot = _on_rank_zero(trainer, lambda: open_newest(self.sources()))
         facts = trainer.strategy.broadcast(_facts(snapshot))
         if facts is None:
-            rank_zero_info(f"lightning_spot: no snapshot of run {self.place.run!r} at any tier; starting afresh")
+            rank_zero_info(f"lightning_spot: no snapshot of run {self.location.name!r} at any tier; starting afresh")
             return
         checkpoint = self._load(trainer, snapshot, weights_only)
         _check_model(trainer, checkpoint, facts)

@@ -13,10 +13,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.callbacks.goodput import Goodput
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot, snapshots_of
-from lightning_spot.capture.place import Place
 from lightning_spot.config import format_seconds
 from lightning_spot.errors import Preempted, SettingsError, TierError
 from lightning_spot.recovery.ledger import AttemptRecord, Spent, spent, total
+from lightning_spot.run.location import Location
 from lightning_spot.tiers.records import read_records, write_record
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class GoodputMonitor(pl.Callback):
         if not (log_every_s > 0 and heartbeat_s > 0):
             raise SettingsError("GoodputMonitor: log_every_s and heartbeat_s are more than 0 seconds")
         self.metric = Goodput(sync_on_compute=False)  # rank 0 alone knows, and asks
-        self._dirpath = Place.of(dirpath, None, None).dirpath if dirpath is not None else None
+        self._dirpath = Location.of(dirpath, None, None).url if dirpath is not None else None
         self._log_every_s, self._heartbeat_s = log_every_s, heartbeat_s
         self._record: AttemptRecord | None = None
         self._earlier: list[AttemptRecord] = []
@@ -68,7 +68,7 @@ class GoodputMonitor(pl.Callback):
         if stage != "fit" or getattr(trainer, "fast_dev_run", False) or not trainer.is_global_zero:
             return
         snapshots = self._snapshots = next(iter(snapshots_of(trainer)), None)
-        self._url = self._dirpath if self._dirpath is not None else snapshots.place.dirpath if snapshots else ""
+        self._url = self._dirpath if self._dirpath is not None else snapshots.location.url if snapshots else ""
         if not self._url:
             raise SettingsError("GoodputMonitor needs a dirpath where the trainer has no SpotCheckpoint")
         now_s = time.time()

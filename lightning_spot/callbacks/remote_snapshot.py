@@ -17,7 +17,6 @@ from lightning_spot.callbacks.fit_state import KEY, Dump, FitState, say_what_is_
 from lightning_spot.callbacks.pacing import Pacing
 from lightning_spot.callbacks.seams import Seam, Seams
 from lightning_spot.capture.attempt import Attempt, RingSettings
-from lightning_spot.capture.place import Place, memory_limit_bytes
 from lightning_spot.capture.safety import LEAVE_S
 from lightning_spot.capture.tensors import optimizer_owned
 from lightning_spot.config import DRILL_VARIABLE
@@ -25,6 +24,7 @@ from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.policy import EverySeconds, IntervalPolicy
+from lightning_spot.run.location import Location, memory_limit_bytes
 
 WAIT_FOR_SLOT_S = 600.0
 
@@ -84,7 +84,7 @@ class RemoteSnapshot(Checkpoint):
             raise SettingsError(f"slots={slots}: a ring needs 2 slots, one stays whole while the other is filled")
         if on_full not in ("skip", "wait"):
             raise SettingsError(f"on_full={on_full!r}: it is 'skip' or 'wait'")
-        self.place = Place.of(dirpath, memory, run)
+        self.location = Location.of(dirpath, memory, run)
         if DRILL_VARIABLE in os.environ:
             interval = EverySeconds(1.0)  # a drill is short, and wants something to resume from
         self._pacing = Pacing(interval if interval is not None else ConvergenceAware())
@@ -143,7 +143,7 @@ class RemoteSnapshot(Checkpoint):
         problem: SpotError | None = None
         if trainer.is_global_zero:
             try:
-                self._current = Attempt(self.place, self._ring)
+                self._current = Attempt(self.location, self._ring)
                 self.attempt = self._current.number
             except SpotError as error:
                 problem = error
@@ -339,8 +339,8 @@ class RemoteSnapshot(Checkpoint):
         self._last_committed = attempt.writer.committed
         if complete and self._last_committed is not None:
             rank_zero_info(
-                f"lightning_spot: run {self.place.run!r} is complete at step {self._last_committed.step};"
-                f" its last snapshot is in {self.place.dirpath}"
+                f"lightning_spot: run {self.location.name!r} is complete at step {self._last_committed.step};"
+                f" its last snapshot is in {self.location.url}"
             )
 
     # -- where Lightning has no hook ------------------------------------------------------------------------------

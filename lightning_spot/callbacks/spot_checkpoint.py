@@ -121,7 +121,7 @@ class SpotCheckpoint(RemoteSnapshot):
         if self._resume is not None:
             self._resume.on_train_start(trainer, pl_module)
         if self.resumed_from is not None:
-            say_resumed(self.resumed_from, self.place.run, self.attempt)
+            say_resumed(self.resumed_from, self.location.name, self.attempt)
         self._goodput.on_train_start(trainer, pl_module)
 
     def on_train_batch_end(

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from lightning_spot._version import __version__
-from lightning_spot.capture.place import Place
 from lightning_spot.capture.safety import Safety
 from lightning_spot.capture.tensors import tensors_in
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import Fenced, RingFull, SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.host import Host
+from lightning_spot.run.location import Location
 
 _OUTLINE_BYTES = 4 * 1024 * 1024  # everything in a checkpoint that is no tensor, generously
 _PER_TENSOR_BYTES = 1024
@@ -46,7 +46,7 @@ class Attempt:
     """One attempt of a run. Made once ``fit`` begins; :meth:`finish` ends it.
 
     Args:
-        place: where the run goes.
+        location: where the run goes.
         settings: of the ring.
 
     Raises:
@@ -58,14 +58,14 @@ class Attempt:
         fenced: whether a later attempt has taken the run over.
     """
 
-    def __init__(self, place: Place, settings: RingSettings) -> None:
-        place.check()
-        self.place = place
+    def __init__(self, location: Location, settings: RingSettings) -> None:
+        location.check()
+        self.location = location
         self.fenced = False
         self._settings = settings
         host = self._open_host()
-        self.number = host.open_run(place.destinations, settings.keep)
-        self.writer = SnapshotWriter(host, self._reopen if place.embedded else None)
+        self.number = host.open_run(location.destinations, settings.keep)
+        self.writer = SnapshotWriter(host, self._reopen if location.embedded else None)
         self.safety = Safety(self.writer)
 
     def warm(self, state: Any) -> None:
@@ -97,7 +97,7 @@ class Attempt:
             wait_s: how long to wait for a clean slot.
         """
         manifest = Manifest(
-            run=self.place.run,
+            run=self.location.name,
             name=snapshot_name(step, self.number, complete=complete),
             step=step,
             attempt=self.number,
@@ -143,7 +143,7 @@ class Attempt:
 
     def _open_host(self) -> Host:
         settings = self._settings
-        return self.place.open_host(
+        return self.location.open_host(
             slots=settings.slots,
             memory_bytes=settings.memory_bytes,
             idle_timeout_s=settings.idle_timeout_s,
@@ -152,7 +152,7 @@ class Attempt:
 
     def _reopen(self) -> Host:
         host = self._open_host()
-        host.open_run(self.place.destinations, self._settings.keep, self.number)
+        host.open_run(self.location.destinations, self._settings.keep, self.number)
         return host
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import fsspec
 from rich.console import Console
 
-from lightning_spot.capture.place import AUTO, Place
 from lightning_spot.cli.output import wide_console
 from lightning_spot.cli.simulate import seconds
 from lightning_spot.config import format_bytes, format_seconds, parse_bytes, read_environment
@@ -27,6 +26,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.embedded import start
 from lightning_spot.memory.stores import open_store
 from lightning_spot.notices.detect import CLOUDS, detect_cloud
+from lightning_spot.run.location import AUTO, Location
 from lightning_spot.tiers.store import Store
 
 SLOTS = 3
@@ -68,13 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def doctor(arguments: argparse.Namespace) -> int:
     """Measure and recommend; 1 if a tier cannot be used."""
     state_bytes, sample = parse_bytes(arguments.state), parse_bytes(arguments.sample)
-    place = Place.of(arguments.url, arguments.memory or AUTO, "doctor")
+    location = Location.of(arguments.url, arguments.memory or AUTO, "doctor")
     say = Console(stderr=True, highlight=False).print
     problems: list[str] = []
     facts: dict[str, Any] = {"copy_bytes_per_s": copy_speed(sample)}
     tiers: dict[str, float] = {}
-    scratch = f"{place.dirpath}/.doctor-{secrets.token_hex(4)}"
-    stores = {node: f"{node}/doctor" for node in place.nodes} | {place.dirpath: scratch}
+    scratch = f"{location.url}/.doctor-{secrets.token_hex(4)}"
+    stores = {node: f"{node}/doctor" for node in location.nodes} | {location.url: scratch}
     for url, where in stores.items():
         say(f"writing {format_bytes(sample)} to {url} …", markup=False)
         try:
@@ -92,14 +92,14 @@ def doctor(arguments: argparse.Namespace) -> int:
         problems.append(f"the memory node on this host: {error}")
     cloud = detect_cloud()
     facts["cloud"], facts["grace_s"] = cloud, CLOUDS[cloud]().grace_s if cloud is not None else None
-    durable = {url: speed for url, speed in tiers.items() if url == place.dirpath}
+    durable = {url: speed for url, speed in tiers.items() if url == location.url}
     outlooks = {}
     if durable:
         outlooks[ALONE] = outlook(state_bytes, facts["copy_bytes_per_s"], durable, arguments.lifetime)
     if len(tiers) > 1 and durable:
         outlooks[WITH_NODE] = outlook(state_bytes, facts["copy_bytes_per_s"], tiers, arguments.lifetime)
     facts["outlook"] = {label: asdict(found) for label, found in outlooks.items()}
-    facts["advice"] = _advice(outlooks, state_bytes, place, facts["grace_s"])
+    facts["advice"] = _advice(outlooks, state_bytes, location, facts["grace_s"])
     facts["problems"] = problems
     if arguments.json:
         print(json.dumps(facts, indent=1))
@@ -183,8 +183,8 @@ def outlook(state_bytes: int, copy_bytes_per_s: float, tiers: dict[str, float], 
     )
 
 
-def _advice(outlooks: dict[str, Outlook], state_bytes: int, place: Place, grace_s: float | None) -> list[str]:
-    memory = f", memory={list(place.nodes)!r}" if place.nodes else ""
+def _advice(outlooks: dict[str, Outlook], state_bytes: int, location: Location, grace_s: float | None) -> list[str]:
+    memory = f", memory={list(location.nodes)!r}" if location.nodes else ""
     advice = _of_memory(SLOTS * state_bytes)
     alone, with_node = outlooks.get(ALONE), outlooks.get(WITH_NODE)
     if alone is not None and with_node is not None:
@@ -200,7 +200,7 @@ def _advice(outlooks: dict[str, Outlook], state_bytes: int, place: Place, grace_
             f"a notice leaves {grace_s:.0f} s, and a snapshot needs {best.safe_s:.0f} s until it is safe: after a"
             " notice the run resumes from its last regular snapshot"
         )
-    return [*advice, f"SpotCheckpoint({place.dirpath!r}{memory})  # the interval finds itself"]
+    return [*advice, f"SpotCheckpoint({location.url!r}{memory})  # the interval finds itself"]
 
 
 def _of_memory(need: int) -> list[str]:

@@ -6,11 +6,11 @@ import argparse
 import json
 import time
 
-from lightning_spot.capture.place import Place
 from lightning_spot.cli.output import plain_table, wide_console
 from lightning_spot.config import format_seconds
 from lightning_spot.errors import SnapshotNotFound
 from lightning_spot.recovery.ledger import AttemptRecord, Spent, lost_steps, spent, total
+from lightning_spot.run.location import Location
 from lightning_spot.tiers.records import read_records
 
 _WIDE = 60
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def report(arguments: argparse.Namespace) -> int:
     """Show the attempts of a run, and the whole."""
-    url = Place.of(arguments.url, None, None).dirpath
+    url = Location.of(arguments.url, None, None).url
     records = [AttemptRecord.from_dict(record) for record in read_records(url)]
     if not records:
         raise SnapshotNotFound(

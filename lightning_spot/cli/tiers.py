@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, field
 
-from lightning_spot.capture.place import AUTO, Place
 from lightning_spot.errors import SettingsError, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.embedded import attach
 from lightning_spot.memory.remote import NodeStore
 from lightning_spot.memory.stores import open_store
 from lightning_spot.memory.wire import parse_spot_url
-from lightning_spot.recovery.source import DURABLE, MEMORY, MemorySource, Source, StoreSource
+from lightning_spot.run.location import AUTO, Location
+from lightning_spot.run.sources import DURABLE, MEMORY, MemorySource, Source, StoreSource
 
 
 @dataclass(slots=True)
@@ -88,18 +88,18 @@ def _sources(arguments: argparse.Namespace) -> list[Source]:
             raise SettingsError(f"{url!r} names no run; write {address}/RUN")
         nodes = [str(address), *(str(parse_spot_url(item)[0]) for item in arguments.memory)]
         return [StoreSource(NodeStore(f"{node}/{run}"), node) for node in nodes]
-    place = Place.of(url, arguments.memory or AUTO, arguments.run)
-    sources: list[Source] = [MemorySource(place.dirpath, place.run)]
-    sources += [StoreSource(NodeStore(f"{node}/{place.run}"), node) for node in place.nodes]
-    return [*sources, StoreSource(open_store(place.dirpath), DURABLE)]
+    location = Location.of(url, arguments.memory or AUTO, arguments.run)
+    sources: list[Source] = [MemorySource(location.url, location.name)]
+    sources += [StoreSource(NodeStore(f"{node}/{location.name}"), node) for node in location.nodes]
+    return [*sources, StoreSource(open_store(location.url), DURABLE)]
 
 
 def _entries(source: Source, arguments: argparse.Namespace) -> list[Entry]:
     if isinstance(source, StoreSource) and isinstance(source.store, NodeStore):
         return [Entry(manifest, source, _state(dirty, safe)) for manifest, dirty, safe in source.store.held()]
     if source.tier == MEMORY:
-        place = Place.of(arguments.url, AUTO, arguments.run)
-        host = attach(place.dirpath, place.run)
+        location = Location.of(arguments.url, AUTO, arguments.run)
+        host = attach(location.url, location.name)
         if host is None:
             return []
         try:

@@ -21,23 +21,23 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class Location:
     """Where the snapshots of one run go.
 
     Attributes:
-        run: name of the run.
-        dirpath: durable directory: an absolute path or an fsspec URL.
+        name: of the run, for people.
+        url: durable directory: an absolute path or an fsspec URL.
         nodes: ``spot://host:port`` of memory nodes on other hosts, in order of preference.
         embedded: whether a node on this host stands in front of them.
     """
 
-    run: str
-    dirpath: str
+    name: str
+    url: str
     nodes: tuple[str, ...]
     embedded: bool
 
     @classmethod
-    def of(cls, dirpath: str | os.PathLike[str], memory: str | Sequence[str] | None, run: str | None) -> Place:
+    def of(cls, dirpath: str | os.PathLike[str], memory: str | Sequence[str] | None, run: str | None) -> Location:
         """Check and complete what the user gave.
 
         Raises:
@@ -52,18 +52,23 @@ class Place:
         url = os.path.abspath(url.removeprefix("file://")) if scheme in ("", "file") else url.rstrip("/")
         name = check_run_name(run if run is not None else url.rstrip("/").rpartition("/")[2])
         if drill := os.environ.get(DRILL_VARIABLE):  # which must never write to the tiers of the real run
-            return cls(run=name, dirpath=os.path.join(drill, "runs", name), nodes=(), embedded=memory is not None)
+            return cls(name=name, url=os.path.join(drill, "runs", name), nodes=(), embedded=memory is not None)
         if memory is None or memory == AUTO:
             nodes: tuple[str, ...] = ()
         else:
             nodes = tuple(_node_url(item) for item in ([memory] if isinstance(memory, str) else memory))
         # A memory:// file system lives in one process only, so its flusher must run in the trainer's.
-        return cls(run=name, dirpath=url, nodes=nodes, embedded=memory is not None and scheme != "memory")
+        return cls(name=name, url=url, nodes=nodes, embedded=memory is not None and scheme != "memory")
+
+    @property
+    def canonical(self) -> str:
+        """What claims and nodes call this location: ``file:///abs/path`` with links resolved, else the URL."""
+        return self.url if "://" in self.url else f"file://{os.path.realpath(self.url)}"
 
     @property
     def destinations(self) -> list[str]:
         """URLs of the run at every tier below this host."""
-        return [*(f"{node}/{self.run}" for node in self.nodes), self.dirpath]
+        return [*(f"{node}/{self.name}" for node in self.nodes), self.url]
 
     def check(self) -> None:
         """Make sure the durable tier can be written to, if it is a directory.
@@ -71,33 +76,31 @@ class Place:
         Raises:
             SettingsError: if it cannot.
         """
-        if "://" in self.dirpath:
-            open_store(self.dirpath)  # raises when the file system is not installed
+        if "://" in self.url:
+            open_store(self.url)  # raises when the file system is not installed
             return
         try:
-            os.makedirs(self.dirpath, exist_ok=True)
+            os.makedirs(self.url, exist_ok=True)
         except OSError as error:
             raise SettingsError(
-                f"dirpath {self.dirpath!r} cannot be made ({error.strerror}); snapshots would never be durable."
+                f"dirpath {self.url!r} cannot be made ({error.strerror}); snapshots would never be durable."
                 " Give a directory that this user may write to"
             ) from error
-        if not os.access(self.dirpath, os.W_OK | os.X_OK):
+        if not os.access(self.url, os.W_OK | os.X_OK):
             raise SettingsError(
-                f"dirpath {self.dirpath!r} is not writable; snapshots would never be durable. Give a directory that"
+                f"dirpath {self.url!r} is not writable; snapshots would never be durable. Give a directory that"
                 " this user may write to"
             )
 
     def open_host(self, *, slots: int, memory_bytes: int, idle_timeout_s: float, strict: bool = False) -> Host:
         """The ring on this host: the embedded node, or one in this process.
 
-        If the embedded node cannot be started, a ring in this process takes its place, with a warning (or the error,
+        If the embedded node cannot be started, a ring in this process replaces it, with a warning (or the error,
         with ``strict``): snapshots then still reach the tiers below, but memory does not outlive the trainer.
         """
         if self.embedded:
             try:
-                return start(
-                    self.dirpath, self.run, slots=slots, memory_bytes=memory_bytes, idle_timeout_s=idle_timeout_s
-                )
+                return start(self.url, self.name, slots=slots, memory_bytes=memory_bytes, idle_timeout_s=idle_timeout_s)
             except (NodeUnreachable, TierError, OSError) as error:
                 if strict:
                     raise
@@ -106,7 +109,7 @@ class Place:
                     " process instead, and what is only in memory is lost if it is killed",
                     error,
                 )
-        return InProcessHost(self.run, slots=slots, memory_bytes=memory_bytes, open_store=open_store)
+        return InProcessHost(self.name, slots=slots, memory_bytes=memory_bytes, open_store=open_store)
 
 
 def memory_limit_bytes(limit: str | int | None) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.recovery.source import OpenSnapshot, Source
+from lightning_spot.run.sources import OpenSnapshot, Source
 
 logger = logging.getLogger(__name__)
 
