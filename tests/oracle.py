@@ -26,6 +26,7 @@ from typing import IO, Any
 from lightning_spot.errors import SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.node import Node
+from lightning_spot.memory.runs import RunInfo
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import retain
 
@@ -209,14 +210,20 @@ def use_file(root: Path, tell: Tell) -> None:
             tell("file", step)
 
 
+def run_info(root: Path, *, keep: int = 2, session: str = "") -> RunInfo:
+    """A run without an identity that is kept in ``root/durable``; the node chooses its attempt."""
+    url = str(root / "durable")
+    return RunInfo(name="run", id="", location=url, attempt=0, token="", keep=keep, durable_url=url, session=session)
+
+
 def use_node(root: Path, tell: Tell) -> None:
     """Seal into a ring in tmpfs, which has to let snapshots go and grow a slot, and flush."""
     try:
-        node = Node(slots=2, memory_bytes=2**26, open_store=LocalStore, area=root / "area")
+        node = Node(slots=2, memory_bytes=2**26, open_store=LocalStore, allow=None, area=root / "area")
     except OSError:
         tell("refused", "node")  # the program ends then, and says why
         return
-    attempt = node.open_run("run", destinations=[str(root / "durable")], keep=1)
+    attempt = node.open_run(run_info(root, keep=1)).attempt
     for step in range(1, STEPS + 1):
         if _worked(tell, _seal, node, attempt, step):
             tell("committed", step)

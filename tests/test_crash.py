@@ -37,7 +37,7 @@ from lightning_spot.run.sources import DURABLE, MemorySource, StoreSource
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import retain
 from tests.conftest import until
-from tests.oracle import HOME, Server, check_checkpoint, file_of, image_of, manifest_of
+from tests.oracle import HOME, Server, check_checkpoint, file_of, image_of, manifest_of, run_info
 
 TRAINER, NODE, BOTH, MACHINE = "trainer", "node", "both", "machine"
 KINDS = (TRAINER, NODE, BOTH, MACHINE)
@@ -361,7 +361,7 @@ def check_node(root: Path, told: dict[str, int]) -> None:
     durable, committed = told.get("durable", 0), told.get("committed", 0)
     there = whole_steps(root)
     assert max(there, default=0) >= durable, "what was durable is lost with the machine"
-    heir = Node(slots=2, memory_bytes=2**26, open_store=LocalStore, area=root / "area")
+    heir = Node(slots=2, memory_bytes=2**26, open_store=LocalStore, allow=None, area=root / "area")
     try:
         adopted = [slot.manifest.step for slot in heir.ring.committed("run") if slot.manifest]
         assert max([*adopted, *there], default=0) >= committed, "what was committed is lost with the node"
@@ -410,11 +410,11 @@ def test_a_seal_in_progress_when_its_trainer_is_killed_leaves_the_next_snapshot_
             archive.writestr(zipfile.ZipInfo(f"model/data/{record}"), bytes(4 * 2**20))
     image = first.read_bytes()
     area = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"]) / "lightning-spot-seal"
-    node = Node(slots=1, memory_bytes=2**30, open_store=LocalStore, area=area)
+    node = Node(slots=1, memory_bytes=2**30, open_store=LocalStore, allow=None, area=area)
     outcome: list[Any] = []
     try:
         node.begin_session("killed")
-        attempt = node.open_run("run", destinations=[str(tmp_path / "durable")], session="killed")
+        attempt = node.open_run(run_info(tmp_path, session="killed")).attempt
         upload = node.lease("run", attempt, len(image), session="killed")
         with upload.slot.view(len(image)) as view:
             view[:] = image
@@ -430,7 +430,7 @@ def test_a_seal_in_progress_when_its_trainer_is_killed_leaves_the_next_snapshot_
         sealing.start()
         time.sleep(0.01)
         node.end_session("killed")
-        attempt = node.open_run("run", destinations=[str(tmp_path / "durable")], session="next")
+        attempt = node.open_run(run_info(tmp_path, session="next")).attempt
         following = node.lease("run", attempt, len(second), wait_s=20.0)
         with following.slot.view(len(second)) as view:
             view[:] = second

@@ -19,6 +19,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.node import Node
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import retain
+from tests.oracle import run_info
 
 WATCHED = ("fsync", "replace", "unlink", "mkdir", "rmdir", "open")
 NBYTES = 3000
@@ -70,8 +71,8 @@ def use_store(root: Path, told: Callable[[int], None]) -> None:
 
 
 def use_node(root: Path, told: Callable[[int], None]) -> None:
-    node = Node(slots=2, memory_bytes=2**24, open_store=LocalStore, area=root / "area")
-    node.open_run("run", destinations=[str(root / "durable")], keep=2)
+    node = Node(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None, area=root / "area")
+    node.open_run(run_info(root))
     for step in range(1, STEPS + 1):
         upload = node.lease("run", 1, NBYTES, wait_s=20.0)
         with upload.slot.view(NBYTES) as view:
@@ -93,7 +94,7 @@ def newest_durable(root: Path) -> int:
 
 
 def newest_anywhere(root: Path) -> int:
-    heir = Node(slots=2, memory_bytes=2**24, open_store=LocalStore, area=root / "area")
+    heir = Node(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None, area=root / "area")
     in_memory = [slot.manifest.step for slot in heir.ring.committed("run") if slot.manifest]
     heir.flush("run", 20.0)
     heir.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning_spot.errors import (
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.node import Node
+from lightning_spot.memory.runs import RunInfo
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 
@@ -51,15 +53,15 @@ class Bench:
     def __init__(self, root: Path, **settings: Any) -> None:
         self.stores: dict[str, GatedStore] = {}
         self.root = root
-        self.node = Node(**{"slots": 3, "memory_bytes": 64 * MIB, "open_store": self.store, **settings})
+        self.node = Node(**{"allow": None, "slots": 3, "memory_bytes": 64 * MIB, "open_store": self.store, **settings})
 
     def store(self, url: str) -> GatedStore:
         return self.stores.setdefault(url, GatedStore(url))
 
-    def open(self, *, tiers: int = 1, keep: int = 2, **more: Any) -> int:
-        return self.node.open_run(
-            "run", destinations=[str(self.root / f"tier-{i}") for i in range(tiers)], keep=keep, **more
-        )
+    def open(self, *, tiers: int = 1, **more: Any) -> int:
+        info = RunInfo(name="run", id="", location="", attempt=0, token="")
+        durable = str(self.root / "tier-0") if tiers else None
+        return self.node.open_run(replace(info, durable_url=durable, **more)).attempt
 
     def tier(self, index: int = 0) -> GatedStore:
         return self.store(str(self.root / f"tier-{index}"))
@@ -95,14 +97,14 @@ def test_what_is_committed_becomes_durable(bench: Bench) -> None:
 
 
 def test_a_dirty_bit_stays_until_the_tier_has_it(bench: Bench) -> None:
-    bench.open(tiers=2)
-    bench.tier(1).open.clear()
+    bench.open()
+    bench.tier().open.clear()
     bench.save(1)
     (slot,) = bench.node.ring.committed("run")
-    until(lambda: slot.safe == [bench.tier(0).url], "the first tier")
-    assert slot.dirty == [bench.tier(1).url]
-    bench.tier(1).open.set()
+    assert slot.dirty == [bench.tier().url]
+    bench.tier().open.set()
     assert bench.node.flush("run", 30) == []
+    assert (slot.dirty, slot.safe) == ([], [bench.tier().url])
 
 
 def test_back_pressure_when_all_slots_are_dirty(bench: Bench) -> None:
@@ -128,7 +130,7 @@ def test_the_oldest_clean_slot_is_reused(bench: Bench) -> None:
 
 
 def test_without_tiers_the_newest_stays(bench: Bench) -> None:
-    bench.node.open_run("run", destinations=[])
+    bench.open(tiers=0)
     for step in range(1, 8):
         bench.save(step)
     assert bench.held() == [7, 6]
@@ -136,7 +138,7 @@ def test_without_tiers_the_newest_stays(bench: Bench) -> None:
 
 def test_one_slot_never_gives_its_only_snapshot_away(tmp_path: Path) -> None:
     bench = Bench(tmp_path, slots=1)
-    bench.node.open_run("run", destinations=[])
+    bench.open(tiers=0)
     bench.save(1)
     with pytest.raises(RingFull):
         bench.save(2)
@@ -277,7 +279,7 @@ def test_removal_reaches_the_tier_also_while_it_is_written(bench: Bench) -> None
 
 
 def test_a_user_file_is_never_dropped_from_memory_only(bench: Bench) -> None:
-    bench.node.open_run("run", destinations=[])
+    bench.open(tiers=0)
     upload = bench.node.lease("run", 1, 100)
     with upload.slot.view(100) as view:
         view[:] = bytes(78) + b"PK\x05\x06" + bytes(18)

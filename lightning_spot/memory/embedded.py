@@ -24,7 +24,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.channel import Session
 from lightning_spot.memory.client import NodeClient, quoted
 from lightning_spot.memory.flusher import TierHealth
-from lightning_spot.memory.host import Lease, attempt_record
+from lightning_spot.memory.host import Lease, run_info
 from lightning_spot.memory.wire import Address
 from lightning_spot.tiers.store import newest_first
 
@@ -193,14 +193,8 @@ class EmbeddedHost:
 
     def open_run(self, destinations: list[str], keep: int, attempt: int = 0) -> int:
         """See :meth:`Host.open_run`."""
-        body = {
-            "destinations": destinations,
-            "keep": keep,
-            "attempt": attempt,
-            "session": self.session.id,
-            "pid": os.getpid(),
-            "record": attempt_record(),
-        }
+        info = run_info(self.run, destinations, keep, attempt)
+        body = {**asdict(info), "session": self.session.id, "nodes": list(info.nodes)}
         self.attempt = int(self.client.call("POST", f"/v1/runs/{quoted(self.run)}/open", body)["attempt"])
         return self.attempt
 

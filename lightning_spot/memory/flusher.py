@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from lightning_spot.errors import CorruptSnapshot, Fenced, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.ring import Ring, Slot
+from lightning_spot.memory.runs import key_of
 from lightning_spot.tiers.store import Store, retain
 
 logger = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ class Flusher:
             except SnapshotNotFound:
                 continue  # dropped while we looked at it
             except Fenced as error:
-                if slot is None or manifest is None or self._writer(manifest.run) >= error.current:
+                if slot is None or manifest is None or self._writer(key_of(manifest)) >= error.current:
                     continue  # the later attempt is this node's own: write on its behalf
                 logger.warning("%s", error)
                 self._ring.give_up(slot, manifest, url)
@@ -161,15 +162,15 @@ class Flusher:
                 logger.error("%s. It is dropped; the one before it stands", error)
                 self._drop(manifest)
                 return
-            store.put(manifest, image, writer=max(self._writer(manifest.run), manifest.attempt))
+            store.put(manifest, image, writer=max(self._writer(key_of(manifest)), manifest.attempt))
         self._succeeded(url, manifest.nbytes, time.monotonic() - started)
         with self._ring.changed:
             self._tidying.add(url)
             self._ring.mark_safe(slot, manifest, url)
         try:
             if not manifest.is_file:
-                self._ring.trim(manifest.run, self._keep(manifest.run))
-                retain(store, self._keep(manifest.run), manifest)
+                self._ring.trim(key_of(manifest), self._keep(key_of(manifest)))
+                retain(store, self._keep(key_of(manifest)), manifest)
         except SpotError as error:
             logger.warning("old snapshots at %s could not be removed: %s", url, error)
         finally:
@@ -179,7 +180,7 @@ class Flusher:
 
     def _drop(self, manifest: Manifest) -> None:
         try:
-            self._ring.drop(manifest.run, manifest.name)
+            self._ring.drop(key_of(manifest), manifest.name)
         except SnapshotNotFound:
             logger.debug("%s has left memory already", manifest.name)
 

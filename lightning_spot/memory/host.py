@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.flusher import TierHealth
 from lightning_spot.memory.node import Node
+from lightning_spot.memory.runs import RunInfo
 from lightning_spot.tiers.store import Store
 
 
@@ -79,13 +79,11 @@ class InProcessHost:
     def __init__(self, run: str, *, slots: int, memory_bytes: int, open_store: Callable[[str], Store]) -> None:
         self.run = run
         self.attempt = 0
-        self._node = Node(slots=slots, memory_bytes=memory_bytes, open_store=open_store)
+        self._node = Node(slots=slots, memory_bytes=memory_bytes, open_store=open_store, allow=None)
 
     def open_run(self, destinations: list[str], keep: int, attempt: int = 0) -> int:
         """See :meth:`Host.open_run`."""
-        self.attempt = self._node.open_run(
-            self.run, destinations=destinations, keep=keep, attempt=attempt, pid=os.getpid(), record=attempt_record()
-        )
+        self.attempt = self._node.open_run(run_info(self.run, destinations, keep, attempt)).attempt
         return self.attempt
 
     def lease(self, nbytes: int, wait_s: float) -> Lease:
@@ -126,9 +124,19 @@ class InProcessHost:
         self._node.close()
 
 
-def attempt_record() -> dict[str, Any]:
-    """What a claim says about its writer."""
-    host = ""
-    with contextlib.suppress(OSError):
-        host = os.uname().nodename
-    return {"pid": os.getpid(), "host": host}
+def run_info(run: str, destinations: list[str], keep: int, attempt: int) -> RunInfo:
+    """What this process says of a run without an identity, by the URLs of its directories at each tier."""
+    nodes = tuple(url.rpartition("/")[0] for url in destinations if url.startswith("spot://"))
+    durable = [url for url in destinations if not url.startswith("spot://")]
+    return RunInfo(
+        name=run,
+        id="",
+        location=durable[0] if durable else "",
+        attempt=attempt,
+        token="",
+        keep=keep,
+        durable_url=durable[0] if durable else None,
+        nodes=nodes,
+        pid=os.getpid(),
+        host=os.uname().nodename,
+    )

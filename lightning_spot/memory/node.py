@@ -12,18 +12,28 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_spot.config import check_run_name
-from lightning_spot.errors import CorruptSnapshot, RunBusy, SettingsError, SnapshotNotFound, SpotError, TierError
+from lightning_spot.errors import (
+    CorruptSnapshot,
+    Fenced,
+    RunBusy,
+    SettingsError,
+    SnapshotNotFound,
+    SpotError,
+    TierError,
+)
 from lightning_spot.image.archive import write_crcs
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.flusher import Flusher
+from lightning_spot.memory.prefixes import check_prefix, refusal
 from lightning_spot.memory.ring import Ring
-from lightning_spot.memory.runs import Run, Upload
+from lightning_spot.memory.runs import Opened, Run, RunInfo, key_of, parse_run
+from lightning_spot.memory.uploads import Upload
 from lightning_spot.tiers.store import Store, check_fence
 
 logger = logging.getLogger(__name__)
@@ -39,8 +49,10 @@ class Node:
         slots: slots of the ring.
         memory_bytes: most bytes all slots together may hold.
         open_store: makes the store of a destination URL.
-        flush_to: URL below which runs are flushed, for runs whose trainer names no destinations.
+        flush_to: URL below which runs are flushed that name no durable URL, or one that is not allowed.
         area: tmpfs directory for slots.
+        allow: prefixes of durable URLs that a trainer may have this node write to (and ``flush_to``); ``None`` for
+            any, at the node of the trainer's own host.
     """
 
     def __init__(
@@ -51,7 +63,9 @@ class Node:
         open_store: Callable[[str], Store],
         flush_to: str | None = None,
         area: Path | None = None,
+        allow: Sequence[str] | None = (),
     ) -> None:
+        self.allow = [check_prefix(prefix) for prefix in allow] if allow is not None else None
         self.flush_to = flush_to.rstrip("/") if flush_to else None
         self.runs: dict[str, Run] = {}
         self.uploads: dict[str, Upload] = {}
@@ -65,75 +79,96 @@ class Node:
 
     # -- runs and attempts ----------------------------------------------------------------------------------------
 
-    def open_run(
-        self,
-        name: str,
-        *,
-        destinations: list[str] | None = None,
-        keep: int = 2,
-        session: str = "",
-        pid: int = 0,
-        attempt: int = 0,
-        record: dict[str, Any] | None = None,
-    ) -> int:
-        """Begin the next attempt of a run; from now on earlier attempts' writes are refused.
+    def open_run(self, info: RunInfo) -> Opened:
+        """Let an attempt write a run; from now on earlier attempts' writes are refused.
 
         Args:
-            name: the run.
-            destinations: URLs of its directories at the tiers below; default ``flush_to/name``.
-            keep: snapshots each tier keeps.
-            session: live connection of the trainer, if it is on this host.
-            pid: its process id, for messages.
-            attempt: the attempt to take, when it was already decided elsewhere; 0 chooses the next.
-            record: what to note in the claim (host, pid, time).
-
-        Returns:
-            the attempt's number, counted from 1 over all tiers that answer.
+            info: what is said of the run. An attempt of 0 lets this node choose the next.
 
         Raises:
             RunBusy: if a live trainer on this host holds the run.
-            Fenced: if ``attempt`` was given and a later one holds the run.
+            Fenced: if a later attempt holds the run, or another one of the same number.
         """
-        check_run_name(name)
-        urls = destinations if destinations is not None else self._default_destinations(name)
-        reachable = self._claims(urls)
-        held = [slot.manifest.attempt for slot in self.ring.committed(name) if slot.manifest]
+        check_run_name(info.name)
+        urls, opened = self._destinations(info)
+        reachable = self._claims(urls) if not info.attempt else {}
         with self._lock:
-            run = self.runs.get(name) or Run(name)
-            self._check_free(run, session)
-            taken = max([run.attempt, *held, *reachable.values()])
-            if attempt:
-                check_fence(name, attempt, taken)
-            chosen = attempt or taken + 1
-            # Known here before it is claimed below: what this node flushes meanwhile is written on its behalf.
-            run.attempt, run.destinations, run.keep = chosen, list(urls), max(1, keep)
-            run.session, run.pid, run.complete = session, pid, False
-            self.runs[name] = run
+            known = self.runs.get(info.key)
+            if known is not None:
+                self._check_free(known, info)
+            taken = max([self._highest(info.key), *reachable.values()])
+            info = replace(info, attempt=info.attempt or taken + 1, keep=max(1, info.keep))
+            check_fence(info.name, info.attempt, taken)
+            self.runs[info.key] = Run(info, urls)
         for url in urls:
             if url in reachable:
-                self._claim(url, chosen, {**(record or {}), "keep": max(1, keep)})
+                self._claim(url, info)
             self.flusher.serve(url)
-        return chosen
+        return replace(opened, attempt=info.attempt)
 
-    def _check_free(self, run: Run, session: str) -> None:
-        if run.session and run.session != session and run.session in self._sessions:
+    def find_run(self, text: str) -> Run:
+        """The run that ``NAME@ID`` or, if only one has it, ``NAME`` names.
+
+        Raises:
+            SnapshotNotFound: if this node does not know it.
+            SettingsError: if several runs have that name.
+        """
+        name, identity = parse_run(text)
+        if (exact := self.runs.get(identity or name)) is not None:
+            return exact
+        found = [] if identity else [run for run in list(self.runs.values()) if run.info.name == name]
+        if len(found) > 1:
+            listed = ", ".join(run.info.text for run in found)
+            raise SettingsError(f"several runs are named {name!r} at this node; say which one: {listed}")
+        if not found:
+            raise SnapshotNotFound(
+                f"this node does not know run {text!r} (it may have been restarted); open the run again"
+            )
+        return found[0]
+
+    def key(self, text: str) -> str:
+        """What a run named in a URL is kept under; a run that is not known has the key it would have."""
+        try:
+            return self.find_run(text).info.key
+        except SnapshotNotFound:
+            name, identity = parse_run(text)
+            return identity or name
+
+    def _highest(self, key: str) -> int:
+        """Highest attempt known of a run: opened, or of a snapshot that is held."""
+        known = self.runs.get(key)
+        held = [slot.manifest.attempt for slot in self.ring.committed(key) if slot.manifest]
+        return max([known.info.attempt if known else 0, *held])
+
+    def _check_free(self, run: Run, info: RunInfo) -> None:
+        held = run.info
+        if held.session and held.session != info.session and held.session in self._sessions:
             raise RunBusy(
-                f"run {run.name!r} is being written by a live trainer on this host (pid {run.pid}). Two runs must not"
+                f"run {held.name!r} is being written by a live trainer on this host (pid {held.pid}). Two runs must not"
                 " share one name: give this one another dirpath or run=, or end the other first",
-                run=run.name,
-                pid=run.pid,
+                run=held.name,
+                pid=held.pid,
+            )
+        if held.attempt == info.attempt and held.token and info.token and held.token != info.token:
+            raise Fenced(
+                f"attempt {info.attempt} of run {held.name!r} is another trainer's (on {held.host or 'another host'}):"
+                " two were started at once. Stop one of them",
+                run=held.name,
+                attempt=info.attempt,
+                current=held.attempt,
             )
 
-    def close_run(self, name: str, *, complete: bool) -> None:
+    def close_run(self, run: str, *, complete: bool) -> None:
         """The trainer leaves; ``complete`` says that the run has reached its end."""
-        with self._lock:
-            if (run := self.runs.get(name)) is not None:
-                run.session, run.complete = "", complete
+        with self._lock, contextlib.suppress(SnapshotNotFound):
+            known = self.find_run(run)
+            known.info, known.complete = replace(known.info, session=""), complete
 
-    def claimed(self, name: str) -> int:
+    def claimed(self, run: str) -> int:
         """The attempt that holds a run, here or at the tiers below; 0 if none."""
-        run = self.runs.get(name)
-        return max([run.attempt if run else 0, *self._claims(self._default_destinations(name)).values()])
+        known = self.runs.get(self.key(run))
+        urls = known.destinations if known is not None else self._below_flush_to(run)
+        return max([self._highest(self.key(run)), *self._claims(urls).values()])
 
     def begin_session(self, session: str) -> None:
         """A trainer on this host is connected."""
@@ -147,8 +182,8 @@ class Node:
             for upload in [item for item in self.uploads.values() if item.session == session]:
                 self.abort(upload.id)
             for run in self.runs.values():
-                if run.session == session:
-                    run.session = ""
+                if run.info.session == session:
+                    run.info = replace(run.info, session="")
 
     @property
     def busy(self) -> bool:
@@ -172,10 +207,10 @@ class Node:
         """
         if self.closing:
             raise TierError("this node is shutting down and takes no new snapshots")
-        self._admit(run, attempt)
+        key = self._admit(run, attempt)
         self._expire()
         slot = self.ring.lease(nbytes, wait_s)
-        upload = Upload(uuid.uuid4().hex, run, attempt, slot, nbytes, session, time.monotonic())
+        upload = Upload(uuid.uuid4().hex, key, attempt, slot, nbytes, session, time.monotonic())
         with self._lock:
             self.uploads[upload.id] = upload
         return upload
@@ -279,7 +314,7 @@ class Node:
         Raises:
             SnapshotNotFound: if it is nowhere.
         """
-        manifest, urls = self.ring.drop(run, name)
+        manifest, urls = self.ring.drop(self.key(run), name)
         for url in urls:
             self.flusher.delete(url, manifest)
 
@@ -287,7 +322,7 @@ class Node:
 
     def flush(self, run: str | None, wait_s: float) -> list[str]:
         """Bring everything dirty to the tiers below; see :meth:`Flusher.wait_clean`."""
-        return self.flusher.wait_clean(run, wait_s)
+        return self.flusher.wait_clean(self.key(run) if run else None, wait_s)
 
     def close(self, *, keep_dirty: bool = False) -> None:
         """Stop flushing and give the memory back."""
@@ -301,11 +336,11 @@ class Node:
             **self.ring.status(),
             "flush_to": self.flush_to,
             "runs": {
-                run.name: {
-                    "attempt": run.attempt,
+                run.info.text: {
+                    "attempt": run.info.attempt,
                     "destinations": run.destinations,
-                    "pid": run.pid,
-                    "live": bool(run.session),
+                    "pid": run.info.pid,
+                    "live": bool(run.info.session),
                 }
                 for run in self.runs.values()
             },
@@ -319,6 +354,12 @@ class Node:
         with self._lock:
             self.find_upload(upload.id)  # its trainer may have been killed meanwhile
             self._check_writer(upload)
+            if key_of(manifest) != upload.run or manifest.attempt > upload.attempt:
+                self.abort(upload.id)
+                raise SettingsError(
+                    f"{manifest.name} of attempt {manifest.attempt} of run {manifest.run!r} is not what this upload was"
+                    f" opened for: attempt {upload.attempt} of {upload.run!r}"
+                )
             run = self.runs.get(upload.run)
             urls = destinations if destinations is not None else run.destinations if run else []
             self.ring.commit(upload.slot, manifest, urls)
@@ -331,19 +372,17 @@ class Node:
     def _check_writer(self, upload: Upload) -> None:
         """Refuse, and free the slot, if a later attempt has taken over since the lease."""
         try:
-            self._admit(upload.run, upload.attempt)
+            check_fence(upload.run, upload.attempt, self._highest(upload.run))
         except SpotError:
             self.abort(upload.id)
             raise
 
-    def _admit(self, run: str, attempt: int) -> None:
+    def _admit(self, run: str, attempt: int) -> str:
+        """Refuse a writer whose attempt is not the latest; the key of its run."""
         with self._lock:
-            known = self.runs.get(run)
-            if known is None:
-                # Adopted from an earlier node, or written to without opening: the writer brings its attempt along.
-                known = self.runs[run] = Run(check_run_name(run), attempt, self._default_destinations(run))
-            check_fence(run, attempt, known.attempt)
-            known.attempt = max(known.attempt, attempt)
+            known = self.find_run(run)
+            check_fence(known.info.name, attempt, known.info.attempt)
+            return known.info.key
 
     def _expire(self) -> None:
         """Free slots of network uploads whose sender fell silent."""
@@ -364,14 +403,34 @@ class Node:
                 logger.warning("%s does not answer (%s); going on without it for now", url, error)
         return claims
 
-    def _claim(self, url: str, attempt: int, record: dict[str, Any]) -> None:
+    def _claim(self, url: str, info: RunInfo) -> None:
+        record = {"host": info.host, "pid": info.pid, "keep": info.keep}
         try:
-            self._open_store(url).claim(attempt, {**record, "attempt": attempt, "started_unix_s": time.time()})
+            self._open_store(url).claim(
+                info.attempt, {**record, "attempt": info.attempt, "started_unix_s": time.time()}
+            )
         except SpotError as error:
-            logger.warning("attempt %d could not be recorded at %s: %s", attempt, url, error)
+            logger.warning("attempt %d could not be recorded at %s: %s", info.attempt, url, error)
 
-    def _default_destinations(self, run: str) -> list[str]:
-        return [f"{self.flush_to}/{run}"] if self.flush_to else []
+    def _destinations(self, info: RunInfo) -> tuple[list[str], Opened]:
+        """Where a run goes from here, and whether that includes its durable tier."""
+        urls = [f"{node}/{info.text}" for node in info.nodes]
+        if info.durable_url is None:
+            below = self._below_flush_to(info.text)
+            return [*urls, *below], Opened(0, bool(below), "" if below else "no durable URL was named")
+        why_not = self.allowed(info.durable_url)
+        if not why_not:
+            return [*urls, info.durable_url], Opened(0, True)
+        return [*urls, *self._below_flush_to(info.text)], Opened(0, False, why_not)
+
+    def allowed(self, url: str) -> str:
+        """Why this node may not write to a durable URL, for people; ``""`` if it may."""
+        if self.allow is None:
+            return ""
+        return refusal(url, [*self.allow, *([self.flush_to] if self.flush_to else [])])
+
+    def _below_flush_to(self, text: str) -> list[str]:
+        return [f"{self.flush_to}/{text}"] if self.flush_to else []
 
     def _resume_flushing(self) -> None:
         """Go on with what a killed node left dirty."""
@@ -382,10 +441,10 @@ class Node:
     def _failing(self, url: str) -> bool:
         return self.flusher.failing(url)
 
-    def _writer(self, run: str) -> int:
-        known = self.runs.get(run)
-        return known.attempt if known else 0
+    def _writer(self, key: str) -> int:
+        known = self.runs.get(key)
+        return known.info.attempt if known else 0
 
-    def _keep(self, run: str) -> int:
-        known = self.runs.get(run)
-        return known.keep if known else 2
+    def _keep(self, key: str) -> int:
+        known = self.runs.get(key)
+        return known.info.keep if known else 2

@@ -151,6 +151,7 @@ async def _serve(settings: NodeSettings) -> int:
         open_store=open_store,
         flush_to=settings.flush_to,
         area=_area(settings, environment.shm_dir),
+        allow=None if settings.record is not None else (),
     )
     if settings.flush_to is not None:
         await asyncio.to_thread(open_store(f"{settings.flush_to}/probe").claimed)  # a wrong URL shows at start

@@ -39,8 +39,8 @@ class NodeStore:
 
     def put(self, manifest: Manifest, image: memoryview, *, writer: int) -> None:
         """See :meth:`Store.put`; the node must have a clean slot within 30 s."""
-        request = {"attempt": max(1, writer), "nbytes": manifest.nbytes, "wait_s": _WAIT_FOR_SLOT_S}
-        upload = self.client.call("POST", f"/v1/runs/{quoted(self.run)}/uploads", request)["upload"]
+        manifest = replace(manifest, run=self.run.partition("@")[0])
+        upload = self._lease({"attempt": max(1, writer), "nbytes": manifest.nbytes, "wait_s": _WAIT_FOR_SLOT_S})
         try:
             parts = list(enumerate(part_ranges(manifest.nbytes, manifest.part_bytes)))
             lanes = [parts[lane::CONNECTIONS] for lane in range(CONNECTIONS)]
@@ -48,7 +48,7 @@ class NodeStore:
                 jobs = [pool.submit(self._send_lane, upload, lane, image, manifest) for lane in lanes if lane]
                 for job in jobs:
                     job.result()
-            self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": _as_json(manifest, self.run)})
+            self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": asdict(manifest)})
         except BaseException:
             self._give_up(upload)
             raise
@@ -117,12 +117,16 @@ class NodeStore:
             f"bytes {min(expected)}… arrive damaged at {self.url}, {_SENDS_OF_A_PART} times", where=self.url
         )
 
+    def _lease(self, request: dict[str, Any]) -> str:
+        path = f"/v1/runs/{quoted(self.run)}"
+        try:
+            return str(self.client.call("POST", f"{path}/uploads", request)["upload"])
+        except SnapshotNotFound:  # a node that was restarted knows the run no more
+            self.client.call("POST", f"{path}/open", {"attempt": request["attempt"]})
+            return str(self.client.call("POST", f"{path}/uploads", request)["upload"])
+
     def _give_up(self, upload: str) -> None:
         try:
             self.client.call("DELETE", f"/v1/uploads/{upload}", timeout_s=5.0)
         except SpotError as error:
             logger.debug("an upload could not be taken back (%s); the node frees its slot by itself", error)
-
-
-def _as_json(manifest: Manifest, run: str) -> dict[str, Any]:
-    return asdict(replace(manifest, run=run))

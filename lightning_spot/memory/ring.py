@@ -26,6 +26,7 @@ from typing import Any
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import CorruptSnapshot, RingFull, SnapshotNotFound, SnapshotTooLarge, TierError
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.runs import key_of
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
 
 logger = logging.getLogger(__name__)
@@ -158,7 +159,7 @@ class Ring:
             destinations: URLs of the tiers it must still reach; these become its dirty bits.
         """
         with self.changed:
-            for other in self._committed(manifest.run, manifest.name):
+            for other in self._committed(key_of(manifest), manifest.name):
                 other.dirty = []
                 self._free(other)
             self._sequence += 1
@@ -222,7 +223,7 @@ class Ring:
     def committed(self, run: str | None = None) -> list[Slot]:
         """Slots that hold a committed snapshot, newest first."""
         with self.changed:
-            found = [slot for slot in self.slots if slot.manifest and run in (None, slot.manifest.run)]
+            found = [slot for slot in self.slots if slot.manifest and run in (None, key_of(slot.manifest))]
             return sorted(found, key=lambda slot: slot.sequence, reverse=True)
 
     def find(self, run: str, name: str) -> Slot | None:
@@ -272,7 +273,9 @@ class Ring:
             self._area.rmdir()
 
     def _committed(self, run: str, name: str) -> list[Slot]:
-        return [slot for slot in self.slots if slot.manifest and (slot.manifest.run, slot.manifest.name) == (run, name)]
+        return [
+            slot for slot in self.slots if slot.manifest and (key_of(slot.manifest), slot.manifest.name) == (run, name)
+        ]
 
     def _take(self, nbytes: int, capacity: int) -> Slot | None:
         """Choose a slot, make sure it has enough memory, mark it FILLING; ``None`` if none can be had now."""
@@ -303,7 +306,7 @@ class Ring:
         if manifest.is_file:
             return bool(slot.safe)  # a file that is only here stays until it is removed
         newest = max(
-            (other for other in self.slots if other.manifest and other.manifest.run == manifest.run),
+            (other for other in self.slots if other.manifest and key_of(other.manifest) == key_of(manifest)),
             key=lambda other: (not other.manifest.is_file if other.manifest else False, other.sequence),
         )
         return slot is not newest or (bool(slot.safe) and not slot.dirty)

@@ -1,11 +1,37 @@
-"""What a node keeps on its books: the runs it knows and the uploads under way."""
+"""The runs a node knows: what was said of each when it was opened, and how a run is named in URLs."""
 
 from __future__ import annotations
 
-import socket
+import re
 from dataclasses import dataclass, field
 
-from lightning_spot.memory.ring import Slot
+from lightning_spot.config import check_run_name
+from lightning_spot.errors import SettingsError
+from lightning_spot.image.manifest import Manifest
+
+_RUN_ID = re.compile(r"[0-9a-f]{12}")
+
+
+def key_of(manifest: Manifest) -> str:
+    """What a node keeps a snapshot's run under: its identity, or its name where it has none (format 1)."""
+    return manifest.run_id or manifest.run
+
+
+def parse_run(text: str) -> tuple[str, str]:
+    """Split ``NAME@ID`` into name and identity; the identity of a bare ``NAME`` is ``""``.
+
+    Raises:
+        SettingsError: if it is neither.
+    """
+    name, at, identity = text.partition("@")
+    if at and not _RUN_ID.fullmatch(identity):
+        raise SettingsError(f"{text!r} names no run: what follows '@' are the 12 hexadecimal digits of its identity")
+    return check_run_name(name), identity
+
+
+def run_text(name: str, identity: str) -> str:
+    """How a run is written in URLs, see :func:`parse_run`."""
+    return f"{name}@{identity}" if identity else name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,61 +66,42 @@ class RunInfo:
     pid: int = 0
     host: str = ""
 
+    @property
+    def key(self) -> str:
+        """What a node keeps the run under, see :func:`key_of`."""
+        return self.id or self.name
+
+    @property
+    def text(self) -> str:
+        """How the run is written in URLs, see :func:`parse_run`."""
+        return run_text(self.name, self.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a node answers when a run is opened.
+
+    Attributes:
+        attempt: the attempt that writes now.
+        carries: whether this node, or one behind it, brings the run to its durable tier.
+        why_not: if it does not, the reason, for people.
+    """
+
+    attempt: int
+    carries: bool
+    why_not: str = ""
+
 
 @dataclass(slots=True)
 class Run:
-    """A run this node knows.
+    """A run this node knows. Fields change under the node's lock.
 
     Attributes:
-        name: its name.
-        attempt: the attempt that may write.
+        info: as it was opened last; its ``session`` is ``""`` once the trainer's connection has closed.
         destinations: URLs of the run's directories at the tiers below.
-        keep: snapshots each tier keeps.
-        session: id of the live connection of its trainer on this host, ``""`` if there is none.
-        pid: process id of that trainer.
         complete: whether its trainer said that the run has ended.
     """
 
-    name: str
-    attempt: int = 0
+    info: RunInfo
     destinations: list[str] = field(default_factory=list)
-    keep: int = 2
-    session: str = ""
-    pid: int = 0
     complete: bool = False
-
-
-@dataclass(slots=True)
-class Upload:
-    """A slot on its way to become a snapshot.
-
-    Attributes:
-        id: names it in requests.
-        run: its run.
-        attempt: its writer.
-        slot: being filled.
-        nbytes: size announced.
-        session: the trainer's connection, if it is on this host.
-        touched_s: when something was heard of it last (monotonic).
-        received: ``offset -> (nbytes, xxh3-128)`` of parts that came over the network.
-        streams: connections that receive into the slot at the moment.
-        sealing: whether it is being checksummed, which also writes the zip's CRCs.
-        given_up: whether its slot is to be freed once nothing writes into it any more.
-    """
-
-    id: str
-    run: str
-    attempt: int
-    slot: Slot
-    nbytes: int
-    session: str
-    touched_s: float
-    received: dict[int, tuple[int, str]] = field(default_factory=dict)
-    streams: set[socket.socket] = field(default_factory=set)
-    sealing: bool = False
-    given_up: bool = False
-
-    @property
-    def in_use(self) -> bool:
-        """Whether something still writes into the slot."""
-        return self.sealing or bool(self.streams)

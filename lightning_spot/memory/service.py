@@ -31,12 +31,13 @@ import re
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import xxhash
 from aiohttp import hdrs, web
 
-from lightning_spot.config import PART_BYTES, PROTOCOL_VERSION, SEND_BYTES, check_run_name
+from lightning_spot.config import PART_BYTES, PROTOCOL_VERSION, SEND_BYTES
 from lightning_spot.errors import (
     CorruptSnapshot,
     NodeRefused,
@@ -49,8 +50,9 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.paths import resolve
 from lightning_spot.memory.ring import Slot
-from lightning_spot.memory.runs import Upload
+from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.memory.stream import UPGRADE, receive_parts
+from lightning_spot.memory.uploads import Upload
 from lightning_spot.memory.wire import PROTOCOL_HEADER, error_body, error_status
 
 logger = logging.getLogger(__name__)
@@ -137,19 +139,24 @@ class Service:
 
     async def _open(self, request: web.Request) -> web.Response:
         body = await _json(request)
-        if "destinations" in body and not _same_host(request):
-            raise NodeRefused("only a trainer on this host may choose where its run is flushed to", status=403)
-        attempt = await asyncio.to_thread(
-            self.node.open_run,
-            request.match_info["run"],
-            destinations=body.get("destinations"),
-            keep=int(body.get("keep", 2)),
-            session=str(body.get("session", "")) if _same_host(request) else "",
-            pid=int(body.get("pid", 0)),
+        name, identity = parse_run(request.match_info["run"])
+        same_host = _same_host(request)
+        durable_url = body.get("durable_url")
+        info = RunInfo(
+            name=name,
+            id=identity,
+            location=str(body.get("location", "")),
             attempt=int(body.get("attempt", 0)),
-            record=dict(body.get("record") or {}),
+            token=str(body.get("token", "")),
+            keep=int(body.get("keep", 2)),
+            durable_url=str(durable_url) if durable_url is not None else None,
+            durable_every_s=float(body.get("durable_every_s", 0.0)),
+            nodes=tuple(str(url) for url in body.get("nodes", ())) if same_host else (),
+            session=str(body.get("session", "")) if same_host else "",
+            pid=int(body.get("pid", 0)),
+            host=str(body.get("host", "")),
         )
-        return web.json_response({"attempt": attempt})
+        return web.json_response(asdict(await asyncio.to_thread(self.node.open_run, info)))
 
     async def _close(self, request: web.Request) -> web.Response:
         body = await _json(request)
@@ -157,13 +164,13 @@ class Service:
         return web.json_response({})
 
     async def _claimed(self, request: web.Request) -> web.Response:
-        run = check_run_name(request.match_info["run"])
-        return web.json_response({"attempt": await asyncio.to_thread(self.node.claimed, run)})
+        claimed = await asyncio.to_thread(self.node.claimed, request.match_info["run"])
+        return web.json_response({"attempt": claimed})
 
     async def _snapshots(self, request: web.Request) -> web.Response:
         listed = [
             {"manifest": json.loads(slot.manifest.to_json()), "dirty": slot.dirty, "safe": slot.safe}
-            for slot in self.node.ring.committed(request.match_info["run"])
+            for slot in self.node.ring.committed(self.node.key(request.match_info["run"]))
             if slot.manifest is not None
         ]
         return web.json_response({"snapshots": listed})
@@ -258,7 +265,7 @@ class Service:
     # -- files ----------------------------------------------------------------------------------------------------
 
     async def _read(self, request: web.Request) -> web.StreamResponse:
-        slot, manifest = resolve(self.node.ring, request.match_info["run"], request.match_info["path"])
+        slot, manifest = resolve(self.node.ring, self.node.key(request.match_info["run"]), request.match_info["path"])
         if request.match_info["path"].endswith("manifest.json"):
             return web.Response(text=manifest.to_json(), content_type="application/json")
         start, stop, status = _range(request, manifest.nbytes)
@@ -299,12 +306,25 @@ class Service:
         nbytes = request.content_length
         if nbytes is None:
             raise SettingsError("a file needs a Content-Length")
-        attempt = max(1, self.node.runs[run].attempt if run in self.node.runs else 0)
+        try:
+            info = self.node.find_run(run).info
+        except SnapshotNotFound:
+            run_name, identity = parse_run(run)
+            info = RunInfo(name=run_name, id=identity, location="", attempt=0, token="")
+            info = replace(info, attempt=(await asyncio.to_thread(self.node.open_run, info)).attempt)
+        attempt = info.attempt
         upload = await asyncio.to_thread(self.node.lease, run, attempt, nbytes, wait_s=60.0)
         try:
             await self._receive(request, upload, 0)
             manifest = Manifest(
-                run=run, name=name, file="", step=0, attempt=attempt, nbytes=nbytes, created_unix_s=time.time()
+                run=info.name,
+                run_id=info.id,
+                name=name,
+                file="",
+                step=0,
+                attempt=attempt,
+                nbytes=nbytes,
+                created_unix_s=time.time(),
             )
             manifest._check()
             await asyncio.to_thread(self._seal_received, upload, manifest)
@@ -325,7 +345,7 @@ class Service:
 
     async def _remove(self, request: web.Request) -> web.Response:
         run = request.match_info["run"]
-        _slot, manifest = resolve(self.node.ring, run, request.match_info["path"])
+        _slot, manifest = resolve(self.node.ring, self.node.key(run), request.match_info["path"])
         await asyncio.to_thread(self.node.remove, run, manifest.name)
         return web.json_response({})
 

@@ -16,7 +16,7 @@ import xxhash
 from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES
 from lightning_spot.errors import CorruptSnapshot, NodeUnreachable, SnapshotNotFound
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.runs import Upload
+from lightning_spot.memory.uploads import Upload
 from lightning_spot.memory.wire import PROTOCOL_HEADER, Address, error_from_body
 
 UPGRADE = "spot-parts"

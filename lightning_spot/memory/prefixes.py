@@ -1,0 +1,59 @@
+"""Which durable URLs an operator lets a node write to: those at or below one of the prefixes given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from lightning_spot.errors import SettingsError
+
+
+def refusal(url: str, prefixes: Sequence[str]) -> str:
+    """Why a node may not write to ``url``, for people; ``""`` if it may.
+
+    Args:
+        url: durable directory of a run: a path, ``file://…`` or an fsspec URL.
+        prefixes: what the operator allowed.
+    """
+    try:
+        wanted = _segments(url)
+    except SettingsError as error:
+        return str(error)
+    for prefix in prefixes:
+        allowed = _segments(prefix)
+        if wanted[: len(allowed)] == allowed:
+            return ""
+    listed = ", ".join(prefixes) or "nothing"
+    return (
+        f"this node may not write to {url} (allowed: {listed}). Its operator can start it with"
+        f" --allow {url.rstrip('/').rpartition('/')[0] or url}; until then the trainer's host writes there itself"
+    )
+
+
+def check_prefix(prefix: str) -> str:
+    """Return a prefix as given if it can be compared.
+
+    Raises:
+        SettingsError: otherwise.
+    """
+    _segments(prefix)
+    return prefix
+
+
+def _segments(url: str) -> list[str]:
+    """Scheme, host and path segments of a URL, so that ``s3://b/run-evil`` does not pass for ``s3://b/run``."""
+    if "::" in url or any(ord(character) < 32 or character in "\\?#" for character in url):
+        raise SettingsError(f"{url!r} cannot be compared with the prefixes that a node may write to: write it plainly")
+    scheme, _, below = url.rpartition("://")
+    if scheme in ("", "file"):
+        if not below.startswith("/"):
+            raise SettingsError(f"{url!r} is no absolute path")
+        if ".." in below.split("/"):
+            raise SettingsError(f"{url!r} climbs with '..'")
+        return ["file", "", *[name for name in os.path.realpath(below).split("/") if name]]
+    parts = urlsplit(url)
+    names = parts.path.strip("/").split("/") if parts.path.strip("/") else []
+    if not parts.netloc or any(name in ("", ".", "..") for name in names):
+        raise SettingsError(f"{url!r} has no bucket, or a path with empty names or dots")
+    return [parts.scheme.lower(), parts.netloc, *names]
