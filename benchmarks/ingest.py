@@ -98,7 +98,7 @@ def run(quick: bool) -> list[Result]:
         store = NodeStore(f"{url}/run")
         for step in range(rounds + 3):  # the first three make the slots
             manifest = Manifest(**{**_fields(first), "name": snapshot_name(step, 1), "step": step})
-            ours.append(seconds(lambda m=manifest: store.put(m, image, writer=1)))
+            ours.append(seconds(lambda m=manifest: store.put(m, image, attempt=1)))
             for count, port in ports.items():
                 raw[count].append(seconds(lambda c=count, p=port: send_raw(p, image, c)))
             time.sleep(0.1)

@@ -222,7 +222,7 @@ def train(
     """Train a case to its end, or go on with it. Every process begins with another ``seed``."""
     pl.seed_everything(11, verbose=False)
     module, loaders, settings = {**CASES, **INEXACT}[case]() if isinstance(case, str) else case()
-    fresh = not LocalStore(root / "run").manifests()
+    fresh = not LocalStore(root / "run").survey().manifests
     pl.seed_everything(11 if fresh else seed, verbose=False)
     spot = spot or SpotCheckpoint(
         str(root / "run"), memory=None, interval=EverySteps(3), on_full="wait", keep=100, notices=notices

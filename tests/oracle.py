@@ -18,8 +18,10 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,7 +30,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import retain
+from lightning_spot.tiers.store import Claim, retain
 
 HOME = Path(__file__).resolve().parents[1]
 ANSWER_S = 90.0
@@ -170,6 +172,14 @@ def manifest_of(step: int, attempt: int = 1) -> Manifest:
     return Manifest(run="run", name=name, step=step, attempt=attempt, nbytes=len(image), part_bytes=1024)
 
 
+def claim_of(attempt: int, *, token: str = "", **more: Any) -> Claim:
+    """A claim as a trainer of the tests makes it; no two have the same token, unless it is given."""
+    made = Claim(
+        attempt=attempt, run_id="", token=token or uuid.uuid4().hex, location="file:///run", started_unix_s=1.0
+    )
+    return replace(made, **more)
+
+
 def file_of(step: int) -> Manifest:
     """A checkpoint at a place the user named, overwritten again and again."""
     return Manifest(run="run", name="last.ckpt", step=step, attempt=1, nbytes=0, file="")
@@ -190,13 +200,13 @@ def use_store(root: Path, tell: Tell) -> None:
     store = LocalStore(root / "durable")
     writer = 0
     for step in range(1, STEPS + 1):
-        if step in (1, 4) and _worked(tell, store.claim, writer + 1, {"pid": os.getpid()}):
+        if step in (1, 4) and _worked(tell, store.claim, claim_of(writer + 1)):
             writer += 1
             tell("claimed", writer)
         image = memoryview(image_of(step))
         manifest = manifest_of(step).sealed(image)
         for _ in range(2):
-            if _worked(tell, store.put, manifest, image, writer=max(1, writer)):
+            if _worked(tell, store.put, manifest, image, attempt=max(1, writer)):
                 tell("durable", step)
         _worked(tell, retain, store, 1, manifest)
 
@@ -206,7 +216,7 @@ def use_file(root: Path, tell: Tell) -> None:
     store = LocalStore(root / "durable")
     for step in range(1, STEPS + 1):
         image = memoryview(image_of(step))
-        if _worked(tell, store.put, file_of(step).sealed(image), image, writer=1):
+        if _worked(tell, store.put, file_of(step).sealed(image), image, attempt=1):
             tell("file", step)
 
 

@@ -76,7 +76,7 @@ def test_verify(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["verify", str(run_dir)]) == 0
     assert "BAD" not in capsys.readouterr().out
-    newest = LocalStore(run_dir).manifests()[0]
+    newest = LocalStore(run_dir).survey().manifests[0]
     with open(run_dir / newest.data_path, "r+b") as file:
         file.seek(1000)
         file.write(b"damage")

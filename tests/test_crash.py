@@ -150,7 +150,7 @@ def lines(oracle: Path, word: str) -> list[list[str]]:
 
 
 def newest_durable(dirpath: Path) -> Order:
-    return max(((item.attempt, item.step) for item in LocalStore(dirpath).manifests()), default=(0, 0))
+    return max(((item.attempt, item.step) for item in LocalStore(dirpath).survey().manifests), default=(0, 0))
 
 
 def area_of(dirpath: Path) -> Path:
@@ -243,7 +243,7 @@ def test_the_same_command_carries_on_and_tidies_up(tmp_path: Path, chance: rando
             process.wait()
     told = max(int(words[0]) for words in lines(tmp_path / "oracle-0", "told"))
     assert int(lines(tmp_path / "oracle-1", "from")[0][0]) >= told
-    newest = LocalStore(run_dir).manifests()[0]
+    newest = LocalStore(run_dir).survey().manifests[0]
     assert (newest.step, newest.complete) == (150, True)
     with open(run_dir / newest.data_path, "rb") as file:
         check_checkpoint(file, 150)
@@ -317,7 +317,7 @@ def points(tmp_path: Path, runtime_dir: Path) -> Iterator[Points]:
 def whole_steps(root: Path) -> list[int]:
     """Steps the durable tier holds, newest first; every one that it lists must be whole."""
     store = LocalStore(root / "durable")
-    found = store.manifests()
+    found = store.survey().manifests
     for manifest in found:
         buffer = bytearray(manifest.nbytes)
         store.fetch(manifest, memoryview(buffer))
@@ -329,7 +329,7 @@ def whole_steps(root: Path) -> list[int]:
 def put(root: Path, step: int, attempt: int) -> Manifest:
     image = memoryview(image_of(step))
     manifest = manifest_of(step, attempt).sealed(image)
-    LocalStore(root / "durable").put(manifest, image, writer=attempt)
+    LocalStore(root / "durable").put(manifest, image, attempt=attempt)
     return manifest
 
 
@@ -353,7 +353,7 @@ def check_file(root: Path, told: dict[str, int]) -> None:
         if (commit := store.root / file_of(1).manifest_path).exists():
             Manifest.from_json(commit.read_bytes()).verify(memoryview(held), "durable")
     image = memoryview(image_of(9))
-    store.put(file_of(9).sealed(image), image, writer=1)
+    store.put(file_of(9).sealed(image), image, attempt=1)
     assert path.read_bytes() == image_of(9)
 
 

@@ -19,7 +19,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.node import Node
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import retain
-from tests.oracle import run_info
+from tests.oracle import claim_of, run_info
 
 WATCHED = ("fsync", "replace", "unlink", "mkdir", "rmdir", "open")
 NBYTES = 3000
@@ -62,10 +62,10 @@ def manifest_of(step: int, attempt: int = 1) -> Manifest:
 
 def use_store(root: Path, told: Callable[[int], None]) -> None:
     store = LocalStore(root / "durable")
-    store.claim(1, {})
+    store.claim(claim_of(1))
     for step in range(1, STEPS + 1):
         manifest = manifest_of(step).sealed(memoryview(image_of(step)))
-        store.put(manifest, memoryview(image_of(step)), writer=1)
+        store.put(manifest, memoryview(image_of(step)), attempt=1)
         told(step)
         retain(store, 2, manifest)
 
@@ -84,7 +84,7 @@ def use_node(root: Path, told: Callable[[int], None]) -> None:
 
 def newest_durable(root: Path) -> int:
     store = LocalStore(root / "durable")
-    found = store.manifests()
+    found = store.survey().manifests
     for manifest in found:  # what counts is whole
         buffer = bytearray(manifest.nbytes)
         store.fetch(manifest, memoryview(buffer))
@@ -162,7 +162,7 @@ def test_disk_full_at_every_call(tmp_path: Path) -> None:
         assert status in (0, 3), f"call {number}: exit {status}: an error that is none of ours"
         assert newest_durable(root) >= last
         LocalStore(root / "durable").put(
-            manifest_of(9).sealed(memoryview(image_of(9))), memoryview(image_of(9)), writer=1
+            manifest_of(9).sealed(memoryview(image_of(9))), memoryview(image_of(9)), attempt=1
         )
         assert newest_durable(root) == 9  # once there is room again
         if status == 0 and number > 100:
@@ -185,12 +185,13 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_manifest_is_last(
         "replace",
         lambda source, target: (calls.append(f"rename {Path(target).name}"), real_replace(source, target)),
     )
-    LocalStore(tmp_path).put(manifest_of(1).sealed(memoryview(image_of(1))), memoryview(image_of(1)), writer=1)
+    LocalStore(tmp_path).put(manifest_of(1).sealed(memoryview(image_of(1))), memoryview(image_of(1)), attempt=1)
     assert calls == [
+        "fsync directory",  # the run's, in which the snapshot's folder was made
+        "fsync file",
         "fsync file",
         "rename model.ckpt",
         "fsync directory",
-        "fsync file",
         "rename manifest.json",
         "fsync directory",
         "fsync directory",  # the run's own, which holds the snapshot's name

@@ -41,7 +41,7 @@ class StopAt(pl.Callback):
 
 
 def newest(root: Path) -> tuple[Manifest, dict[str, Any]]:
-    manifest = LocalStore(root / "run").manifests()[0]
+    manifest = LocalStore(root / "run").survey().manifests[0]
     return manifest, torch.load(root / "run" / manifest.data_path, weights_only=True)
 
 

@@ -43,14 +43,14 @@ def test_callback_then_resume(tmp_path: Path) -> None:
     run(tmp_path, script, f"--dirpath={path}", "--epochs=1", "--every-steps=10")
     said = run(tmp_path, script, f"--dirpath={path}", "--epochs=2", "--every-steps=10")
     assert "resumes at step 45" in said
-    assert LocalStore(path).manifests()[0].step == 90
+    assert LocalStore(path).survey().manifests[0].step == 90
 
 
 def test_cli_flags(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "stdlib_gpt.py")
     flags = ["--trainer.callbacks+=lightning_spot.SpotCheckpoint", "--trainer.callbacks.dirpath=checkpoints/gpt"]
     run(tmp_path, script, "fit", *SMALL, *flags)
-    assert LocalStore(tmp_path / "checkpoints" / "gpt").manifests()[0].complete
+    assert LocalStore(tmp_path / "checkpoints" / "gpt").survey().manifests[0].complete
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)

@@ -71,7 +71,7 @@ def test_full_disk(small_tmpfs: Callable[[str], Path], caplog: pytest.LogCapture
         run.fit(Net(), data())
     assert "No space left on device" in caplog.text
     assert callback.last_committed_step == 30  # memory went on protecting the run
-    durable = LocalStore(disk / "run-1").manifests()
+    durable = LocalStore(disk / "run-1").survey().manifests
     assert durable  # what was durable before is whole
     for manifest in durable:
         buffer = bytearray(manifest.nbytes)
@@ -82,7 +82,7 @@ def test_full_disk(small_tmpfs: Callable[[str], Path], caplog: pytest.LogCapture
     trainer(again).fit(Net(), data())
     assert again.resumed_from is not None
     assert (again.resumed_from.step, again.resumed_from.tier) == (30, "memory")
-    assert LocalStore(disk / "run-1").manifests()[0].complete
+    assert LocalStore(disk / "run-1").survey().manifests[0].complete
 
 
 def test_shm_too_small(
@@ -182,7 +182,7 @@ def test_a_line_that_corrupts(proxied: tuple[RunningNode, Proxy]) -> None:
     node, proxy = proxied
     manifest, image = big_snapshot(1)
     proxy.corruptions = 3
-    NodeStore(f"{proxy.url}/run").put(manifest, image, writer=1)
+    NodeStore(f"{proxy.url}/run").put(manifest, image, attempt=1)
     assert proxy.corruptions == 0
     buffer = bytearray(manifest.nbytes)
     NodeStore(f"{node.url}/run").fetch(manifest, memoryview(buffer))
@@ -194,19 +194,19 @@ def test_a_line_that_is_cut_leaves_no_snapshot(proxied: tuple[RunningNode, Proxy
     manifest, image = big_snapshot(1)
     proxy.cut_after = MIB // 2
     with pytest.raises(SpotError):
-        NodeStore(f"{proxy.url}/run").put(manifest, image, writer=1)
-    assert NodeStore(f"{node.url}/run").manifests() == []
+        NodeStore(f"{proxy.url}/run").put(manifest, image, attempt=1)
+    assert NodeStore(f"{node.url}/run").survey().manifests == []
     proxy.cut_after = None
-    NodeStore(f"{proxy.url}/run").put(manifest, image, writer=1)
-    assert NodeStore(f"{node.url}/run").manifests() == [manifest]
+    NodeStore(f"{proxy.url}/run").put(manifest, image, attempt=1)
+    assert NodeStore(f"{node.url}/run").survey().manifests == [manifest]
 
 
 def test_a_slow_line_is_only_slow(proxied: tuple[RunningNode, Proxy]) -> None:
     _, proxy = proxied
     manifest, image = big_snapshot(1, 2 * MIB)
     proxy.delay_s = 0.005
-    NodeStore(f"{proxy.url}/run").put(manifest, image, writer=1)
-    assert NodeStore(f"{proxy.url}/run").manifests() == [manifest]
+    NodeStore(f"{proxy.url}/run").put(manifest, image, attempt=1)
+    assert NodeStore(f"{proxy.url}/run").survey().manifests == [manifest]
 
 
 def test_training_over_a_line_that_breaks_and_heals(
@@ -222,8 +222,8 @@ def test_training_over_a_line_that_breaks_and_heals(
 
     with pytest.raises(Stop):
         trainer(callback, Break(31)).fit(Net(), data())
-    assert LocalStore(tmp_path / "run-1").manifests()[0].step == 30
-    assert NodeStore(f"{node.url}/run-1").manifests()[0].step == 30
+    assert LocalStore(tmp_path / "run-1").survey().manifests[0].step == 30
+    assert NodeStore(f"{node.url}/run-1").survey().manifests[0].step == 30
     # This host is lost with its memory and its disk: the node elsewhere still has it.
     host = embedded.attach(str(tmp_path / "run-1"), "run-1")
     assert host is not None

@@ -25,6 +25,7 @@ from lightning_spot.staging.copier import Copier
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, until
 from tests.models import Clipped, Net, Probe, TwoOptimizers, Unsteady, data, equal, state_of, trainer
+from tests.oracle import claim_of
 
 StartNode = Callable[..., RunningNode]
 
@@ -49,7 +50,7 @@ def spot(root: Path, **more: Any) -> SpotCheckpoint:
 
 
 def manifests(root: Path) -> list[Manifest]:
-    return LocalStore(root / "run-1").manifests()
+    return LocalStore(root / "run-1").survey().manifests
 
 
 def load(root: Path, manifest: Manifest) -> dict[str, Any]:
@@ -256,7 +257,7 @@ def test_ckpt_path_from_a_node(tmp_path: Path, start_node: StartNode) -> None:
     probe = Probe()
     trainer(probe, enable_checkpointing=False).fit(Net(), data(), ckpt_path=f"{node.url}/run-1/last.ckpt")
     assert min(probe.states) == 30
-    assert LocalStore(tmp_path / "node" / "run-1").manifests()
+    assert LocalStore(tmp_path / "node" / "run-1").survey().manifests
 
 
 def test_a_finished_run_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -309,7 +310,7 @@ def test_s3(tmp_path: Path, s3: str, memory: str | None) -> None:
 
     with pytest.raises(Stop):
         trainer(callback(), StopAt(31)).fit(Net(), data())
-    assert [manifest.step for manifest in open_store(f"{s3}/run-1").manifests()] == [30, 25]
+    assert [manifest.step for manifest in open_store(f"{s3}/run-1").survey().manifests] == [30, 25]
     again = callback()
     trainer(again).fit(Net(), data())
     assert again.resumed_from is not None
@@ -319,7 +320,7 @@ def test_s3(tmp_path: Path, s3: str, memory: str | None) -> None:
 def test_memory_file_system(tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}-run"
     trainer(SpotCheckpoint(url, interval=EverySteps(5))).fit(Net(), data())
-    assert open_store(url).manifests()[0].complete
+    assert open_store(url).survey().manifests[0].complete
 
 
 def test_every_seconds(tmp_path: Path) -> None:
@@ -467,7 +468,7 @@ def test_a_zombie_is_fenced_and_trains_on(tmp_path: Path, caplog: pytest.LogCapt
     class Successor(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step == 20:
-                LocalStore(tmp_path / "run-1").claim(2, {"host": "another"})
+                LocalStore(tmp_path / "run-1").claim(claim_of(2))
 
     run = trainer(spot(tmp_path, flush_timeout_s=5.0), Successor())
     run.fit(Net(), data())

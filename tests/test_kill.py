@@ -65,7 +65,7 @@ def lines(oracle: Path, word: str) -> list[list[str]]:
 
 
 def durable_step(run_dir: Path) -> int:
-    return max((manifest.step for manifest in LocalStore(run_dir).manifests()), default=0)
+    return max((manifest.step for manifest in LocalStore(run_dir).survey().manifests), default=0)
 
 
 def kill_node(run_dir: Path) -> None:
@@ -157,6 +157,6 @@ def test_the_run_completes_in_spite_of_all(zygote: Zygote, tmp_path: Path, seed:
         assert zygote.read() == "-9"
     zygote.spawn(run_dir, tmp_path / "oracle-2", max_steps=100)
     assert zygote.read() == "0"
-    newest = LocalStore(run_dir).manifests()[0]
+    newest = LocalStore(run_dir).survey().manifests[0]
     assert (newest.step, newest.complete) == (100, True)
     until(lambda: not embedded.find_record(str(run_dir)).running(), "the node to end with the run")

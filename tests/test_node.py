@@ -63,7 +63,7 @@ def put(node: RunningNode, step: int, *, attempt: int = 1, run: str = "run", dat
         nbytes=len(data),
         created_unix_s=time.time(),
     ).sealed(memoryview(data))
-    NodeStore(f"{node.url}/{run}").put(manifest, memoryview(data), writer=attempt)
+    NodeStore(f"{node.url}/{run}").put(manifest, memoryview(data), attempt=attempt)
     return manifest
 
 
@@ -164,7 +164,7 @@ def test_every_request_needs_the_token(start_node: StartNode, monkeypatch: pytes
             assert caught.value.status == 401
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "correct horse")
     put(node, 1)
-    assert [manifest.step for manifest in NodeStore(f"{node.url}/run").manifests()] == [1]
+    assert [manifest.step for manifest in NodeStore(f"{node.url}/run").survey().manifests] == [1]
 
 
 def test_another_protocol_is_named(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,14 +261,14 @@ def test_a_line_that_damages_everything_is_named(start_node: StartNode, monkeypa
     monkeypatch.setattr(PartStream, "send", lambda _self, parts: [(start, "wrong") for start, _ in parts])
     with pytest.raises(CorruptSnapshot, match="damaged"):
         put(node, 1)
-    assert NodeStore(f"{node.url}/run").manifests() == []
+    assert NodeStore(f"{node.url}/run").survey().manifests == []
 
 
 def test_sigterm_drains(start_node: StartNode, tmp_path: Path) -> None:
     node = start_node("--flush-to", str(tmp_path / "durable"))
     manifest = put(node, 4)
     assert node.stop() == 0
-    assert LocalStore(tmp_path / "durable" / "run").manifests() == [manifest]
+    assert LocalStore(tmp_path / "durable" / "run").survey().manifests == [manifest]
 
 
 def test_sigterm_says_what_it_could_not_flush(start_node: StartNode, tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_chained_nodes(start_node: StartNode, tmp_path: Path) -> None:
     manifest = put(near, 4)
     client_of(near).call("POST", "/v1/flush", {"wait_s": 30})
     client_of(reliable).call("POST", "/v1/flush", {"wait_s": 30})
-    assert LocalStore(tmp_path / "durable" / "run").manifests() == [manifest]
+    assert LocalStore(tmp_path / "durable" / "run").survey().manifests == [manifest]
 
 
 def test_a_node_flushes_to_s3(start_node: StartNode, s3: str) -> None:
@@ -295,7 +295,7 @@ def test_a_node_flushes_to_s3(start_node: StartNode, s3: str) -> None:
     assert client_of(node).call("POST", "/v1/flush", {"wait_s": 30}) == {"unreached": []}
     from lightning_spot.memory.stores import open_store
 
-    assert open_store(f"{s3}/run").manifests() == [manifest]
+    assert open_store(f"{s3}/run").survey().manifests == [manifest]
 
 
 # -- the embedded node ------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class Program:
 
 
 def final(root: Path) -> dict[str, Any]:
-    manifest = LocalStore(root / "run").manifests()[0]
+    manifest = LocalStore(root / "run").survey().manifests[0]
     assert manifest.complete, (root / "log").read_text()[-3000:]
     return torch.load(root / "run" / manifest.data_path, weights_only=True)
 
@@ -105,7 +105,7 @@ def check_cell(root: Path, undisturbed: Callable[..., Any], ranks: int, phase: s
     assert time.monotonic() - started < LATEST_S
     steps = {program.stopped_at(rank) for rank in range(ranks)}
     assert len(steps) == 1
-    assert LocalStore(root / "run").manifests()[0].step == steps.pop()
+    assert LocalStore(root / "run").survey().manifests[0].step == steps.pop()
     again = Program(root, "--seed", "5", ranks=ranks)
     assert again.end() == 0
     assert list(differences(undisturbed(ranks), final(root))) == []
@@ -231,7 +231,7 @@ def test_an_urgent_snapshot_and_the_exit_code(tmp_path: Path, caplog: pytest.Log
         trainer(NoticeAt(7, term), spot, logger=CSVLogger(str(tmp_path))).fit(Net(), data())
     assert isinstance(stopped.value, Preempted)
     assert stopped.value.code == 143
-    assert LocalStore(tmp_path / "run").manifests()[0].step == 8
+    assert LocalStore(tmp_path / "run").survey().manifests[0].step == 8
     assert spot.notice is not None
     assert re.search(r"step 8 \(.*\) is safe in \d+\.\d s of (59|60) s", caplog.text)
     assert signal.getsignal(signal.SIGTERM) == handler
@@ -253,7 +253,7 @@ def test_a_second_signal_cuts_the_waiting_short(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         trainer(NoticeAt(7, twice), stopping(tmp_path)).fit(Net(), data())
     assert time.monotonic() - started < LATEST_S
-    manifest = LocalStore(tmp_path / "run").manifests()[0]
+    manifest = LocalStore(tmp_path / "run").survey().manifests[0]
     manifest.verify((tmp_path / "run" / manifest.data_path).read_bytes(), "here")
 
 
@@ -273,7 +273,7 @@ def test_a_deadline_that_is_past_leaves_the_last_snapshot(tmp_path: Path) -> Non
 
     with pytest.raises(SystemExit):
         trainer(Wait(), spot).fit(Net(), data())
-    assert LocalStore(tmp_path / "run").manifests()[0].step == 6
+    assert LocalStore(tmp_path / "run").survey().manifests[0].step == 6
 
 
 def test_should_stop_and_an_exception_at_the_same_moment(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_should_stop_and_an_exception_at_the_same_moment(tmp_path: Path) -> None
 
     with pytest.raises(SystemExit):
         trainer(Both(), stopping(tmp_path)).fit(Net(), data())
-    assert LocalStore(tmp_path / "run").manifests()[0].step == 5
+    assert LocalStore(tmp_path / "run").survey().manifests[0].step == 5
 
     class Broken(pl.Callback):
         def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -313,7 +313,7 @@ def test_in_mid_accumulation_nothing_is_lost(tmp_path: Path) -> None:
     root = tmp_path / "r"
     with pytest.raises(SystemExit):
         train(case, root, Term(), seed=11, spot=SpotCheckpoint(str(root / "run"), **settings))
-    manifest = LocalStore(root / "run").manifests()[0]
+    manifest = LocalStore(root / "run").survey().manifests[0]
     checkpoint = torch.load(root / "run" / manifest.data_path, weights_only=True)
     assert manifest.step == 1
     assert checkpoint["lightning_spot"]["ranks"][0]["gradients"]

@@ -25,6 +25,7 @@ from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
+from tests.oracle import claim_of
 
 MIB = 2**20
 
@@ -39,12 +40,12 @@ class GatedStore(LocalStore):
         self.error: Exception | None = None
         self.tries = 0
 
-    def put(self, manifest: Manifest, image: memoryview, *, writer: int) -> None:
+    def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
         self.tries += 1
         assert self.open.wait(30)
         if self.error is not None:
             raise self.error
-        super().put(manifest, image, writer=writer)
+        super().put(manifest, image, attempt=attempt)
 
 
 class Bench:
@@ -91,7 +92,7 @@ def test_what_is_committed_becomes_durable(bench: Bench) -> None:
     bench.open()
     sealed = bench.save(1)
     assert bench.node.flush("run", 30) == []
-    assert bench.tier().manifests() == [sealed]
+    assert bench.tier().survey().manifests == [sealed]
     (slot,) = bench.node.ring.committed("run")
     assert (slot.dirty, slot.safe) == ([], [bench.tier().url])
 
@@ -126,7 +127,7 @@ def test_the_oldest_clean_slot_is_reused(bench: Bench) -> None:
         bench.save(step, wait_s=30)
         assert bench.node.flush("run", 30) == []
     assert bench.held() == [7, 6]
-    assert [manifest.step for manifest in bench.tier().manifests()] == [7, 6]
+    assert [manifest.step for manifest in bench.tier().survey().manifests] == [7, 6]
 
 
 def test_without_tiers_the_newest_stays(bench: Bench) -> None:
@@ -158,7 +159,7 @@ def test_a_failing_tier_does_not_stop_snapshots(bench: Bench) -> None:
     assert "disk full" in problem
     bench.tier().error = None
     assert bench.node.flush("run", 30) == []  # asking for a flush retries at once
-    assert [manifest.step for manifest in bench.tier().manifests()] == [5, 4]
+    assert [manifest.step for manifest in bench.tier().survey().manifests] == [5, 4]
 
 
 def test_too_large_is_not_a_full_ring(bench: Bench) -> None:
@@ -182,7 +183,7 @@ def test_slots_grow_with_the_snapshot(bench: Bench) -> None:
     for step, nbytes in enumerate((1000, 5 * MIB, 1000, 9 * MIB), start=1):
         sealed = bench.save(step, nbytes=nbytes, wait_s=30)
         assert bench.node.flush("run", 30) == []
-        assert sealed in bench.tier().manifests()
+        assert sealed in bench.tier().survey().manifests
 
 
 def test_earlier_attempts_are_refused(bench: Bench) -> None:
@@ -204,15 +205,15 @@ def test_what_was_committed_before_the_fence_still_becomes_durable(bench: Bench)
     bench.open()
     bench.tier().open.set()
     assert bench.node.flush("run", 30) == []
-    assert [manifest.attempt for manifest in bench.tier().manifests()] == [1]
+    assert [manifest.attempt for manifest in bench.tier().survey().manifests] == [1]
 
 
 def test_a_fence_set_elsewhere_stops_the_flusher(bench: Bench) -> None:
     bench.open()
-    LocalStore(bench.tier().url).claim(7, {"host": "another"})
+    LocalStore(bench.tier().url).claim(claim_of(7))
     bench.save(5)
     assert bench.node.flush("run", 30) == []
-    assert bench.tier().manifests() == []
+    assert bench.tier().survey().manifests == []
     assert bench.open() == 8
 
 
@@ -249,7 +250,7 @@ def test_a_corrupted_slot_goes_nowhere(bench: Bench) -> None:
         view[3] ^= 0xFF
     bench.tier().open.set()
     assert bench.node.flush("run", 30) == []
-    assert [manifest.step for manifest in bench.tier().manifests()] == [1]
+    assert [manifest.step for manifest in bench.tier().survey().manifests] == [1]
     assert bench.held() == [1]
 
 
@@ -261,7 +262,7 @@ def test_what_a_tier_calls_corrupt_stays_in_memory(bench: Bench) -> None:
     assert bench.held() == [1]
     bench.tier().error = None
     assert bench.node.flush("run", 30) == []
-    assert bench.tier().manifests() == [sealed]
+    assert bench.tier().survey().manifests == [sealed]
 
 
 def test_removal_reaches_the_tier_also_while_it_is_written(bench: Bench) -> None:
@@ -273,7 +274,7 @@ def test_removal_reaches_the_tier_also_while_it_is_written(bench: Bench) -> None
     assert bench.held() == []
     bench.tier().open.set()
     assert bench.node.flush("run", 30) == []
-    assert bench.tier().manifests() == []
+    assert bench.tier().survey().manifests == []
     with pytest.raises(SnapshotNotFound):
         bench.node.remove("run", first.name)
 
@@ -316,7 +317,7 @@ def test_a_new_node_takes_over_what_a_killed_one_left(tmp_path: Path, runtime_di
     heir = Bench(tmp_path, area=area)
     assert heir.held() == [5]
     assert heir.node.flush("run", 30) == []
-    assert heir.tier().manifests() == [sealed]
+    assert heir.tier().survey().manifests == [sealed]
     assert heir.open() == 2
     heir.node.close()
     assert not area.exists()
@@ -361,7 +362,7 @@ def test_small_tmpfs_falls_back_to_memory_files(
     bench.open()
     sealed = bench.save(1)
     assert bench.node.flush("run", 30) == []
-    assert bench.tier().manifests() == [sealed]
+    assert bench.tier().survey().manifests == [sealed]
     backings = {slot["backing"] for slot in bench.node.status()["slots"] if slot["snapshot"]}
     assert backings == {"memfd"}
     assert "shm-size" in caplog.text

@@ -17,6 +17,7 @@ from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_name
 from lightning_spot.memory.stores import open_store
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Store, retain
+from tests.oracle import claim_of
 
 
 @pytest.fixture(params=["local", "memory", "s3", "node"])
@@ -42,9 +43,9 @@ def snapshot(
     return replace(made, **more).sealed(memoryview(data)), data
 
 
-def put(store: Store, step: int, *, writer: int = 1, **more: Any) -> Manifest:
+def put(store: Store, step: int, *, by: int = 1, **more: Any) -> Manifest:
     manifest, data = snapshot(step, **more)
-    store.put(manifest, memoryview(data), writer=writer)
+    store.put(manifest, memoryview(data), attempt=by)
     return manifest
 
 
@@ -55,13 +56,13 @@ def fetched(store: Store, manifest: Manifest) -> bytes:
 
 
 def test_empty(store: Store) -> None:
-    assert store.manifests() == []
+    assert store.survey().manifests == []
     assert store.claimed() == 0
 
 
 def test_what_is_put_is_there(store: Store) -> None:
     manifest = put(store, 5)
-    (found,) = store.manifests()
+    (found,) = store.survey().manifests
     assert replace(found, run="run") == manifest
     moved: list[int] = []
     buffer = bytearray(manifest.nbytes)
@@ -82,17 +83,17 @@ def test_large_snapshot_in_many_parts(store: Store) -> None:
 
 
 def test_newest_first(store: Store) -> None:
-    store.claim(2, {"keep": 100})
+    store.claim(claim_of(2, keep=100))
     for step, attempt in ((3, 1), (9, 1), (4, 2)):
-        put(store, step, attempt=attempt, writer=2)
-    assert [(manifest.attempt, manifest.step) for manifest in store.manifests()] == [(2, 4), (1, 9), (1, 3)]
+        put(store, step, attempt=attempt, by=2)
+    assert [(manifest.attempt, manifest.step) for manifest in store.survey().manifests] == [(2, 4), (1, 9), (1, 3)]
 
 
 def test_put_again_replaces(store: Store) -> None:
     put(store, 5, nbytes=1000)
     newer, data = snapshot(5, nbytes=400)
-    store.put(newer, memoryview(data), writer=1)
-    assert len(store.manifests()) == 1
+    store.put(newer, memoryview(data), attempt=1)
+    assert len(store.survey().manifests) == 1
     assert fetched(store, newer) == data
 
 
@@ -100,7 +101,7 @@ def test_delete_twice(store: Store) -> None:
     manifest = put(store, 5)
     store.delete(manifest)
     store.delete(manifest)
-    assert store.manifests() == []
+    assert store.survey().manifests == []
 
 
 def test_fetch_of_what_is_not_there(store: Store) -> None:
@@ -109,20 +110,20 @@ def test_fetch_of_what_is_not_there(store: Store) -> None:
 
 
 def test_claims_fence_earlier_attempts(store: Store) -> None:
-    store.claim(1, {"pid": 1})
-    put(store, 5, writer=1)
-    store.claim(2, {"pid": 2})
+    store.claim(claim_of(1))
+    put(store, 5, by=1)
+    store.claim(claim_of(2))
     assert store.claimed() == 2
     with pytest.raises(Fenced) as caught:
-        put(store, 6, writer=1)
+        put(store, 6, by=1)
     assert caught.value.current == 2
-    assert [manifest.step for manifest in store.manifests()] == [5]
-    put(store, 6, attempt=2, writer=2)
+    assert [manifest.step for manifest in store.survey().manifests] == [5]
+    put(store, 6, attempt=2, by=2)
 
 
 def test_a_file_of_a_users_own(store: Store) -> None:
     manifest = put(store, 7, name="epoch=3-step=7.ckpt", file="")
-    assert store.manifests() == []  # it is no snapshot that a run resumes from by itself
+    assert store.survey().manifests == []  # it is no snapshot that a run resumes from by itself
     assert fetched(store, manifest) == snapshot(7)[1]
     store.delete(manifest)
     with pytest.raises(SpotError):
@@ -134,17 +135,17 @@ def test_retention_keeps_the_newest(store: Store) -> None:
         put(store, step)
     newest = put(store, 4)
     retain(store, 2, newest)
-    assert [manifest.step for manifest in store.manifests()] == [4, 3]
+    assert [manifest.step for manifest in store.survey().manifests] == [4, 3]
     retain(store, 0, newest)
-    assert [manifest.step for manifest in store.manifests()] == [4]
+    assert [manifest.step for manifest in store.survey().manifests] == [4]
 
 
 def test_retention_deletes_nothing_where_the_newest_is_missing(store: Store) -> None:
-    store.claim(1, {"keep": 100})
+    store.claim(claim_of(1, keep=100))
     for step in (1, 2, 3):
         put(store, step)
     retain(store, 1, snapshot(9)[0])
-    assert [manifest.step for manifest in store.manifests()] == [3, 2, 1]
+    assert [manifest.step for manifest in store.survey().manifests] == [3, 2, 1]
 
 
 Breaker = Callable[[Store, Manifest], None]
@@ -156,12 +157,13 @@ def _write(store: Store, below: str, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("store", ["local", "memory", "s3"], indirect=True)
-def test_what_a_crash_left_does_not_count_and_is_swept(store: Store) -> None:
+def test_what_a_crash_left_does_not_count_and_is_swept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_spot.tiers.store.SETTLED_S", 0.0)
     _write(store, f"{snapshot_name(1, 1)}/model.ckpt", b"half")
     _write(store, f"{snapshot_name(9, 1)}/model.ckpt", b"under way")
     _write(store, f"{snapshot_name(2, 1)}/{MANIFEST_FILE}", b'{"format": 1, "na')
     newest = put(store, 5)
-    assert [manifest.step for manifest in store.manifests()] == [5]
+    assert [manifest.step for manifest in store.survey().manifests] == [5]
     retain(store, 1, newest)
     fs, root = fsspec.core.url_to_fs(store.url)
     fs.invalidate_cache()
@@ -187,7 +189,7 @@ def test_local_store_leaves_nothing_half_written(tmp_path: Path, monkeypatch: py
     with pytest.raises(TierError, match="No space left"):
         put(store, 2)
     monkeypatch.undo()
-    assert store.manifests() == [first]
+    assert store.survey().manifests == [first]
     assert not list(tmp_path.rglob(".lightning-spot-tmp-*"))
 
 

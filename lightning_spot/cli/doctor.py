@@ -125,7 +125,7 @@ def store_speed(store: Store, nbytes: int) -> float:
     image = memoryview(os.urandom(1 << 20) * (nbytes >> 20 or 1))[:nbytes]
     unsealed = Manifest(run="doctor", name=snapshot_name(0, 1), step=0, attempt=1, nbytes=len(image))
     manifest = unsealed.sealed(image)
-    took_s = _seconds(lambda: store.put(manifest, image, writer=1))
+    took_s = _seconds(lambda: store.put(manifest, image, attempt=1))
     store.delete(manifest)
     return len(image) / took_s
 

@@ -64,7 +64,7 @@ class Drill:
         started = time.monotonic()
         self._undisturbed(calm, harried)
         took_s, (_, store) = time.monotonic() - started, _store(calm)
-        self._disturbed(harried, took_s, store.manifests()[0].step)
+        self._disturbed(harried, took_s, store.survey().manifests[0].step)
         if not self.deeds:
             raise DrillFailed("the second run was done before it was disturbed: the training has to take longer")
         return _differences(_final(calm), _final(harried))
@@ -210,7 +210,7 @@ def _store(folder: Path) -> tuple[Path, LocalStore]:
 def _begin_with_first_snapshot(calm: Path, harried: Path) -> None:
     with contextlib.suppress(DrillFailed, SpotError, OSError):
         run, store = _store(calm)
-        early = [manifest for manifest in store.manifests() if not manifest.complete]
+        early = [manifest for manifest in store.survey().manifests if not manifest.complete]
         if not early:
             return
         name = early[-1].name
@@ -222,13 +222,13 @@ def _begin_with_first_snapshot(calm: Path, harried: Path) -> None:
 
 
 def _newest_step(folder: Path) -> int:
-    manifests = _store(folder)[1].manifests()
+    manifests = _store(folder)[1].survey().manifests
     return manifests[0].step if manifests else 0
 
 
 def _final(folder: Path) -> Path:
     run, store = _store(folder)
-    newest: Manifest | None = next(iter(store.manifests()), None)
+    newest: Manifest | None = next(iter(store.survey().manifests), None)
     if newest is None or not newest.complete:
         raise DrillFailed(f"the run in {run} has no final snapshot\n{_tail(folder)}")
     return run / newest.data_path

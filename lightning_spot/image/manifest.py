@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lightning_spot.config import MANIFEST_VERSION, PART_BYTES
 from lightning_spot.errors import CorruptManifest, UnknownFormat
-from lightning_spot.image.parts import checksum_parts, verify_parts
+from lightning_spot.image.parts import checksum_parts, verify_file, verify_parts
 
 MODEL_FILE = "model.ckpt"
 MANIFEST_FILE = "manifest.json"
@@ -112,6 +112,16 @@ class Manifest:
             CorruptSnapshot: if size or a part's checksum differs.
         """
         verify_parts(image, self.checksums, self.part_bytes, f"{self.run}/{self.name} at {where}")
+
+    def verify_file(self, fd: int, where: str, progress: Callable[[int], None] | None = None) -> None:
+        """Check an open file against this manifest, by reading it; see :func:`~lightning_spot.image.parts.verify_file`.
+
+        Raises:
+            CorruptSnapshot: if it is too short or a part's checksum differs.
+            TierError: if it cannot be read.
+        """
+        name = f"{self.run}/{self.name} at {where}"
+        verify_file(fd, self.nbytes, self.checksums, self.part_bytes, name, progress)
 
     def to_json(self) -> str:
         """The manifest as JSON text."""

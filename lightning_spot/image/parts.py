@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 
 import xxhash
 
 from lightning_spot.config import PART_BYTES
-from lightning_spot.errors import CorruptSnapshot
+from lightning_spot.errors import CorruptSnapshot, TierError
+
+_READ_BYTES = 4 * 1024 * 1024
 
 
 def part_ranges(nbytes: int, part_bytes: int = PART_BYTES) -> Iterator[tuple[int, int]]:
@@ -43,8 +46,59 @@ def verify_parts(image: memoryview, checksums: tuple[str, ...], part_bytes: int,
         raise CorruptSnapshot(f"{where}: {len(ranges)} parts found, {len(checksums)} expected", where=where)
     for index, ((start, stop), expected) in enumerate(zip(ranges, checksums, strict=True)):
         if checksum(image[start:stop]) != expected:
-            raise CorruptSnapshot(
-                f"{where}: bytes {start}–{stop} (part {index}) do not have the checksum they were committed with",
-                where=where,
-                part=index,
-            )
+            raise _damaged(where, start, stop, index)
+
+
+def verify_file(
+    fd: int,
+    nbytes: int,
+    checksums: Sequence[str],
+    part_bytes: int,
+    where: str,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Compare every part of an open file with its checksum.
+
+    It is read, not mapped: where the disk fails or the file is cut meanwhile, that is an error and no SIGBUS.
+
+    Args:
+        fd: the file; its position is neither used nor moved. It may be longer than ``nbytes`` (a slot).
+        nbytes: bytes to check.
+        checksums: expected xxh3-128 of each part.
+        part_bytes: size of a part.
+        where: what to call the place in the error.
+        progress: called with the number of bytes just checked.
+
+    Raises:
+        CorruptSnapshot: at the first part that differs, or if the file is shorter.
+        TierError: if it cannot be read.
+    """
+    parts = -(-nbytes // part_bytes)
+    if parts != len(checksums):
+        raise CorruptSnapshot(f"{where}: {parts} parts found, {len(checksums)} expected", where=where)
+    buffer = memoryview(bytearray(min(_READ_BYTES, part_bytes, nbytes)))
+    for index, (start, stop) in enumerate(part_ranges(nbytes, part_bytes)):
+        digest, place = xxhash.xxh3_128(), start
+        while place < stop:
+            try:
+                count = os.preadv(fd, [buffer[: stop - place]], place)
+            except OSError as error:
+                raise TierError(
+                    f"{where} cannot be read at byte {place}: {error.strerror}; another copy is needed", tier=where
+                ) from error
+            if count == 0:
+                raise CorruptSnapshot(f"{where} is cut short: {place} of {nbytes} bytes are there", where=where)
+            digest.update(buffer[:count])
+            place += count
+            if progress is not None:
+                progress(count)
+        if digest.hexdigest() != checksums[index]:
+            raise _damaged(where, start, stop, index)
+
+
+def _damaged(where: str, start: int, stop: int, index: int) -> CorruptSnapshot:
+    return CorruptSnapshot(
+        f"{where}: bytes {start}–{stop} (part {index}) do not have the checksum they were committed with",
+        where=where,
+        part=index,
+    )

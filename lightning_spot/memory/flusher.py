@@ -162,7 +162,7 @@ class Flusher:
                 logger.error("%s. It is dropped; the one before it stands", error)
                 self._drop(manifest)
                 return
-            store.put(manifest, image, writer=max(self._writer(key_of(manifest)), manifest.attempt))
+            store.put(manifest, image, attempt=max(self._writer(key_of(manifest)), manifest.attempt))
         self._succeeded(url, manifest.nbytes, time.monotonic() - started)
         with self._ring.changed:
             self._tidying.add(url)

@@ -34,7 +34,7 @@ from lightning_spot.memory.prefixes import check_prefix, refusal
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import Opened, Run, RunInfo, key_of, parse_run
 from lightning_spot.memory.uploads import Upload
-from lightning_spot.tiers.store import Store, check_fence
+from lightning_spot.tiers.store import Claim, Store, check_fence
 
 logger = logging.getLogger(__name__)
 
@@ -404,11 +404,8 @@ class Node:
         return claims
 
     def _claim(self, url: str, info: RunInfo) -> None:
-        record = {"host": info.host, "pid": info.pid, "keep": info.keep}
         try:
-            self._open_store(url).claim(
-                info.attempt, {**record, "attempt": info.attempt, "started_unix_s": time.time()}
-            )
+            self._open_store(url).claim(_claim_of(info, url))
         except SpotError as error:
             logger.warning("attempt %d could not be recorded at %s: %s", info.attempt, url, error)
 
@@ -448,3 +445,16 @@ class Node:
     def _keep(self, key: str) -> int:
         known = self.runs.get(key)
         return known.info.keep if known else 2
+
+
+def _claim_of(info: RunInfo, url: str) -> Claim:
+    return Claim(
+        attempt=info.attempt,
+        run_id=info.id,
+        token=info.token,
+        location=info.location or url,
+        started_unix_s=time.time(),
+        host=info.host,
+        pid=info.pid,
+        keep=info.keep,
+    )

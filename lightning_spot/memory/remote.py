@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
 
 from lightning_spot.errors import CorruptSnapshot, NodeUnreachable, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.parts import part_ranges
+from lightning_spot.image.parts import checksum, part_ranges
 from lightning_spot.memory.client import NodeClient, quoted
 from lightning_spot.memory.wire import Address, parse_spot_url
-from lightning_spot.tiers.store import Progress, newest_first
+from lightning_spot.tiers.store import Claim, Holdings, Progress, highest_attempt, newest_first, seal_parts
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +38,10 @@ class NodeStore:
         self.run = path.rpartition("/")[2]
         self.client = NodeClient(address or parsed)
 
-    def put(self, manifest: Manifest, image: memoryview, *, writer: int) -> None:
+    def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
         """See :meth:`Store.put`; the node must have a clean slot within 30 s."""
         manifest = replace(manifest, run=self.run.partition("@")[0])
-        upload = self._lease({"attempt": max(1, writer), "nbytes": manifest.nbytes, "wait_s": _WAIT_FOR_SLOT_S})
+        upload = self._lease({"attempt": max(1, attempt), "nbytes": manifest.nbytes, "wait_s": _WAIT_FOR_SLOT_S})
         try:
             parts = list(enumerate(part_ranges(manifest.nbytes, manifest.part_bytes)))
             lanes = [parts[lane::CONNECTIONS] for lane in range(CONNECTIONS)]
@@ -53,9 +54,34 @@ class NodeStore:
             self._give_up(upload)
             raise
 
-    def manifests(self) -> list[Manifest]:
-        """See :meth:`Store.manifests`."""
-        return newest_first([held[0] for held in self.held() if not held[0].is_file])
+    def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
+        """See :meth:`Store.put_parts`."""
+        manifest = replace(manifest, run=self.run.partition("@")[0])
+        upload = self._lease({"attempt": max(1, attempt), "nbytes": manifest.nbytes, "wait_s": _WAIT_FOR_SLOT_S})
+        checksums: list[str] = []
+        sizes: list[int] = []
+        try:
+            for part in parts:
+                checksums.append(checksum(part))
+                path = f"/v1/uploads/{upload}/parts/{sum(sizes)}"
+                if len(part) and self.client.send(path, part)["xxh3_128"] != checksums[-1]:
+                    raise CorruptSnapshot(f"bytes {sum(sizes)}… arrive damaged at {self.url}", where=self.url)
+                sizes.append(len(part))
+            sealed = seal_parts(manifest, checksums, sizes)
+            self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": asdict(sealed)})
+        except BaseException:
+            self._give_up(upload)
+            raise
+        return sealed
+
+    def survey(self) -> Holdings:
+        """See :meth:`Store.survey`."""
+        manifests = newest_first([held[0] for held in self.held() if not held[0].is_file])
+        return Holdings(manifests=manifests, highest_attempt=highest_attempt(self.claimed(), (), manifests))
+
+    def holds(self, manifest: Manifest) -> bool:
+        """See :meth:`Store.holds`."""
+        return any(replace(held[0], run=manifest.run) == manifest for held in self.held())
 
     def held(self) -> list[tuple[Manifest, list[str], list[str]]]:
         """Everything the node holds of the run: manifest, tiers it is dirty for, tiers it is safe at."""
@@ -89,9 +115,15 @@ class NodeStore:
         """See :meth:`Store.claimed`."""
         return int(self.client.call("GET", f"/v1/runs/{quoted(self.run)}/claimed")["attempt"])
 
-    def claim(self, attempt: int, record: dict[str, Any]) -> None:
+    def newest_claim(self) -> Claim | None:
+        """A node keeps the number of the attempt that holds a run, and no claim."""
+        attempt = self.claimed()
+        return Claim(attempt=attempt, run_id="", token="", location="", started_unix_s=0.0) if attempt else None
+
+    def claim(self, claim: Claim) -> None:
         """See :meth:`Store.claim`."""
-        body = {"attempt": attempt, "record": record, "keep": int(record.get("keep", 2))}
+        names = ("location", "attempt", "token", "keep", "host", "pid")
+        body = {name: getattr(claim, name) for name in names}
         self.client.call("POST", f"/v1/runs/{quoted(self.run)}/open", body)
 
     def _send_lane(
@@ -103,8 +135,8 @@ class NodeStore:
             try:
                 stream = self.client.stream(upload)
                 try:
-                    for start, checksum in stream.send([(start, part) for start, (_, part) in expected.items()]):
-                        if checksum == expected[start][0]:
+                    for start, arrived in stream.send([(start, part) for start, (_, part) in expected.items()]):
+                        if arrived == expected[start][0]:
                             del expected[start]
                 finally:
                     stream.close()

@@ -156,7 +156,7 @@ class StoreSource:
 
     def manifests(self) -> list[Manifest]:
         """See :meth:`Source.manifests`."""
-        return self.store.manifests()
+        return self.store.survey().manifests
 
     def open(self, manifest: Manifest, progress: Progress | None = None) -> OpenSnapshot:
         """See :meth:`Source.open`. A local file is read in place; from elsewhere it is fetched into memory once."""

@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import mmap
 import os
-import shutil
-import uuid
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from lightning_spot.config import PART_BYTES
-from lightning_spot.errors import CorruptManifest, CorruptSnapshot, SnapshotNotFound, SpotError, TierError
-from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_order
-from lightning_spot.tiers.store import (
-    ATTEMPTS_DIR,
-    Progress,
-    check_fence,
-    claim_name,
-    highest_claim,
-    newest_first,
-)
+from lightning_spot.errors import CorruptManifest, CorruptSnapshot, SpotError, TierError
+from lightning_spot.image.manifest import MANIFEST_FILE, MODEL_FILE, Manifest, snapshot_order
+from lightning_spot.image.parts import checksum, part_ranges
+from lightning_spot.tiers import files, store
+from lightning_spot.tiers.files import tier_errors
+from lightning_spot.tiers.store import ATTEMPTS_DIR, Claim, Holdings, Progress
 
 logger = logging.getLogger(__name__)
-_TEMPORARY = ".lightning-spot-tmp-"
 
 
 class LocalStore:
     """Snapshots of one run below a directory; implements :class:`~lightning_spot.tiers.store.Store`.
+
+    The directory may be a link. Links inside it are read, but nothing they lead to is ever changed or deleted.
 
     Args:
         root: the run's directory; made when first written to.
@@ -40,45 +34,54 @@ class LocalStore:
         self.root = Path(root).absolute()
         self.url = str(self.root)
 
-    def put(self, manifest: Manifest, image: memoryview, *, writer: int) -> None:
-        """See :meth:`Store.put`."""
-        if not manifest.is_file:
-            check_fence(manifest.run, writer, self.claimed())
-        with _tier_errors(self.url):
-            data, commit = self.root / manifest.data_path, self.root / manifest.manifest_path
-            if _holds(data, commit, manifest):
-                # A node that takes over from a killed one may not know that this was committed, and must not undo it.
-                # Its predecessor may have been killed before it synced the names.
-                _sync_directory(data.parent)
-                _sync_directory(self.root)
-                return
-            data.parent.mkdir(parents=True, exist_ok=True)
-            commit.unlink(missing_ok=True)  # while the data is replaced there is no snapshot of this name
-            _write_durably(data, image)
-            _write_durably(commit, memoryview(manifest.to_json().encode()))
-            if not manifest.is_file:
-                _sync_directory(self.root)
+    # -- what is there --------------------------------------------------------------------------------------------
 
-    def manifests(self) -> list[Manifest]:
-        """See :meth:`Store.manifests`."""
-        found = []
-        with _tier_errors(self.url):
-            for path in self.root.glob(f"*/{MANIFEST_FILE}"):
+    def survey(self) -> Holdings:
+        """See :meth:`Store.survey`."""
+        found = Holdings()
+        with tier_errors(self.url):
+            names = [name for name in files.list_directory(self.root) if snapshot_order(name) is not None]
+            for name in names:
                 try:
-                    manifest = Manifest.from_json(path.read_bytes())
-                except FileNotFoundError:
-                    continue  # deleted meanwhile
-                except CorruptManifest as error:
-                    logger.warning("%s is left out: %s", path, error)
-                    continue
-                if manifest.name == path.parent.name:
-                    found.append(manifest)
-        return newest_first(found)
+                    if (manifest := self._committed(name)) is not None:
+                        found.manifests.append(manifest)
+                except (OSError, CorruptManifest) as error:
+                    found.unreadable[name] = _reason(error)
+        found.manifests = store.newest_first(found.manifests)
+        found.highest_attempt = store.highest_attempt(self.claimed(), names, found.manifests)
+        return found
+
+    def claimed(self) -> int:
+        """See :meth:`Store.claimed`."""
+        with tier_errors(self.url):
+            return store.highest_claim(files.list_directory(self.root / ATTEMPTS_DIR))
+
+    def newest_claim(self) -> Claim | None:
+        """See :meth:`Store.newest_claim`."""
+        with tier_errors(self.url):
+            names = files.list_directory(self.root / ATTEMPTS_DIR)
+            return store.first_readable(names, lambda name: files.read_small(self.root / ATTEMPTS_DIR / name), self.url)
+
+    def inode(self) -> int:
+        """Inode of the attempts directory, by which a copied run is told from a moved one; 0 if there is none."""
+        try:
+            return os.stat(self.root / ATTEMPTS_DIR).st_ino
+        except OSError:
+            return 0
+
+    def holds(self, manifest: Manifest) -> bool:
+        """See :meth:`Store.holds`."""
+        with tier_errors(self.url):
+            try:
+                data = os.stat(self.root / manifest.data_path)
+            except FileNotFoundError:
+                return False
+            return self._noted(manifest) == manifest and data.st_size == manifest.nbytes
 
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`."""
         path = self.root / manifest.data_path
-        with _tier_errors(self.url), open(path, "rb", buffering=0) as file:
+        with tier_errors(self.url, reading=True), open(path, "rb", buffering=0) as file:
             place = 0
             while place < manifest.nbytes:
                 count = file.readinto(into[place : min(place + PART_BYTES, manifest.nbytes)])
@@ -90,85 +93,206 @@ class LocalStore:
                 if progress is not None:
                     progress(count)
 
+    # -- changes --------------------------------------------------------------------------------------------------
+
+    def claim(self, claim: Claim) -> None:
+        """See :meth:`Store.claim`. The inode of the attempts directory is noted in it."""
+        store.check_fence(claim.location, claim.attempt, self.claimed())
+        with tier_errors(self.url):
+            folder = self.root / ATTEMPTS_DIR
+            files.make_directory(folder)
+            noted = memoryview(replace(claim, inode=self.inode()).to_json().encode())
+            path = folder / store.claim_name(claim.attempt)
+            if not files.create_exclusively(path, noted, attempt=claim.attempt, run_id=claim.run_id):
+                store.check_claim(claim, _claim_in(path))
+                files.sync_directory(folder)  # the attempt that wrote it may have been killed before it did
+
+    def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
+        """See :meth:`Store.put`."""
+        self._check_fences(manifest, attempt)
+        with tier_errors(self.url):
+            if self._holds_every_byte(manifest):
+                # A node that takes over from a killed one may not know that this was committed, and must not undo it.
+                # Its predecessor may have been killed before it synced the names.
+                files.sync_directory((self.root / manifest.data_path).parent)
+                files.sync_directory(self.root)
+                return
+            slices = (image[start:stop] for start, stop in part_ranges(len(image)))
+            with self._aside(manifest, slices, attempt) as temporary:
+                self._commit(manifest, temporary, attempt)
+
+    def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
+        """See :meth:`Store.put_parts`."""
+        self._check_fences(manifest, attempt)
+        checksums: list[str] = []
+        sizes: list[int] = []
+
+        def noted() -> Iterator[memoryview]:
+            for part in parts:
+                checksums.append(checksum(part))
+                sizes.append(len(part))
+                yield part
+
+        with tier_errors(self.url), self._aside(manifest, noted(), attempt) as temporary:
+            sealed = store.seal_parts(manifest, checksums, sizes)
+            self._commit(sealed, temporary, attempt)
+        return sealed
+
     def delete(self, manifest: Manifest) -> None:
         """See :meth:`Store.delete`."""
-        with _tier_errors(self.url):
-            (self.root / manifest.manifest_path).unlink(missing_ok=True)
+        with tier_errors(self.url):
+            folder = (self.root / manifest.data_path).parent
+            if not manifest.is_file and (os.path.islink(folder) or not folder.is_dir()):
+                return  # not there, or a link to somebody's place
+            files.remove(self.root / manifest.manifest_path)
             if manifest.is_file:
-                (self.root / manifest.data_path).unlink(missing_ok=True)
-            else:
-                shutil.rmtree(self.root / manifest.name, ignore_errors=True)
+                files.remove(self.root / manifest.data_path)
+                return
+            files.sync_directory(folder)  # never a manifest without its bytes, also after a loss of power
+            self._remove_own(folder, manifest.file)
 
     def sweep(self, current: Manifest) -> None:
         """See :meth:`Store.sweep`."""
-        with _tier_errors(self.url):
-            for folder in self.root.glob("step-*-attempt-*"):
-                order = snapshot_order(folder.name)
-                if order is not None and order < current.order and not (folder / MANIFEST_FILE).exists():
-                    shutil.rmtree(folder, ignore_errors=True)
+        with tier_errors(self.url):
+            problem: OSError | None = None
+            for name in files.list_directory(self.root):
+                folder = self.root / name
+                order = snapshot_order(name)
+                try:
+                    if name == ATTEMPTS_DIR and not os.path.islink(folder):
+                        self._sweep_temporaries(folder, current)
+                        self._forget_attempts(folder)
+                    elif order is not None and folder.is_dir() and not os.path.islink(folder):
+                        self._sweep_snapshot(folder, order, current)
+                except OSError as error:  # one place that fails keeps nothing else from being swept
+                    problem = error
+            self._sweep_temporaries(self.root, current)
+            if problem is not None:
+                raise problem
 
-    def claimed(self) -> int:
-        """See :meth:`Store.claimed`."""
-        with _tier_errors(self.url):
-            try:
-                return highest_claim(os.listdir(self.root / ATTEMPTS_DIR))
-            except FileNotFoundError:
-                return 0
+    # -- inside ---------------------------------------------------------------------------------------------------
 
-    def claim(self, attempt: int, record: dict[str, Any]) -> None:
-        """See :meth:`Store.claim`."""
-        with _tier_errors(self.url):
-            path = self.root / ATTEMPTS_DIR / claim_name(attempt)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _write_durably(path, memoryview(json.dumps(record, indent=1).encode()))
+    def _committed(self, name: str) -> Manifest | None:
+        """Manifest of a snapshot directory, ``None`` if it has none."""
+        try:
+            data = files.read_small(self.root / name / MANIFEST_FILE)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        manifest = Manifest.from_json(data)
+        if manifest.name != name:
+            raise CorruptManifest(f"its manifest is that of {manifest.name}")
+        return manifest
 
+    def _noted(self, manifest: Manifest) -> Manifest | None:
+        """What the manifest at the place of ``manifest`` says now; ``None`` if there is none that can be used."""
+        try:
+            return Manifest.from_json(files.read_small(self.root / manifest.manifest_path))
+        except (FileNotFoundError, NotADirectoryError, CorruptManifest):
+            return None
 
-def _holds(data: Path, commit: Path, manifest: Manifest) -> bool:
-    """Whether this very snapshot is committed already, with every byte as it should be."""
-    try:
-        if Manifest.from_json(commit.read_bytes()) != manifest or data.stat().st_size != manifest.nbytes:
+    def _check_fences(self, manifest: Manifest, attempt: int) -> None:
+        store.check_fence(manifest.run, attempt, self.claimed())
+        if manifest.is_file:
+            with tier_errors(self.url):
+                store.check_file_fence(manifest, attempt, self._noted(manifest))
+
+    def _holds_every_byte(self, manifest: Manifest) -> bool:
+        """Whether this very snapshot is committed already, with every byte as it should be, and on the disk."""
+        if not self.holds(manifest):
             return False
-        with open(data, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as image:
-            with memoryview(image) as view:
-                manifest.verify(view, str(data))
-            os.fsync(file.fileno())
-    except (FileNotFoundError, CorruptSnapshot, ValueError):  # an empty file cannot be mapped
-        return False
-    return True
+        try:
+            fd = os.open(self.root / manifest.data_path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            manifest.verify_file(fd, self.url)
+            os.fsync(fd)
+        except SpotError:
+            return False  # it is written anew
+        finally:
+            os.close(fd)
+        return True
+
+    @contextlib.contextmanager
+    def _aside(self, manifest: Manifest, parts: Iterable[memoryview], attempt: int) -> Iterator[Path]:
+        """The bytes in a temporary file beside their place, until they are committed."""
+        folder = (self.root / manifest.data_path).parent
+        files.make_directory(folder)
+        temporary = files.write_aside(folder, parts, attempt=attempt, run_id=manifest.run_id)
+        try:
+            yield temporary
+        finally:
+            files.remove(temporary)
+
+    def _commit(self, manifest: Manifest, temporary: Path, attempt: int) -> None:
+        """Put the bytes in place, then the manifest; whatever fails, a manifest never stands beside other bytes."""
+        data, commit = self.root / manifest.data_path, self.root / manifest.manifest_path
+        text = memoryview(manifest.to_json().encode())
+        noted = files.write_aside(data.parent, [text], attempt=attempt, run_id=manifest.run_id)
+        before = data.parent / files.temporary_name(attempt, manifest.run_id)
+        try:
+            if manifest.is_file:
+                self._check_fences(manifest, attempt)  # again: a large file takes its time
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(commit, before)
+            try:
+                os.replace(temporary, data)
+            except OSError:
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(before, commit)
+                raise
+            files.sync_directory(data.parent)
+            os.replace(noted, commit)
+        finally:
+            files.remove(noted)
+            files.remove(before)
+        files.sync_directory(data.parent)
+        if not manifest.is_file:
+            files.sync_directory(self.root)
+        if os.stat(data).st_size != manifest.nbytes:
+            raise TierError(f"{data} was changed while it was committed; it is written again", tier=self.url)
+
+    def _sweep_snapshot(self, folder: Path, order: tuple[int, int, bool], current: Manifest) -> None:
+        self._sweep_temporaries(folder, current)
+        names = os.listdir(folder)
+        if order >= current.order or MANIFEST_FILE in names or any(name != MODEL_FILE for name in names):
+            return
+        newest_s = max(os.lstat(path).st_mtime for path in (folder, *(folder / name for name in names)))
+        if order[0] < current.attempt or time.time() - newest_s >= store.SETTLED_S:
+            self._remove_own(folder, MODEL_FILE)
+
+    def _sweep_temporaries(self, folder: Path, current: Manifest) -> None:
+        for name in os.listdir(folder):
+            if (owner := files.temporary_owner(name)) is None:
+                continue
+            run_id, attempt = owner
+            path = folder / name
+            try:
+                age_s = time.time() - os.lstat(path).st_mtime
+            except FileNotFoundError:
+                continue  # its writer is done
+            if age_s >= store.SETTLED_S or (run_id == current.run_id and 0 < attempt < current.attempt):
+                files.remove(path)
+
+    def _forget_attempts(self, folder: Path) -> None:
+        for name in store.forgettable(os.listdir(folder)):
+            files.remove(folder / name)
+
+    def _remove_own(self, folder: Path, data_name: str) -> None:
+        """Remove our own files in a snapshot's directory, and it, unless it holds something of somebody else's."""
+        for name in os.listdir(folder):
+            if name == data_name or files.temporary_owner(name) is not None:
+                files.remove(folder / name)
+        with contextlib.suppress(OSError):  # not empty: it stays, without our files
+            os.rmdir(folder)
 
 
-def _write_durably(path: Path, data: memoryview) -> None:
-    """Make ``path`` hold ``data`` or leave it as it was, also if power fails in between."""
-    temporary = path.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
+def _claim_in(path: Path) -> Claim | None:
     try:
-        with open(temporary, "wb", buffering=0) as file:
-            for start in range(0, len(data), PART_BYTES):
-                part = data[start : start + PART_BYTES]
-                while part:
-                    part = part[file.write(part) :]
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync_directory(path.parent)
+        return Claim.from_json(files.read_small(path))
+    except (FileNotFoundError, CorruptManifest):
+        return None
 
 
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def _tier_errors(url: str) -> Iterator[None]:
-    try:
-        yield
-    except SpotError:
-        raise
-    except FileNotFoundError as error:
-        raise SnapshotNotFound(f"{error.filename or url} does not exist") from error
-    except OSError as error:
-        raise TierError(f"{url}: {error.strerror or error} ({error.filename or url})", tier=url) from error
+def _reason(error: OSError | CorruptManifest) -> str:
+    return f"{error.strerror} ({error.filename})" if isinstance(error, OSError) else str(error)

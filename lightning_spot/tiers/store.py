@@ -11,19 +11,33 @@ How a tier lays a run out below its URL::
 
 from __future__ import annotations
 
+import json
+import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-from lightning_spot.errors import Fenced
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.errors import CorruptManifest, CorruptSnapshot, Fenced
+from lightning_spot.image.manifest import Manifest, snapshot_order
+from lightning_spot.image.parts import part_ranges
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int], None]
 """Called with the number of bytes just moved."""
 
 ATTEMPTS_DIR = "attempts"
-_CLAIM = re.compile(r"attempt-(\d+)\.json")
+KEPT_ATTEMPTS = 100
+"""Claims and records of so many attempts stay listed."""
+
+_MOST_FORGOTTEN = 200
+_MOST_DAMAGED = 8
+_CLAIM = re.compile(r"attempt-(\d{1,9})\.json")
+_OF_ATTEMPT = re.compile(r"attempt-(\d{1,9})(?:\.progress)?\.json")
+
+LONGEST_MANIFEST_BYTES = 64 * 2**20
+"""A manifest or claim that is longer is refused before it is read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +68,27 @@ class Claim:
     keep: int = 2
     past: Mapping[str, Any] = field(default_factory=dict)
 
+    def to_json(self) -> str:
+        """The claim as JSON text."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Claim:
+        """Read a claim; what a later version may have added is left out.
+
+        Raises:
+            CorruptManifest: if it is damaged.
+        """
+        try:
+            fields = json.loads(text)
+            known = {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
+            texts = {name: str(known.pop(name, "")) for name in ("run_id", "token", "location", "host")}
+            numbers = {name: int(known.pop(name, 0)) for name in ("attempt", "pid", "inode", "keep")}
+            started_unix_s, past = float(known.get("started_unix_s", 0.0)), dict(known.get("past") or {})
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise CorruptManifest(f"a claim is damaged: {error}") from error
+        return cls(**texts, **numbers, started_unix_s=started_unix_s, past=past)  # type: ignore[arg-type]
+
 
 @dataclass(slots=True)
 class Holdings:
@@ -73,60 +108,119 @@ class Holdings:
 class Store(Protocol):
     """A tier for one run. Every implementation passes ``tests/test_stores.py``.
 
-    Methods may be called from any thread. Errors are :class:`~lightning_spot.errors.TierError` (the tier failed),
-    :class:`~lightning_spot.errors.SnapshotNotFound` or :class:`~lightning_spot.errors.CorruptSnapshot`.
+    Methods may be called from any thread. "Nothing there" and "could not be read" are two things: what is not there is
+    an empty answer or :class:`~lightning_spot.errors.SnapshotNotFound`, what could not be read or written is
+    :class:`~lightning_spot.errors.TierError`, bytes that are not those that were committed are
+    :class:`~lightning_spot.errors.CorruptSnapshot`.
     """
 
     url: str
 
-    def put(self, manifest: Manifest, image: memoryview, *, writer: int) -> None:
-        """Store a snapshot; when this returns it is committed and as durable as the tier is.
+    def survey(self) -> Holdings:
+        """What the tier holds of the run, in a bounded number of requests; all empty when it holds nothing.
+
+        Snapshots whose manifest is there but cannot be used are named in :attr:`Holdings.unreadable`.
+
+        Raises:
+            TierError: if the tier could not be listed, or its bucket does not exist.
+        """
+
+    def claimed(self) -> int:
+        """Highest attempt that has claimed the run, 0 if none: the fence. One cheap request.
+
+        Raises:
+            TierError: if it could not be read.
+        """
+
+    def newest_claim(self) -> Claim | None:
+        """The claim of the highest attempt that can be read, ``None`` if nobody has claimed the run.
+
+        Raises:
+            TierError: if it could not be read.
+        """
+
+    def claim(self, claim: Claim) -> None:
+        """Record that an attempt writes the run from now on. The same claim again does nothing.
+
+        Of two claims of one number the tier takes the first, where it can create a file exclusively: directories and
+        S3 can, other object stores look first and write then.
+
+        Raises:
+            Fenced: if that number, under another token, or a later one is taken.
+            TierError: if it could not be written.
+        """
+
+    def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
+        """Store a snapshot or file; when this returns it is committed and as durable as the tier is.
 
         Args:
             manifest: sealed manifest of the snapshot.
             image: its file; not kept.
-            writer: attempt on whose behalf it is written; refused if a later one has claimed the run.
+            attempt: attempt on whose behalf it is written; refused if a later one has claimed the run, or has written
+                the file of that name.
 
         Raises:
             Fenced: if a later attempt holds the run.
+            TierError: if it could not be written. What was there before is there still.
         """
 
-    def manifests(self) -> list[Manifest]:
-        """Manifests of all committed snapshots of the run, newest first. Damaged ones are left out and logged."""
-
-    def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
-        """Read the file of a snapshot into ``into`` (``manifest.nbytes`` long). Does not check it."""
-
-    def delete(self, manifest: Manifest) -> None:
-        """Remove a snapshot: first its manifest, then its bytes. Nothing happens if it is gone already."""
-
-    def sweep(self, current: Manifest) -> None:
-        """Remove what crashes left behind: uncommitted snapshots older than ``current``."""
-
-    def claimed(self) -> int:
-        """Highest attempt that has claimed the run, 0 if none."""
-
-    def claim(self, attempt: int, record: dict[str, Any]) -> None:
-        """Record that ``attempt`` writes the run from now on.
+    def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
+        """Store a snapshot or file that never is in memory as a whole; like :meth:`put` otherwise.
 
         Args:
-            attempt: its number.
-            record: what to note: who writes and since when, and ``keep``, which a tier that is a node goes by.
+            manifest: without checksums; its ``nbytes`` is the sum of the parts.
+            parts: consecutive parts of ``manifest.part_bytes`` each, but the last; each is done with when the next one
+                is asked for. An error raised by it is passed on, and nothing is committed.
+            attempt: as in :meth:`put`.
+
+        Returns:
+            the sealed manifest.
+        """
+
+    def holds(self, manifest: Manifest) -> bool:
+        """Whether this very snapshot is committed: its manifest is read back and equal, its file has its size.
+
+        Raises:
+            TierError: if it could not be read.
+        """
+
+    def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
+        """Read the file of a snapshot into ``into`` (``manifest.nbytes`` long). Does not check it.
+
+        Raises:
+            SnapshotNotFound: if it is not there.
+            CorruptSnapshot: if it is shorter.
+            TierError: if it could not be read.
+        """
+
+    def delete(self, manifest: Manifest) -> None:
+        """Remove a snapshot: first its manifest, then its bytes, and no other file. Nothing happens if it is gone."""
+
+    def sweep(self, current: Manifest) -> None:
+        """Remove what killed writers left behind, after ``current`` was committed here; nothing that is not our own.
+
+        That is: temporaries, unfinished uploads, and uncommitted snapshots older than ``current`` that hold nothing
+        but our own files. Of attempts before that of ``current``, which are fenced, at once; of its own, whose other
+        writers may be alive, once they have not been touched for :data:`SETTLED_S`.
         """
 
 
-def check_fence(run: str, writer: int, current: int) -> None:
+SETTLED_S = 3600.0
+"""A temporary or uncommitted snapshot of a live attempt that was not written to for so long has no writer any more."""
+
+
+def check_fence(run: str, attempt: int, current: int) -> None:
     """Refuse a writer whose attempt is not the latest.
 
     Raises:
-        Fenced: if ``current`` is later than ``writer``.
+        Fenced: if ``current`` is later than ``attempt``.
     """
-    if current > writer:
+    if current > attempt:
         raise Fenced(
-            f"attempt {writer} of run {run!r} may no longer write: attempt {current} has taken over."
+            f"attempt {attempt} of run {run!r} may no longer write: attempt {current} has taken over."
             " Stop this trainer, or give it another dirpath",
             run=run,
-            attempt=writer,
+            attempt=attempt,
             current=current,
         )
 
@@ -146,15 +240,117 @@ def newest_first(manifests: Sequence[Manifest]) -> list[Manifest]:
     return sorted(manifests, key=lambda manifest: manifest.order, reverse=True)
 
 
-def retain(store: Store, keep: int, current: Manifest) -> None:
-    """Delete all but the newest ``keep`` snapshots, and what crashes left.
+def check_claim(claim: Claim, existing: Claim | None) -> None:
+    """Refuse a claim whose number is taken by somebody else; the same claim again is none.
 
-    Call it only after ``current`` was committed to ``store``: that one is good, so the newest good one always stays.
+    Raises:
+        Fenced: if ``existing``, of the same number, has another token.
     """
-    kept = newest_first(store.manifests())
-    if current.name not in [manifest.name for manifest in kept]:
-        return  # what was just written cannot be seen: delete nothing on such a tier
-    for manifest in kept[max(1, keep) :]:
-        if manifest.name != current.name:
-            store.delete(manifest)
+    if existing is None or existing.token != claim.token:
+        raise Fenced(
+            f"attempt {claim.attempt} of the run at {claim.location} is taken by another trainer"
+            f"{f' (host {existing.host}, pid {existing.pid})' if existing is not None else ''}",
+            attempt=claim.attempt,
+            current=claim.attempt,
+        )
+
+
+def check_file_fence(manifest: Manifest, attempt: int, existing: Manifest | None) -> None:
+    """Refuse to put an older file of a user's over one that a later attempt of the same run has written.
+
+    Raises:
+        Fenced: in that case.
+    """
+    if existing is not None and existing.run_id == manifest.run_id and existing.run == manifest.run:
+        check_fence(manifest.run, attempt, existing.attempt)
+
+
+def highest_attempt(claimed: int, names: Iterable[str], manifests: Iterable[Manifest]) -> int:
+    """Highest attempt over claims, names of snapshots (committed or not) and manifests."""
+    named = (order[0] for name in names if (order := snapshot_order(name)) is not None)
+    return max([claimed, *named, *(manifest.attempt for manifest in manifests)])
+
+
+def first_readable(names: Sequence[str], read: Callable[[str], bytes], url: str) -> Claim | None:
+    """The newest claim that can be read; ``None`` if there is no claim.
+
+    Args:
+        names: files of the attempts directory.
+        read: gives the content of one.
+        url: of the tier, for messages.
+
+    Raises:
+        CorruptManifest: if there are claims and the newest few are all damaged.
+    """
+    claims = sorted(((int(match[1]), name) for name in names if (match := _CLAIM.fullmatch(name))), reverse=True)
+    damage: CorruptManifest | None = None
+    for attempt, name in claims[:_MOST_DAMAGED]:
+        try:
+            claim = Claim.from_json(read(name))
+        except FileNotFoundError:
+            continue  # removed meanwhile
+        except CorruptManifest as error:
+            damage = damage or error
+            logger.warning("lightning_spot: %s/%s/%s cannot be used: %s", url, ATTEMPTS_DIR, name, error)
+            continue
+        if claim.attempt == attempt:
+            return claim
+    if damage is not None:
+        raise damage
+    return None
+
+
+def forgettable(names: Iterable[str]) -> list[str]:
+    """Claims and records of attempts too old to be needed: a later claim fences as well, a later record sums them up.
+
+    At most some 200 of them at a time, so that no sweep takes long.
+    """
+    numbered = sorted((int(match[1]), name) for name in names if (match := _OF_ATTEMPT.fullmatch(name)))
+    if not numbered:
+        return []
+    return [name for number, name in numbered[:_MOST_FORGOTTEN] if number <= numbered[-1][0] - KEPT_ATTEMPTS]
+
+
+def seal_parts(manifest: Manifest, checksums: Sequence[str], sizes: Sequence[int]) -> Manifest:
+    """The sealed manifest of a file that came in parts.
+
+    Raises:
+        CorruptSnapshot: if the parts are not those that the manifest announced.
+    """
+    wanted = [stop - start for start, stop in part_ranges(manifest.nbytes, manifest.part_bytes)]
+    if list(sizes) != wanted:
+        raise CorruptSnapshot(
+            f"{manifest.name} came as {sum(sizes)} bytes in {len(sizes)} parts, not as {manifest.nbytes} bytes in"
+            f" {len(wanted)}; it is not committed"
+        )
+    return replace(manifest, checksums=tuple(checksums))
+
+
+def retain(store: Store, keep: int, current: Manifest) -> None:
+    """Delete older snapshots of the lineage of ``current`` beyond the newest ``keep``, and what killed writers left.
+
+    Nothing is deleted before the tier has shown that ``current`` is committed there: it is listed, its manifest, read
+    back, is equal, and its file has its size (that its bytes arrived, the tier has acknowledged: directories by fsync,
+    object stores by the checksum of each request). Snapshots of another lineage, newer ones and those that cannot be
+    read stay.
+
+    Args:
+        store: the tier.
+        keep: snapshots to keep, ``current`` among them; at least 1.
+        current: a snapshot just put there.
+
+    Raises:
+        TierError: if the tier fails; what was not deleted is deleted next time.
+    """
+    listed = store.survey().manifests
+    if current.name not in [manifest.name for manifest in listed] or not store.holds(current):
+        logger.warning(
+            "lightning_spot: %s was written to %s but is not seen there; nothing older is deleted",
+            current.name,
+            store.url,
+        )
+        return
+    older = [manifest for manifest in listed if manifest.lineage == current.lineage and manifest.order < current.order]
+    for manifest in older[max(1, keep) - 1 :]:
+        store.delete(manifest)
     store.sweep(current)

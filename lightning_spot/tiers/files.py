@@ -1,0 +1,191 @@
+"""Files and directories that survive a loss of power: written aside, synced, renamed. Not for what they mean."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import stat
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from lightning_spot.errors import CorruptManifest, SnapshotNotFound, SpotError, TierError
+from lightning_spot.tiers.store import LONGEST_MANIFEST_BYTES
+
+_PREFIX = ".lightning-spot-tmp-"
+_TEMPORARY = re.compile(r"\.lightning-spot-tmp-(\d{1,9})-([0-9a-f]*)-[0-9a-f]{32}")
+_PASSES = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO})
+_PAUSES_S = (0.05, 0.2)  # a failover of a file server takes longer; who calls tries again then
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
+
+Result = TypeVar("Result")
+
+
+def temporary_name(attempt: int, run_id: str) -> str:
+    """Name of a file that is being written on behalf of an attempt of a run."""
+    return f"{_PREFIX}{attempt:04d}-{run_id}-{uuid.uuid4().hex}"
+
+
+def temporary_owner(name: str) -> tuple[str, int] | None:
+    """Run id and attempt of a temporary of ours; ``("", 0)`` if another version wrote it, ``None`` if it is none."""
+    if match := _TEMPORARY.fullmatch(name):
+        return match[2], int(match[1])
+    return ("", 0) if name.startswith(_PREFIX) else None
+
+
+def patiently(action: Callable[[], Result]) -> Result:
+    """Do what only reads; where a disk or file server fails in a way that may pass, try twice more."""
+    for pause_s in _PAUSES_S:
+        try:
+            return action()
+        except OSError as error:
+            if error.errno not in _PASSES:
+                raise
+            time.sleep(pause_s)
+    return action()
+
+
+def list_directory(path: Path) -> list[str]:
+    """Names in a directory; empty if there is no such directory.
+
+    Raises:
+        OSError: if there is something of that name and it cannot be listed.
+    """
+    try:
+        return patiently(lambda: os.listdir(path))
+    except FileNotFoundError:
+        if os.path.lexists(path):  # a link to a place that is not there (now) is not the same as nothing
+            raise OSError(errno.ENOLINK, "it is a link to what is not there", str(path)) from None
+        return []
+
+
+def read_small(path: Path) -> bytes:
+    """A manifest or claim.
+
+    Raises:
+        FileNotFoundError: if there is nothing of that name.
+        CorruptManifest: if it is no regular file, or too long.
+        OSError: if it cannot be read.
+    """
+    try:
+        return patiently(lambda: _read_small(path))
+    except FileNotFoundError:
+        if os.path.lexists(path):
+            raise OSError(errno.ENOLINK, "it is a link to what is not there", str(path)) from None
+        raise
+
+
+def _read_small(path: Path) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe of that name would keep us for ever
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise CorruptManifest(f"{path} is no regular file")
+        if found.st_size > LONGEST_MANIFEST_BYTES:
+            raise CorruptManifest(f"{path} has {found.st_size} bytes, which is too long for what it should be")
+        data = b""
+        while chunk := os.read(fd, found.st_size + 1):
+            data += chunk
+        return data
+    finally:
+        os.close(fd)
+
+
+def write_aside(folder: Path, parts: Iterable[memoryview], *, attempt: int, run_id: str) -> Path:
+    """Write a temporary file and sync it; nothing of it stays if that fails."""
+    temporary = folder / temporary_name(attempt, run_id)
+    try:
+        with open(temporary, "xb", buffering=0) as file:
+            for part in parts:
+                while part:
+                    part = part[file.write(part) :]
+            os.fsync(file.fileno())
+    except BaseException:
+        remove(temporary)
+        raise
+    return temporary
+
+
+def create_exclusively(path: Path, data: memoryview, *, attempt: int, run_id: str) -> bool:
+    """Create ``path`` with ``data``, whole or not at all, unless it exists; whether that was done."""
+    temporary = write_aside(path.parent, [data], attempt=attempt, run_id=run_id)
+    try:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return _create_in_place(path, data)
+    finally:
+        remove(temporary)
+    sync_directory(path.parent)
+    return True
+
+
+def _create_in_place(path: Path, data: memoryview) -> bool:
+    """Where there are no hard links. Killed in the middle it leaves a damaged file, whose name still counts."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except FileExistsError:
+        return False
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    sync_directory(path.parent)
+    return True
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it; the name of each new one is synced."""
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        if path.parent == path:
+            break
+        path = path.parent
+    for folder in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder)
+        sync_directory(folder.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a file if it is there; a link is removed, not what it leads to."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def tier_errors(url: str, *, reading: bool = False) -> Iterator[None]:
+    """Turn errors of the system into ours.
+
+    Args:
+        url: of the tier.
+        reading: whether a file that is not there is :class:`SnapshotNotFound`; when writing it is a tier that fails.
+    """
+    try:
+        yield
+    except SpotError:
+        raise
+    except OSError as error:
+        if reading and isinstance(error, FileNotFoundError):
+            raise SnapshotNotFound(f"{error.filename or url} does not exist") from error
+        raise TierError(f"{url}: {error.strerror or error} ({error.filename or url})", tier=url) from error
