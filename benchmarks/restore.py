@@ -12,6 +12,7 @@ from benchmarks.measure import Result, scratch, seconds, training_state
 from lightning_spot.image.layout import lay_out
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import embedded
+from lightning_spot.memory.host import run_info
 from lightning_spot.memory.remote import NodeStore
 from lightning_spot.run.sources import MemorySource, Source, StoreSource
 from lightning_spot.staging.copier import Copier, SlotView
@@ -25,7 +26,7 @@ def run(quick: bool) -> list[Result]:
     plain: list[float] = []
     with scratch() as folder, node(folder) as url:
         host = embedded.start(str(folder / "run"), "run", slots=2, memory_bytes=3 * 2**30, idle_timeout_s=300)
-        host.open_run([f"{url}/run", str(folder / "run")], 1)
+        host.open_run(run_info("run", [f"{url}/run", str(folder / "run")], 1, 1))
         layout = lay_out(state)
         lease = host.lease(layout.nbytes, 0)
         copier, view = Copier(), SlotView(lease.map)

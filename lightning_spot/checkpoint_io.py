@@ -20,7 +20,7 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import NodeUnreachable, SettingsError, SnapshotNotFound, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.embedded import start
-from lightning_spot.memory.host import Host, InProcessHost
+from lightning_spot.memory.host import Host, InProcessHost, run_info
 from lightning_spot.memory.stores import open_store
 from lightning_spot.run.location import AUTO, memory_limit_bytes
 
@@ -178,12 +178,12 @@ class SpotCheckpointIO(TorchCheckpointIO):
                     memory_bytes=self.memory_bytes,
                     idle_timeout_s=self.idle_timeout_s,
                 )
-                host.open_run([], keep=1)
+                host.open_run(run_info(run, [], 1, 0))
                 return host
             except (NodeUnreachable, OSError) as error:
                 logger.warning("lightning_spot: no memory node on this host (%s); saving through this process", error)
-        host = InProcessHost(run, slots=self.slots, memory_bytes=self.memory_bytes, open_store=open_store)
-        host.open_run([], keep=1)
+        host = InProcessHost(slots=self.slots, memory_bytes=self.memory_bytes, open_store=open_store)
+        host.open_run(run_info(run, [], 1, 0))
         return host
 
     def _raise_failures(self, writer: SnapshotWriter, parent: str) -> None:

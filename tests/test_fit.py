@@ -20,6 +20,7 @@ from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot,
 from lightning_spot.errors import CorruptSnapshot, ModelChanged, NotSerialisable, RunBusy, SettingsError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory import embedded
+from lightning_spot.memory.host import run_info
 from lightning_spot.memory.stores import open_store
 from lightning_spot.staging.copier import Copier
 from lightning_spot.tiers.local import LocalStore
@@ -459,7 +460,7 @@ def test_unreachable_node(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
 
 def test_two_runs_with_one_name(tmp_path: Path) -> None:
     host = embedded.start(str(tmp_path / "run-1"), "run-1", slots=2, memory_bytes=2**26, idle_timeout_s=60)
-    host.open_run([str(tmp_path / "run-1")], 2)
+    host.open_run(run_info("run-1", [str(tmp_path / "run-1")], 2, 1))
     with pytest.raises(RunBusy, match=f"pid {os.getpid()}"):
         trainer(spot(tmp_path)).fit(Net(), data())
 

@@ -13,7 +13,7 @@ from lightning_spot.capture.tensors import storage_address
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import NodeUnreachable, SnapshotTooLarge, TornSnapshot
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.host import InProcessHost
+from lightning_spot.memory.host import InProcessHost, run_info
 from lightning_spot.memory.stores import open_store
 from lightning_spot.staging.copier import Copier
 from lightning_spot.tiers.local import LocalStore
@@ -25,8 +25,8 @@ class Desk:
 
     def __init__(self, root: Path, memory_bytes: int = 2**28) -> None:
         self.store = LocalStore(root / "run")
-        self.host = InProcessHost("run", slots=3, memory_bytes=memory_bytes, open_store=open_store)
-        self.host.open_run([self.store.url], keep=100)
+        self.host = InProcessHost(slots=3, memory_bytes=memory_bytes, open_store=open_store)
+        self.host.open_run(run_info("run", [self.store.url], 100, 1))
         self.writer = SnapshotWriter(self.host, lambda: self.host)
         self.weights = [torch.randn(300, 100) for _ in range(5)]
         self.buffer = torch.zeros(10)

@@ -16,7 +16,7 @@ from lightning_spot.capture.tensors import tensors_in
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import Fenced, RingFull, SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.host import Host
+from lightning_spot.memory.host import Host, run_info
 from lightning_spot.run.location import Location
 
 _OUTLINE_BYTES = 4 * 1024 * 1024  # everything in a checkpoint that is no tensor, generously
@@ -64,7 +64,7 @@ class Attempt:
         self.fenced = False
         self._settings = settings
         host = self._open_host()
-        self.number = host.open_run(location.destinations, settings.keep)
+        self.number = host.open_run(run_info(location.name, location.destinations, settings.keep, 0)).attempt
         self.writer = SnapshotWriter(host, self._reopen if location.embedded else None)
         self.safety = Safety(self.writer)
 
@@ -152,7 +152,7 @@ class Attempt:
 
     def _reopen(self) -> Host:
         host = self._open_host()
-        host.open_run(self.location.destinations, self._settings.keep, self.number)
+        host.open_run(run_info(self.location.name, self.location.destinations, self._settings.keep, self.number))
         return host
 
 

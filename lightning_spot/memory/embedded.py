@@ -24,13 +24,16 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.channel import Session
 from lightning_spot.memory.client import NodeClient, quoted
 from lightning_spot.memory.flusher import TierHealth
-from lightning_spot.memory.host import Lease, run_info
+from lightning_spot.memory.host import MAX_STALL_S, Lease
+from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.wire import Address
 from lightning_spot.tiers.store import newest_first
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
+_OPEN_S = 15.0  # a node may have to ask the tiers below
+_SEAL_S, _SEAL_BYTES_PER_S = 60.0, 100e6
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107
 
 
@@ -103,19 +106,27 @@ def find_record(dirpath: str) -> Record:
     return record
 
 
-def attach(dirpath: str, run: str) -> EmbeddedHost | None:
+def attach(dirpath: str, run: str, max_stall_s: float = MAX_STALL_S) -> EmbeddedHost | None:
     """Connect to the embedded node of a run if it lives; ``None`` otherwise."""
     record = find_record(dirpath)
     if not record.running():
         return None
     try:
-        return EmbeddedHost(record, run)
+        return EmbeddedHost(record, run, max_stall_s)
     except NodeUnreachable as error:
         logger.debug("the embedded node is on its way out: %s", error)
         return None
 
 
-def start(dirpath: str, run: str, *, slots: int, memory_bytes: int, idle_timeout_s: float) -> EmbeddedHost:
+def start(
+    dirpath: str,
+    run: str,
+    *,
+    slots: int,
+    memory_bytes: int,
+    idle_timeout_s: float,
+    max_stall_s: float = MAX_STALL_S,
+) -> EmbeddedHost:
     """Connect to the embedded node of a run; start it first if need be. Trainers that start at once get one node.
 
     Args:
@@ -124,6 +135,7 @@ def start(dirpath: str, run: str, *, slots: int, memory_bytes: int, idle_timeout
         slots: slots of the ring, if it is started now.
         memory_bytes: limit of their memory, likewise.
         idle_timeout_s: it ends when no trainer has been connected for so long, likewise.
+        max_stall_s: how long a call may take, see :class:`~lightning_spot.memory.host.Host`.
 
     Raises:
         NodeUnreachable: if it does not come up; the message holds the end of its log.
@@ -132,7 +144,7 @@ def start(dirpath: str, run: str, *, slots: int, memory_bytes: int, idle_timeout
     deadline = time.monotonic() + START_TIMEOUT_S
     with _locked(record.folder / f"{record.key}.lock"):
         while True:
-            if (host := attach(dirpath, run)) is not None:
+            if (host := attach(dirpath, run, max_stall_s)) is not None:
                 return host
             if record.running():  # ending, or just coming up
                 if time.monotonic() > deadline:
@@ -181,28 +193,31 @@ class EmbeddedHost:
 
     Args:
         record: where it is.
-        run: name of the run.
+        run: the run, as ``NAME@ID`` or ``NAME``.
+        max_stall_s: how long a call may take, see :class:`~lightning_spot.memory.host.Host`.
     """
 
-    def __init__(self, record: Record, run: str) -> None:
+    def __init__(self, record: Record, run: str, max_stall_s: float = MAX_STALL_S) -> None:
         self.run = run
         self.attempt = 0
+        self.max_stall_s = max_stall_s
         self.client = NodeClient(Address(socket_path=str(record.http)))
         self.session = Session(record.fds, read_environment().token)
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
 
-    def open_run(self, destinations: list[str], keep: int, attempt: int = 0) -> int:
+    def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`Host.open_run`."""
-        info = run_info(self.run, destinations, keep, attempt)
         body = {**asdict(info), "session": self.session.id, "nodes": list(info.nodes)}
-        self.attempt = int(self.client.call("POST", f"/v1/runs/{quoted(self.run)}/open", body)["attempt"])
-        return self.attempt
+        path = f"/v1/runs/{quoted(info.text)}/open"
+        opened = self.client.call("POST", path, body, timeout_s=max(self.max_stall_s, _OPEN_S))
+        self.run, self.attempt = info.text, int(opened["attempt"])
+        return Opened(self.attempt, bool(opened["carries"]), str(opened["why_not"]))
 
     def lease(self, nbytes: int, wait_s: float) -> Lease:
         """See :meth:`Host.lease`."""
         body = {"attempt": self.attempt, "nbytes": nbytes, "wait_s": wait_s, "session": self.session.id}
         path = f"/v1/runs/{quoted(self.run)}/uploads"
-        leased = self.client.call("POST", path, body, timeout_s=wait_s + 120.0)
+        leased = self.client.call("POST", path, body, timeout_s=wait_s + self.max_stall_s)
         key = (int(leased["slot"]), int(leased["generation"]))
         if key not in self._maps:
             for old in [item for item in self._maps if item[0] == key[0]]:
@@ -213,24 +228,27 @@ class EmbeddedHost:
     def seal(self, lease: Lease, manifest: Manifest, destinations: list[str] | None = None) -> None:
         """See :meth:`Host.seal`."""
         body = {"manifest": asdict(manifest), "destinations": destinations}
-        self.client.call("POST", f"/v1/uploads/{lease.id}/seal", body, timeout_s=600.0)
+        self.client.call(
+            "POST", f"/v1/uploads/{lease.id}/seal", body, timeout_s=_SEAL_S + lease.nbytes / _SEAL_BYTES_PER_S
+        )
 
     def abort(self, lease: Lease) -> None:
         """See :meth:`Host.abort`."""
-        self.client.call("DELETE", f"/v1/uploads/{lease.id}")
+        self.client.call("DELETE", f"/v1/uploads/{lease.id}", timeout_s=self.max_stall_s)
 
     def flush(self, wait_s: float) -> list[str]:
         """See :meth:`Host.flush`."""
         body = {"run": None, "wait_s": wait_s}
-        return [str(line) for line in self.client.call("POST", "/v1/flush", body, timeout_s=wait_s + 30)["unreached"]]
+        answer = self.client.call("POST", "/v1/flush", body, timeout_s=wait_s + self.max_stall_s)
+        return [str(line) for line in answer["unreached"]]
 
     def remove(self, name: str) -> None:
         """See :meth:`Host.remove`."""
-        self.client.call("DELETE", f"/v1/files/{quoted(self.run, name)}")
+        self.client.call("DELETE", f"/v1/files/{quoted(self.run, name)}", timeout_s=self.max_stall_s)
 
     def tiers(self) -> dict[str, TierHealth]:
         """See :meth:`Host.tiers`."""
-        tiers = self.client.call("GET", "/v1/status")["tiers"]
+        tiers = self.client.call("GET", "/v1/status", timeout_s=self.max_stall_s)["tiers"]
         return {url: TierHealth(**health) for url, health in tiers.items()}
 
     def safe_step(self) -> int | None:
@@ -239,7 +257,8 @@ class EmbeddedHost:
 
     def held(self) -> list[tuple[Manifest, list[str], list[str]]]:
         """Everything the node holds of the run: manifest, tiers it is dirty for, tiers it is safe at."""
-        listed = self.client.call("GET", f"/v1/runs/{quoted(self.run)}/snapshots")["snapshots"]
+        path = f"/v1/runs/{quoted(self.run)}/snapshots"
+        listed = self.client.call("GET", path, timeout_s=self.max_stall_s)["snapshots"]
         return [(Manifest.from_dict(item["manifest"]), item["dirty"], item["safe"]) for item in listed]
 
     def manifests(self) -> list[Manifest]:
@@ -252,6 +271,14 @@ class EmbeddedHost:
 
     def leave(self, *, complete: bool) -> None:
         """See :meth:`Host.leave`."""
-        self.client.call("POST", f"/v1/runs/{quoted(self.run)}/close", {"complete": complete})
+        path = f"/v1/runs/{quoted(self.run)}/close"
+        try:
+            self.client.call("POST", path, {"complete": complete}, timeout_s=self.max_stall_s)
+        finally:
+            self.disconnect()
+
+    def disconnect(self) -> None:
+        """See :meth:`Host.disconnect`."""
         self.session.close()
         self.client.close()
+        self._maps.clear()

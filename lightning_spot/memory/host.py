@@ -11,8 +11,11 @@ from typing import Protocol
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.flusher import TierHealth
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.tiers.store import Store
+
+MAX_STALL_S = 5.0
+"""How long a call from the training thread to the node on this host may take by default, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +36,28 @@ class Lease:
 
 
 class Host(Protocol):
-    """A ring on this host. Methods may be called from any thread."""
+    """A ring on this host, as its trainer sees it. Methods may be called from any thread.
+
+    Every call ends: one that is not answered within ``max_stall_s``, beyond what it was told to wait, raises
+    :class:`~lightning_spot.errors.NodeUnreachable`. Only :meth:`seal` may take longer, by the size of the snapshot.
+
+    Attributes:
+        run: the run, as ``NAME@ID``.
+        attempt: the attempt that writes, 0 before :meth:`open_run`.
+        max_stall_s: see above, seconds.
+    """
 
     run: str
     attempt: int
+    max_stall_s: float
 
-    def open_run(self, destinations: list[str], keep: int, attempt: int = 0) -> int:
-        """Begin the next attempt of the run (or go on with ``attempt`` at a new node) and return its number."""
+    def open_run(self, info: RunInfo) -> Opened:
+        """Let an attempt write a run here; at a new ring, let it go on.
+
+        Raises:
+            RunBusy: if another live trainer on this host writes the run.
+            Fenced: if a later attempt, or another one of that number, is known here.
+        """
 
     def lease(self, nbytes: int, wait_s: float) -> Lease:
         """Take a slot, waiting up to ``wait_s`` for a clean one."""
@@ -65,26 +83,31 @@ class Host(Protocol):
     def leave(self, *, complete: bool) -> None:
         """Let the run go; ``complete`` when it has reached its end."""
 
+    def disconnect(self) -> None:
+        """Close every connection, so that calls under way fail at once: the ring counts as lost."""
+
 
 class InProcessHost:
     """A ring and flusher in the trainer's own process: nothing of it outlives a killed trainer.
 
     Args:
-        run: name of the run.
         slots: slots of the ring.
         memory_bytes: limit of their memory.
         open_store: makes the stores of the tiers below.
     """
 
-    def __init__(self, run: str, *, slots: int, memory_bytes: int, open_store: Callable[[str], Store]) -> None:
-        self.run = run
+    max_stall_s = MAX_STALL_S
+
+    def __init__(self, *, slots: int, memory_bytes: int, open_store: Callable[[str], Store]) -> None:
+        self.run = ""
         self.attempt = 0
         self._node = Node(slots=slots, memory_bytes=memory_bytes, open_store=open_store, allow=None)
 
-    def open_run(self, destinations: list[str], keep: int, attempt: int = 0) -> int:
+    def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`Host.open_run`."""
-        self.attempt = self._node.open_run(run_info(self.run, destinations, keep, attempt)).attempt
-        return self.attempt
+        opened = self._node.open_run(info)
+        self.run, self.attempt = info.text, opened.attempt
+        return opened
 
     def lease(self, nbytes: int, wait_s: float) -> Lease:
         """See :meth:`Host.lease`."""
@@ -122,6 +145,9 @@ class InProcessHost:
         """See :meth:`Host.leave`."""
         self._node.close_run(self.run, complete=complete)
         self._node.close()
+
+    def disconnect(self) -> None:
+        """See :meth:`Host.disconnect`; there is no connection."""
 
 
 def run_info(run: str, destinations: list[str], keep: int, attempt: int) -> RunInfo:

@@ -126,6 +126,39 @@ class Node:
             )
         return found[0]
 
+    def listed(self) -> list[dict[str, Any]]:
+        """Every run known here, also those of which only snapshots are left, as JSON-ready values."""
+        with self._lock:
+            runs = list(self.runs.values())
+            carried = [(run, self._destinations(run.info)[1]) for run in runs]
+            live = {run.info.key for run in runs if run.info.session in self._sessions}
+        found = {
+            run.info.key: {
+                "name": run.info.name,
+                "id": run.info.id,
+                "location": run.info.location,
+                "attempt": self._highest(run.info.key),
+                "live": run.info.key in live,
+                "complete": run.complete,
+                "durable_url": run.info.durable_url,
+                "carries": opened.carries,
+            }
+            for run, opened in carried
+        }
+        for slot in self.ring.committed():
+            if slot.manifest is not None and (key := key_of(slot.manifest)) not in found:
+                found[key] = {
+                    "name": slot.manifest.run,
+                    "id": slot.manifest.run_id,
+                    "location": "",
+                    "attempt": self._highest(key),
+                    "live": False,
+                    "complete": False,
+                    "durable_url": None,
+                    "carries": False,
+                }
+        return list(found.values())
+
     def key(self, text: str) -> str:
         """What a run named in a URL is kept under; a run that is not known has the key it would have."""
         try:

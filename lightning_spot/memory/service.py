@@ -4,6 +4,7 @@
 method     path                                what
 =========  ==================================  =================================================================
 GET        /v1/status                          slots, runs, tiers
+GET        /v1/runs                            the runs it knows, with name, id, location and attempt
 POST       /v1/runs/RUN/open                   begin an attempt
 POST       /v1/runs/RUN/close                  the trainer leaves
 GET        /v1/runs/RUN/claimed                the attempt that holds the run
@@ -83,6 +84,7 @@ class Service:
         app.add_routes(
             [
                 web.get("/v1/status", self._status),
+                web.get("/v1/runs", self._runs),
                 web.post("/v1/runs/{run}/open", self._open),
                 web.post("/v1/runs/{run}/close", self._close),
                 web.get("/v1/runs/{run}/claimed", self._claimed),
@@ -136,6 +138,9 @@ class Service:
 
     async def _status(self, _request: web.Request) -> web.Response:
         return web.json_response({"protocol": PROTOCOL_VERSION, **await asyncio.to_thread(self.node.status)})
+
+    async def _runs(self, _request: web.Request) -> web.Response:
+        return web.json_response({"runs": await asyncio.to_thread(self.node.listed)})
 
     async def _open(self, request: web.Request) -> web.Response:
         body = await _json(request)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from lightning_spot.config import DRILL_VARIABLE, check_run_name, parse_bytes
 from lightning_spot.errors import NodeUnreachable, SettingsError, TierError
 from lightning_spot.memory.embedded import start
-from lightning_spot.memory.host import Host, InProcessHost
+from lightning_spot.memory.host import MAX_STALL_S, Host, InProcessHost
 from lightning_spot.memory.stores import open_store
 from lightning_spot.memory.wire import parse_spot_url
 
@@ -92,7 +92,15 @@ class Location:
                 " this user may write to"
             )
 
-    def open_host(self, *, slots: int, memory_bytes: int, idle_timeout_s: float, strict: bool = False) -> Host:
+    def open_host(
+        self,
+        *,
+        slots: int,
+        memory_bytes: int,
+        idle_timeout_s: float,
+        max_stall_s: float = MAX_STALL_S,
+        strict: bool = False,
+    ) -> Host:
         """The ring on this host: the embedded node, or one in this process.
 
         If the embedded node cannot be started, a ring in this process replaces it, with a warning (or the error,
@@ -109,7 +117,7 @@ class Location:
                     " process instead, and what is only in memory is lost if it is killed",
                     error,
                 )
-        return InProcessHost(self.name, slots=slots, memory_bytes=memory_bytes, open_store=open_store)
+        return InProcessHost(slots=slots, memory_bytes=memory_bytes, open_store=open_store)
 
 
 def memory_limit_bytes(limit: str | int | None) -> int:
