@@ -22,11 +22,11 @@ import numpy as np
 from benchmarks.measure import scratch
 from lightning_spot.recovery.ledger import AttemptRecord
 from lightning_spot.simulation import losses
-from lightning_spot.simulation.closed_form import expected_total_s
+from lightning_spot.simulation.closed_form import FailureClass, expected_total_s
 from lightning_spot.simulation.compare import Row, compare
 from lightning_spot.simulation.engine import simulate
 from lightning_spot.simulation.failures import Bathtub, Exponential, Failures, Fleet, Trace, Weibull
-from lightning_spot.simulation.job import Job, Loss
+from lightning_spot.simulation.job import Job, Loss, Tier
 from lightning_spot.tiers.records import read_records
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +47,7 @@ HAZARDS: dict[str, Failures] = {
     "4 of 16 at a time": Fleet(Exponential(8 * HOUR_S), 16, 4),
 }
 NOISE = 0.02
+DURABLE = (Tier(name="durable tier", drain_s=3.0),)
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 
@@ -63,7 +64,7 @@ class RealRun:
 def study(runs: int) -> dict[tuple[str, str], dict[str, Row]]:
     found = {}
     for (curve, loss), (hazard, failures) in itertools.product(CURVES.items(), HAZARDS.items()):
-        job = Job(work_s=48 * HOUR_S, stall_s=2.0, safe_s=5.0, restart_s=600.0, restore_s=60.0, loss=loss)
+        job = Job(work_s=48 * HOUR_S, stall_s=2.0, tiers=DURABLE, restart_s=600.0, restore_s=60.0, loss=loss)
         found[curve, hazard] = {row.name: row for row in compare(job, failures, runs=runs, noise=NOISE)}
         print(f"  {curve}, {hazard}", file=sys.stderr, flush=True)
     return found
@@ -72,12 +73,19 @@ def study(runs: int) -> dict[tuple[str, str], dict[str, Row]]:
 def closed_form(runs: int) -> list[float]:
     """Simulated over exact time, for several settings."""
     ratios = []
-    for stall_s, mtbf_s, interval_s, restore_s in ((5, 7200, 268, 60), (60, 3600, 600, 120), (1, 1800, 60, 30)):
+    for stall_s, mtbf_s, interval_s, drain_s in (
+        (5, 7200, 268, 0),
+        (60, 3600, 600, 0),
+        (1, 1800, 60, 13),
+        (1, 900, 41, 125),
+    ):
         count = int(24 * HOUR_S / interval_s)
-        job = Job(work_s=count * interval_s, stall_s=stall_s, safe_s=stall_s, restore_s=restore_s, restart_s=300)
+        tiers = (Tier(name="durable tier", drain_s=drain_s),)
+        job = Job(work_s=count * interval_s, stall_s=stall_s, tiers=tiers, restore_s=60, restart_s=300)
         taken = np.arange(1, count + 1) * float(interval_s)
         outcome = simulate(job, taken, Fleet(Exponential(mtbf_s)), runs=runs)
-        exact_s = expected_total_s(job.work_s, interval_s, stall_s, mtbf_s, restore_s=restore_s, restart_s=300)
+        one = FailureClass(drain_s=drain_s, restore_s=60 + drain_s, restart_s=300)
+        exact_s = expected_total_s(job.work_s, interval_s, stall_s, mtbf_s, [one])
         ratios.append(float(outcome.total_s.mean()) / exact_s)
     return ratios
 
@@ -99,7 +107,7 @@ def real_run(mean_s: float, epochs: int, seed: int = 7) -> RealRun:
     training_s = alone.unix_s - alone.trained_unix_s
     stall_s = alone.stall_s / max(1, alone.step // every)
     work_s = training_s - alone.stall_s
-    job = Job(work_s=work_s, steps=alone.step, stall_s=stall_s, safe_s=stall_s, restore_s=start_s)
+    job = Job(work_s=work_s, steps=alone.step, stall_s=stall_s, restore_s=start_s)
     taken = np.arange(every, alone.step, every) * work_s / alone.step
     trace = Trace((uptimes[0] - start_s, *uptimes[1:], 1e9))
     outcome = simulate(job, taken, trace, runs=1)

@@ -326,12 +326,24 @@ def test_doctor(tmp_path: Path, capsys: Said) -> None:
 
 def test_doctor_with_a_node(tmp_path: Path, capsys: Said, start_node: Callable[..., RunningNode]) -> None:
     node = start_node()
-    arguments = ["doctor", str(tmp_path / "run"), "--memory", node.url, "--sample", "4MB", "--state", "2GB", "--json"]
+    arguments = [
+        "doctor",
+        str(tmp_path / "run"),
+        "--memory",
+        node.url,
+        "--sample",
+        "4MB",
+        "--state-size",
+        "2GB",
+        "--json",
+    ]
     assert main(arguments) == 0
     told = json.loads(capsys.readouterr().out)
     assert set(told["tiers_bytes_per_s"]) == {node.url, str(tmp_path / "run")}
     outlook = told["outlook"]["with the memory node"]
-    assert outlook["loss_s"] == pytest.approx(outlook["interval_s"] / 2 + outlook["safe_s"])
+    assert outlook["loss_s"] == pytest.approx(outlook["interval_s"] / 2 + outlook["safe_s"] - outlook["stall_s"])
+    assert outlook["loss_s"] == outlook["behind_s"][node.url]
+    assert list(outlook["behind_s"]) == ["memory of the host", node.url, str(tmp_path / "run")]
     assert any("memory node saves" in line for line in told["advice"])
 
 

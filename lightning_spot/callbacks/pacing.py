@@ -12,8 +12,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_spot.callbacks.readings import LossReadings, logged_value
 from lightning_spot.interval.adaptive import Adaptive
-from lightning_spot.interval.costs import Costs, FailureRate, RobustMean
+from lightning_spot.interval.costs import Costs, FailureRate, RobustMean, TierPace
 from lightning_spot.interval.policy import Hastened, IntervalPolicy
+
+Tiers = tuple[TierPace, ...]
 
 LEARN_EVERY_S = 5.0
 _MOST_STEPS_APART = 10_000
@@ -140,20 +142,20 @@ class Pacing:
         self.policy.taken(step, time.monotonic())
         self._stalled_s = 0.0
 
-    def due(self, trainer: pl.Trainer, can_begin: Callable[[], bool], drain_s: Callable[[], float]) -> bool:
+    def due(self, trainer: pl.Trainer, can_begin: Callable[[], bool], tiers: Callable[[], Tiers]) -> bool:
         """Whether all ranks take a snapshot now.
 
         Args:
             trainer: that is at a seam after an optimizer step.
             can_begin: whether there is a slot for it; asked on rank 0.
-            drain_s: seconds the slowest tier takes for a snapshot; asked on rank 0, now and then.
+            tiers: how fast each tier takes snapshots; asked on rank 0, now and then.
         """
         step, now_s = trainer.global_step, time.monotonic()
         if self.policy.by_step:
             return self.policy.due(step, now_s) and bool(_agree(trainer, trainer.is_global_zero and can_begin()))
         alone = trainer.world_size == 1
         if trainer.is_global_zero:
-            self._learn(now_s, drain_s)
+            self._learn(now_s, tiers)
             due = self.policy.due(step, now_s)
         if alone:
             return due and can_begin()
@@ -164,7 +166,7 @@ class Pacing:
         self._next_talk = step + apart
         return bool(due)
 
-    def _learn(self, now_s: float, drain_s: Callable[[], float]) -> None:
+    def _learn(self, now_s: float, tiers: Callable[[], Tiers]) -> None:
         """Tell the policy what was measured, every few seconds, and when a snapshot has shown what it costs."""
         if self._stalled_s >= 0:
             self._stall.add(self._stalled_s)  # the optimizer step after it has waited for the rest of the copy
@@ -176,7 +178,7 @@ class Pacing:
         self._learned_s = self._ran_until_s = now_s
         stall_s = self._stall.value
         if stall_s is not None:
-            costs = Costs(stall_s=stall_s, mtbf_s=self._rate.mtbf_s, drain_s=drain_s(), total_steps=self._total_steps)
+            costs = Costs(stall_s=stall_s, mtbf_s=self._rate.mtbf_s, tiers=tiers(), total_steps=self._total_steps)
             self.policy.learn(costs)
 
     def _apart(self, step: int, now_s: float) -> int:

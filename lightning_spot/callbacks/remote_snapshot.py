@@ -23,6 +23,7 @@ from lightning_spot.config import DRILL_VARIABLE
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.convergence import ConvergenceAware
+from lightning_spot.interval.costs import TierPace
 from lightning_spot.interval.policy import EverySeconds, IntervalPolicy
 from lightning_spot.run.location import Location, memory_limit_bytes
 
@@ -243,11 +244,11 @@ class RemoteSnapshot(Checkpoint):
         self._step = trainer.global_step
         if not self._warmed:
             self._warm(trainer)
-        if self._pacing.due(trainer, self._can_begin, self._drain_s):
+        if self._pacing.due(trainer, self._can_begin, self._paces):
             self._snapshot(trainer, before_validation=before_validation)
 
-    def _drain_s(self) -> float:
-        return self._current.safety.drain_s() if self._current is not None else 0.0
+    def _paces(self) -> tuple[TierPace, ...]:
+        return self._current.safety.paces() if self._current is not None else ()
 
     def _can_begin(self) -> bool:
         """Whether this rank writes and may begin: slots are made after the first step, and are waited for or not."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import SpotError
+from lightning_spot.interval.costs import Failure, TierPace
 from lightning_spot.interval.deadline import Plan, plan_urgent
 
 LEAVE_S = 1.0
@@ -50,14 +51,23 @@ class Safety:
         """Measured seconds until a snapshot is safe; ``None`` before any was."""
         return self.plan(None).expected_s if self._writer.committed is not None else None
 
-    def drain_s(self) -> float:
-        """Seconds the slowest working tier takes to store a snapshot; 0 before any was stored."""
+    def paces(self) -> tuple[TierPace, ...]:
+        """How fast each working tier takes snapshots, as measured; a memory node that took none yet counts as fast."""
         host = self._writer.host
         try:
-            tiers = host.tiers().values() if host is not None else ()
+            tiers = host.tiers() if host is not None else {}
         except SpotError:
-            return 0.0
-        return max((tier.flush_s / tier.flushed for tier in tiers if tier.flushed and not tier.error), default=0.0)
+            return ()
+        working = {url: tier for url, tier in tiers.items() if not tier.error}
+        paces = [
+            TierPace(drain_s=tier.flush_s / tier.flushed, survives=_survives(url))
+            for url, tier in working.items()
+            if tier.flushed
+        ]
+        nodes = any(_survives(url) == Failure.MACHINE for url in working)
+        if nodes and all(pace.survives == Failure.NODE for pace in paces):
+            paces.append(TierPace(drain_s=0.0, survives=Failure.MACHINE))
+        return tuple(paces)
 
     def bring(self, told_s: float | None, deadline_s: float, plan: Plan, hurried: Callable[[], bool]) -> str:
         """Wait until the newest snapshot is committed, and safe at one tier below.
@@ -93,3 +103,7 @@ class Safety:
                 break
             time.sleep(_POLL_S)
         return f"{what} is committed in memory, and safe nowhere else after {time.monotonic() - started_s:.1f} s{of}"
+
+
+def _survives(url: str) -> Failure:
+    return Failure.MACHINE if url.startswith("spot://") else Failure.NODE

@@ -12,8 +12,8 @@ import shutil
 import time
 import zipfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 import fsspec
 from rich.console import Console
@@ -30,37 +30,18 @@ from lightning_spot.notices.detect import CLOUDS, detect_cloud
 from lightning_spot.run.location import AUTO, Location
 from lightning_spot.tiers.store import Store
 
-SLOTS = 3
+if TYPE_CHECKING:
+    from lightning_spot.simulation.outlook import Outlook
+
 ALONE, WITH_NODE = "durable tier only", "with the memory node"
 _WORTH_A_NODE = 0.01
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
-    """What to expect of a run, to first order.
-
-    Attributes:
-        stall_s: training waits for one snapshot at most (if nothing overlaps).
-        safe_s: from a snapshot's begin until it is safe outside this machine.
-        interval_s: that Young and Daly's rule chooses.
-        overhead: share of the time spent waiting for snapshots.
-        loss_s: work that a preemption without notice takes away, on average.
-        total: share of the time that both cost.
-    """
-
-    stall_s: float
-    safe_s: float
-    interval_s: float
-    overhead: float
-    loss_s: float
-    total: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``doctor``."""
     parser.add_argument("url", metavar="DIRPATH", help="durable directory or fsspec URL that snapshots are to go to")
     parser.add_argument("--memory", action="append", default=[], metavar="spot://HOST:PORT", help="also a memory node")
-    parser.add_argument("--state", default="1GB", metavar="SIZE", help="size of a snapshot (1GB)")
+    parser.add_argument("--state-size", default="1GB", metavar="SIZE", help="size of a snapshot (1GB)")
     parser.add_argument("--lifetime", type=seconds, default=7200.0, metavar="TIME", help="mean, of the machine (2h)")
     parser.add_argument("--sample", default="64MB", metavar="SIZE", help="how much to write for a measurement (64MB)")
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -68,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Measure and recommend; 1 if a tier cannot be used."""
-    state_bytes, sample = parse_bytes(arguments.state), parse_bytes(arguments.sample)
+    state_bytes, sample = parse_bytes(arguments.state_size), parse_bytes(arguments.sample)
     location = Location.of(arguments.url, arguments.memory or AUTO, "doctor")
     say = Console(stderr=True, highlight=False).print
     problems: list[str] = []
@@ -93,12 +74,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         problems.append(f"the memory node on this host: {error}")
     cloud = detect_cloud()
     facts["cloud"], facts["grace_s"] = cloud, CLOUDS[cloud]().grace_s if cloud is not None else None
-    durable = {url: speed for url, speed in tiers.items() if url == location.url}
-    outlooks = {}
-    if durable:
-        outlooks[ALONE] = outlook(state_bytes, facts["copy_bytes_per_s"], durable, arguments.lifetime)
-    if len(tiers) > 1 and durable:
-        outlooks[WITH_NODE] = outlook(state_bytes, facts["copy_bytes_per_s"], tiers, arguments.lifetime)
+    outlooks = _outlooks(state_bytes, facts["copy_bytes_per_s"], tiers, location.url, arguments.lifetime)
     facts["outlook"] = {label: asdict(found) for label, found in outlooks.items()}
     facts["advice"] = _advice(outlooks, state_bytes, location, facts["grace_s"])
     facts["problems"] = problems
@@ -161,37 +137,33 @@ def node_speed(run_url: str, nbytes: int) -> float:
         host.leave(complete=True)
 
 
-def outlook(state_bytes: int, copy_bytes_per_s: float, tiers: dict[str, float], lifetime_s: float) -> Outlook:
-    """What to expect, to first order, with measured speeds."""
-    from lightning_spot.interval.adaptive import YoungDaly
-    from lightning_spot.interval.costs import Costs
+def _outlooks(
+    state_bytes: int, copy_bytes_per_s: float, tiers: dict[str, float], durable_url: str, lifetime_s: float
+) -> dict[str, Outlook]:
+    """What to expect without a memory node, and with the first one that works."""
+    from lightning_spot.simulation.job import Job, chain, durable_tier, memory_node
+    from lightning_spot.simulation.outlook import outlook
 
-    stall_s = state_bytes / copy_bytes_per_s
-    stored_s = [state_bytes / speed for speed in tiers.values()]
-    policy = YoungDaly()
-    policy.learn(Costs(stall_s=stall_s, mtbf_s=lifetime_s, drain_s=max(stored_s)))
-    interval_s = policy.interval_s(0)
-    safe_s = stall_s + min(stored_s)
-    loss_s = interval_s / 2 + safe_s
-    overhead = stall_s / interval_s
-    return Outlook(
-        stall_s=stall_s,
-        safe_s=safe_s,
-        interval_s=interval_s,
-        overhead=overhead,
-        loss_s=loss_s,
-        total=overhead + loss_s / lifetime_s,
-    )
+    if durable_url not in tiers:
+        return {}
+    durable = replace(durable_tier(state_bytes, tiers[durable_url]), name=durable_url)
+    chains = {ALONE: chain(durable)}
+    for url in tiers:
+        if url != durable_url:
+            chains.setdefault(WITH_NODE, chain(replace(memory_node(state_bytes, tiers[url]), name=url), durable))
+    job = Job(work_s=lifetime_s, stall_s=state_bytes / copy_bytes_per_s)
+    return {label: outlook(replace(job, tiers=links), lifetime_s) for label, links in chains.items()}
 
 
 def _advice(outlooks: dict[str, Outlook], state_bytes: int, location: Location, grace_s: float | None) -> list[str]:
     memory = f", memory={list(location.nodes)!r}" if location.nodes else ""
-    advice = _of_memory(SLOTS * state_bytes)
+    advice = _of_memory(2 + 1 + bool(location.nodes), state_bytes)
     alone, with_node = outlooks.get(ALONE), outlooks.get(WITH_NODE)
     if alone is not None and with_node is not None:
         gain = alone.total - with_node.total
         verdict = "keep it" if gain > _WORTH_A_NODE else "you need no memory node"
-        advice.append(f"the memory node saves {100 * gain:.1f} % of the time: {verdict}")
+        saves = f"{100 * gain:.1f} % of the time" if gain > 0 else "nothing"
+        advice.append(f"the memory node saves {saves}: {verdict}")
         memory = memory if gain > _WORTH_A_NODE else ""
     elif alone is not None and alone.safe_s > alone.interval_s / 2:
         advice.append("most of what a preemption takes is on its way to the durable tier: a memory node would help")
@@ -204,12 +176,13 @@ def _advice(outlooks: dict[str, Outlook], state_bytes: int, location: Location, 
     return [*advice, f"SpotCheckpoint({location.url!r}{memory})  # the interval finds itself"]
 
 
-def _of_memory(need: int) -> list[str]:
-    """What is to be said of the memory for ``need`` bytes of slots."""
+def _of_memory(slots: int, state_bytes: int) -> list[str]:
+    """What is to be said of the memory for the slots: two, and one for each tier below."""
+    need = slots * state_bytes
     half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     advice = []
     if need > half:
-        told = f"{SLOTS} slots need {format_bytes(need)}, half of this host's memory is {format_bytes(half)}"
+        told = f"{slots} slots need {format_bytes(need)}, half of this host's memory is {format_bytes(half)}"
         advice.append(f"{told}: use slots=2, or a larger machine")
     shm = read_environment().shm_dir
     if shm is None or shutil.disk_usage(shm).free < need:
@@ -236,6 +209,8 @@ def _print(facts: dict[str, Any], outlooks: dict[str, Outlook], state_bytes: int
             f" {100 * found.overhead:.2f} % at most; safe after {format_seconds(found.safe_s)}; a preemption without"
             f" notice takes {format_seconds(found.loss_s)} of work on average"
         )
+        for tier, behind_s in found.behind_s.items():
+            console.print(f"    newest at {tier}: {format_seconds(behind_s)} behind on average", markup=False)
     for line in facts["advice"]:
         console.print(f"→ {line}", markup=False)
 

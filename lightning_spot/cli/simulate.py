@@ -7,13 +7,13 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from lightning_spot.cli.output import plain_table, wide_console
-from lightning_spot.config import parse_bytes
+from lightning_spot.config import format_seconds, parse_bytes
 from lightning_spot.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _SMALL = 0.01
+_OUTLIVES = {"process": "process", "machine": "machine", "node": "memory node"}
 LOSSES = ("exponential", "power", "floor", "steps")
 
 
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``simulate``."""
     job = parser.add_argument_group("the job")
     job.add_argument("--work", type=seconds, default=86400.0, metavar="TIME", help="undisturbed training time (24h)")
-    job.add_argument("--state", type=_bytes, default=10**9, metavar="SIZE", help="size of a snapshot (1GB)")
+    job.add_argument("--state-size", type=_bytes, default=10**9, metavar="SIZE", help="size of a snapshot (1GB)")
     job.add_argument("--stall", type=seconds, default=1.0, metavar="TIME", help="training waits for a snapshot (1s)")
     job.add_argument("--loss", choices=LOSSES, default="exponential", help="how the loss falls (exponential)")
     job.add_argument("--rate", type=float, default=5.0, help="of an exponential loss, over the whole run (5)")
@@ -58,15 +59,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     spot.add_argument("--hazard", choices=("exponential", "weibull", "bathtub"), default="weibull", help="(weibull)")
     spot.add_argument("--lifetime", type=seconds, default=7200.0, metavar="TIME", help="mean, of one machine (2h)")
     spot.add_argument("--nodes", type=int, default=1, help="machines of the job (1)")
-    spot.add_argument("--together", type=int, default=1, help="machines that go at a time (1)")
+    spot.add_argument("--correlated", type=int, default=1, help="machines that are lost at a time (1)")
     spot.add_argument("--trace", metavar="CSV", help="recorded losses instead: a column 'time'")
     spot.add_argument("--restart", type=seconds, default=600.0, metavar="TIME", help="until machines are back (10min)")
     spot.add_argument("--restore", type=seconds, default=60.0, metavar="TIME", help="until training goes on (1min)")
     spot.add_argument("--price", type=float, default=0.0, help="of one machine, per hour")
+    spot.add_argument(
+        "--crash-every", type=seconds, default=None, metavar="TIME", help="mean, between crashes of the process (7d)"
+    )
     tiers = parser.add_argument_group("its tiers")
-    tiers.add_argument("--durable", type=_bytes, default=80 * 10**6, metavar="SIZE/s", help="speed (80MB/s)")
-    tiers.add_argument("--memory-node", type=_bytes, metavar="SIZE/s", help="speed of a memory node: compare with one")
-    tiers.add_argument("--memory-node-price", type=float, default=0.0, help="of the memory node, per hour")
+    tiers.add_argument("--durable-speed", type=_bytes, default=80 * 10**6, metavar="SIZE/s", help="(80MB/s)")
+    tiers.add_argument("--memory-node-speed", type=_bytes, metavar="SIZE/s", help="compare with a memory node")
+    tiers.add_argument("--memory-node-price", type=float, default=0.0, help="of it, per hour")
+    tiers.add_argument(
+        "--memory-node-lifetime", type=seconds, default=None, metavar="TIME", help="of it, mean (30d: no spot machine)"
+    )
     parser.add_argument("--policy", action="append", metavar="NAME", help="only these policies (all)")
     parser.add_argument("--runs", type=int, default=1000, help="simulated runs (1000)")
     parser.add_argument("--seed", type=int, default=0)
@@ -102,25 +109,34 @@ def simulate(arguments: argparse.Namespace) -> int:
     priced = any(row.price for rows in groups.values() for row in rows)
     for name, rows in groups.items():
         console.print(_table(name, rows, priced))
+        console.print(_tier_table(rows[0], priced))
     if verdict:
         console.print(verdict)
     return 0
 
 
 def _failures(arguments: argparse.Namespace) -> Failures:
-    from lightning_spot.simulation.failures import Bathtub, Exponential, Fleet, Trace, Weibull
+    from lightning_spot.simulation import failures
 
+    machines: Failures
     if arguments.trace:
-        return Trace.read(arguments.trace)
-    if not arguments.lifetime > 0:
-        raise SettingsError(f"--lifetime {arguments.lifetime}: more than 0 seconds")
-    lifetimes = {"exponential": Exponential, "weibull": Weibull, "bathtub": Bathtub}[arguments.hazard]
-    return Fleet(lifetimes(arguments.lifetime), arguments.nodes, arguments.together)
+        machines = failures.Trace.read(arguments.trace)
+    else:
+        if not arguments.lifetime > 0:
+            raise SettingsError(f"--lifetime {arguments.lifetime}: more than 0 seconds")
+        shapes = {"exponential": failures.Exponential, "weibull": failures.Weibull, "bathtub": failures.Bathtub}
+        machines = failures.Fleet(shapes[arguments.hazard](arguments.lifetime), arguments.nodes, arguments.correlated)
+    process_s = failures.PROCESS_MTBF_S if arguments.crash_every is None else arguments.crash_every
+    node_s = failures.NODE_MTBF_S if arguments.memory_node_lifetime is None else arguments.memory_node_lifetime
+    back_s = 0.0
+    if arguments.memory_node_speed:  # another machine, and the first snapshot on its way there
+        back_s = arguments.restart + arguments.state_size / arguments.memory_node_speed
+    return failures.Mixed(machines, process_s, node_s, back_s)
 
 
 def _jobs(arguments: argparse.Namespace) -> dict[str, Job]:
     from lightning_spot.simulation import losses
-    from lightning_spot.simulation.job import Job, Tier, with_tiers
+    from lightning_spot.simulation.job import Job, chain, durable_tier, memory_node
 
     loss = {
         "exponential": lambda: losses.exponential(arguments.rate),
@@ -136,11 +152,12 @@ def _jobs(arguments: argparse.Namespace) -> dict[str, Job]:
         price_per_hour=arguments.price * arguments.nodes,
         loss=loss,
     )
-    durable = Tier(name="durable", bytes_per_s=arguments.durable)
-    jobs = {"durable tier only": with_tiers(job, arguments.state, [durable])}
-    if arguments.memory_node:
-        node = Tier(name="memory node", bytes_per_s=arguments.memory_node, price_per_hour=arguments.memory_node_price)
-        jobs["with a memory node"] = with_tiers(job, arguments.state, [node, durable])
+    size, speed = arguments.state_size, arguments.memory_node_speed
+    durable = durable_tier(size, arguments.durable_speed)
+    jobs = {"durable tier only": replace(job, tiers=chain(durable))}
+    if speed:
+        node = memory_node(size, speed, arguments.memory_node_price)
+        jobs["with a memory node"] = replace(job, tiers=chain(node, durable))
     return jobs
 
 
@@ -149,15 +166,19 @@ def _verdict(groups: Mapping[str, Sequence[Row]]) -> str:
     if len(groups) < 2:
         return ""
     without, with_node = (min(rows, key=lambda row: row.total_s) for rows in groups.values())
+    if not math.isfinite(with_node.total_s):
+        return "The run never ends, with a memory node or without."
+    if not math.isfinite(without.total_s):
+        return "The run ends with a memory node only: it is worth having."
     saved = 1 - with_node.total_s / without.total_s
-    told = f"A memory node makes the run {100 * saved:.1f} % shorter"
+    told = f"A memory node makes the run {100 * abs(saved):.1f} % {'shorter' if saved >= 0 else 'longer'}"
     if without.price:
         dearer = with_node.price - without.price
         told += f" and {'costs' if dearer > 0 else 'saves'} {abs(dearer):.2f} of {without.price:.2f}"
         needed = dearer < 0
     else:
         needed = saved > _SMALL
-    return f"{told}: {'it is worth having' if needed else 'you need none'}."
+    return f"{told}: {'it is worth having' if needed else 'you need no memory node'}."
 
 
 def _table(name: str, rows: Sequence[Row], priced: bool) -> Table:
@@ -171,6 +192,20 @@ def _table(name: str, rows: Sequence[Row], priced: bool) -> Table:
     return table
 
 
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
+def _tier_table(row: Row, priced: bool) -> Table:
+    headings = ["TIER", "OUTLIVES THE", "TAKES ONE IN", "NEWEST IS BEHIND", "RESUMED FROM", "LOST EACH"]
+    table = plain_table([*headings, *(["PRICE"] if priced else [])], left=headings[:2], title=f"  under {row.name}")
+    for tier in row.tiers:
+        values = [format_seconds(tier.drain_s), format_seconds(tier.behind_s), f"{100 * tier.resumed:.2f} %"]
+        lost = format_seconds(tier.lost_s) if tier.resumed else ""
+        table.add_row(tier.name, _OUTLIVES[tier.survives], *values, lost, *([f"{tier.price:.2f}"] if priced else []))
+    return table
+
+
+def _plain(value: Any) -> Any:
     """JSON has no infinity."""
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

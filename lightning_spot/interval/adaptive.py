@@ -73,7 +73,7 @@ class OverheadBudget(Adaptive):
         self.max_overhead = check_share("max_overhead", max_overhead)
 
     def interval_s(self, step: int) -> float:
-        """``stall / max_overhead``, and never faster than the tiers store."""
+        """``stall / max_overhead``, and never faster than the nearest tier that outlives the machine takes them."""
         costs = self._costs
         return FIRST_S if costs is None else max(costs.stall_s / self.max_overhead, costs.drain_s)
 
@@ -89,7 +89,10 @@ class YoungDaly(OverheadBudget):
     """
 
     def interval_s(self, step: int) -> float:
-        """Daly's work between snapshots and the snapshot itself, within the budget and what the tiers can store."""
+        """Daly's work between snapshots and the snapshot itself, within the budget and the nearest tier's pace.
+
+        Training waits once for a snapshot, whatever the number of tiers, so the optimum for one tier holds for several.
+        """
         costs, shortest_s = self._costs, super().interval_s(step)
         if costs is None:
             return shortest_s

@@ -5,7 +5,32 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
+
+
+class Failure(IntEnum):
+    """What a failure takes away; each takes what those before it take, too."""
+
+    PROCESS = 0
+    """The trainer's process. The node on its host stays, with all that is committed there."""
+    MACHINE = 1
+    """The trainer's machine, as a preemption does."""
+    NODE = 2
+    """The machine at a time when the memory node is gone as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierPace:
+    """How fast a tier takes snapshots, and what it outlives. It takes the newest one whenever it is free.
+
+    Attributes:
+        drain_s: seconds it takes for one snapshot, at least 0. One is safe there every ``max(interval, drain_s)``.
+        survives: the worst failure that leaves its snapshots in place.
+    """
+
+    drain_s: float
+    survives: Failure = Failure.NODE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,14 +40,22 @@ class Costs:
     Attributes:
         stall_s: how long training waits for one snapshot.
         mtbf_s: mean time between failures of the job.
-        drain_s: how long the slowest tier takes to store one snapshot: more often, and the ring fills up.
+        tiers: how fast each tier takes snapshots, as far as that was measured.
         total_steps: optimizer steps of the whole run; ``None`` if it has no known end.
     """
 
     stall_s: float
     mtbf_s: float
-    drain_s: float = 0.0
+    tiers: tuple[TierPace, ...] = ()
     total_steps: float | None = None
+
+    @property
+    def drain_s(self) -> float:
+        """Seconds that the nearest tier which outlives the machine takes for one snapshot; 0 if none was measured.
+
+        Snapshots that follow each other faster than that bring no newer one out of the machine: see docs/intervals.md.
+        """
+        return min((tier.drain_s for tier in self.tiers if tier.survives >= Failure.MACHINE), default=0.0)
 
 
 class RobustMean:

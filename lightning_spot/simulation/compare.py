@@ -12,9 +12,9 @@ from lightning_spot.interval.adaptive import OverheadBudget, YoungDaly
 from lightning_spot.interval.coci import COCI
 from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.policy import EverySeconds, IntervalPolicy
-from lightning_spot.simulation.engine import places, simulate
+from lightning_spot.simulation.engine import AtTier, places, simulate
 from lightning_spot.simulation.failures import Failures
-from lightning_spot.simulation.job import Job
+from lightning_spot.simulation.job import Job, Tier
 
 Makers = Mapping[str, Callable[[], IntervalPolicy]]
 
@@ -46,6 +46,7 @@ class Row:
         failures: per run.
         progress_lost: share of the whole fall of the loss that one failure takes away.
         price: of the run.
+        tiers: what its snapshots at each tier are worth, nearest first.
     """
 
     name: str
@@ -59,6 +60,30 @@ class Row:
     restore: float
     failures: float
     progress_lost: float
+    price: float
+    tiers: tuple[TierRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierRow:
+    """One tier under one policy, as means over all failures.
+
+    Attributes:
+        name: of the tier.
+        drain_s: seconds it takes for one snapshot.
+        survives: the worst failure it outlives, in lower case.
+        behind_s: work that the newest snapshot there is behind when a failure comes.
+        resumed: share of the failures after which the job went on from there.
+        lost_s: work that each of these took away; 0 if there were none.
+        price: of having the tier for the whole run.
+    """
+
+    name: str
+    drain_s: float
+    survives: str
+    behind_s: float
+    resumed: float
+    lost_s: float
     price: float
 
 
@@ -97,7 +122,20 @@ def row_of(
         restore=float(outcome.restore_s.mean()) / job.work_s,
         failures=hits / runs,
         progress_lost=float(outcome.progress_lost.sum()) / hits / _whole_fall(job) if hits else 0.0,
-        price=job.price_per_hour * total_s / 3600,
+        price=job.whole_price_per_hour * total_s / 3600,
+        tiers=tuple(_tier_row(*pair, hits, total_s) for pair in zip(job.tiers, outcome.tiers, strict=True)),
+    )
+
+
+def _tier_row(tier: Tier, found: AtTier, hits: float, total_s: float) -> TierRow:
+    return TierRow(
+        name=tier.name,
+        drain_s=tier.drain_s,
+        survives=tier.survives.name.lower(),
+        behind_s=found.behind_s / max(1.0, hits),
+        resumed=found.resumed / max(1.0, hits),
+        lost_s=found.lost_s / max(1, found.resumed),
+        price=tier.price_per_hour * total_s / 3600,
     )
 
 

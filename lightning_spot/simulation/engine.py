@@ -1,9 +1,11 @@
 """The discrete-event simulator: from failure to failure, for all runs at once.
 
 Snapshots are taken at fixed places of the work: a policy's state is kept in the snapshots, so after a failure it
-decides again as it did. Between two failures nothing has to be simulated: where the work has got to follows from the
-time by a search in a sorted table. A run costs some array operations for each of its failures, whatever the number of
-snapshots.
+decides again as it did. Between two failures nothing has to be simulated: where the work has got to, and what each tier
+holds, follow from the time by searches in sorted tables. A run costs some array operations for each of its failures,
+whatever the number of snapshots.
+
+A transfer that is under way when a failure comes begins anew with what was resumed from, if both ends are still there.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_spot.interval.costs import Failure
 from lightning_spot.interval.policy import IntervalPolicy
+from lightning_spot.simulation.delivery import ALWAYS_S, Delivery
 from lightning_spot.simulation.failures import Failures
 from lightning_spot.simulation.job import Job
 
@@ -25,7 +29,7 @@ MOST_FAILURES = 5_000
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of each run; all of shape ``(runs,)``, times in seconds.
+    """What became of each run; arrays of shape ``(runs,)``, times in seconds.
 
     Attributes:
         total_s: from the first start to the end; infinite for a run that was given up.
@@ -35,6 +39,7 @@ class Outcome:
         restore_s: machines ran, and training did not yet.
         failures: number of failures.
         progress_lost: fall of the loss that failures took away, in sum; zeros for a job without a loss.
+        tiers: what became of the snapshots at each tier of the job, over all runs.
     """
 
     total_s: Array
@@ -44,6 +49,22 @@ class Outcome:
     restore_s: Array
     failures: Array
     progress_lost: Array
+    tiers: tuple[AtTier, ...]
+
+
+@dataclass(slots=True)
+class AtTier:
+    """The snapshots at one tier, as sums over all failures.
+
+    Attributes:
+        behind_s: work that the newest one there was behind when the failure came.
+        resumed: failures after which the job went on from there, since no nearer tier had one as new.
+        lost_s: work these took away.
+    """
+
+    behind_s: float = 0.0
+    resumed: int = 0
+    lost_s: float = 0.0
 
 
 def places(policy: IntervalPolicy, job: Job, mtbf_s: float, seed: int = 0, noise: float = 0.0) -> Array:
@@ -64,15 +85,14 @@ def places(policy: IntervalPolicy, job: Job, mtbf_s: float, seed: int = 0, noise
     taken: list[float] = []
     policy.learn(job.costs(mtbf_s))
     policy.taken(0, 0.0)
-    now_s, stored_s = 0.0, 0.0
+    now_s = 0.0
     for step in range(1, job.steps):
         now_s += step_s
         if job.loss is not None:
             policy.progress(step, losses[step - 1])
-        if policy.due(step, now_s) and now_s >= stored_s:
+        if policy.due(step, now_s):
             policy.taken(step, now_s)
             taken.append(step * step_s)
-            stored_s = now_s + job.drain_s  # the ring is full until then
             now_s += job.stall_s
     return np.array(taken)
 
@@ -90,43 +110,84 @@ def simulate(job: Job, taken: Array, failures: Failures, *, runs: int, seed: int
     begun = np.concatenate([[0.0], taken])
     count = np.arange(len(begun))
     clock = begun + job.stall_s * np.maximum(count - 1, 0)  # when each begins, undisturbed
-    after = begun + job.stall_s * count  # when training goes on behind it
-    safe = clock + np.maximum(job.safe_s, job.stall_s)
-    safe[0] = 0.0
+    after = begun + job.stall_s * count  # when it is in memory, and training goes on behind it
     end_s = job.work_s + job.stall_s * len(taken)
+    tiers = _Tiers(job, after, runs)
 
     total, stall, lost, down, restore, hits, progress = (np.zeros(runs) for _ in range(7))
-    at = np.zeros(runs, dtype=int)  # the snapshot each run goes on from
+    at = np.zeros(runs, dtype=np.int64)  # the snapshot each run goes on from
     running = np.arange(runs)
     random = np.random.default_rng(seed)
-    for number, drawn in zip(range(MOST_FAILURES), failures.uptimes(random, runs), strict=False):
-        up = drawn[running]
-        here = at[running]
-        restoring = np.minimum(up, job.restore_s if number else 0.0)
+    for _, (drawn, kinds) in zip(range(MOST_FAILURES), failures.events(random, runs), strict=False):
+        up, here = drawn[running], at[running]
+        restoring = np.minimum(up, tiers.restore_s[running])
+        now = after[here] + up - tiers.restore_s[running]
         reached = after[here] + up - restoring
         done = reached >= end_s
         reached = np.minimum(reached, end_s)
         last = np.searchsorted(clock, reached, side="right") - 1
         work = begun[last] + np.maximum(reached - after[last], 0.0)
         work = np.where(done, job.work_s, work)
-        # What is not safe when the machine goes is gone; what was resumed from is safe.
-        kept = np.maximum(np.searchsorted(safe, reached, side="right") - 1, here)
         trained = reached - after[here]
         restore[running] += restoring
         stall[running] += trained - (work - begun[here])
         total[running] += restoring + trained
         failed = ~done
-        gone = running[failed]
-        lost[gone] += (work - begun[kept])[failed]
+        gone, work = running[failed], work[failed]
+        kept = tiers.fail(gone, kinds[gone], here[failed], now[failed], work, begun)
+        lost[gone] += work - begun[kept]
         hits[gone] += 1
-        down[gone] += job.restart_s
-        total[gone] += job.restart_s
+        down[gone] += tiers.down_s[gone]
+        total[gone] += tiers.down_s[gone]
         if job.loss is not None:
-            fall = job.loss(begun[kept] / job.work_s) - job.loss(work / job.work_s)
-            progress[gone] += fall[failed]
-        at[running] = kept
+            progress[gone] += job.loss(begun[kept] / job.work_s) - job.loss(work / job.work_s)
+        at[gone] = kept
         running = gone
         if not len(running):
-            return Outcome(total, stall, lost, down, restore, hits, progress)
+            break
     total[running] = np.inf
-    return Outcome(total, stall, lost, down, restore, hits, progress)
+    return Outcome(total, stall, lost, down, restore, hits, progress, tuple(tiers.found))
+
+
+class _Tiers:
+    """What each tier holds, run by run, and what a failure leaves of it."""
+
+    def __init__(self, job: Job, committed: Array, runs: int) -> None:
+        self.found = [AtTier() for _ in job.tiers]
+        self.restore_s = np.zeros(runs)  # of the attempt that runs
+        self.down_s = np.zeros(runs)  # before it
+        self._job = job
+        self._committed = committed
+        self._drain_s = np.array([tier.drain_s for tier in job.tiers])
+        self._survives = np.array([[tier.survives] for tier in job.tiers])
+        self._deliveries = [Delivery(committed, tier.drain_s) for tier in job.tiers]
+        self._held = np.zeros((len(job.tiers), runs), dtype=np.int64)
+
+    def fail(
+        self,
+        gone: NDArray[np.int64],
+        kinds: NDArray[np.int64],
+        here: NDArray[np.int64],
+        now: Array,
+        work: Array,
+        begun: Array,
+    ) -> NDArray[np.int64]:
+        """Failures of the runs ``gone``, all other arguments of their shape; returns the snapshots they go on from."""
+        failed_s = self._committed[here] - self.restore_s[gone] - self.down_s[gone]  # the attempt before them ended
+        held = self._held[:, gone]
+        newest = np.empty_like(held)
+        for row, delivery in enumerate(self._deliveries):
+            caught_up_s = np.where(held[row] >= here, ALWAYS_S, failed_s + delivery.drain_s)
+            newest[row] = delivery.newest(now, here, held[row], caught_up_s)
+        left = np.where(self._survives >= kinds, newest, -1)
+        source = left.argmax(axis=0)  # the first, hence nearest, of those with the newest
+        kept: NDArray[np.int64] = left.max(axis=0)
+        self._held[:, gone] = np.where(left >= 0, newest, kept)  # a lost tier owes nothing older than what is resumed
+        for row, found in enumerate(self.found):
+            here_from = source == row
+            found.behind_s += float((work - begun[newest[row]]).sum())
+            found.resumed += int(here_from.sum())
+            found.lost_s += float((work - begun[kept])[here_from].sum())
+        self.restore_s[gone] = self._job.restore_s + self._drain_s[source]
+        self.down_s[gone] = np.where(kinds >= Failure.MACHINE, self._job.restart_s, 0.0)
+        return kept

@@ -1,4 +1,4 @@
-"""When machines are taken away: lifetimes in the shapes that are seen on spot markets, fleets of them, and traces."""
+"""When a job fails: lifetimes of machines as seen on spot markets, fleets of them, traces, and what else goes wrong."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from math import gamma
+from math import exp, gamma, inf
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_spot.errors import SettingsError
+from lightning_spot.interval.costs import Failure
 
 Array = NDArray[np.float64]
 
@@ -69,6 +70,11 @@ class Bathtub:
         return drawn * (self.mean_s / mean)  # type: ignore[no-any-return]
 
 
+Event = tuple[Array, NDArray[np.int64]]
+"""Seconds from a start of the job to its next failure, and what that takes away (:class:`~lightning_spot.interval.costs
+.Failure`), each of shape ``(runs,)``."""
+
+
 class Failures(Protocol):
     """When a job fails."""
 
@@ -76,8 +82,8 @@ class Failures(Protocol):
     def mtbf_s(self) -> float:
         """Mean seconds between failures."""
 
-    def uptimes(self, random: np.random.Generator, runs: int) -> Iterator[Array]:
-        """From one start of the job to its next failure, seconds, for ``runs`` independent runs at a time; endless."""
+    def events(self, random: np.random.Generator, runs: int) -> Iterator[Event]:
+        """The failures of ``runs`` independent runs, one of each at a time; endless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,32 +93,32 @@ class Fleet:
     Attributes:
         lifetimes: of each machine.
         nodes: machines of the job.
-        together: how many go at a time.
+        correlated: how many go at a time.
     """
 
     lifetimes: Lifetimes
     nodes: int = 1
-    together: int = 1
+    correlated: int = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.together <= self.nodes:
-            raise SettingsError(f"together={self.together}: of {self.nodes} nodes, between 1 and all go at a time")
+        if not 1 <= self.correlated <= self.nodes:
+            raise SettingsError(f"correlated={self.correlated}: of {self.nodes} nodes, between 1 and all go at a time")
 
     @property
     def mtbf_s(self) -> float:
-        """Each event takes ``together`` of ``nodes`` machines, and each machine lives for the mean lifetime."""
-        return self.lifetimes.mean_s * self.together / self.nodes
+        """Each event takes ``correlated`` of ``nodes`` machines, and each machine lives for the mean lifetime."""
+        return self.lifetimes.mean_s * self.correlated / self.nodes
 
-    def uptimes(self, random: np.random.Generator, runs: int) -> Iterator[Array]:
+    def events(self, random: np.random.Generator, runs: int) -> Iterator[Event]:
         """See :class:`Failures`. One machine's end takes others along, chosen at random."""
-        left = self.lifetimes.draw(random, (runs, self.nodes)) * self.together
+        left = self.lifetimes.draw(random, (runs, self.nodes)) * self.correlated
         while True:
             up = left.min(axis=1)
-            yield up
+            yield up, np.full(runs, Failure.MACHINE)
             left -= up[:, None]
             # The one that ends has nothing left and comes first; the others in an order of chance.
-            order = np.where(left > 0, random.random(left.shape), -1.0).argsort(axis=1)[:, : self.together]
-            fresh = self.lifetimes.draw(random, (runs, self.together)) * self.together
+            order = np.where(left > 0, random.random(left.shape), -1.0).argsort(axis=1)[:, : self.correlated]
+            fresh = self.lifetimes.draw(random, (runs, self.correlated)) * self.correlated
             np.put_along_axis(left, order, fresh, axis=1)
 
 
@@ -131,13 +137,13 @@ class Trace:
         """Their mean."""
         return sum(self.uptimes_s) / len(self.uptimes_s)
 
-    def uptimes(self, random: np.random.Generator, runs: int) -> Iterator[Array]:
+    def events(self, random: np.random.Generator, runs: int) -> Iterator[Event]:
         """See :class:`Failures`."""
         recorded = np.array(self.uptimes_s)
         at = random.integers(0, len(recorded), runs)
         at[0] = 0
         while True:
-            yield recorded[at % len(recorded)]
+            yield recorded[at % len(recorded)], np.full(runs, Failure.MACHINE)
             at += 1
 
     @classmethod
@@ -162,6 +168,94 @@ class Trace:
         if not gaps:
             raise SettingsError(f"{path}: a trace needs two failures or more, at least three minutes apart")
         return cls(tuple(gaps))
+
+
+PROCESS_MTBF_S = 7 * 86400.0
+"""Assumed, where nothing else is known: a crash that leaves the machine alone (an exception, memory that ran out, a
+collective that timed out) comes once a week."""
+
+NODE_MTBF_S = 30 * 86400.0
+"""Assumed likewise: a memory node on a machine that is not preemptible is lost once in thirty days."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Losses of machines, and besides them crashes of the training process and of the memory node.
+
+    The loss of a memory node alone takes nothing away: training goes on and the next snapshot goes to the durable tier.
+    It matters where a machine is lost before the node is back and has a snapshot again.
+
+    Attributes:
+        machines: when machines are lost.
+        process_mtbf_s: mean seconds between crashes of the process, at any time; infinite for never.
+        node_mtbf_s: likewise of the memory node.
+        node_back_s: from the loss of the memory node until another one has a snapshot.
+    """
+
+    machines: Failures
+    process_mtbf_s: float = PROCESS_MTBF_S
+    node_mtbf_s: float = NODE_MTBF_S
+    node_back_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.process_mtbf_s > 0 and self.node_mtbf_s > 0 and self.node_back_s >= 0):
+            raise SettingsError("failures: mean times between them are more than 0, and a memory node comes back later")
+
+    @property
+    def mtbf_s(self) -> float:
+        """Of machines and process: these stop the job."""
+        return 1 / (1 / self.machines.mtbf_s + 1 / self.process_mtbf_s)
+
+    @property
+    def shares(self) -> dict[Failure, float]:
+        """Of all failures, by what they take away."""
+        process = self.mtbf_s / self.process_mtbf_s
+        return {
+            Failure.PROCESS: process,
+            Failure.MACHINE: (1 - process) * (1 - self._node_gone),
+            Failure.NODE: (1 - process) * self._node_gone,
+        }
+
+    @property
+    def _node_gone(self) -> float:
+        """Probability that there is no memory node with a snapshot when a machine is lost."""
+        return 1 - exp(-self.node_back_s / self.node_mtbf_s)
+
+    def events(self, random: np.random.Generator, runs: int) -> Iterator[Event]:
+        """See :class:`Failures`. Machines get older while a crashed process starts again."""
+        own = np.random.default_rng(random.integers(2**63))  # machines are lost as they would be without crashes
+        machines = _OneByOne(self.machines.events(random, runs), runs)
+        left = machines.take(np.ones(runs, dtype=bool))
+        never = np.full(runs, inf)
+        while True:
+            crash = own.exponential(self.process_mtbf_s, runs) if self.process_mtbf_s < inf else never
+            alone = np.where(own.random(runs) < self._node_gone, Failure.NODE, Failure.MACHINE)
+            lost = left <= crash
+            up = np.where(lost, left, crash)
+            yield up, np.where(lost, alone, Failure.PROCESS)
+            left -= up
+            left[lost] = machines.take(lost)
+
+
+class _OneByOne:
+    """Losses of machines, of which each run takes the next when it comes to it."""
+
+    def __init__(self, events: Iterator[Event], runs: int) -> None:
+        self._events = events
+        self._table = np.empty((64, runs))
+        self._drawn = 0
+        self._at = np.zeros(runs, dtype=np.int64)
+
+    def take(self, who: NDArray[np.bool_]) -> Array:
+        """The next uptime of the runs where ``who``."""
+        at = self._at[who]
+        while at.size and self._drawn <= at.max():
+            if self._drawn == len(self._table):
+                self._table = np.concatenate([self._table, np.empty_like(self._table)])
+            self._table[self._drawn] = next(self._events)[0]
+            self._drawn += 1
+        self._at[who] += 1
+        return self._table[at, np.flatnonzero(who)]
 
 
 _TOGETHER_S = 180.0

@@ -1,4 +1,4 @@
-"""A job and what it costs to interrupt it."""
+"""A job, the tiers of its snapshots, and what it costs to interrupt it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_spot.errors import SettingsError
-from lightning_spot.interval.costs import Costs
+from lightning_spot.interval.costs import Costs, Failure, TierPace
 
 Array = NDArray[np.float64]
 Loss = Callable[[Array], Array]
@@ -17,17 +17,23 @@ Loss = Callable[[Array], Array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """A place outside the machine in which snapshots are safe.
+    """A place in which snapshots are safe. It takes the newest one whenever it is free.
 
     Attributes:
         name: for people.
-        bytes_per_s: how fast a snapshot gets there, and back.
+        drain_s: seconds it takes for one snapshot, and to read it back, at least 0.
+        survives: the worst failure that leaves its snapshots in place.
         price_per_hour: of having it, in any currency.
     """
 
     name: str
-    bytes_per_s: float
+    drain_s: float = 0.0
+    survives: Failure = Failure.NODE
     price_per_hour: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.drain_s >= 0:
+            raise SettingsError(f"a tier with drain_s={self.drain_s} cannot be simulated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,20 +43,18 @@ class Job:
     Attributes:
         work_s: how long it trains undisturbed, without snapshots.
         steps: optimizer steps of it.
-        stall_s: how long training waits for one snapshot.
-        safe_s: from a snapshot's begin until it is safe outside the machine.
-        drain_s: how long the slowest tier takes for one.
-        restart_s: from a failure until machines run again.
-        restore_s: from there until training goes on.
-        price_per_hour: of all its machines and tiers, in any currency.
+        stall_s: how long training waits for one snapshot, which is in memory when that ends.
+        tiers: where its snapshots go, nearest first; one of them outlives every failure.
+        restart_s: from the loss of a machine until machines run again; a process that crashed starts again at once.
+        restore_s: from there until training goes on, without reading the snapshot.
+        price_per_hour: of all its machines, in any currency.
         loss: the loss at a share of the work (0 to 1), any shape in, the same out.
     """
 
     work_s: float
     steps: int = 20_000
     stall_s: float = 1.0
-    safe_s: float = 1.0
-    drain_s: float = 0.0
+    tiers: tuple[Tier, ...] = (Tier(name="durable tier"),)
     restart_s: float = 0.0
     restore_s: float = 0.0
     price_per_hour: float = 0.0
@@ -58,29 +62,40 @@ class Job:
 
     def __post_init__(self) -> None:
         wrong = [name for name in ("work_s", "steps") if not getattr(self, name) > 0]
-        times = ("stall_s", "safe_s", "drain_s", "restart_s", "restore_s")
-        wrong += [name for name in times if getattr(self, name) < 0]
+        wrong += [name for name in ("stall_s", "restart_s", "restore_s") if getattr(self, name) < 0]
         if wrong:
             raise SettingsError(f"a job with {wrong[0]}={getattr(self, wrong[0])} cannot be simulated")
+        if all(tier.survives < Failure.NODE for tier in self.tiers):
+            raise SettingsError("a job without a durable tier cannot be simulated: nothing would outlive every failure")
+
+    @property
+    def whole_price_per_hour(self) -> float:
+        """Of all its machines and tiers."""
+        return self.price_per_hour + sum(tier.price_per_hour for tier in self.tiers)
 
     def costs(self, mtbf_s: float) -> Costs:
         """What a policy would measure in it."""
-        return Costs(stall_s=self.stall_s, mtbf_s=mtbf_s, drain_s=self.drain_s, total_steps=self.steps)
+        paces = tuple(TierPace(drain_s=tier.drain_s, survives=tier.survives) for tier in self.tiers)
+        return Costs(stall_s=self.stall_s, mtbf_s=mtbf_s, tiers=paces, total_steps=self.steps)
 
 
-def with_tiers(job: Job, state_bytes: float, tiers: list[Tier]) -> Job:
-    """The same job with other tiers: safe as soon as the fastest has it, drained when the slowest has.
+def chain(*tiers: Tier) -> tuple[Tier, ...]:
+    """The memory of the job's own host and the given tiers behind it, nearest first.
 
-    Args:
-        job: what else there is.
-        state_bytes: size of a snapshot.
-        tiers: at least one.
+    Parts of a snapshot go on to the next tier as they arrive, so a tier takes as long as the slowest link up to it.
     """
-    seconds = [state_bytes / tier.bytes_per_s for tier in tiers]
-    return replace(
-        job,
-        safe_s=job.stall_s + min(seconds),
-        drain_s=max(seconds),
-        restore_s=job.restore_s + min(seconds),
-        price_per_hour=job.price_per_hour + sum(tier.price_per_hour for tier in tiers),
-    )
+    linked: list[Tier] = [Tier(name="memory of the host", survives=Failure.PROCESS)]
+    for tier in tiers:
+        linked.append(replace(tier, drain_s=max(tier.drain_s, linked[-1].drain_s)))
+    return tuple(linked)
+
+
+def memory_node(state_bytes: float, bytes_per_s: float, price_per_hour: float = 0.0) -> Tier:
+    """A memory node on a machine of its own, ``bytes_per_s`` away."""
+    drain_s = state_bytes / bytes_per_s
+    return Tier(name="memory node", drain_s=drain_s, survives=Failure.MACHINE, price_per_hour=price_per_hour)
+
+
+def durable_tier(state_bytes: float, bytes_per_s: float) -> Tier:
+    """A bucket or file system that stores ``bytes_per_s``."""
+    return Tier(name="durable tier", drain_s=state_bytes / bytes_per_s)

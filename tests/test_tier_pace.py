@@ -1,0 +1,367 @@
+"""Each tier at its own pace, as policies, simulator and closed forms know it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lightning_spot import COCI, ConvergenceAware, OverheadBudget, YoungDaly
+from lightning_spot.capture.safety import Safety
+from lightning_spot.cli import main
+from lightning_spot.errors import NodeUnreachable, SettingsError
+from lightning_spot.interval.adaptive import Adaptive, young_daly_s
+from lightning_spot.interval.costs import Costs, Failure, TierPace
+from lightning_spot.memory.flusher import TierHealth
+from lightning_spot.simulation.closed_form import FailureClass, expected_total_s, lost_s, overhead
+from lightning_spot.simulation.engine import Outcome, simulate
+from lightning_spot.simulation.failures import Event, Exponential, Failures, Fleet, Mixed, Weibull
+from lightning_spot.simulation.job import Job, Tier, chain
+
+DAY_S = 86400.0
+
+
+def tiers(node_s: float | None, durable_s: float) -> tuple[Tier, ...]:
+    """The host's memory, a memory node if one is wanted, and a durable tier."""
+    node = [] if node_s is None else [Tier(name="node", drain_s=node_s, survives=Failure.MACHINE)]
+    return chain(*node, Tier(name="durable", drain_s=durable_s))
+
+
+def evenly(work_s: float, count: int) -> Any:
+    return np.arange(1, count + 1) * (work_s / count)
+
+
+# -- policies ---------------------------------------------------------------------------------------------------------
+
+seconds = st.floats(1e-2, 1e4)
+
+
+@given(
+    seconds, seconds, seconds, st.floats(1.0, 1e3), st.sampled_from([OverheadBudget, YoungDaly, ConvergenceAware, COCI])
+)
+def test_the_pace_is_that_of_the_nearest_tier_outside_the_machine(
+    stall_s: float, mtbf_s: float, near_s: float, slower: float, policy: type[Adaptive]
+) -> None:
+    near = TierPace(drain_s=near_s, survives=Failure.MACHINE)
+    of_host = TierPace(drain_s=near_s / 2, survives=Failure.PROCESS)
+    far = TierPace(drain_s=near_s * slower, survives=Failure.NODE)
+
+    def interval_s(*paces: TierPace) -> float:
+        found = policy()
+        found.learn(Costs(stall_s=stall_s, mtbf_s=mtbf_s, tiers=paces))
+        return found.interval_s(1)
+
+    assert interval_s(of_host, near, far) == interval_s(near) >= near_s
+    assert interval_s(of_host, far) == interval_s(far) >= interval_s(near)
+    assert interval_s(of_host) == interval_s()
+
+
+@given(st.floats(0.01, 30.0), st.floats(600.0, 1e5), st.floats(0.0, 300.0))
+@settings(deadline=None)
+def test_no_other_interval_is_much_better(stall_s: float, mtbf_s: float, near_s: float) -> None:
+    """Machines alone fail: then neither a shorter nor a longer interval than the policy's has a lower overhead."""
+    assume(stall_s + near_s < mtbf_s / 20)  # the closed form is of first order
+    policy = YoungDaly(max_overhead=0.9)
+    policy.learn(Costs(stall_s=stall_s, mtbf_s=mtbf_s, tiers=(TierPace(drain_s=near_s),)))
+    one = [FailureClass(drain_s=near_s)]
+    periods = np.geomspace(stall_s, 10 * mtbf_s, 2000)
+    best = min(overhead(float(period_s), stall_s, mtbf_s, one) for period_s in periods)
+    assert overhead(policy.interval_s(0), stall_s, mtbf_s, one) <= 1.02 * best
+
+
+# -- what is measured -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Host:
+    """Of a ring, what pacing asks."""
+
+    found: dict[str, TierHealth] | None
+
+    def tiers(self) -> dict[str, TierHealth]:
+        if self.found is None:
+            raise NodeUnreachable("gone")
+        return self.found
+
+
+def paced_by(found: dict[str, TierHealth] | None) -> float:
+    """Seconds that the measured tiers ask to have between two snapshots."""
+    safety = Safety(SimpleNamespace(host=Host(found)))  # type: ignore[arg-type]
+    return Costs(stall_s=1.0, mtbf_s=3600.0, tiers=safety.paces()).drain_s
+
+
+def test_the_measured_pace_is_that_of_the_memory_node_while_it_works() -> None:
+    bucket = TierHealth(flushed=2, flushed_bytes=2 * 10**9, flush_s=25.0)
+    node = TierHealth(flushed=10, flushed_bytes=10**10, flush_s=17.0)
+    assert paced_by({"s3://bucket/run": bucket, "spot://node:7070": node}) == 1.7
+    assert paced_by({"s3://bucket/run": bucket, "spot://node:7070": TierHealth()}) == 0.0  # nothing is known of it yet
+    assert paced_by({"s3://bucket/run": bucket, "spot://a:1": node, "spot://b:1": TierHealth()}) == 1.7  # in reserve
+    assert paced_by({"s3://bucket/run": bucket, "spot://node:7070": replace(node, error="gone")}) == 12.5
+    assert paced_by({"s3://bucket/run": bucket}) == 12.5
+    assert paced_by({"s3://bucket/run": TierHealth()}) == 0.0
+    assert paced_by(None) == 0.0
+
+
+# -- the simulator against closed forms -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("interval_s", "stall_s", "drain_s", "mtbf_s"),
+    [
+        (300.0, 5.0, 0.0, 7200.0),
+        (85.0, 2.0, 16.7, 7200.0),
+        (124.0, 1.0, 124.3, 900.0),  # as often as the tier takes them
+        (40.0, 1.0, 123.4, 7200.0),  # three times as often
+        (60.0, 2.0, 1251.7, 7200.0),  # twenty times as often
+        (41.0, 1.0, 61.3, 1800.0),
+    ],
+)
+def test_one_tier(interval_s: float, stall_s: float, drain_s: float, mtbf_s: float) -> None:
+    count = int(5 * DAY_S / interval_s)
+    job = Job(
+        work_s=count * interval_s,
+        stall_s=stall_s,
+        tiers=(Tier(name="durable", drain_s=drain_s),),
+        restore_s=60.0,
+        restart_s=600.0,
+    )
+    outcome = simulate(job, evenly(job.work_s, count), Fleet(Exponential(mtbf_s)), runs=1000)
+    one = FailureClass(drain_s=drain_s, restore_s=60.0 + drain_s, restart_s=600.0)
+    assert outcome.total_s.mean() == pytest.approx(
+        expected_total_s(job.work_s, interval_s, stall_s, mtbf_s, [one]), rel=0.01
+    )
+
+
+@pytest.mark.parametrize(
+    ("node_s", "durable_s", "process_mtbf_s", "node_mtbf_s"),
+    [
+        (16.7, 125.0, 7 * DAY_S, 30 * DAY_S),
+        (16.7, 125.0, 4 * 3600.0, 30 * DAY_S),
+        (16.7, 125.0, 4 * 3600.0, 7200.0),  # a memory node on a spot machine
+        (None, 125.0, 4 * 3600.0, math.inf),
+        (None, 12.5, 1800.0, math.inf),
+    ],
+)
+def test_several_classes_of_failures(
+    node_s: float | None, durable_s: float, process_mtbf_s: float, node_mtbf_s: float
+) -> None:
+    interval_s, stall_s = 82.0, 1.0
+    count = int(5 * DAY_S / interval_s)
+    job = Job(
+        work_s=count * interval_s, stall_s=stall_s, tiers=tiers(node_s, durable_s), restore_s=60.0, restart_s=600.0
+    )
+    failures = Mixed(Fleet(Exponential(3600.0)), process_mtbf_s, node_mtbf_s, 620.0)
+    outcome = simulate(job, evenly(job.work_s, count), failures, runs=1000)
+    classes = []
+    for kind, share in failures.shares.items():
+        drain_s = next(tier.drain_s for tier in job.tiers if tier.survives >= kind)
+        restart_s = 600.0 if kind >= Failure.MACHINE else 0.0
+        classes.append(FailureClass(share=share, drain_s=drain_s, restore_s=60.0 + drain_s, restart_s=restart_s))
+    expected = expected_total_s(job.work_s, interval_s, stall_s, failures.mtbf_s, classes)
+    assert outcome.total_s.mean() == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(("period_s", "drain_s"), [(100.0, 0.0), (100.0, 40.0), (100.0, 137.0), (20.0, 333.0)])
+def test_what_a_failure_takes_to_first_order(period_s: float, drain_s: float) -> None:
+    count = int(30 * DAY_S / period_s)
+    job = Job(work_s=count * period_s, stall_s=0.0, tiers=(Tier(name="durable", drain_s=drain_s),))
+    outcome = simulate(job, evenly(job.work_s, count), Fleet(Exponential(DAY_S)), runs=2000)
+    assert outcome.lost_s.sum() / outcome.failures.sum() == pytest.approx(lost_s(period_s, drain_s), rel=0.02)
+
+
+# -- the simulator by hand, and its properties ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Listed:
+    """The same failures for every run: each after so many seconds, and what it takes away."""
+
+    listed: tuple[tuple[float, Failure], ...]
+    mtbf_s: float = 3600.0
+
+    def events(self, random: np.random.Generator, runs: int) -> Iterator[Event]:
+        for up_s, kind in (*self.listed, (1e12, Failure.MACHINE)):
+            yield np.full(runs, up_s), np.full(runs, int(kind))
+
+
+def lost_by(job: Job, taken: Any, *listed: tuple[float, Failure]) -> float:
+    return float(simulate(job, taken, Listed(listed), runs=1).lost_s[0])
+
+
+def test_a_failure_goes_back_to_the_nearest_tier_that_outlives_it() -> None:
+    """Snapshots each 10 s; a memory node takes 15 s for one, a bucket 40 s, both the newest when they are free."""
+    job = Job(work_s=1000.0, stall_s=0.0, tiers=tiers(15.0, 40.0))
+    taken = np.arange(10.0, 1000.0, 10.0)
+    assert lost_by(job, taken, (99.0, Failure.PROCESS)) == 9  # 90 is in memory
+    assert lost_by(job, taken, (99.0, Failure.MACHINE)) == 29  # begun at 10, 25, 40, 55, 70: that one is there since 85
+    assert lost_by(job, taken, (99.0, Failure.NODE)) == 49  # begun at 10 and 50: that one is there since 90
+    assert lost_by(job, taken, (89.0, Failure.NODE)) == 79
+    assert lost_by(job, taken, (49.0, Failure.NODE)) == 49  # the first one is not there yet
+    without = replace(job, tiers=tiers(None, 40.0))
+    assert lost_by(without, taken, (99.0, Failure.MACHINE)) == 49
+
+
+def test_tiers_catch_up_while_machines_come_back() -> None:
+    """The second failure takes host and node, at once after the first one: what the bucket has got meanwhile counts."""
+    taken = np.arange(10.0, 1000.0, 10.0)
+    twice = ((99.0, Failure.MACHINE), (1.0, Failure.NODE))
+    job = Job(work_s=1000.0, stall_s=0.0, tiers=tiers(15.0, 40.0), restart_s=60.0)
+    assert lost_by(job, taken, *twice) == 29  # the node's snapshot at 70 became durable in those 60 s
+    assert lost_by(replace(job, restart_s=30.0), taken, *twice) == 49
+
+
+@given(
+    gap_s=st.floats(1.0, 100.0),
+    drains=st.lists(st.tuples(st.floats(0.0, 500.0), st.sampled_from(Failure)), min_size=0, max_size=3),
+    extra=st.tuples(st.floats(0.0, 500.0), st.sampled_from(Failure)),
+    at_s=st.floats(1.0, 2000.0),
+    kind=st.sampled_from(Failure),
+)
+@settings(deadline=None)
+def test_another_tier_never_makes_a_failure_take_more(
+    gap_s: float, drains: list[tuple[float, Failure]], extra: tuple[float, Failure], at_s: float, kind: Failure
+) -> None:
+    """For the same snapshots, whatever the tiers there are and the one that is added."""
+
+    def tier(drain_s: float, survives: Failure) -> Tier:
+        return Tier(name=f"{survives.name} {drain_s}", drain_s=drain_s, survives=survives)
+
+    least = tier(700.0, Failure.NODE)
+    few = Job(work_s=3000.0, tiers=(*(tier(*one) for one in drains), least))
+    more = replace(few, tiers=(tier(*extra), *few.tiers))
+    taken = np.arange(gap_s, 3000.0, gap_s)
+    assert lost_by(more, taken, (at_s, kind)) <= lost_by(few, taken, (at_s, kind))
+
+
+@given(
+    stall_s=st.floats(0.01, 30.0),
+    mtbf_s=st.floats(300.0, 1e5),
+    durable_s=st.floats(0.1, 3000.0),
+    faster=st.floats(2.0, 50.0),
+    process=st.floats(0.0, 1.0),
+    node_gone=st.floats(0.0, 0.5),
+)
+def test_a_memory_node_never_makes_a_failure_take_more_at_the_pace_it_allows(
+    stall_s: float, mtbf_s: float, durable_s: float, faster: float, process: float, node_gone: float
+) -> None:
+    """To first order, at the intervals that the policy chooses with and without a node at least twice as fast."""
+    shares = {Failure.PROCESS: process, Failure.MACHINE: (1 - process) * (1 - node_gone)}
+    shares[Failure.NODE] = 1 - sum(shares.values())
+
+    def lost(found: tuple[Tier, ...]) -> float:
+        policy = YoungDaly()
+        policy.learn(Job(work_s=1.0, stall_s=stall_s, tiers=found).costs(mtbf_s))
+        period_s = policy.interval_s(0)
+        nearest = {kind: next(tier.drain_s for tier in found if tier.survives >= kind) for kind in Failure}
+        return sum(share * lost_s(period_s, nearest[kind]) for kind, share in shares.items())
+
+    assert lost(tiers(durable_s / faster, durable_s)) <= lost(tiers(None, durable_s)) * (1 + 1e-9)
+
+
+@given(st.lists(st.floats(0.5, 50.0), min_size=3, max_size=60), st.floats(0.0, 60.0), st.floats(1.0, 1000.0))
+@settings(deadline=None)
+def test_where_snapshots_come_unevenly_a_tier_is_close_to_what_it_would_be(
+    gaps: list[float], drain_s: float, at_s: float
+) -> None:
+    """Against a simulation of every transfer: at most one transfer apart, and never ahead of what is in memory."""
+    taken = np.cumsum(gaps)
+    job = Job(work_s=float(taken[-1]) + 1000.0, stall_s=0.0, tiers=(Tier(name="durable", drain_s=drain_s),))
+    work_s = min(at_s, job.work_s - 1.0)
+    kept_s = work_s - lost_by(job, taken, (work_s, Failure.MACHINE))
+    at_best = [place for place in (0.0, *taken) if place + drain_s <= work_s or place == 0.0]
+    assert kept_s <= max(at_best) + 1e-9
+    assert kept_s >= -1e-9 + transfer_by_transfer(taken, drain_s, work_s - drain_s)
+
+
+def transfer_by_transfer(taken: Any, drain_s: float, until_s: float) -> float:
+    """What a tier has at a time that takes the newest whenever it is free."""
+    free_s, has = 0.0, 0.0
+    while True:
+        waiting = [place for place in taken if has < place <= free_s] or [place for place in taken if place > has][:1]
+        if not waiting:
+            return has
+        free_s = max(free_s, waiting[-1]) + drain_s
+        if free_s > until_s:
+            return has
+        has = float(waiting[-1])
+
+
+# -- the mix of failures ----------------------------------------------------------------------------------------------
+
+
+def drawn(failures: Failures, count: int, runs: int) -> tuple[Any, Any]:
+    pairs = [pair for _, pair in zip(range(count), failures.events(np.random.default_rng(3), runs), strict=False)]
+    return np.array([up for up, _ in pairs]), np.array([kinds for _, kinds in pairs])
+
+
+def test_failures_come_as_often_as_they_say() -> None:
+    mixed = Mixed(Fleet(Exponential(3600.0), 4), 1800.0, 7200.0, 1000.0)
+    ups, kinds = drawn(mixed, 200, 500)
+    assert ups.mean() == pytest.approx(mixed.mtbf_s, rel=0.02)
+    assert sum(mixed.shares.values()) == pytest.approx(1.0)
+    for kind, share in mixed.shares.items():
+        assert (kinds == kind).mean() == pytest.approx(share, rel=0.03)
+
+
+def test_machines_are_lost_as_they_would_be_without_crashes() -> None:
+    """They get older while the process starts again; ages are kept."""
+    fleet = Fleet(Weibull(3600.0), 3, 2)
+    random = np.random.default_rng(3)
+    random.integers(2**63)
+    alone = np.array([up for _, (up, _) in zip(range(60), fleet.events(random, 20), strict=False)])
+    ups, kinds = drawn(Mixed(fleet, 900.0), 400, 20)
+    for run in range(20):
+        lost = kinds[:, run] != Failure.PROCESS
+        between = np.diff(np.cumsum(ups[:, run])[lost], prepend=0.0)
+        assert between[:60] == pytest.approx(alone[:, run])
+
+
+@pytest.mark.parametrize("wrong", [{"process_mtbf_s": 0.0}, {"node_mtbf_s": -1.0}, {"node_back_s": -1.0}])
+def test_bad_mixes(wrong: dict[str, float]) -> None:
+    with pytest.raises(SettingsError, match="failures"):
+        Mixed(Fleet(Exponential(3600.0)), **wrong)
+
+
+def test_a_job_needs_a_tier_that_outlives_everything() -> None:
+    with pytest.raises(SettingsError, match="durable"):
+        Job(work_s=1.0, tiers=(Tier(name="node", survives=Failure.MACHINE),))
+    with pytest.raises(SettingsError, match="drain_s"):
+        Tier(name="durable", drain_s=-1.0)
+
+
+def test_a_tier_is_not_faster_than_the_one_before_it() -> None:
+    assert [tier.drain_s for tier in tiers(30.0, 10.0)] == [0.0, 30.0, 30.0]
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_a_memory_node_makes_snapshots_several_times_as_frequent(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["simulate", "--nodes", "8", "--state-size", "10GB", "--memory-node-speed", "600MB/s"]
+    names = ["ConvergenceAware", "YoungDaly", "OverheadBudget"]
+    chosen = [word for name in names for word in ("--policy", name)]
+    assert main([*arguments, *chosen, "--runs", "20", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["tiers"]
+    alone, with_node = told["durable tier only"], told["with a memory node"]
+    for before, after in zip(alone, with_node, strict=True):
+        assert after["snapshots"] >= 2.5 * before["snapshots"]
+        node, durable = after["tiers"][1:]
+        assert node["behind_s"] < before["tiers"][-1]["behind_s"] / 3
+        assert node["survives"] == "machine"
+        assert node["resumed"] > 0.99
+        assert durable["drain_s"] == 125.0
+
+
+def test_results_of_a_run_without_failures() -> None:
+    outcome: Outcome = simulate(Job(work_s=100.0), np.array([50.0]), Listed(()), runs=2)
+    assert outcome.total_s.tolist() == [101.0, 101.0]
+    assert outcome.tiers[0].resumed == 0
+    assert young_daly_s(1.0, 7200.0) > 0
