@@ -58,7 +58,7 @@ def test_full_disk(small_tmpfs: Callable[[str], Path], caplog: pytest.LogCapture
     class Fill(StopAt):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 10 and not filler.exists():
-                until(LocalStore(disk / "run-1").manifests, "a durable snapshot")
+                until(lambda: LocalStore(disk / "run-1").survey().manifests, "a durable snapshot")
                 fd = os.open(filler, os.O_WRONLY | os.O_CREAT)
                 try:
                     while os.write(fd, bytes(4096)):

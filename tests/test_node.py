@@ -21,6 +21,7 @@ import fsspec
 import pytest
 import torch
 
+from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import (
     CorruptSnapshot,
     NodeRefused,
@@ -36,9 +37,10 @@ from lightning_spot.memory import client as client_module
 from lightning_spot.memory import embedded
 from lightning_spot.memory.client import NodeClient
 from lightning_spot.memory.host import run_info
-from lightning_spot.memory.program import main, settings_from
+from lightning_spot.memory.part_sender import PartStream
+from lightning_spot.memory.program import main
 from lightning_spot.memory.remote import NodeStore
-from lightning_spot.memory.stream import PartStream
+from lightning_spot.memory.settings import add_arguments, settings_from
 from lightning_spot.memory.wire import parse_spot_url
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, until
@@ -97,8 +99,6 @@ def test_bad_flags_are_one_line(flags: list[str], complaint: str, capsys: pytest
 def test_beyond_loopback_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     import argparse
 
-    from lightning_spot.memory.program import add_arguments
-
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "secret")
@@ -138,9 +138,9 @@ def test_curl_can_read_a_snapshot(start_node: StartNode) -> None:
         ("POST", "/v1/runs/run/uploads", b'{"nbytes": 999999999999, "attempt": 1}', 413),
         ("POST", "/v1/runs/bad%20name/open", b"{}", 400),
         ("POST", "/v1/uploads/none/seal", b"{}", 403),
-        ("PUT", "/v1/uploads/none/parts/0", b"x", 404),
+        ("POST", "/v1/uploads/none/stream", b"", 404),
         ("DELETE", "/v1/files/run/none.ckpt", None, 404),
-        ("PUT", "/v1/files/run/a%2F..%2Fb", b"x", 422),
+        ("PUT", "/v1/files/run/a%2F..%2Fb", b"x", 409),
         ("GET", "/v1/nothing", None, 404),
     ],
 )
@@ -151,7 +151,7 @@ def test_bad_requests(start_node: StartNode, method: str, path: str, body: bytes
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(request)
     assert caught.value.code == status
-    assert client_of(node).call("GET", "/v1/status")["protocol"] == 1  # and the node lives on
+    assert client_of(node).call("GET", "/v1/status")["protocol"] == PROTOCOL_VERSION  # and the node lives on
 
 
 def test_every_request_needs_the_token(start_node: StartNode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -170,8 +170,8 @@ def test_every_request_needs_the_token(start_node: StartNode, monkeypatch: pytes
 
 def test_another_protocol_is_named(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
     node = start_node()
-    monkeypatch.setattr(client_module, "PROTOCOL_VERSION", 2)
-    with pytest.raises(ProtocolMismatch, match=r"speaks protocol 1.*2"):
+    monkeypatch.setattr(client_module, "PROTOCOL_VERSION", 1)
+    with pytest.raises(ProtocolMismatch, match=r"speaks protocol 2.*1"):
         client_of(node).call("GET", "/v1/status")
 
 
@@ -447,5 +447,5 @@ def test_writing_through_the_file_system(start_node: StartNode, tmp_path: Path) 
         fs.cat_file(path)
     client_of(node).call("POST", "/v1/flush", {"wait_s": 30})
     assert not (tmp_path / "durable/run/mine.ckpt").exists()
-    with pytest.raises(SettingsError, match="without folders"):
+    with pytest.raises(NotADirectoryError, match="without folders"):
         fs.pipe_file("run/folder/x.ckpt", b"")

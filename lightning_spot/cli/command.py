@@ -14,7 +14,7 @@ from rich.console import Console
 from lightning_spot._version import __version__
 from lightning_spot.cli import doctor, drill, listing, report, simulate, transfer
 from lightning_spot.errors import CorruptSnapshot, SpotError
-from lightning_spot.memory import program
+from lightning_spot.memory import program, settings
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     node = commands.add_parser("node", help="run a memory node")
-    program.add_arguments(node)
+    settings.add_arguments(node)
     node.set_defaults(call=_node)
 
     for name, module, call, text in (
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 def _node(arguments: argparse.Namespace) -> int:
     logging.getLogger().setLevel(logging.INFO)
     try:
-        return program.run_node(program.settings_from(arguments))
+        return program.run_node(settings.settings_from(arguments))
     except OSError as error:
         _say(f"lightning-spot node: {error}")
         return 2

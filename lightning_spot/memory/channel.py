@@ -1,8 +1,9 @@
-"""The descriptor channel: a Unix socket beside a node's HTTP socket that hands slots over and tells who is alive.
+"""The node's end of the descriptor channel: hands slots over to trainers on this host, and knows who of them is alive.
 
 A slot cannot travel over HTTP, its file descriptor can travel over a Unix socket (``SCM_RIGHTS``). A trainer keeps its
-connection open as long as it lives; when the kernel closes it, the node knows at once that the trainer has ended.
-Messages are lines of JSON.
+connection open as long as it lives. Its session ends when the connection closes, and also when the trainer's process
+ends while a forked child, a worker of a DataLoader say, still holds the connection. Messages are lines of JSON.
+The trainer's end is ``session``.
 """
 
 from __future__ import annotations
@@ -10,27 +11,30 @@ from __future__ import annotations
 import hmac
 import json
 import logging
-import mmap
 import os
 import socket
+import struct
 import threading
 import uuid
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lightning_spot.errors import NodeUnreachable, SnapshotNotFound
+from lightning_spot.errors import SnapshotNotFound
 from lightning_spot.memory.node import Node
-from lightning_spot.staging.slot import map_shared
+from lightning_spot.memory.process import ProcessId, open_pidfd, wait_readable
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_LINE = 65536
-_TIMEOUT_S = 30.0
+LONGEST_LINE = 65536
+_GREETING_TIMEOUT_S = 5.0
+_SEND_TIMEOUT_S = 30.0
+_MOST_SESSIONS = 256
+_CREDENTIALS = struct.Struct("3i")  # pid, user and group, see unix(7)
 
 
 class DescriptorChannel:
-    """The node's end. One thread accepts, one thread per connected trainer answers.
+    """Accepts trainers of this host. One thread accepts, one thread per connected trainer answers.
 
     Args:
         node: whose slots are handed over.
@@ -41,13 +45,22 @@ class DescriptorChannel:
     def __init__(self, node: Node, path: Path, token: str | None) -> None:
         self._node = node
         self._token = token
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(str(path))
         self._socket.listen(64)
         threading.Thread(target=self._accept, name="spot-channel", daemon=True).start()
 
     def close(self) -> None:
-        """Stop accepting."""
+        """Stop accepting, and end every session."""
+        with self._lock:
+            open_now = list(self._open)
+        for connection in (self._socket, *open_now):
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                logger.debug("a session has ended by itself")
         self._socket.close()
 
     def _accept(self) -> None:
@@ -56,30 +69,46 @@ class DescriptorChannel:
                 connection, _ = self._socket.accept()
             except OSError:
                 return  # closed
+            with self._lock:
+                full = len(self._open) >= _MOST_SESSIONS
+                if not full:
+                    self._open.add(connection)
+            if full:
+                connection.close()
+                continue
             threading.Thread(target=self._serve, args=(connection,), name="spot-session", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         session = uuid.uuid4().hex
         begun = False
-        with connection, ExitStack() as pins:
+        pid = _peer(connection)
+        pidfd = open_pidfd(pid)
+        process = ProcessId.of(pid) if pidfd is not None else None
+        with ExitStack() as pins:
             try:
-                reader = connection.makefile("rb")
-                greeting = json.loads(reader.readline(_LONGEST_LINE) or b"{}")
+                lines = _Lines(connection, pidfd)
+                greeting = json.loads(lines.next(_GREETING_TIMEOUT_S) or b"{}")
                 if self._token and not hmac.compare_digest(str(greeting.get("token")).encode(), self._token.encode()):
                     connection.sendall(b'{"refused": "token"}\n')
                     return
-                self._node.begin_session(session)
+                self._node.begin_session(session, process.to_json() if process is not None else "")
                 begun = True
                 _send(connection, {"session": session}, None)
-                while line := reader.readline(_LONGEST_LINE):
+                while line := lines.next(None):
                     self._answer(connection, json.loads(line), pins)
-            except (OSError, ValueError, KeyError) as error:
+            except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
                 logger.debug("a session ended: %s", error)
             finally:
                 if begun:
                     self._node.end_session(session)
+                with self._lock:
+                    self._open.discard(connection)
+                connection.close()
+                if pidfd is not None:
+                    os.close(pidfd)
 
     def _answer(self, connection: socket.socket, asked: dict[str, Any], pins: ExitStack) -> None:
+        connection.settimeout(_SEND_TIMEOUT_S)
         if "slot" in asked:
             slot = self._node.ring.slots[int(asked["slot"])]
             memory = slot.memory
@@ -102,70 +131,41 @@ class DescriptorChannel:
         _send(connection, {"capacity": slot_or_none.memory.capacity}, slot_or_none.memory.fd)
 
 
-class Session:
-    """The trainer's end. Not thread-safe on its own; calls take a lock.
+class _Lines:
+    """Lines that a trainer sends, until it ends."""
 
-    Args:
-        path: of the node's channel.
-        token: secret to greet with, if any.
+    def __init__(self, connection: socket.socket, pidfd: int | None) -> None:
+        self._connection = connection
+        self._fds = [connection.fileno(), *([pidfd] if pidfd is not None else [])]
+        self._pidfd = pidfd
+        self._data = b""
 
-    Attributes:
-        id: names this session in HTTP requests.
-    """
-
-    def __init__(self, path: Path, token: str | None) -> None:
-        self._lock = threading.Lock()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(_TIMEOUT_S)
-        try:
-            self._socket.connect(str(path))
-            answer, _ = self._ask({"token": token, "pid": os.getpid()})
-        except OSError as error:
-            self._socket.close()
-            raise NodeUnreachable(f"the node on this host does not answer at {path}: {error}") from error
-        if "session" not in answer:
-            raise NodeUnreachable(
-                "the node on this host refuses this trainer's token: it was started with another LIGHTNING_SPOT_TOKEN"
-            )
-        self.id = str(answer["session"])
-
-    def map_slot(self, index: int) -> mmap.mmap:
-        """Map the memory of a leased slot into this process, shared and writable."""
-        answer, fd = self._ask({"slot": index})
-        if fd is None:
-            raise NodeUnreachable(f"the node on this host no longer has slot {index}")
-        try:
-            return map_shared(fd, int(answer["capacity"]))
-        finally:
-            os.close(fd)
-
-    def open_snapshot(self, run: str, name: str) -> int:
-        """Descriptor of a committed snapshot's memory, which stays as it is until this session closes.
+    def next(self, within_s: float | None) -> bytes:
+        """The next line; ``b""`` when the connection closes, the trainer's process ends, or it takes too long.
 
         Raises:
-            SnapshotNotFound: if the node holds none of that name.
+            ValueError: if a line is too long.
         """
-        _, fd = self._ask({"run": run, "name": name})
-        if fd is None:
-            raise SnapshotNotFound(f"snapshot {name!r} of run {run!r} has left the memory of this host's node")
-        return fd
+        while b"\n" not in self._data:
+            if len(self._data) > LONGEST_LINE:
+                raise ValueError("a message is too long")
+            ready = wait_readable(self._fds, within_s)
+            if not ready or self._pidfd in ready:
+                return b""
+            piece = self._connection.recv(LONGEST_LINE)
+            if not piece:
+                return b""
+            self._data += piece
+        line, _, self._data = self._data.partition(b"\n")
+        return line
 
-    def close(self) -> None:
-        """Leave: what was pinned is let go."""
-        self._socket.close()
 
-    def _ask(self, message: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
-        with self._lock:
-            try:
-                self._socket.sendall(json.dumps(message).encode() + b"\n")
-                data, fds, _, _ = socket.recv_fds(self._socket, _LONGEST_LINE, 1)
-                while data and not data.endswith(b"\n"):
-                    data += self._socket.recv(_LONGEST_LINE)
-            except OSError as error:
-                raise NodeUnreachable(f"the node on this host has gone: {error}") from error
-            if not data:
-                raise NodeUnreachable("the node on this host has gone")
-            return json.loads(data), fds[0] if fds else None
+def _peer(connection: socket.socket) -> int:
+    """Process that connected, 0 where it cannot be seen from here."""
+    try:
+        return int(_CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+    except (AttributeError, OSError):
+        return 0
 
 
 def _send(connection: socket.socket, message: dict[str, Any], fd: int | None) -> None:

@@ -1,40 +1,54 @@
-"""Speaks to a node: a small blocking HTTP client, one kept-alive connection per thread, TCP or Unix socket."""
+"""Speaks to a node: a small blocking HTTP client over TCP or a Unix socket. Every call ends in time."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import socket
-import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import quote
 
 from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES, read_environment
 from lightning_spot.errors import NodeUnreachable, ProtocolMismatch, SpotError
-from lightning_spot.memory.stream import PartStream
+from lightning_spot.memory.connection import Connection, Pool
+from lightning_spot.memory.part_sender import PartStream
 from lightning_spot.memory.wire import PROTOCOL_HEADER, Address, error_from_body
 
-CONNECT_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 60.0
+_LONGEST_ANSWER_BYTES = 64 * 1024 * 1024
+_IDEMPOTENT = ("GET", "HEAD", "PUT", "DELETE")
 
 
-class _Connection(http.client.HTTPConnection):
-    """An HTTP connection to an :class:`Address`."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Request:
+    """One request.
 
-    def __init__(self, address: Address) -> None:
-        super().__init__(address.host.strip("[]") or "localhost", address.port or 80, timeout=CONNECT_TIMEOUT_S)
-        self._address = address
+    Attributes:
+        method: of HTTP.
+        path: quoted, with its query.
+        body: pieces of the body; made anew for each try.
+        nbytes: their sum.
+        headers: beside those that every request has.
+        timeout_s: for all of it; with ``by_progress`` for each step of it.
+        by_progress: whether a long body may take longer as long as it moves.
+        again: whether it may be sent a second time if the connection breaks.
+        pulse: see :class:`BoundedSocket`.
+    """
 
-    def connect(self) -> None:
-        """Open the socket."""
-        if self._address.socket_path:
-            self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self.sock.settimeout(CONNECT_TIMEOUT_S)
-            self.sock.connect(self._address.socket_path)
-        else:
-            super().connect()
-            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    method: str
+    path: str
+    body: Callable[[], Iterable[memoryview]] | None = None
+    nbytes: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    timeout_s: float = REPLY_TIMEOUT_S
+    by_progress: bool = False
+    again: bool = False
+    pulse: Callable[[], None] | None = None
+
+
+_Read = Callable[[http.client.HTTPResponse, Callable[[], None]], Any]
 
 
 class NodeClient:
@@ -48,107 +62,159 @@ class NodeClient:
     def __init__(self, address: Address, token: str | None = None) -> None:
         self.address = address
         self._token = token if token is not None else read_environment().token
-        self._local = threading.local()
+        self._pool = Pool(address)
 
-    def call(self, method: str, path: str, body: Any = None, *, timeout_s: float = REPLY_TIMEOUT_S) -> dict[str, Any]:
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        timeout_s: float = REPLY_TIMEOUT_S,
+        again: bool | None = None,
+        pulse: Callable[[], None] | None = None,
+    ) -> dict[str, Any]:
         """Send a JSON request and return the JSON answer.
 
+        Args:
+            method: of HTTP.
+            path: quoted.
+            body: JSON-ready, or ``None`` for none.
+            timeout_s: bound on the whole call, seconds.
+            again: whether the request may be sent twice when a connection breaks; default: as HTTP says of ``method``.
+            pulse: called about every second while the answer is waited for; what it raises ends the call.
+
         Raises:
-            NodeUnreachable: if no node answers.
+            NodeUnreachable: if no node answers in time.
             SpotError: whatever the node answered with.
         """
-        data = json.dumps(body).encode() if body is not None else None
-        answer = self._exchange(method, path, data, len(data) if data else 0, {}, timeout_s, _read_all)
-        return cast(dict[str, Any], json.loads(answer or b"{}"))
+        data = json.dumps(body).encode() if body is not None else b""
+        request = _Request(
+            method=method,
+            path=path,
+            body=lambda: _slices(memoryview(data)),
+            nbytes=len(data),
+            timeout_s=timeout_s,
+            again=method in _IDEMPOTENT if again is None else again,
+            pulse=pulse,
+        )
+        return self._json(self._exchange(request, _read_all))
 
-    def send(self, path: str, data: memoryview, *, method: str = "PUT") -> dict[str, Any]:
-        """Send raw bytes and return the JSON answer. ``data`` is not copied and may be reused afterwards."""
-        answer = self._exchange(method, path, data, len(data), {}, REPLY_TIMEOUT_S, _read_all)
-        return cast(dict[str, Any], json.loads(answer or b"{}"))
+    def send(
+        self, path: str, pieces: Callable[[], Iterable[memoryview]], nbytes: int, headers: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        """Write a file (``PUT``) and return the JSON answer.
+
+        Args:
+            path: quoted.
+            pieces: makes the pieces of the file; they are not copied, and may be reused once the next is asked for.
+            nbytes: their sum.
+            headers: further headers.
+        """
+        request = _Request(
+            method="PUT", path=path, body=pieces, nbytes=nbytes, headers=headers or {}, by_progress=True, again=False
+        )
+        return self._json(self._exchange(request, _read_all))
 
     def stream(self, upload: str) -> PartStream:
         """Open a connection of its own for the parts of an upload; see :class:`PartStream`."""
         return PartStream(self.address, self._token, upload)
 
-    def receive(self, path: str, start: int, into: memoryview) -> None:
+    def receive(self, path: str, start: int, into: memoryview, etag: str | None = None) -> None:
         """Read ``len(into)`` bytes of a file, from byte ``start`` on.
+
+        Args:
+            path: quoted.
+            start: first byte.
+            into: is filled.
+            etag: of the version wanted, if any; another one is refused.
 
         Raises:
             NodeUnreachable: if the connection breaks before all of them came.
         """
 
-        def read(response: http.client.HTTPResponse) -> bytes:
+        def read(response: http.client.HTTPResponse, progress: Callable[[], None]) -> None:
             place = 0
             while place < len(into):
                 count = response.readinto(into[place : place + SEND_BYTES])
                 if not count:
                     raise ConnectionError(f"only {place} of {len(into)} bytes came")
                 place += count
+                progress()
             response.read()
-            return b""
 
         if len(into):
-            headers = {"Range": f"bytes={start}-{start + len(into) - 1}"}
-            self._exchange("GET", path, None, 0, headers, REPLY_TIMEOUT_S, read)
+            headers = {"Range": f"bytes={start}-{start + len(into) - 1}", **({"If-Match": etag} if etag else {})}
+            request = _Request(method="GET", path=path, headers=headers, by_progress=True, again=True)
+            self._exchange(request, read)
 
     def head(self, path: str) -> dict[str, str]:
         """Headers of a file, in lower case."""
-        headers: dict[str, str] = {}
 
-        def read(response: http.client.HTTPResponse) -> bytes:
-            headers.update({name.lower(): value for name, value in response.getheaders()})
-            return response.read()
+        def read(response: http.client.HTTPResponse, _progress: Callable[[], None]) -> dict[str, str]:
+            response.read()
+            return {name.lower(): value for name, value in response.getheaders()}
 
-        self._exchange("GET", path, None, 0, {"Range": "bytes=0-0"}, REPLY_TIMEOUT_S, read)
-        return headers
+        return cast(dict[str, str], self._exchange(_Request(method="HEAD", path=path, again=True), read))
 
     def close(self) -> None:
-        """Close this thread's connection."""
-        connection = getattr(self._local, "connection", None)
-        if connection is not None:
-            connection.close()
-            self._local.connection = None
+        """Close the connections; calls under way fail at once. The client may be used again."""
+        self._pool.close()
 
-    def _exchange(
-        self,
-        method: str,
-        path: str,
-        body: bytes | memoryview | None,
-        nbytes: int,
-        headers: dict[str, str],
-        timeout_s: float,
-        read: Callable[[http.client.HTTPResponse], bytes],
-    ) -> bytes:
-        headers = {PROTOCOL_HEADER: str(PROTOCOL_VERSION), "Content-Length": str(nbytes), **headers}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
-        for last_try in (False, True):
-            connection: _Connection | None = getattr(self._local, "connection", None)
-            reused = connection is not None
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _json(self, answer: bytes) -> dict[str, Any]:
+        try:
+            fields = json.loads(answer or b"{}")
+        except (ValueError, RecursionError) as error:
+            raise NodeUnreachable(f"{self.address} sent no JSON: {error}", tier=str(self.address)) from error
+        return fields if isinstance(fields, dict) else {}
+
+    def _exchange(self, request: _Request, read: _Read) -> Any:
+        """Send a request; once more if a kept connection broke before an answer and that does no harm."""
+        deadline_s = time.monotonic() + request.timeout_s
+        while True:
+            used = False
             try:
-                if connection is None:
-                    connection = self._local.connection = _Connection(self.address)
-                    connection.connect()
-                connection.sock.settimeout(timeout_s)
-                # An iterable body bounds each send; larger sends were measured a third slower.
-                connection.request(method, path, body=_slices(body), headers=headers)
-                response = connection.getresponse()
-                if response.status >= 400:
-                    raise error_from_body(response.status, response.read(), str(self.address))
-                self._check_protocol(response)
-                return read(response)
+                connection, used = self._pool.take(deadline_s)
+                return self._ask(connection, request, deadline_s, read)
             except SpotError:
-                self.close()
                 raise
-            except (OSError, http.client.HTTPException) as error:
-                self.close()
-                # A kept-alive connection may have been closed by the node meanwhile: try once on a fresh one.
-                if last_try or not reused or isinstance(error, TimeoutError):
-                    raise NodeUnreachable(
-                        f"no memory node answers at {self.address} ({type(error).__name__}: {error})",
-                        tier=str(self.address),
-                    ) from error
-        raise AssertionError("unreachable")
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                if used and request.again and not isinstance(error, TimeoutError):
+                    continue
+                raise NodeUnreachable(
+                    f"no memory node answers at {self.address} ({type(error).__name__}: {error})",
+                    tier=str(self.address),
+                ) from error
+
+    def _ask(self, connection: Connection, request: _Request, deadline_s: float, read: _Read) -> Any:
+        socket, whole = connection.sock, False  # the connection forgets it when the node says that it will close it
+        socket.deadline_s, socket.pulse = deadline_s, request.pulse
+
+        def progress() -> None:
+            if request.by_progress:
+                socket.deadline_s = time.monotonic() + request.timeout_s
+
+        headers = {
+            PROTOCOL_HEADER: str(PROTOCOL_VERSION),
+            "Content-Length": str(request.nbytes),
+            **({"Authorization": f"Bearer {self._token}"} if self._token else {}),
+            **request.headers,
+        }
+        # An iterable body bounds each send; larger sends were measured a third slower.
+        body = _moving(request.body(), progress) if request.body is not None and request.nbytes else None
+        try:
+            connection.request(request.method, request.path, body=body, headers=headers)
+            response = connection.getresponse()
+            if response.status >= 400:
+                raise error_from_body(response.status, response.read(_LONGEST_ANSWER_BYTES), str(self.address))
+            self._check_protocol(response)
+            answer = read(response, progress)
+            whole = True
+            return answer
+        finally:
+            self._pool.give_back(connection, socket, whole=whole)
 
     def _check_protocol(self, response: http.client.HTTPResponse) -> None:
         spoken = response.getheader(PROTOCOL_HEADER)
@@ -160,15 +226,22 @@ class NodeClient:
             )
 
 
-def _slices(body: bytes | memoryview | None) -> Iterator[memoryview] | None:
-    if body is None:
-        return None
-    view = memoryview(body)
+def _slices(view: memoryview) -> Iterator[memoryview]:
     return (view[start : start + SEND_BYTES] for start in range(0, len(view), SEND_BYTES))
 
 
-def _read_all(response: http.client.HTTPResponse) -> bytes:
-    return response.read()
+def _moving(pieces: Iterable[memoryview], progress: Callable[[], None]) -> Iterator[memoryview]:
+    for piece in pieces:
+        for part in _slices(piece):
+            yield part
+            progress()
+
+
+def _read_all(response: http.client.HTTPResponse, _progress: Callable[[], None]) -> bytes:
+    answer = response.read(_LONGEST_ANSWER_BYTES + 1)
+    if len(answer) > _LONGEST_ANSWER_BYTES:
+        raise ConnectionError("its answer is too long")
+    return answer
 
 
 def quoted(*names: str) -> str:

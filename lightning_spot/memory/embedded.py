@@ -1,120 +1,52 @@
 """The embedded node: one per run and host, started by the first trainer that needs it, detached, so it outlives it.
 
-Each run has a few files in the runtime directory: ``KEY.lock`` (held while one is being started), ``KEY.alive`` (held
-by the node as long as it lives), ``KEY.http`` and ``KEY.fds`` (its sockets) and ``KEY.log``.
+A node that holds its lock but does not answer (stopped, or blocked) is ended, and a new one takes its place and its
+slots. No call of a trainer lasts longer than ``max_stall_s`` unless the node goes on answering meanwhile.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import mmap
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from lightning_spot.config import read_environment, run_key
-from lightning_spot.errors import NodeUnreachable, SettingsError
+from lightning_spot.config import read_environment
+from lightning_spot.errors import NodeUnreachable
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.channel import Session
 from lightning_spot.memory.client import NodeClient, quoted
 from lightning_spot.memory.flusher import TierHealth
 from lightning_spot.memory.host import MAX_STALL_S, Lease
+from lightning_spot.memory.record import Record, find_record
 from lightning_spot.memory.runs import Opened, RunInfo
+from lightning_spot.memory.session import Session
 from lightning_spot.memory.wire import Address
 from lightning_spot.tiers.store import newest_first
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
-_OPEN_S = 15.0  # a node may have to ask the tiers below
-_SEAL_S, _SEAL_BYTES_PER_S = 60.0, 100e6
-_LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Where the embedded node of a run keeps its things.
-
-    Attributes:
-        folder: the runtime directory.
-        key: of the run, see :func:`~lightning_spot.config.run_key`.
-    """
-
-    folder: Path
-    key: str
-
-    @property
-    def http(self) -> Path:
-        """Its HTTP socket."""
-        return self.folder / f"{self.key}.http"
-
-    @property
-    def fds(self) -> Path:
-        """Its descriptor channel."""
-        return self.folder / f"{self.key}.fds"
-
-    @property
-    def alive(self) -> Path:
-        """Locked by the node while it lives."""
-        return self.folder / f"{self.key}.alive"
-
-    @property
-    def log(self) -> Path:
-        """What it writes."""
-        return self.folder / f"{self.key}.log"
-
-    def running(self) -> bool:
-        """Whether the node lives."""
-        try:
-            with open(self.alive, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True
-        return False
-
-
-def find_record(dirpath: str) -> Record:
-    """The record of the embedded node that serves a run's durable URL (whether or not it lives).
-
-    Raises:
-        SettingsError: if the runtime directory cannot be used.
-    """
-    folder = read_environment().runtime_dir
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-        if status.st_uid != os.getuid() or status.st_mode & 0o022:
-            raise PermissionError("others can write to it")
-    except OSError as error:
-        raise SettingsError(
-            f"the runtime directory {folder} cannot be used ({error}); set LIGHTNING_SPOT_RUNTIME_DIR to a private,"
-            " writable one"
-        ) from error
-    record = Record(folder, run_key(dirpath))
-    if len(str(record.http)) > _LONGEST_SOCKET_PATH:
-        raise SettingsError(
-            f"{folder} is too long for a socket's path; set LIGHTNING_SPOT_RUNTIME_DIR to a shorter one"
-        )
-    return record
+_KILL_TIMEOUT_S = 5.0
+_OPEN_TIMEOUT_S = 15.0  # a node may have to ask the tiers below
+_SEAL_TIMEOUT_S = 3600.0  # as long as the node answers pings meanwhile
+_PING_SHARE = 0.75  # of max_stall_s: pings are a second apart
 
 
 def attach(dirpath: str, run: str, max_stall_s: float = MAX_STALL_S) -> EmbeddedHost | None:
-    """Connect to the embedded node of a run if it lives; ``None`` otherwise."""
+    """Connect to the embedded node of a run if it lives and answers; ``None`` otherwise."""
     record = find_record(dirpath)
     if not record.running():
         return None
     try:
         return EmbeddedHost(record, run, max_stall_s)
     except NodeUnreachable as error:
-        logger.debug("the embedded node is on its way out: %s", error)
+        logger.debug("the embedded node is on its way out, or does not answer: %s", error)
         return None
 
 
@@ -135,23 +67,40 @@ def start(
         slots: slots of the ring, if it is started now.
         memory_bytes: limit of their memory, likewise.
         idle_timeout_s: it ends when no trainer has been connected for so long, likewise.
-        max_stall_s: how long a call may take, see :class:`~lightning_spot.memory.host.Host`.
+        max_stall_s: a node that does not answer for so long is ended and replaced; bound on later calls.
 
     Raises:
         NodeUnreachable: if it does not come up; the message holds the end of its log.
     """
     record = find_record(dirpath)
     deadline = time.monotonic() + START_TIMEOUT_S
-    with _locked(record.folder / f"{record.key}.lock"):
+    with record.starting(START_TIMEOUT_S):
         while True:
-            if (host := attach(dirpath, run, max_stall_s)) is not None:
-                return host
-            if record.running():  # ending, or just coming up
-                if time.monotonic() > deadline:
-                    raise NodeUnreachable(f"the embedded node does not answer at {record.http}; see {record.log}")
-                time.sleep(0.05)
-                continue
-            _spawn(record, slots, memory_bytes, idle_timeout_s, deadline)
+            if record.running():
+                try:
+                    return EmbeddedHost(record, run, max_stall_s)
+                except NodeUnreachable as error:
+                    _wait_or_end(record, error, deadline)
+            else:
+                _spawn(record, slots, memory_bytes, idle_timeout_s, deadline)
+
+
+def _wait_or_end(record: Record, error: NodeUnreachable, deadline: float) -> None:
+    """Give a node that is coming up or leaving a little time; end one that has stopped answering."""
+    process = record.process()
+    silent = isinstance(error.__cause__, TimeoutError)
+    if process is not None and (silent or process.stopped):
+        logger.warning(
+            "lightning_spot: the memory node on this host (pid %d) lives but does not answer; it is ended, and a new"
+            " one takes its snapshots over",
+            process.pid,
+        )
+        if not process.kill(_KILL_TIMEOUT_S):
+            raise NodeUnreachable(f"the embedded node (pid {process.pid}) does not answer and cannot be ended")
+    elif time.monotonic() > deadline:
+        raise NodeUnreachable(f"the embedded node does not answer at {record.http}; see {record.log}") from error
+    else:
+        time.sleep(0.05)
 
 
 def _spawn(record: Record, slots: int, memory_bytes: int, idle_timeout_s: float, deadline: float) -> None:
@@ -159,6 +108,8 @@ def _spawn(record: Record, slots: int, memory_bytes: int, idle_timeout_s: float,
     command += ["--slots", str(slots), "--memory", str(memory_bytes), "--idle-timeout", str(idle_timeout_s)]
     package_home = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package_home, *_python_path()])}
+    for leftover in (record.http, record.fds):
+        leftover.unlink(missing_ok=True)  # a killed node's: nothing may be taken for the new one's sockets
     with open(record.log, "ab") as log:
         process = subprocess.Popen(
             command,
@@ -181,13 +132,6 @@ def _python_path() -> list[str]:
     return [os.path.abspath(item) for item in os.environ.get("PYTHONPATH", "").split(os.pathsep) if item]
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with open(path, "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 class EmbeddedHost:
     """The embedded node as its trainer sees it; implements :class:`~lightning_spot.memory.host.Host`.
 
@@ -195,61 +139,68 @@ class EmbeddedHost:
         record: where it is.
         run: the run, as ``NAME@ID`` or ``NAME``.
         max_stall_s: how long a call may take, see :class:`~lightning_spot.memory.host.Host`.
+
+    Raises:
+        NodeUnreachable: if it does not answer now.
+
+    Attributes:
+        released: called with the memory of a slot that is not used any more, before it is unmapped: whoever has made
+            views of it lets them go.
     """
 
     def __init__(self, record: Record, run: str, max_stall_s: float = MAX_STALL_S) -> None:
         self.run = run
         self.attempt = 0
         self.max_stall_s = max_stall_s
+        self.released: Callable[[mmap.mmap], None] | None = None
         self.client = NodeClient(Address(socket_path=str(record.http)))
-        self.session = Session(record.fds, read_environment().token)
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
+        self.session = Session(record.fds, read_environment().token, max_stall_s)
+        try:
+            self._ping()  # the session is served by a thread: this asks whether the event loop turns, too
+        except BaseException:
+            self.disconnect()
+            raise
 
     def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`Host.open_run`."""
         body = {**asdict(info), "session": self.session.id, "nodes": list(info.nodes)}
-        path = f"/v1/runs/{quoted(info.text)}/open"
-        opened = self.client.call("POST", path, body, timeout_s=max(self.max_stall_s, _OPEN_S))
+        opened = self._call("POST", f"/v1/runs/{quoted(info.text)}/open", body, limit_s=_OPEN_TIMEOUT_S, again=True)
         self.run, self.attempt = info.text, int(opened["attempt"])
         return Opened(self.attempt, bool(opened["carries"]), str(opened["why_not"]))
 
     def lease(self, nbytes: int, wait_s: float) -> Lease:
         """See :meth:`Host.lease`."""
         body = {"attempt": self.attempt, "nbytes": nbytes, "wait_s": wait_s, "session": self.session.id}
-        path = f"/v1/runs/{quoted(self.run)}/uploads"
-        leased = self.client.call("POST", path, body, timeout_s=wait_s + self.max_stall_s)
+        leased = self._call("POST", f"/v1/runs/{quoted(self.run)}/uploads", body, limit_s=wait_s + self.max_stall_s)
+        self._let_go({int(slot): int(generation) for slot, generation in leased["generations"].items()})
         key = (int(leased["slot"]), int(leased["generation"]))
         if key not in self._maps:
-            for old in [item for item in self._maps if item[0] == key[0]]:
-                del self._maps[old]
             self._maps[key] = self.session.map_slot(key[0])
         return Lease(str(leased["upload"]), self._maps[key], nbytes, str(leased["backing"]))
 
     def seal(self, lease: Lease, manifest: Manifest, destinations: list[str] | None = None) -> None:
         """See :meth:`Host.seal`."""
         body = {"manifest": asdict(manifest), "destinations": destinations}
-        self.client.call(
-            "POST", f"/v1/uploads/{lease.id}/seal", body, timeout_s=_SEAL_S + lease.nbytes / _SEAL_BYTES_PER_S
-        )
+        self._call("POST", f"/v1/uploads/{lease.id}/seal", body, limit_s=_SEAL_TIMEOUT_S)
 
     def abort(self, lease: Lease) -> None:
         """See :meth:`Host.abort`."""
-        self.client.call("DELETE", f"/v1/uploads/{lease.id}", timeout_s=self.max_stall_s)
+        self._call("DELETE", f"/v1/uploads/{lease.id}")
 
     def flush(self, wait_s: float) -> list[str]:
         """See :meth:`Host.flush`."""
         body = {"run": None, "wait_s": wait_s}
-        answer = self.client.call("POST", "/v1/flush", body, timeout_s=wait_s + self.max_stall_s)
+        answer = self._call("POST", "/v1/flush", body, limit_s=wait_s + self.max_stall_s, again=True)
         return [str(line) for line in answer["unreached"]]
 
     def remove(self, name: str) -> None:
         """See :meth:`Host.remove`."""
-        self.client.call("DELETE", f"/v1/files/{quoted(self.run, name)}", timeout_s=self.max_stall_s)
+        self._call("DELETE", f"/v1/files/{quoted(self.run, name)}")
 
     def tiers(self) -> dict[str, TierHealth]:
         """See :meth:`Host.tiers`."""
-        tiers = self.client.call("GET", "/v1/status", timeout_s=self.max_stall_s)["tiers"]
-        return {url: TierHealth(**health) for url, health in tiers.items()}
+        return {url: TierHealth(**health) for url, health in self._call("GET", "/v1/status")["tiers"].items()}
 
     def safe_step(self) -> int | None:
         """See :meth:`Host.safe_step`."""
@@ -257,8 +208,7 @@ class EmbeddedHost:
 
     def held(self) -> list[tuple[Manifest, list[str], list[str]]]:
         """Everything the node holds of the run: manifest, tiers it is dirty for, tiers it is safe at."""
-        path = f"/v1/runs/{quoted(self.run)}/snapshots"
-        listed = self.client.call("GET", path, timeout_s=self.max_stall_s)["snapshots"]
+        listed = self._call("GET", f"/v1/runs/{quoted(self.run)}/snapshots")["snapshots"]
         return [(Manifest.from_dict(item["manifest"]), item["dirty"], item["safe"]) for item in listed]
 
     def manifests(self) -> list[Manifest]:
@@ -271,9 +221,8 @@ class EmbeddedHost:
 
     def leave(self, *, complete: bool) -> None:
         """See :meth:`Host.leave`."""
-        path = f"/v1/runs/{quoted(self.run)}/close"
         try:
-            self.client.call("POST", path, {"complete": complete}, timeout_s=self.max_stall_s)
+            self._call("POST", f"/v1/runs/{quoted(self.run)}/close", {"complete": complete}, again=True)
         finally:
             self.disconnect()
 
@@ -281,4 +230,31 @@ class EmbeddedHost:
         """See :meth:`Host.disconnect`."""
         self.session.close()
         self.client.close()
-        self._maps.clear()
+        self._let_go({})
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _call(
+        self, method: str, path: str, body: Any = None, *, limit_s: float = 0.0, again: bool | None = None
+    ) -> dict[str, Any]:
+        """Ask the node. Beyond ``max_stall_s`` the answer is waited for as long as the node answers pings meanwhile."""
+        longer = limit_s > self.max_stall_s
+        return self.client.call(
+            method,
+            path,
+            body,
+            timeout_s=max(limit_s, self.max_stall_s),
+            again=again,
+            pulse=self._ping if longer else None,
+        )
+
+    def _ping(self) -> None:
+        self.client.call("GET", "/healthz", timeout_s=_PING_SHARE * self.max_stall_s)
+
+    def _let_go(self, generations: dict[int, int]) -> None:
+        """Unmap slots that the node has replaced or given up."""
+        for key in [item for item in self._maps if generations.get(item[0]) != item[1]]:
+            shared = self._maps.pop(key)
+            if self.released is not None:
+                self.released(shared)
+            # Not closed here: tensors that look at it hold no buffer, only a reference, and would look at nothing.

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import io
+import errno
+import os
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
-from email.utils import parsedate_to_datetime
 from typing import Any
 
-from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+from fsspec.spec import AbstractFileSystem
 
-from lightning_spot.errors import SettingsError, SnapshotNotFound
+from lightning_spot.errors import NodeRefused, SettingsError, SnapshotNotFound
 from lightning_spot.memory.client import NodeClient, quoted
-from lightning_spot.memory.paths import LAST
+from lightning_spot.memory.spot_files import BLOCK_BYTES, SpotReader, SpotWriter
 from lightning_spot.memory.wire import Address, parse_spot_url
 
-_BLOCK_BYTES = 8 * 1024 * 1024
+_NO_FOLDERS = "a run at a node holds files without folders; write spot://host:port/RUN/NAME"
 
 
 class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no types
-    """The snapshots and files of a memory node.
+    """The snapshots and files of the runs at a memory node, in memory and at the tier below it.
 
     A run is a directory, a snapshot a directory in it with ``model.ckpt`` and ``manifest.json``. ``RUN/last.ckpt``
-    reads as the newest snapshot. Files written here are held in the node's memory and flushed like snapshots.
+    reads as the newest snapshot unless a file of that name was written. Files written here are held in the node's
+    memory and flushed like snapshots; once safe below they may leave memory, and are read from there.
+
+    What a node cannot do raises an ``OSError`` that says so: folders within a run (``NotADirectoryError``), removing
+    through the alias (``PermissionError``), ``mode="create"`` where a file is (``FileExistsError``).
 
     Args:
         host: host name or address of the node.
@@ -40,7 +45,9 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
         self.client = NodeClient(Address(host=host, port=port))
 
     @classmethod
-    def _strip_protocol(cls, path: str) -> str:
+    def _strip_protocol(cls, path: str | list[str]) -> Any:
+        if isinstance(path, list):
+            return [cls._strip_protocol(item) for item in path]
         path = str(path)
         return parse_spot_url(path)[1] if path.startswith("spot:") else path.strip("/")
 
@@ -54,35 +61,49 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
         address = self.client.address
         return f"spot://{address.host}:{address.port}/{self._strip_protocol(name)}"
 
+    # -- looking --------------------------------------------------------------------------------------------------
+
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
-        """List runs, snapshots of a run, or files of a snapshot."""
+        """List runs, files and snapshots of a run, or files of a snapshot."""
         path = self._strip_protocol(path)
         run, _, below = path.partition("/")
         if not run:
-            status = self.client.call("GET", "/v1/status")
-            names = sorted({*status["runs"], *(slot["run"] for slot in status["slots"] if slot["run"])})
-            entries = [{"name": name, "size": 0, "type": "directory"} for name in names]
+            runs = self.client.call("GET", "/v1/runs")["runs"]
+            names = [item["name"] for item in runs]
+            texts = [
+                f"{item['name']}@{item['id']}" if item["id"] and names.count(item["name"]) > 1 else str(item["name"])
+                for item in runs
+            ]
+            entries = [_directory(text) for text in sorted(set(texts))]
         else:
             entries = self._children(run, below)
         return entries if detail else [entry["name"] for entry in entries]
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
-        """Size, type and, for files, time of a path."""
+        """Size, type and, for files, time and version (``etag``) of a path."""
         path = self._strip_protocol(path)
         run, _, below = path.partition("/")
+        if not run:
+            return _directory("")
         if not below:
-            self.ls(run)  # raises if there is no such run
-            return {"name": path, "size": 0, "type": "directory"}
-        for entry in self._files(run):
-            if entry["name"] == path:
-                return entry
-            if str(entry["name"]).startswith(path + "/"):
-                return {"name": path, "size": 0, "type": "directory"}
-        if below == LAST:
-            headers = self.client.head(f"/v1/files/{quoted(run, below)}")
-            size = int(headers["content-range"].rpartition("/")[2])
-            created = parsedate_to_datetime(headers["last-modified"]).timestamp()
-            return {"name": path, "size": size, "type": "file", "created": created}
+            self._files(run)  # raises if there is no such run
+            return _directory(path)
+        try:
+            headers = self.client.head(f"/v1/files/{quoted(path)}")
+        except SnapshotNotFound:
+            headers = {}
+        real = headers.get("spot-path", "")
+        if real and (real == below or ("/" not in below and headers.get("spot-snapshot") != below)):
+            return {
+                "name": path,
+                "size": int(headers["content-length"]),
+                "type": "file",
+                "created": float(headers["spot-created"]),
+                "etag": headers["etag"],
+                "path": f"{run}/{real}",
+            }
+        if real or any(str(entry["name"]).startswith(f"{path}/") for entry in self._files(run)):
+            return _directory(path)
         raise SnapshotNotFound(self.unstrip_protocol(path))
 
     def modified(self, path: str) -> datetime:
@@ -92,40 +113,140 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
     created = modified
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Nothing to do: directories are made by what is in them."""
+        """Nothing to do for a run: it is made by what is in it.
+
+        Raises:
+            NotADirectoryError: for a folder within a run.
+        """
+        path = self._strip_protocol(path)
+        if "/" in path and not self.isdir(path):
+            raise _not_a_directory(self.unstrip_protocol(path))
 
     def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
-        """Nothing to do, see :meth:`makedirs`."""
+        """See :meth:`makedirs`."""
+        self.makedirs(path, exist_ok=True)
+
+    def rmdir(self, path: str) -> None:
+        """Nothing to do: a directory goes with what is in it."""
+
+    # -- reading and writing --------------------------------------------------------------------------------------
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         """Read a file, or the bytes ``[start, end)`` of it."""
-        path = self._strip_protocol(path)
-        size = int(self.info(path)["size"])
+        info = self._file_info(path)
+        size = int(info["size"])
         first = max(0, size + start if start is not None and start < 0 else start or 0)
         last = min(size, size if end is None else size + end if end < 0 else end)
         buffer = bytearray(max(0, last - first))
-        self.client.receive(f"/v1/files/{quoted(path)}", first, memoryview(buffer))
+        self.fill(info, first, memoryview(buffer))
         return bytes(buffer)
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
-        """Write a file whole."""
-        self.client.send(f"/v1/files/{quoted(self._file_path(path))}", memoryview(value))
+        """Write a file whole; with ``mode="create"`` only where there is none.
+
+        Raises:
+            FileExistsError: if there is one.
+        """
+        view = memoryview(value).cast("B")
+        self.store(path, lambda: [view], len(view), exclusive=mode == "create")
+
+    def touch(self, path: str, truncate: bool = True, **kwargs: Any) -> None:
+        """Write an empty file; with ``truncate=False`` leave one that is there as it is."""
+        if truncate or not self.exists(path):
+            self.pipe_file(path, b"")
+
+    def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
+        """Copy a file, a block at a time."""
+        info = self._file_info(path1)
+        size = int(info["size"])
+
+        def blocks() -> Iterator[memoryview]:
+            buffer = memoryview(bytearray(min(BLOCK_BYTES, size)))
+            for start in range(0, size, BLOCK_BYTES):
+                piece = buffer[: min(BLOCK_BYTES, size - start)]
+                self.fill(info, start, piece)
+                yield piece
+
+        self.store(path2, blocks, size)
 
     def rm_file(self, path: str) -> None:
-        """Remove a file or a snapshot, in memory and at the tiers below."""
-        self.client.call("DELETE", f"/v1/files/{quoted(self._strip_protocol(path))}")
+        """Remove a file or a snapshot, in memory and at the tiers below.
+
+        Raises:
+            PermissionError: if ``last.ckpt`` is only another name of a snapshot.
+        """
+        stripped = self._strip_protocol(path)
+        try:
+            self.client.call("DELETE", f"/v1/files/{quoted(stripped)}")
+        except NodeRefused as error:
+            if error.status == 409:
+                raise PermissionError(errno.EPERM, str(error), self.unstrip_protocol(stripped)) from error
+            raise
 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
-        """Remove files, snapshots, or (recursively) all of a run."""
+        """Remove files, snapshots, what a pattern matches, or (recursively) all of a run."""
         for item in path if isinstance(path, list) else [path]:
             stripped = self._strip_protocol(item)
-            if "/" in stripped:
-                self.rm_file(stripped)
-                continue
-            if not recursive:
-                raise IsADirectoryError(f"{stripped} is a run; pass recursive=True to remove all of it")
-            for name in {str(entry["name"]).split("/")[1] for entry in self._files(stripped)}:
-                self.rm_file(f"{stripped}/{name}")
+            if any(character in stripped for character in "*?["):
+                found = self.glob(stripped)
+                if not found:
+                    raise SnapshotNotFound(self.unstrip_protocol(stripped))
+            elif "/" in stripped:
+                found = [stripped]
+            elif recursive:
+                found = sorted({"/".join(str(entry["name"]).split("/")[:2]) for entry in self._files(stripped)})
+            else:
+                raise IsADirectoryError(
+                    errno.EISDIR, "this is a run; pass recursive=True to remove all of it", self.unstrip_protocol(item)
+                )
+            for name in found:
+                self.rm_file(name)
+
+    def fill(self, info: dict[str, Any], start: int, into: memoryview) -> None:
+        """Read bytes of the very file that :meth:`info` told of; an error if it was replaced meanwhile."""
+        self.client.receive(f"/v1/files/{quoted(info['path'])}", start, into, info["etag"])
+
+    def store(
+        self, path: str, pieces: Callable[[], Iterable[memoryview]], nbytes: int, *, exclusive: bool = False
+    ) -> None:
+        """Write a file whole from pieces.
+
+        Args:
+            path: of the file.
+            pieces: called for an iterable of ``memoryview``.
+            nbytes: their sum.
+            exclusive: whether to write only where there is none.
+
+        Raises:
+            FileExistsError: if there is one, with ``exclusive``.
+            NotADirectoryError: if the path has folders.
+        """
+        path = self.check_file_path(path)
+        try:
+            self.client.send(
+                f"/v1/files/{quoted(path)}",
+                pieces,
+                nbytes,
+                {"If-None-Match": "*"} if exclusive else None,
+            )
+        except NodeRefused as error:
+            if error.status == 412:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self.unstrip_protocol(path)) from error
+            raise
+
+    def check_file_path(self, path: str) -> str:
+        """The path of a file that may be written, without its protocol.
+
+        Raises:
+            NotADirectoryError: if it has folders within its run.
+            IsADirectoryError: if it is a run.
+        """
+        path = self._strip_protocol(path)
+        if path.count("/") > 1:
+            raise _not_a_directory(self.unstrip_protocol(path))
+        if "/" not in path:
+            raise IsADirectoryError(errno.EISDIR, f"this is a run; {_NO_FOLDERS}", self.unstrip_protocol(path))
+        return path
 
     def _open(
         self,
@@ -138,35 +259,36 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
     ) -> Any:
         path = self._strip_protocol(path)
         if mode == "rb":
-            return _Reader(self, path, mode, block_size or _BLOCK_BYTES, cache_options=cache_options, **kwargs)
-        if mode in ("wb", "xb"):
-            return _Writer(self, self._file_path(path), autocommit)
-        raise SettingsError(f"a spot:// file is opened for 'rb' or 'wb', not {mode!r}")
+            return SpotReader(self, self._file_info(path), block_size or BLOCK_BYTES, cache_options, **kwargs)
+        if mode not in ("wb", "xb"):
+            raise NotImplementedError(f"a spot:// file is opened for 'rb', 'wb' or 'xb', not {mode!r}")
+        path = self.check_file_path(path)
+        if mode == "xb" and self.exists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self.unstrip_protocol(path))
+        return SpotWriter(self, path, autocommit=autocommit, exclusive=mode == "xb")
 
-    def _file_path(self, path: str) -> str:
-        path = self._strip_protocol(path)
-        if path.count("/") != 1:
-            raise SettingsError(f"spot://…/{path}: a file is written as spot://host:port/RUN/NAME, without folders")
-        return path
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _file_info(self, path: str) -> dict[str, Any]:
+        info = self.info(path)
+        if info["type"] != "file":
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.unstrip_protocol(path))
+        return info
 
     def _files(self, run: str) -> list[dict[str, Any]]:
-        listed = self.client.call("GET", f"/v1/runs/{quoted(run)}/snapshots")["snapshots"]
-        entries = []
-        for item in listed:
-            manifest = item["manifest"]
-            file = manifest["file"]
-            entries.append(
-                {
-                    "name": f"{run}/{manifest['name']}" + (f"/{file}" if file else ""),
-                    "size": manifest["nbytes"],
-                    "type": "file",
-                    "created": manifest["created_unix_s"],
-                    "step": manifest["step"],
-                    "dirty": item["dirty"],
-                    "safe": item["safe"],
-                }
-            )
-        return entries
+        listed = self.client.call("GET", f"/v1/runs/{quoted(run)}/files")["files"]
+        return [
+            {
+                "name": f"{run}/{item['path']}",
+                "size": item["nbytes"],
+                "type": "file",
+                "created": item["created_unix_s"],
+                "dirty": item["dirty"],
+                "safe": item["safe"],
+                **({"step": item["step"]} if "step" in item else {}),
+            }
+            for item in listed
+        ]
 
     def _children(self, run: str, below: str) -> list[dict[str, Any]]:
         files = self._files(run)
@@ -179,64 +301,15 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
             name = str(entry["name"])
             if name.startswith(path + "/"):
                 child = f"{path}/{name[len(path) + 1 :].split('/')[0]}"
-                directory = {"name": child, "size": 0, "type": "directory"}
-                children[child] = entry if child == name else directory
-        if not children:
-            raise SnapshotNotFound(self.unstrip_protocol(path))
+                children[child] = entry if child == name else _directory(child)
+        if not children and below:
+            return [self._file_info(path)]  # the alias, or nothing
         return list(children.values())
 
 
-class _Reader(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no types
-    """Reads ranges of a file at a node; large reads go to the network once, without a second copy."""
-
-    def readinto(self, target: Any) -> int:
-        """Read straight into ``target``, past the cache where it is larger than a block."""
-        view = memoryview(target).cast("B")
-        if len(view) < self.blocksize:
-            data = self.read(len(view))
-            view[: len(data)] = data
-            return len(data)
-        count = max(0, min(len(view), int(self.size) - int(self.loc)))
-        self.fs.client.receive(f"/v1/files/{quoted(self.path)}", self.loc, view[:count])
-        self.loc += count
-        return count
-
-    def _fetch_range(self, start: int, end: int) -> bytes:
-        buffer = bytearray(max(0, min(end, self.size) - start))
-        self.fs.client.receive(f"/v1/files/{quoted(self.path)}", start, memoryview(buffer))
-        return bytes(buffer)
+def _directory(name: str) -> dict[str, Any]:
+    return {"name": name, "size": 0, "type": "directory"}
 
 
-class _Writer(io.BytesIO):
-    """Collects a file and sends it when it is closed (or, in a transaction, when that commits): whole or not at all."""
-
-    def __init__(self, fs: SpotFileSystem, path: str, autocommit: bool) -> None:
-        super().__init__()
-        self.fs = fs
-        self.path = path
-        self._autocommit = autocommit
-        self._data: bytes | None = None
-
-    def close(self) -> None:
-        """Send the file, unless a transaction will."""
-        if not self.closed:
-            self._data = self.getvalue()
-            super().close()
-            if self._autocommit:
-                self.commit()
-
-    def __exit__(self, kind: Any, *rest: Any) -> None:
-        if kind is not None:
-            super().close()  # a failed write leaves nothing behind
-        else:
-            self.close()
-
-    def commit(self) -> None:
-        """Send what was written."""
-        if self._data is not None:
-            self.fs.pipe_file(self.path, self._data)
-            self._data = None
-
-    def discard(self) -> None:
-        """Forget what was written."""
-        self._data = None
+def _not_a_directory(url: str) -> NotADirectoryError:
+    return NotADirectoryError(errno.ENOTDIR, _NO_FOLDERS, url)

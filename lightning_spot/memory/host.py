@@ -10,7 +10,7 @@ from typing import Protocol
 
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.flusher import TierHealth
-from lightning_spot.memory.node import Node
+from lightning_spot.memory.node import IN_PROCESS, Node
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.tiers.store import Store
 
@@ -111,7 +111,7 @@ class InProcessHost:
 
     def lease(self, nbytes: int, wait_s: float) -> Lease:
         """See :meth:`Host.lease`."""
-        upload = self._node.lease(self.run, self.attempt, nbytes, wait_s=wait_s, session="in-process")
+        upload = self._node.lease(self.run, self.attempt, nbytes, wait_s=wait_s, session=IN_PROCESS)
         memory = upload.slot.memory
         assert memory is not None
         return Lease(upload.id, memory.map, nbytes, "process")

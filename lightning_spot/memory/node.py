@@ -38,6 +38,9 @@ from lightning_spot.tiers.store import Claim, Store, check_fence
 
 logger = logging.getLogger(__name__)
 
+IN_PROCESS = "in-process"
+"""The session of a trainer that holds the node in its own process."""
+
 UPLOAD_IDLE_S = 120.0
 """An upload over the network that receives nothing for so long is given up and its slot freed."""
 
@@ -72,7 +75,8 @@ class Node:
         self.closing = False
         self._lock = threading.RLock()
         self._open_store = open_store
-        self._sessions: set[str] = set()
+        self.draining = False
+        self._sessions: dict[str, str] = {}
         self.ring = Ring(slots=slots, memory_bytes=memory_bytes, area=area, failing=self._failing)
         self.flusher = Flusher(self.ring, open_store, self._writer, self._keep)
         self._resume_flushing()
@@ -90,6 +94,8 @@ class Node:
             Fenced: if a later attempt holds the run, or another one of the same number.
         """
         check_run_name(info.name)
+        if self.draining and info.key not in self.runs:
+            raise TierError("this node is shutting down and takes no new runs")
         urls, opened = self._destinations(info)
         reachable = self._claims(urls) if not info.attempt else {}
         with self._lock:
@@ -175,7 +181,9 @@ class Node:
 
     def _check_free(self, run: Run, info: RunInfo) -> None:
         held = run.info
-        if held.session and held.session != info.session and held.session in self._sessions:
+        owner = self._sessions.get(held.session)
+        another = owner is not None and (not owner or owner != self._sessions.get(info.session))
+        if held.session and held.session != info.session and another:
             raise RunBusy(
                 f"run {held.name!r} is being written by a live trainer on this host (pid {held.pid}). Two runs must not"
                 " share one name: give this one another dirpath or run=, or end the other first",
@@ -203,15 +211,20 @@ class Node:
         urls = known.destinations if known is not None else self._below_flush_to(run)
         return max([self._highest(self.key(run)), *self._claims(urls).values()])
 
-    def begin_session(self, session: str) -> None:
-        """A trainer on this host is connected."""
+    def begin_session(self, session: str, owner: str = "") -> None:
+        """A trainer on this host is connected.
+
+        Args:
+            session: its connection.
+            owner: its process; sessions of one process never stand in each other's way. ``""`` where it is not known.
+        """
         with self._lock:
-            self._sessions.add(session)
+            self._sessions[session] = owner
 
     def end_session(self, session: str) -> None:
         """The connection of a trainer has closed (it ended or was killed): its half-filled slots are freed."""
         with self._lock:
-            self._sessions.discard(session)
+            self._sessions.pop(session, None)
             for upload in [item for item in self.uploads.values() if item.session == session]:
                 self.abort(upload.id)
             for run in self.runs.values():
@@ -223,6 +236,16 @@ class Node:
         """Whether a trainer is connected, an upload under way, or something dirty that a working tier will take."""
         dirty = {url for slot in self.ring.committed() for url in slot.dirty}
         return bool(self._sessions or self.uploads or any(not self._failing(url) for url in dirty))
+
+    @property
+    def connected(self) -> bool:
+        """Whether a trainer on this host is connected."""
+        return bool(self._sessions)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no upload is under way and nothing waits for a tier."""
+        return not self.uploads and not any(slot.dirty for slot in self.ring.committed())
 
     @property
     def finished(self) -> bool:
@@ -245,6 +268,9 @@ class Node:
         slot = self.ring.lease(nbytes, wait_s)
         upload = Upload(uuid.uuid4().hex, key, attempt, slot, nbytes, session, time.monotonic())
         with self._lock:
+            if session and session != IN_PROCESS and session not in self._sessions:
+                self.ring.abort(slot)
+                raise SnapshotNotFound("the trainer's session has ended; nobody would fill this slot")
             self.uploads[upload.id] = upload
         return upload
 

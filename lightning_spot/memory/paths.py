@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_spot.errors import SnapshotNotFound
+from lightning_spot.errors import NodeRefused, SettingsError, SnapshotNotFound
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.memory.ring import Ring, Slot
 
@@ -10,21 +10,35 @@ LAST = "last.ckpt"
 
 
 def resolve(ring: Ring, run: str, path: str) -> tuple[Slot, Manifest]:
-    """The slot a path names.
-
-    A file that a user stored as ``last.ckpt`` wins over the alias.
+    """The slot that holds what a path names; ``last.ckpt`` only if a user stored a file of that name.
 
     Raises:
         SnapshotNotFound: if nothing committed has that name.
     """
-    held = [(slot, slot.manifest) for slot in ring.committed(run)]
-    committed = [(slot, manifest) for slot, manifest in held if manifest is not None]
-    wanted = path.strip("/")
+    committed = held(ring, run)
     for slot, manifest in committed:
-        if wanted in (manifest.data_path, manifest.manifest_path, manifest.name):
+        if path in (manifest.data_path, manifest.manifest_path, manifest.name):
             return slot, manifest
-    snapshots = [(slot, manifest) for slot, manifest in committed if not manifest.is_file]
-    if wanted == LAST and snapshots:
-        return max(snapshots, key=lambda item: item[1].order)
     names = ", ".join(manifest.name for _, manifest in committed) or "nothing"
-    raise SnapshotNotFound(f"no {wanted!r} in run {run!r} at this node; it holds {names} (and {MANIFEST_FILE} of each)")
+    raise SnapshotNotFound(f"no {path!r} in run {run!r} at this node; it holds {names} (and {MANIFEST_FILE} of each)")
+
+
+def held(ring: Ring, run: str) -> list[tuple[Slot, Manifest]]:
+    """What a ring holds of a run."""
+    return [(slot, manifest) for slot in ring.committed(run) if (manifest := slot.manifest) is not None]
+
+
+def file_name(path: str) -> str:
+    """Name of a file that is to be written below a run.
+
+    Raises:
+        NodeRefused: if the path has folders: a run has none.
+        SettingsError: if it is no name.
+    """
+    if "/" in path.strip("/"):
+        raise NodeRefused(
+            f"{path!r}: a run at a node holds files without folders; write it as spot://host:port/RUN/NAME", status=409
+        )
+    if not path or path.startswith(".") or "\0" in path or len(path.encode()) > 200:
+        raise SettingsError(f"{path!r} cannot name a file: it is empty, hidden or too long")
+    return path

@@ -1,116 +1,47 @@
-"""The node as a program: ``lightning-spot node``, and the embedded node that a trainer starts by itself."""
+"""The node as a program: ``lightning-spot node``, and the embedded node that a trainer starts by itself.
+
+On SIGTERM or SIGINT it takes no new runs, goes on serving the trainers it has, and ends when they have left and nothing
+waits for a tier any more, or when the drain time is over. A second signal ends the waiting.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
-import fcntl
-import ipaddress
 import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from aiohttp import web
 
-from lightning_spot.config import format_bytes, parse_bytes, read_environment
-from lightning_spot.errors import SettingsError, SpotError
+from lightning_spot.config import format_bytes, read_environment
+from lightning_spot.errors import SpotError
 from lightning_spot.memory.channel import DescriptorChannel
-from lightning_spot.memory.embedded import Record
+from lightning_spot.memory.connections import allow_descriptors
 from lightning_spot.memory.node import Node
+from lightning_spot.memory.process import ProcessId
+from lightning_spot.memory.record import Record, hold, sweep
 from lightning_spot.memory.service import Service
+from lightning_spot.memory.settings import NodeSettings, add_arguments, settings_from
 from lightning_spot.memory.stores import open_store
-from lightning_spot.memory.wire import DEFAULT_PORT
 
 logger = logging.getLogger("lightning_spot.node")
 
 _CHECK_S = 0.25
 _THREADS = 64
-_LOCK_TRIES = 50
-_LOCK_PAUSE_S = 0.02
+_HOLD_S = 1.0
 _ABANDONED_S = 24 * 3600.0
-_READ_BUFFER_BYTES = 4 * 1024 * 1024
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeSettings:
-    """How a node is run.
-
-    Attributes:
-        host: address to listen on, ``""`` for a Unix socket only.
-        port: TCP port; 0 takes a free one.
-        record: sockets of an embedded node.
-        flush_to: URL below which runs are flushed.
-        memory_bytes: limit of the slots' memory.
-        slots: slots of the ring.
-        idle_timeout_s: an embedded node ends after so long without a trainer.
-        drain_timeout_s: how long SIGTERM waits for dirty slots.
-    """
-
-    host: str = ""
-    port: int = 0
-    record: Record | None = None
-    flush_to: str | None = None
-    memory_bytes: int = 8 * 2**30
-    slots: int = 4
-    idle_timeout_s: float = 900.0
-    drain_timeout_s: float = 300.0
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of ``lightning-spot node``."""
-    parser.add_argument(
-        "--listen", default=f"127.0.0.1:{DEFAULT_PORT}", metavar="HOST:PORT", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--flush-to", metavar="URL", help="directory or fsspec URL below which each run is made durable"
-    )
-    parser.add_argument("--memory", default="8GiB", metavar="SIZE", help="most memory for slots (default: %(default)s)")
-    parser.add_argument("--slots", type=int, default=4, metavar="N", help="slots of the ring (default: %(default)s)")
-    parser.add_argument(
-        "--drain-timeout", type=float, default=300.0, metavar="S", help="on SIGTERM, flush for so long (default: 300)"
-    )
-    parser.add_argument("--idle-timeout", type=float, default=900.0, metavar="S", help=argparse.SUPPRESS)
-    parser.add_argument("--embedded", nargs=2, metavar=("DIR", "KEY"), help=argparse.SUPPRESS)
-
-
-def settings_from(arguments: argparse.Namespace) -> NodeSettings:
-    """Check the flags.
-
-    Raises:
-        SettingsError: naming the flag and what is wrong with it.
-    """
-    if arguments.slots < 1:
-        raise SettingsError(f"--slots {arguments.slots}: a ring has at least one slot")
-    shared = {
-        "memory_bytes": parse_bytes(arguments.memory),
-        "slots": arguments.slots,
-        "idle_timeout_s": arguments.idle_timeout,
-        "drain_timeout_s": arguments.drain_timeout,
-    }
-    if arguments.embedded:
-        folder, key = arguments.embedded
-        return NodeSettings(record=Record(Path(folder), key), **shared)
-    host, _, port = arguments.listen.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise SettingsError(f"--listen {arguments.listen!r}: write it like 127.0.0.1:{DEFAULT_PORT}")
-    host = host.strip("[]")
-    if not _is_loopback(host) and read_environment().token is None:
-        raise SettingsError(
-            f"--listen {arguments.listen}: a node listens beyond this host only with a token. Set LIGHTNING_SPOT_TOKEN"
-            " (or LIGHTNING_SPOT_TOKEN_FILE) here and on the trainers, or listen on 127.0.0.1"
-        )
-    flush_to = arguments.flush_to
-    if flush_to is not None and "://" not in flush_to:
-        flush_to = os.path.abspath(flush_to)
-    return NodeSettings(host=host, port=int(port), flush_to=flush_to, **shared)
+_READ_BUFFER_BYTES = 256 * 1024
+_BACKLOG = 512
+_QUIET_S = 3.0  # a memory node's trainers have left, or moved on, when none asked for a slot for so long
+_SHUTDOWN_S = 5.0
 
 
 def run_node(settings: NodeSettings) -> int:
@@ -118,32 +49,44 @@ def run_node(settings: NodeSettings) -> int:
 
     Returns:
         exit code: 0 when everything is safe below, 1 when something could not be flushed.
+
+    Raises:
+        OSError: if the port is taken; nothing was touched then.
     """
-    with contextlib.ExitStack() as stack:
-        if settings.record is not None:
-            alive = stack.enter_context(open(settings.record.alive, "wb"))
-            if not _hold(alive):
-                logger.info("another node already serves %s", settings.record.key)
-                return 0
-            _sweep(read_environment().shm_dir, settings.record.folder)
-        return asyncio.run(_serve(settings))
+    allow_descriptors()
+    record = settings.record
+    if record is None:
+        with _bind(settings.host, settings.port) as listener:
+            return asyncio.run(_serve(settings, listener))
+    alive = hold(record.alive, _HOLD_S)
+    if alive is None:
+        logger.info("another node already serves %s", record.key)
+        return 0
+    try:
+        process = ProcessId.of(os.getpid())
+        os.truncate(alive, 0)
+        os.pwrite(alive, (process.to_json() if process is not None else "{}").encode(), 0)
+        _sweep(read_environment().shm_dir, record.folder)
+        for leftover in (record.http, record.fds):
+            leftover.unlink(missing_ok=True)  # a killed node's
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(str(record.http))
+            return asyncio.run(_serve(settings, listener))
+    finally:
+        os.close(alive)
 
 
-def _hold(alive: BinaryIO) -> bool:
-    """Take the lock that says this node lives. Trainers that look whether one does hold it for an instant."""
-    for _ in range(_LOCK_TRIES):
-        try:
-            fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            time.sleep(_LOCK_PAUSE_S)
-        else:
-            return True
-    return False
+def _bind(host: str, port: int) -> socket.socket:
+    """Take the port before anything else is touched."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise OSError(error.errno, f"{host}:{port}: {error.strerror or error}") from error
 
 
-async def _serve(settings: NodeSettings) -> int:
+async def _serve(settings: NodeSettings, listener: socket.socket) -> int:
     environment = read_environment()
-    # Requests that wait for a slot hold a thread each; commits must never queue up behind them.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
     node = Node(
         slots=settings.slots,
@@ -151,48 +94,64 @@ async def _serve(settings: NodeSettings) -> int:
         open_store=open_store,
         flush_to=settings.flush_to,
         area=_area(settings, environment.shm_dir),
-        allow=None if settings.record is not None else (),
+        allow=None if settings.record is not None else settings.allow,
     )
     if settings.flush_to is not None:
         await asyncio.to_thread(open_store(f"{settings.flush_to}/probe").claimed)  # a wrong URL shows at start
     service = Service(node, environment.token)
-    runner = web.AppRunner(service.application(), access_log=None, read_bufsize=_READ_BUFFER_BYTES)
+    runner = web.AppRunner(
+        service.application(), access_log=None, read_bufsize=_READ_BUFFER_BYTES, auto_decompress=False
+    )
     await runner.setup()
-    channel = await _listen(settings, runner, node, environment.token)
-    stop = asyncio.Event()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(name, stop.set)
-    if settings.record is not None:
-        await _until_unneeded(node, service, settings.idle_timeout_s, stop)
-    else:
-        await stop.wait()
-    return await _drain(node, runner, channel, settings)
-
-
-async def _listen(
-    settings: NodeSettings, runner: web.AppRunner, node: Node, token: str | None
-) -> DescriptorChannel | None:
+    assert runner.server is not None
+    connections = service.connections(runner.server)
+    loop = asyncio.get_running_loop()
+    channel = None
     if settings.record is None:
-        site = web.TCPSite(runner, settings.host, settings.port, backlog=256)
-        await site.start()
-        port = runner.addresses[0][1]
-        flushing = f"flushes to {settings.flush_to}" if settings.flush_to else "flushes nowhere: memory only"
-        print(
-            f"node listening on spot://{settings.host}:{port}, {settings.slots} slots in"
-            f" {format_bytes(settings.memory_bytes)}, {flushing}",
-            flush=True,
-        )
-        return None
-    for leftover in (settings.record.http, settings.record.fds):
-        leftover.unlink(missing_ok=True)  # a killed node's
-    await web.UnixSite(runner, str(settings.record.http)).start()
-    return DescriptorChannel(node, settings.record.fds, token)
+        server = await loop.create_server(connections, sock=listener, backlog=_BACKLOG)
+        _announce(settings, listener)
+    else:
+        server = await loop.create_unix_server(connections, sock=listener, backlog=_BACKLOG)
+        channel = DescriptorChannel(node, settings.record.fds, environment.token)
+    signals = _Signals()
+    if settings.record is not None:
+        await _until_unneeded(node, service, settings.idle_timeout_s, signals)
+    else:
+        await signals.first.wait()
+    left = await _drain(node, service, settings.drain_timeout_s, signals)
+    server.close()
+    await _end(node, service, runner, channel, settings.record, keep_files=bool(left))
+    return 1 if left else 0
 
 
-async def _until_unneeded(node: Node, service: Service, idle_timeout_s: float, stop: asyncio.Event) -> None:
+def _announce(settings: NodeSettings, listener: socket.socket) -> None:
+    flushing = f"flushes to {settings.flush_to}" if settings.flush_to else "flushes nowhere: memory only"
+    if settings.allow:
+        flushing = f"{flushing}; trainers may name directories below {', '.join(settings.allow)}"
+    print(
+        f"node listening on spot://{settings.host}:{listener.getsockname()[1]}, {settings.slots} slots in"
+        f" {format_bytes(settings.memory_bytes)}, {flushing}",
+        flush=True,
+    )
+
+
+class _Signals:
+    """SIGTERM and SIGINT: the first begins the end, the second hastens it."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._came)
+
+    def _came(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+async def _until_unneeded(node: Node, service: Service, idle_timeout_s: float, signals: _Signals) -> None:
     """Return when the run has ended, when nobody was there for ``idle_timeout_s``, or on a signal."""
     last_busy_s = time.monotonic()
-    while not stop.is_set():
+    while not signals.first.is_set():
         if node.busy:
             last_busy_s = time.monotonic()
         if node.finished:
@@ -201,27 +160,57 @@ async def _until_unneeded(node: Node, service: Service, idle_timeout_s: float, s
         if time.monotonic() - max(last_busy_s, service.last_request_s) > idle_timeout_s:
             logger.info("idle for %.0f s", idle_timeout_s)
             return
-        with contextlib.suppress(asyncio.TimeoutError):  # a class of its own before Python 3.11
-            await asyncio.wait_for(stop.wait(), _CHECK_S)
+        await _wait(signals.first, _CHECK_S)
 
 
-async def _drain(node: Node, runner: web.AppRunner, channel: DescriptorChannel | None, settings: NodeSettings) -> int:
+async def _drain(node: Node, service: Service, drain_timeout_s: float, signals: _Signals) -> list[str]:
+    """Serve on until the trainers have left and all is safe below; what is not, one line for each tier."""
+    node.draining = True
+    deadline_s = time.monotonic() + drain_timeout_s
+    while not signals.second.is_set() and time.monotonic() < deadline_s:
+        here = node.connected or time.monotonic() - service.last_upload_s < _QUIET_S
+        if node.settled and not here:
+            break
+        # Asks failing tiers again at once; who serves on does so meanwhile.
+        await asyncio.to_thread(node.flush, None, max(0.0, min(1.0, deadline_s - time.monotonic())))
+        await _wait(signals.second, _CHECK_S)
     node.closing = True
-    left = await asyncio.to_thread(node.flush, None, settings.drain_timeout_s)
+    left: list[str] = await asyncio.to_thread(node.flush, None, 0.0)
     for line in left:
         logger.error("not flushed: %s", line)
-    if settings.record is not None:
-        for path in (settings.record.http, settings.record.fds):
+    return left
+
+
+async def _wait(event: asyncio.Event, within_s: float) -> None:
+    with contextlib.suppress(asyncio.TimeoutError):  # a class of its own before Python 3.11
+        await asyncio.wait_for(event.wait(), within_s)
+
+
+async def _end(
+    node: Node,
+    service: Service,
+    runner: web.AppRunner,
+    channel: DescriptorChannel | None,
+    record: Record | None,
+    *,
+    keep_files: bool,
+) -> None:
+    """Let go of everything. What could not be flushed stays in tmpfs; the next node of this run takes it over."""
+    if record is not None:
+        for path in (record.http, record.fds):
             path.unlink(missing_ok=True)
     if channel is not None:
         channel.close()
-    await runner.cleanup()
-    # What could not be flushed stays in tmpfs; the next node of this run takes it over.
+    for upload in list(node.uploads):
+        node.abort(upload)
+    service.close()
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(runner.cleanup(), _SHUTDOWN_S)
     await asyncio.to_thread(lambda: node.close(keep_dirty=True))
-    if settings.record is not None and not left:
-        settings.record.log.unlink(missing_ok=True)
-        settings.record.alive.unlink(missing_ok=True)  # last: who finds it gone may start a new node
-    return 1 if left else 0
+    if record is not None:
+        if not keep_files:
+            record.log.unlink(missing_ok=True)
+        record.alive.unlink(missing_ok=True)  # last: who finds it gone may start a new node
 
 
 def _area(settings: NodeSettings, shm_dir: Path | None) -> Path | None:
@@ -233,7 +222,7 @@ def _area(settings: NodeSettings, shm_dir: Path | None) -> Path | None:
 
 
 def _sweep(shm_dir: Path | None, records: Path) -> None:
-    """Remove slots that embedded nodes left when they were killed and whose runs nobody carried on for a day."""
+    """Remove what embedded nodes left when they were killed and whose runs nobody carried on for a day."""
     for area in shm_dir.glob("lightning-spot-" + "[0-9a-f]" * 16) if shm_dir is not None else ():
         key = area.name.removeprefix("lightning-spot-")
         with contextlib.suppress(OSError):  # another node may be sweeping it too
@@ -242,15 +231,7 @@ def _sweep(shm_dir: Path | None, records: Path) -> None:
             if owned and time.time() - latest_s > _ABANDONED_S and not Record(records, key).running():
                 logger.info("removing %s, abandoned for a day", area)
                 shutil.rmtree(area)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    sweep(records)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -61,12 +62,13 @@ class NodeStore:
         checksums: list[str] = []
         sizes: list[int] = []
         try:
-            for part in parts:
-                checksums.append(checksum(part))
-                path = f"/v1/uploads/{upload}/parts/{sum(sizes)}"
-                if len(part) and self.client.send(path, part)["xxh3_128"] != checksums[-1]:
-                    raise CorruptSnapshot(f"bytes {sum(sizes)}… arrive damaged at {self.url}", where=self.url)
-                sizes.append(len(part))
+            with closing(self.client.stream(upload)) as stream:
+                for part in parts:
+                    checksums.append(checksum(part))
+                    arrived = list(stream.send([(sum(sizes), part)])) if len(part) else []
+                    if any(digest != checksums[-1] for _, digest in arrived):
+                        raise CorruptSnapshot(f"bytes {sum(sizes)}… arrive damaged at {self.url}", where=self.url)
+                    sizes.append(len(part))
             sealed = seal_parts(manifest, checksums, sizes)
             self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": asdict(sealed)})
         except BaseException:

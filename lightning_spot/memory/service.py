@@ -3,23 +3,28 @@
 =========  ==================================  =================================================================
 method     path                                what
 =========  ==================================  =================================================================
+GET        /healthz                            200 while the event loop turns; needs no token
+GET        /readyz                             200 if a run would be well here, else 503 and why; needs no token
 GET        /v1/status                          slots, runs, tiers
-GET        /v1/runs                            the runs it knows, with name, id, location and attempt
-POST       /v1/runs/RUN/open                   begin an attempt
+GET        /v1/runs                            the runs this node knows
+POST       /v1/runs/RUN/open                   let an attempt write
 POST       /v1/runs/RUN/close                  the trainer leaves
 GET        /v1/runs/RUN/claimed                the attempt that holds the run
-GET        /v1/runs/RUN/snapshots              committed snapshots and files, newest first
+GET        /v1/runs/RUN/snapshots              what is committed in memory, newest first
+GET        /v1/runs/RUN/files                  every file of the run, in memory and at the tier below
 POST       /v1/runs/RUN/uploads                take a slot
-PUT        /v1/uploads/ID/parts/OFFSET         fill a part of it; answers with its xxh3-128
-POST       /v1/uploads/ID/stream               the same for many parts, fast: see :mod:`lightning_spot.memory.stream`
+POST       /v1/uploads/ID/stream               fill it, over a connection of its own: see :mod:`.wire`
 POST       /v1/uploads/ID/commit               make it a snapshot
 POST       /v1/uploads/ID/seal                 the same for a slot filled through shared memory (this host only)
 DELETE     /v1/uploads/ID                      give it up
 POST       /v1/flush                           bring everything to the tiers below
 GET, HEAD  /v1/files/RUN/PATH                  read (ranges too); ``last.ckpt`` is the newest snapshot
-PUT        /v1/files/RUN/PATH                  write a file
+PUT        /v1/files/RUN/PATH                  write a file; with ``If-None-Match: *`` a new one only
 DELETE     /v1/files/RUN/PATH                  remove a snapshot or file
 =========  ==================================  =================================================================
+
+``RUN`` is ``NAME@ID``, or ``NAME`` where only one run has it. Every number and text of a request is checked before
+anything is done with it (``fields``); connections that say nothing are bounded (``connections``).
 """
 
 from __future__ import annotations
@@ -28,39 +33,49 @@ import asyncio
 import hmac
 import json
 import logging
-import re
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, replace
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 
-import xxhash
 from aiohttp import hdrs, web
 
-from lightning_spot.config import PART_BYTES, PROTOCOL_VERSION, SEND_BYTES
-from lightning_spot.errors import (
-    CorruptSnapshot,
-    NodeRefused,
-    ProtocolMismatch,
-    SettingsError,
-    SnapshotNotFound,
-    SpotError,
-)
+from lightning_spot.config import PROTOCOL_VERSION
+from lightning_spot.errors import NodeRefused, ProtocolMismatch, RingFull, SettingsError, SpotError
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.connections import Connections
+from lightning_spot.memory.fields import (
+    MANIFEST_BODY_BYTES,
+    MOST_BYTES,
+    integer,
+    json_body,
+    seconds,
+    text,
+    texts,
+)
+from lightning_spot.memory.files import Files
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.paths import resolve
-from lightning_spot.memory.ring import Slot
+from lightning_spot.memory.part_receiver import receive_parts
+from lightning_spot.memory.readiness import not_ready
 from lightning_spot.memory.runs import RunInfo, parse_run
-from lightning_spot.memory.stream import UPGRADE, receive_parts
 from lightning_spot.memory.uploads import Upload
-from lightning_spot.memory.wire import PROTOCOL_HEADER, error_body, error_status
+from lightning_spot.memory.wire import PROTOCOL_HEADER, UPGRADE, error_body, error_status
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 LONGEST_WAIT_S = 3600.0
+MOST_STREAMS = 64
+_MOST_STREAMS_OF_AN_UPLOAD = 16
+_MOST_WAITING = 256
+_MOST_ATTEMPTS = 10**9
+_MOST_KEPT = 10**6
+_MOST_NODES = 64
+_MOST_PID = 2**31
+_LOOK_AGAIN_S = 0.05
+_OPEN_TO_ALL = ("/healthz", "/readyz")
 
 
 class Service:
@@ -69,103 +84,139 @@ class Service:
     Args:
         node: what is served.
         token: secret every request must carry as ``Authorization: Bearer …``; ``None`` asks for none.
+
+    Attributes:
+        last_request_s: when the last request came (monotonic).
+        last_upload_s: when a trainer last asked for a slot, or committed one (monotonic).
     """
 
     def __init__(self, node: Node, token: str | None) -> None:
         self.node = node
         self.last_request_s = time.monotonic()
+        self.last_upload_s = 0.0
         self._token = token
+        self._waiting = 0
+        self._streams = 0
+        self._stream_threads = ThreadPoolExecutor(MOST_STREAMS, thread_name_prefix="spot-stream")
+        self._connections: Connections | None = None
 
     def application(self) -> web.Application:
         """The aiohttp application."""
-        # 0 = no limit on a body: parts are bounded by the slot they go to.
-        app = web.Application(middlewares=[self._guard], client_max_size=0)
+        files = Files(self.node, self._wait_for_slot)
+        app = web.Application(middlewares=[self._guard])
         app.on_response_prepare.append(_name_protocol)
         app.add_routes(
             [
+                web.get("/healthz", self._healthy),
+                web.get("/readyz", self._ready),
                 web.get("/v1/status", self._status),
                 web.get("/v1/runs", self._runs),
                 web.post("/v1/runs/{run}/open", self._open),
                 web.post("/v1/runs/{run}/close", self._close),
                 web.get("/v1/runs/{run}/claimed", self._claimed),
                 web.get("/v1/runs/{run}/snapshots", self._snapshots),
+                web.get("/v1/runs/{run}/files", files.listing),
                 web.post("/v1/runs/{run}/uploads", self._lease),
-                web.put("/v1/uploads/{upload}/parts/{offset:\\d+}", self._part),
                 web.post("/v1/uploads/{upload}/stream", self._stream),
                 web.post("/v1/uploads/{upload}/commit", self._commit),
                 web.post("/v1/uploads/{upload}/seal", self._seal),
                 web.delete("/v1/uploads/{upload}", self._abort),
                 web.post("/v1/flush", self._flush),
-                web.get("/v1/files/{run}/{path:.+}", self._read),
-                web.put("/v1/files/{run}/{path:.+}", self._write),
-                web.delete("/v1/files/{run}/{path:.+}", self._remove),
+                web.get("/v1/files/{run}/{path:.+}", files.read),
+                web.put("/v1/files/{run}/{path:.+}", files.write),
+                web.delete("/v1/files/{run}/{path:.+}", files.remove),
             ]
         )
         return app
 
+    def connections(self, make_handler: Callable[[], asyncio.Protocol]) -> Connections:
+        """What makes the protocol of each connection, with its limits."""
+        self._connections = Connections(make_handler)
+        return self._connections
+
+    def close(self) -> None:
+        """Stop receiving parts. Call it once the uploads were given up."""
+        self._stream_threads.shutdown(wait=False, cancel_futures=True)
+
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        self.last_request_s = time.monotonic()
+        accepted = self._connections.of(request.transport) if self._connections is not None else None
+        if accepted is not None:
+            accepted.begin_request()
         try:
-            self._check_token(request)
-            spoken = request.headers.get(PROTOCOL_HEADER)
-            if spoken is not None and spoken != str(PROTOCOL_VERSION):
-                raise ProtocolMismatch(
-                    f"this node speaks protocol {PROTOCOL_VERSION}, the client {spoken}: install the same version of"
-                    " lightning_spot on both hosts"
-                )
+            if request.path not in _OPEN_TO_ALL:
+                self.last_request_s = time.monotonic()
+                self._check_token(request)
+                _check_protocol(request)
             response = await handler(request)
         except SpotError as error:
             status = error.status if isinstance(error, NodeRefused) and error.status else error_status(error)
             response = web.json_response(error_body(error), status=status)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             body = error_body(SettingsError(f"malformed request: {type(error).__name__}: {error}"))
             response = web.json_response(body, status=400)
+        finally:
+            if accepted is not None:
+                accepted.end_request()
         return response
 
     def _check_token(self, request: web.Request) -> None:
         if self._token is None:
             return
         given = request.headers.get(hdrs.AUTHORIZATION, "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self._token.encode()):
+        if not hmac.compare_digest(given.encode(errors="replace"), self._token.encode()):
             raise NodeRefused(
                 "this node asks for a token: set LIGHTNING_SPOT_TOKEN (or LIGHTNING_SPOT_TOKEN_FILE) to the one it"
                 " was started with",
                 status=401,
             )
 
-    # -- runs -----------------------------------------------------------------------------------------------------
+    # -- the node -------------------------------------------------------------------------------------------------
+
+    async def _healthy(self, _request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _ready(self, _request: web.Request) -> web.Response:
+        reasons = await asyncio.to_thread(not_ready, self.node)
+        return web.json_response({"ready": not reasons, "reasons": reasons}, status=503 if reasons else 200)
 
     async def _status(self, _request: web.Request) -> web.Response:
         return web.json_response({"protocol": PROTOCOL_VERSION, **await asyncio.to_thread(self.node.status)})
+
+    async def _flush(self, request: web.Request) -> web.Response:
+        body = await json_body(request)
+        run = text(body, "run") if body.get("run") is not None else None
+        left = await asyncio.to_thread(self.node.flush, run, seconds(body, "wait_s", 60.0, LONGEST_WAIT_S))
+        return web.json_response({"unreached": left})
+
+    # -- runs -----------------------------------------------------------------------------------------------------
 
     async def _runs(self, _request: web.Request) -> web.Response:
         return web.json_response({"runs": await asyncio.to_thread(self.node.listed)})
 
     async def _open(self, request: web.Request) -> web.Response:
-        body = await _json(request)
+        body = await json_body(request)
         name, identity = parse_run(request.match_info["run"])
         same_host = _same_host(request)
-        durable_url = body.get("durable_url")
         info = RunInfo(
             name=name,
             id=identity,
-            location=str(body.get("location", "")),
-            attempt=int(body.get("attempt", 0)),
-            token=str(body.get("token", "")),
-            keep=int(body.get("keep", 2)),
-            durable_url=str(durable_url) if durable_url is not None else None,
-            durable_every_s=float(body.get("durable_every_s", 0.0)),
-            nodes=tuple(str(url) for url in body.get("nodes", ())) if same_host else (),
-            session=str(body.get("session", "")) if same_host else "",
-            pid=int(body.get("pid", 0)),
-            host=str(body.get("host", "")),
+            location=text(body, "location"),
+            attempt=integer(body, "attempt", 0, 0, _MOST_ATTEMPTS),
+            token=text(body, "token"),
+            keep=integer(body, "keep", 2, 0, _MOST_KEPT),
+            durable_url=text(body, "durable_url") if body.get("durable_url") is not None else None,
+            durable_every_s=seconds(body, "durable_every_s", 0.0, 365 * 86400.0),
+            nodes=texts(body, "nodes", _MOST_NODES) if same_host else (),
+            session=text(body, "session") if same_host else "",
+            pid=integer(body, "pid", 0, 0, _MOST_PID),
+            host=text(body, "host"),
         )
         return web.json_response(asdict(await asyncio.to_thread(self.node.open_run, info)))
 
     async def _close(self, request: web.Request) -> web.Response:
-        body = await _json(request)
-        self.node.close_run(request.match_info["run"], complete=bool(body.get("complete")))
+        body = await json_body(request)
+        self.node.close_run(request.match_info["run"], complete=body.get("complete") is True)
         return web.json_response({})
 
     async def _claimed(self, request: web.Request) -> web.Response:
@@ -180,23 +231,17 @@ class Service:
         ]
         return web.json_response({"snapshots": listed})
 
-    async def _flush(self, request: web.Request) -> web.Response:
-        body = await _json(request)
-        wait_s = min(float(body.get("wait_s", 60.0)), LONGEST_WAIT_S)
-        left = await asyncio.to_thread(self.node.flush, body.get("run"), wait_s)
-        return web.json_response({"unreached": left})
-
     # -- uploads --------------------------------------------------------------------------------------------------
 
     async def _lease(self, request: web.Request) -> web.Response:
-        body = await _json(request)
-        upload = await asyncio.to_thread(
-            self.node.lease,
+        body = await json_body(request)
+        upload = await self._wait_for_slot(
+            request,
             request.match_info["run"],
-            int(body["attempt"]),
-            int(body["nbytes"]),
-            wait_s=min(float(body.get("wait_s", 0.0)), LONGEST_WAIT_S),
-            session=str(body.get("session", "")) if _same_host(request) else "",
+            integer(body, "attempt", None, 0, _MOST_ATTEMPTS),
+            integer(body, "nbytes", None, 0, MOST_BYTES),
+            seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
+            text(body, "session") if _same_host(request) else "",
         )
         slot = upload.slot
         return web.json_response(
@@ -206,13 +251,37 @@ class Service:
                 "generation": slot.generation,
                 "capacity": slot.capacity,
                 "backing": slot.memory.backing if slot.memory else "",
+                "generations": {item.index: item.generation for item in self.node.ring.slots if item.memory},
             }
         )
 
-    async def _part(self, request: web.Request) -> web.Response:
-        upload = self.node.find_upload(request.match_info["upload"])
-        digest = await self._receive(request, upload, int(request.match_info["offset"]))
-        return web.json_response({"xxh3_128": digest})
+    async def _wait_for_slot(
+        self, request: web.Request, run: str, attempt: int, nbytes: int, wait_s: float, session: str = ""
+    ) -> Upload:
+        """Lease a slot. What waits for one holds no thread, and waits no longer than its connection lives."""
+        self.last_upload_s = time.monotonic()
+        accepted = self._connections.of(request.transport) if self._connections is not None else None
+        gone = accepted.gone if accepted is not None else asyncio.get_running_loop().create_future()
+        if self._waiting >= _MOST_WAITING:
+            raise RingFull(f"{self._waiting} requests wait for a slot already")
+        deadline_s = time.monotonic() + wait_s
+        self._waiting += 1
+        try:
+            while True:
+                try:
+                    upload = await asyncio.to_thread(self.node.lease, run, attempt, nbytes, session=session)
+                    break
+                except RingFull:
+                    left_s = deadline_s - time.monotonic()
+                    if left_s <= 0 or gone.done():
+                        raise
+                await asyncio.wait([gone], timeout=min(left_s, _LOOK_AGAIN_S))
+        finally:
+            self._waiting -= 1
+        if gone.done():  # nobody will ever fill it
+            self.node.abort(upload.id)
+            raise ConnectionResetError("the trainer has gone")
+        return upload
 
     async def _stream(self, request: web.Request) -> web.Response:
         """Hand the connection over to a thread that receives straight into the slot."""
@@ -221,137 +290,39 @@ class Service:
         sock = transport.get_extra_info("socket") if transport is not None else None
         if request.headers.get(hdrs.UPGRADE) != UPGRADE or transport is None or sock is None:
             raise NodeRefused(f"a stream needs 'Upgrade: {UPGRADE}'", status=426)
+        if self._streams >= MOST_STREAMS or len(upload.streams) >= _MOST_STREAMS_OF_AN_UPLOAD:
+            raise NodeRefused("too many streams of parts at once", status=503)
+        assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()
-        with sock.dup() as connection:
-            try:
-                with self.node.streaming(upload, connection):
-                    await asyncio.to_thread(receive_parts, connection, self.node, upload)
-            except (OSError, SpotError) as error:
-                logger.debug("a stream of parts ended: %s", error)
-        transport.close()  # the connection no longer speaks HTTP
+        loop = asyncio.get_running_loop()
+        self._streams += 1
+        try:
+            with sock.dup() as connection, self.node.streaming(upload, connection):
+                await loop.run_in_executor(self._stream_threads, receive_parts, connection, self.node, upload)
+        except (OSError, SpotError) as error:
+            logger.debug("a stream of parts ended: %s", error)
+        finally:
+            self._streams -= 1
+            transport.close()  # the connection no longer speaks HTTP
         return web.Response()
 
-    async def _receive(self, request: web.Request, upload: Upload, start: int) -> str:
-        """Take a body straight into the slot, checksumming on the way."""
-        nbytes = request.content_length
-        if nbytes is None or start + nbytes > upload.nbytes:
-            raise SettingsError("a part needs a Content-Length and must lie within the snapshot's size")
-        digest, place = xxhash.xxh3_128(), start
-        with upload.slot.view(upload.nbytes) as view:
-            async for chunk in request.content.iter_any():
-                if self.node.uploads.get(upload.id) is not upload:
-                    raise SnapshotNotFound("this upload was given up; begin again")
-                view[place : place + len(chunk)] = chunk
-                digest.update(chunk)
-                place += len(chunk)
-        if place != start + nbytes:
-            raise CorruptSnapshot(f"the connection broke after {place - start} of {nbytes} bytes")
-        upload.touched_s = time.monotonic()
-        upload.received[start] = (nbytes, digest.hexdigest())
-        return digest.hexdigest()
-
     async def _commit(self, request: web.Request) -> web.Response:
-        manifest = Manifest.from_dict((await _json(request))["manifest"])
+        self.last_upload_s = time.monotonic()
+        body = await json_body(request, MANIFEST_BODY_BYTES)
+        manifest = await asyncio.to_thread(Manifest.from_dict, body.get("manifest"))
         done = await asyncio.to_thread(self.node.commit, request.match_info["upload"], manifest)
         return web.json_response({"checksums": list(done.checksums)})
 
     async def _seal(self, request: web.Request) -> web.Response:
         self._only_same_host(request)
-        body = await _json(request)
-        manifest = Manifest.from_dict(body["manifest"])
-        upload = request.match_info["upload"]
-        done = await asyncio.to_thread(self.node.seal, upload, manifest, body.get("destinations"))
+        body = await json_body(request)
+        manifest = Manifest.from_dict(body.get("manifest"))
+        destinations = list(texts(body, "destinations", _MOST_NODES)) if body.get("destinations") is not None else None
+        done = await asyncio.to_thread(self.node.seal, request.match_info["upload"], manifest, destinations)
         return web.json_response({"checksums": list(done.checksums)})
 
     async def _abort(self, request: web.Request) -> web.Response:
         self.node.abort(request.match_info["upload"])
-        return web.json_response({})
-
-    # -- files ----------------------------------------------------------------------------------------------------
-
-    async def _read(self, request: web.Request) -> web.StreamResponse:
-        slot, manifest = resolve(self.node.ring, self.node.key(request.match_info["run"]), request.match_info["path"])
-        if request.match_info["path"].endswith("manifest.json"):
-            return web.Response(text=manifest.to_json(), content_type="application/json")
-        start, stop, status = _range(request, manifest.nbytes)
-        response = web.StreamResponse(status=status)
-        response.content_length = stop - start
-        response.content_type = "application/octet-stream"
-        response.last_modified = manifest.created_unix_s
-        response.headers["Accept-Ranges"] = "bytes"
-        response.headers["Spot-Snapshot"] = manifest.name
-        if status == 206:
-            response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{manifest.nbytes}"
-        with self.node.ring.reading(slot, manifest) as image:
-            await response.prepare(request)
-            if request.method != "HEAD":
-                await self._send(request, response, slot, image, start, stop)
-            await response.write_eof()
-        return response
-
-    async def _send(
-        self, request: web.Request, response: web.StreamResponse, slot: Slot, image: memoryview, start: int, stop: int
-    ) -> None:
-        """Send bytes of a slot: by ``sendfile``, which copies nothing, or in pieces where the transport cannot."""
-        transport, memory = request.transport, slot.memory
-        if stop - start > SEND_BYTES and transport is not None and memory is not None:
-            with open(memory.fd, "rb", buffering=0, closefd=False) as file:
-                try:
-                    await asyncio.get_running_loop().sendfile(transport, file, start, stop - start, fallback=False)
-                except (NotImplementedError, asyncio.SendfileNotAvailableError):
-                    logger.debug("this transport has no sendfile")
-                else:
-                    return
-        for place in range(start, stop, SEND_BYTES):
-            # A copy: the transport may keep what it could not send at once, the slot may not be kept.
-            await response.write(bytes(image[place : min(place + SEND_BYTES, stop)]))
-
-    async def _write(self, request: web.Request) -> web.Response:
-        run, name = request.match_info["run"], request.match_info["path"]
-        nbytes = request.content_length
-        if nbytes is None:
-            raise SettingsError("a file needs a Content-Length")
-        try:
-            info = self.node.find_run(run).info
-        except SnapshotNotFound:
-            run_name, identity = parse_run(run)
-            info = RunInfo(name=run_name, id=identity, location="", attempt=0, token="")
-            info = replace(info, attempt=(await asyncio.to_thread(self.node.open_run, info)).attempt)
-        attempt = info.attempt
-        upload = await asyncio.to_thread(self.node.lease, run, attempt, nbytes, wait_s=60.0)
-        try:
-            await self._receive(request, upload, 0)
-            manifest = Manifest(
-                run=info.name,
-                run_id=info.id,
-                name=name,
-                file="",
-                step=0,
-                attempt=attempt,
-                nbytes=nbytes,
-                created_unix_s=time.time(),
-            )
-            manifest._check()
-            await asyncio.to_thread(self._seal_received, upload, manifest)
-        except BaseException:
-            self.node.abort(upload.id)
-            raise
-        return web.json_response({}, status=201)
-
-    def _seal_received(self, upload: Upload, manifest: Manifest) -> None:
-        """Commit a file that came in one body: checksum its parts here, but leave its bytes as they came."""
-        with upload.slot.view(upload.nbytes) as view:
-            sealed = manifest.sealed(view)
-        upload.received = {
-            index * PART_BYTES: (min(PART_BYTES, upload.nbytes - index * PART_BYTES), digest)
-            for index, digest in enumerate(sealed.checksums)
-        }
-        self.node.commit(upload.id, sealed)
-
-    async def _remove(self, request: web.Request) -> web.Response:
-        run = request.match_info["run"]
-        _slot, manifest = resolve(self.node.ring, self.node.key(run), request.match_info["path"])
-        await asyncio.to_thread(self.node.remove, run, manifest.name)
         return web.json_response({})
 
     def _only_same_host(self, request: web.Request) -> None:
@@ -363,32 +334,16 @@ async def _name_protocol(_request: web.Request, response: web.StreamResponse) ->
     response.headers[PROTOCOL_HEADER] = str(PROTOCOL_VERSION)
 
 
-async def _json(request: web.Request) -> dict[str, Any]:
-    body = await request.read()
-    fields = json.loads(body or b"{}")
-    if not isinstance(fields, dict):
-        raise SettingsError("the request's body must be a JSON object")
-    return fields
+def _check_protocol(request: web.Request) -> None:
+    spoken = request.headers.get(PROTOCOL_HEADER)
+    if spoken is not None and spoken != str(PROTOCOL_VERSION):
+        raise ProtocolMismatch(
+            f"this node speaks protocol {PROTOCOL_VERSION}, the client {spoken[:16]}: install the same version of"
+            " lightning_spot on both hosts"
+        )
 
 
 def _same_host(request: web.Request) -> bool:
     transport = request.transport
     sock = transport.get_extra_info("socket") if transport is not None else None
     return sock is not None and sock.family == socket.AF_UNIX
-
-
-def _range(request: web.Request, nbytes: int) -> tuple[int, int, int]:
-    """``(start, stop, status)`` of the bytes asked for; one range, as in RFC 9110 §14."""
-    header = request.headers.get(hdrs.RANGE)
-    if header is None:
-        return 0, nbytes, 200
-    match = re.fullmatch(r"bytes=(\d*)-(\d*)", header)
-    if match is None or match.groups() == ("", ""):
-        raise SettingsError(f"range {header!r} is not understood; one range of bytes, please")
-    first, last = match.groups()
-    if not first:
-        return max(0, nbytes - int(last)), nbytes, 206
-    stop = min(nbytes, int(last) + 1) if last else nbytes
-    if int(first) >= stop:
-        raise NodeRefused(f"range {header!r} lies outside the file of {nbytes} bytes", status=416)
-    return int(first), stop, 206

@@ -1,8 +1,17 @@
-"""What both ends of the node protocol share: addresses, headers, and errors as JSON."""
+"""What both ends of the node protocol share: addresses, headers, errors as JSON, and the frames of part streams.
+
+A stream of parts is an HTTP connection upgraded to raw bytes. A client asks ``POST /v1/uploads/ID/stream`` with
+``Upgrade: spot-parts``. After ``101`` it sends frames: offset and length (two unsigned 64-bit big-endian numbers), then
+the bytes; each is answered by the 16 bytes of its xxh3-128. The same bytes through the HTTP parser and the event loop
+took nearly three times as long (measured on loopback, 2 cores).
+"""
 
 from __future__ import annotations
 
 import json
+import socket
+import struct
+import time
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,6 +21,10 @@ from lightning_spot.errors import SettingsError, SpotError, TierError
 
 PROTOCOL_HEADER = "Spot-Protocol"
 DEFAULT_PORT = 7070
+
+UPGRADE = "spot-parts"
+FRAME = struct.Struct(">QQ")
+DIGEST_BYTES = 16
 
 _STATUS: dict[type[SpotError], int] = {
     errors.ProtocolMismatch: 426,
@@ -79,6 +92,8 @@ def error_body(error: SpotError) -> dict[str, Any]:
 
 def error_from_body(status: int, body: bytes, tier: str) -> SpotError:
     """The error a node answered with; only classes of our own tree are ever made."""
+    if not body and status == 404:  # an answer to HEAD has no body
+        return errors.SnapshotNotFound(f"{tier} has no such file")
     try:
         fields = json.loads(body)
         kind = getattr(errors, fields["error"])
@@ -96,3 +111,35 @@ def error_from_body(status: int, body: bytes, tier: str) -> SpotError:
         return kind(message, **{name: value for name, value in facts.items() if name in _FIELDS})
     except TypeError:
         return errors.NodeRefused(message, tier=tier, status=status)
+
+
+def fill(connection: socket.socket, target: memoryview, within_s: float, *, at_boundary: bool = False) -> bool:
+    """Receive exactly ``target`` within ``within_s`` seconds in all.
+
+    Args:
+        connection: where from.
+        target: what to fill.
+        within_s: seconds for all of it, however it is cut up.
+        at_boundary: whether the peer may close before the first byte.
+
+    Returns:
+        ``False`` if the peer closed before the first byte and that is allowed.
+
+    Raises:
+        TimeoutError: if it takes longer.
+        ConnectionError: if the peer closed in the middle.
+    """
+    deadline = time.monotonic() + within_s
+    place = 0
+    while place < len(target):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"only {place} of {len(target)} bytes came within {within_s:.0f} s")
+        connection.settimeout(left)
+        count = connection.recv_into(target[place:])
+        if count == 0:
+            if at_boundary and place == 0:
+                return False
+            raise ConnectionError("the peer closed the connection in the middle of a part")
+        place += count
+    return True

@@ -1,0 +1,146 @@
+"""The durable directory of a run as a node reads it for others: what left memory is listed and read from there.
+
+Bytes are read in whole parts and each is checked, so nothing is held in memory as a whole. Calls block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import fsspec
+
+from lightning_spot.config import PART_BYTES
+from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, TierError
+from lightning_spot.image.manifest import MANIFEST_FILE, MODEL_FILE, Manifest, snapshot_order
+from lightning_spot.image.parts import checksum
+
+_LARGEST_CHECKED_PART = 64 * 1024 * 1024
+_LONGEST_MANIFEST = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file of a run.
+
+    Attributes:
+        path: below the run.
+        nbytes: its size.
+        created_unix_s: when it was made, 0 where that is not known.
+    """
+
+    path: str
+    nbytes: int
+    created_unix_s: float = 0.0
+
+
+class DurableDirectory:
+    """The durable directory of one run.
+
+    Args:
+        url: an absolute path or an fsspec URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._fs, self._root = fsspec.core.url_to_fs(self.url)
+
+    def entries(self) -> list[Entry]:
+        """Committed snapshots and files; empty where there is no directory.
+
+        Raises:
+            TierError: if it could not be listed.
+        """
+        try:
+            self._fs.invalidate_cache()
+            found = self._fs.find(self._root, maxdepth=2, detail=True)
+        except FileNotFoundError:
+            return []
+        except Exception as error:  # every file system has errors of its own
+            raise self._failed(error) from error
+        facts = {path[len(self._root) :].strip("/"): fact for path, fact in found.items()}
+        listed = []
+        for path, fact in facts.items():
+            folder, _, file = path.rpartition("/")
+            if folder:
+                counts = file == MODEL_FILE and snapshot_order(folder) and f"{folder}/{MANIFEST_FILE}" in facts
+            else:
+                counts = f".{file}.{MANIFEST_FILE}" in facts
+            if counts:
+                listed.append(Entry(path, int(fact.get("size") or 0), _time_of(fact)))
+        return listed
+
+    def manifest(self, path: str) -> Manifest:
+        """Manifest of the snapshot or file that a path below the run names.
+
+        Raises:
+            SnapshotNotFound: if there is none.
+            TierError: if it could not be read.
+            CorruptManifest: if it is damaged.
+        """
+        for wanted in _manifests_for(path):
+            try:
+                data = self._fs.cat_file(f"{self._root}/{wanted}", end=_LONGEST_MANIFEST)
+            except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+                continue
+            except Exception as error:
+                raise self._failed(error) from error
+            manifest = Manifest.from_json(data)
+            if path in (manifest.data_path, manifest.manifest_path, manifest.name):
+                return manifest
+        raise SnapshotNotFound(f"no {path!r} at {self.url}")
+
+    def read(self, manifest: Manifest, start: int, stop: int) -> Iterator[bytes]:
+        """Bytes ``[start, stop)`` of a snapshot's file, a part at a time, each checked.
+
+        Raises:
+            SnapshotNotFound: if it has gone.
+            CorruptSnapshot: if a part does not have its checksum.
+            TierError: if it could not be read.
+        """
+        checked = bool(manifest.checksums) and manifest.part_bytes <= _LARGEST_CHECKED_PART
+        step = manifest.part_bytes if checked else PART_BYTES
+        for index in range(start // step, -(-stop // step)):
+            first, last = index * step, min((index + 1) * step, manifest.nbytes)
+            data = self._range(manifest, first, last)
+            if len(data) != last - first or (checked and checksum(data) != manifest.checksums[index]):
+                raise CorruptSnapshot(
+                    f"{self.url}/{manifest.data_path}: bytes {first}–{last} are not those that were committed",
+                    where=self.url,
+                    part=index,
+                )
+            yield data[max(0, start - first) : stop - first]
+
+    def _range(self, manifest: Manifest, first: int, last: int) -> bytes:
+        try:
+            return bytes(self._fs.cat_file(f"{self._root}/{manifest.data_path}", start=first, end=last))
+        except FileNotFoundError as error:
+            raise SnapshotNotFound(f"{manifest.data_path} has left {self.url}") from error
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> TierError:
+        return TierError(f"{self.url} could not be read: {error}", tier=self.url)
+
+
+def _manifests_for(path: str) -> list[str]:
+    """Where the manifest of a path may lie."""
+    folder, _, file = path.rpartition("/")
+    if folder:
+        return [f"{folder}/{MANIFEST_FILE}"]
+    if file.startswith(".") and file.endswith(f".{MANIFEST_FILE}"):
+        return [file]
+    return [f".{file}.{MANIFEST_FILE}", f"{file}/{MANIFEST_FILE}"]
+
+
+def _time_of(fact: dict[str, Any]) -> float:
+    """When a file was changed, as file systems say it in different ways."""
+    for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
+        value = fact.get(name)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+    return 0.0

@@ -1,0 +1,166 @@
+"""Connections of a client to a node: each call ends in time, idle ones are kept for the next, none crosses a fork."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from lightning_spot.memory.wire import Address
+
+CONNECT_TIMEOUT_S = 5.0
+_PULSE_S = 1.0
+_KEEP_S = 15.0  # less than a node keeps an idle connection
+_MOST_IDLE = 8
+
+
+class BoundedSocket(socket.socket):
+    """A socket whose calls end at a deadline, however slowly bytes trickle in.
+
+    Attributes:
+        deadline_s: no call lasts beyond it (monotonic clock).
+        pulse: called about every second while an answer is waited for; what it raises ends the waiting.
+    """
+
+    deadline_s: float = 0.0
+    pulse: Callable[[], None] | None = None
+
+    def recv_into(self, *arguments: Any) -> int:
+        """Receive, by the deadline."""
+        while True:
+            left_s = self._left_s()
+            self.settimeout(left_s if self.pulse is None else min(left_s, _PULSE_S))
+            try:
+                return super().recv_into(*arguments)
+            except TimeoutError:
+                if self.pulse is None:
+                    raise
+            self.pulse()
+
+    def sendall(self, *arguments: Any) -> None:
+        """Send, by the deadline."""
+        self.settimeout(self._left_s())
+        super().sendall(*arguments)
+
+    def _left_s(self) -> float:
+        left_s = self.deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        return left_s
+
+
+class Connection(http.client.HTTPConnection):
+    """An HTTP connection to an :class:`Address`, not open yet."""
+
+    sock: BoundedSocket
+
+    def __init__(self, address: Address) -> None:
+        super().__init__(address.host.strip("[]") or "localhost", address.port or 80)
+        self._address = address
+        self.idle_since_s = 0.0
+
+    def open(self, deadline_s: float) -> None:
+        """Open the socket by a deadline (monotonic)."""
+        self.timeout = max(0.001, min(CONNECT_TIMEOUT_S, deadline_s - time.monotonic()))
+        if self._address.socket_path:
+            plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                plain.settimeout(self.timeout)
+                plain.connect(self._address.socket_path)
+            except BaseException:
+                plain.close()
+                raise
+        else:
+            plain = socket.create_connection((self.host, self.port), self.timeout)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = BoundedSocket(fileno=plain.detach())
+
+    @property
+    def stale(self) -> bool:
+        """Whether the node has closed it, or may have, while nobody used it."""
+        if time.monotonic() - self.idle_since_s > _KEEP_S:
+            return True
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        return bool(poll.poll(0))  # nothing was asked, so what came is the end
+
+
+class Pool:
+    """Open connections to one node that nobody uses at the moment. May be used from any thread.
+
+    Args:
+        address: of the node.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._idle: list[Connection] = []
+        self._taken: set[BoundedSocket] = set()
+        self._lock = threading.Lock()
+        _pools.add(self)
+
+    def take(self, deadline_s: float) -> tuple[Connection, bool]:
+        """An open connection, and whether it has been used before.
+
+        Raises:
+            OSError: if none can be opened.
+        """
+        while True:
+            with self._lock:
+                connection = self._idle.pop() if self._idle else None
+            used = connection is not None
+            if connection is None:
+                connection = Connection(self._address)
+                connection.open(deadline_s)
+            elif connection.stale:
+                connection.close()
+                continue
+            with self._lock:
+                self._taken.add(connection.sock)
+            return connection, used
+
+    def give_back(self, connection: Connection, socket_taken: BoundedSocket, *, whole: bool) -> None:
+        """Keep a connection whose answer was read to its end (``whole``), or close it."""
+        connection.idle_since_s = time.monotonic()
+        with self._lock:
+            self._taken.discard(socket_taken)
+            if whole and connection.sock is not None and len(self._idle) < _MOST_IDLE:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def close(self) -> None:
+        """Close every connection; a call that uses one fails at once."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+            taken = list(self._taken)
+        for connection in idle:
+            connection.close()
+        for connected in taken:
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                connected.shutdown(socket.SHUT_RDWR)
+
+    def forget(self) -> None:
+        """Begin anew, as a forked child must: its parent goes on with the connections there were."""
+        for connection in self._idle:
+            connection.close()  # this process' descriptors only
+        self._idle, self._taken = [], set()
+        self._lock = threading.Lock()
+
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for pool in list(_pools):
+        pool.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

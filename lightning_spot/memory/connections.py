@@ -1,0 +1,169 @@
+"""Accepts connections for a node's HTTP service, and bounds what one that says nothing may cost.
+
+Knows nothing of requests beyond whether one is being handled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+HEAD_TIMEOUT_S = 10.0
+"""A request's line and headers must be there within this time of its first byte, and of the connection's start."""
+
+IDLE_TIMEOUT_S = 60.0
+"""A kept-alive connection without a request is closed after this time."""
+
+MOST_CONNECTIONS = 1024
+"""When there are so many, a new one takes the place of the one that has been idle longest."""
+
+_WANTED_DESCRIPTORS = 8192
+
+
+class Connections:
+    """Makes one :class:`Accepted` for each connection. All methods are called on the event loop.
+
+    Args:
+        make_handler: makes the HTTP protocol of one connection.
+        most: connections at most.
+        head_timeout_s: see :data:`HEAD_TIMEOUT_S`.
+        idle_timeout_s: see :data:`IDLE_TIMEOUT_S`.
+    """
+
+    def __init__(
+        self,
+        make_handler: Callable[[], asyncio.Protocol],
+        *,
+        most: int = MOST_CONNECTIONS,
+        head_timeout_s: float = HEAD_TIMEOUT_S,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
+    ) -> None:
+        self.head_timeout_s = head_timeout_s
+        self.idle_timeout_s = idle_timeout_s
+        self._make_handler = make_handler
+        self._most = most
+        self._open: dict[asyncio.BaseTransport, Accepted] = {}
+
+    def __call__(self) -> Accepted:
+        """The protocol of a new connection, as ``loop.create_server`` wants it."""
+        return Accepted(self, self._make_handler())
+
+    def of(self, transport: asyncio.BaseTransport | None) -> Accepted | None:
+        """The connection of a transport, if it is open."""
+        return self._open.get(transport) if transport is not None else None
+
+    def opened(self, transport: asyncio.BaseTransport, accepted: Accepted) -> None:
+        """A connection was made; if there are too many now, the one that has been idle longest goes."""
+        self._open[transport] = accepted
+        if len(self._open) > self._most:
+            idle = [item for item in self._open.values() if not item.busy]
+            if idle:
+                min(idle, key=lambda item: item.idle_since_s).drop()
+            else:
+                accepted.drop()
+
+    def closed(self, transport: asyncio.BaseTransport) -> None:
+        """A connection has ended."""
+        self._open.pop(transport, None)
+
+
+class Accepted(asyncio.Protocol):
+    """One connection: hands everything on to its HTTP protocol and keeps the time.
+
+    Attributes:
+        busy: whether a request of it is being handled.
+        idle_since_s: time of the event loop since when it is not.
+        gone: done once the connection has ended.
+    """
+
+    def __init__(self, connections: Connections, handler: asyncio.Protocol) -> None:
+        self._connections = connections
+        self._handler = handler
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._head_begun = False
+        self.busy = False
+        self.idle_since_s = self._loop.time()
+        self.gone: asyncio.Future[None] = self._loop.create_future()
+
+    def begin_request(self) -> None:
+        """The headers of a request are there: its handler keeps the time now."""
+        self.busy, self._head_begun = True, False
+        self._stop_timer()
+
+    def end_request(self) -> None:
+        """The request was handled; another one may follow."""
+        self.busy, self.idle_since_s = False, self._loop.time()
+        self._start_timer(self._connections.idle_timeout_s)
+
+    def drop(self) -> None:
+        """Close the connection without a word."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See :class:`asyncio.Protocol`."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._head_begun = True
+        self._start_timer(self._connections.head_timeout_s)
+        self._handler.connection_made(transport)
+        self._connections.opened(transport, self)
+
+    def data_received(self, data: bytes) -> None:
+        """See :class:`asyncio.Protocol`."""
+        if not self.busy and not self._head_begun:
+            self._head_begun = True
+            self._start_timer(self._connections.head_timeout_s)
+        self._handler.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        """See :class:`asyncio.Protocol`."""
+        return self._handler.eof_received()
+
+    def pause_writing(self) -> None:
+        """See :class:`asyncio.Protocol`."""
+        self._handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        """See :class:`asyncio.Protocol`."""
+        self._handler.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See :class:`asyncio.Protocol`."""
+        self._stop_timer()
+        if self._transport is not None:
+            self._connections.closed(self._transport)
+        if not self.gone.done():
+            self.gone.set_result(None)
+        self._handler.connection_lost(exc)
+
+    def __getattr__(self, name: str) -> Any:
+        # asyncio and aiohttp look at attributes of a transport's protocol, which is this object and not the handler.
+        return getattr(self._handler, name)
+
+    def _start_timer(self, within_s: float) -> None:
+        self._stop_timer()
+        self._timer = self._loop.call_later(within_s, self.drop)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def allow_descriptors() -> None:
+    """Raise this process' limit of open files as far as it may: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _WANTED_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError) as error:
+            logger.debug("the limit of open files stays at %d: %s", soft, error)

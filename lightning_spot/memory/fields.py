@@ -1,0 +1,103 @@
+"""Reads what a request brings, and trusts no number in it before it is within its bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+from lightning_spot.errors import NodeRefused, SettingsError
+
+SMALL_BODY_BYTES = 256 * 1024
+"""Longest JSON body of a request that carries no checksums."""
+
+MANIFEST_BODY_BYTES = 64 * 1024 * 1024
+"""Longest JSON body of a request that carries a checksum for each part."""
+
+MOST_BYTES = 2**46
+_BODY_TIMEOUT_S = 30.0
+_LONGEST_TEXT = 4096
+
+
+async def json_body(request: web.Request, most_bytes: int = SMALL_BODY_BYTES) -> dict[str, Any]:
+    """The JSON object that a request carries; empty without a body.
+
+    Raises:
+        SettingsError: if it is none.
+        NodeRefused: if it is too long, or comes too slowly.
+    """
+    if (request.content_length or 0) > most_bytes:
+        raise NodeRefused(f"the request's body is longer than {most_bytes} bytes", status=413)
+    try:
+        body = await asyncio.wait_for(_collect(request, most_bytes), _BODY_TIMEOUT_S)
+    except asyncio.TimeoutError:  # a class of its own before Python 3.11
+        raise NodeRefused(f"the request's body did not come within {_BODY_TIMEOUT_S:.0f} s", status=408) from None
+    try:
+        large = len(body) > SMALL_BODY_BYTES
+        fields = await asyncio.to_thread(json.loads, body) if large else json.loads(body or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(f"the request's body is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise SettingsError("the request's body must be a JSON object")
+    return fields
+
+
+async def _collect(request: web.Request, most_bytes: int) -> bytes:
+    body = bytearray()
+    async for piece in request.content.iter_any():
+        body += piece
+        if len(body) > most_bytes:
+            raise NodeRefused(f"the request's body is longer than {most_bytes} bytes", status=413)
+    return bytes(body)
+
+
+def integer(fields: Mapping[str, Any], name: str, default: int | None, low: int, high: int) -> int:
+    """A whole number within bounds; ``default=None`` says that it must be there.
+
+    Raises:
+        SettingsError: otherwise.
+    """
+    value = fields.get(name, default)
+    if type(value) is not int or not low <= value <= high:
+        raise SettingsError(f"malformed request: {name} is no whole number from {low} to {high}")
+    return value
+
+
+def seconds(fields: Mapping[str, Any], name: str, default: float, high: float) -> float:
+    """A duration in seconds; one beyond ``high`` is taken for ``high``.
+
+    Raises:
+        SettingsError: if it is no number from 0.
+    """
+    value = fields.get(name, default)
+    if type(value) not in (int, float) or math.isnan(value) or value < 0:
+        raise SettingsError(f"malformed request: {name} is no number of seconds")
+    return float(min(value, high))
+
+
+def text(fields: Mapping[str, Any], name: str, default: str | None = "") -> str:
+    """A text of bounded length; ``default=None`` says that it must be there.
+
+    Raises:
+        SettingsError: otherwise.
+    """
+    value = fields.get(name, default)
+    if not isinstance(value, str) or len(value) > _LONGEST_TEXT or "\0" in value:
+        raise SettingsError(f"malformed request: {name} is no text of at most {_LONGEST_TEXT} characters")
+    return value
+
+
+def texts(fields: Mapping[str, Any], name: str, most: int) -> tuple[str, ...]:
+    """A list of at most ``most`` texts.
+
+    Raises:
+        SettingsError: otherwise.
+    """
+    value = fields.get(name) or ()
+    if not isinstance(value, list | tuple) or len(value) > most:
+        raise SettingsError(f"malformed request: {name} is no list of at most {most}")
+    return tuple(text({name: item}, name, None) for item in value)

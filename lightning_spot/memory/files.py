@@ -1,0 +1,338 @@
+"""The service's routes below ``/v1/files``: a run as a folder of files, in memory and at the tier below as one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import xxhash
+from aiohttp import hdrs, web
+
+from lightning_spot.config import PART_BYTES, SEND_BYTES
+from lightning_spot.errors import CorruptSnapshot, NodeRefused, SettingsError, SnapshotNotFound, SpotError
+from lightning_spot.image.manifest import Manifest, snapshot_order
+from lightning_spot.memory.below import DurableDirectory, Entry
+from lightning_spot.memory.fields import MOST_BYTES
+from lightning_spot.memory.node import Node
+from lightning_spot.memory.paths import LAST, file_name, held, resolve
+from lightning_spot.memory.ring import Slot
+from lightning_spot.memory.runs import RunInfo, parse_run
+from lightning_spot.memory.uploads import Upload
+
+logger = logging.getLogger(__name__)
+
+Lease = Callable[[web.Request, str, int, int, float], Awaitable[Upload]]
+
+WAIT_FOR_SLOT_S = 60.0
+_QUIET_BODY_S = 30.0
+_SLOWEST_BYTES_PER_S = 64 * 1024
+_SEND_TIMEOUT_S = 60.0
+_SENDFILE_BYTES = 16 * 1024 * 1024  # a reader that takes longer than the timeout for so much is hung up on
+_HIDDEN_S = 600.0
+
+
+class Files:
+    """Handlers of ``/v1/files/RUN/PATH`` and of the listing of a run.
+
+    Args:
+        node: whose runs these are.
+        lease: takes a slot, waiting on the event loop: request, run, attempt, bytes, seconds.
+    """
+
+    def __init__(self, node: Node, lease: Lease) -> None:
+        self._node = node
+        self._lease = lease
+        self._writing: set[tuple[str, str]] = set()
+        self._removed: dict[tuple[str, str], float] = {}
+
+    # -- listing --------------------------------------------------------------------------------------------------
+
+    async def listing(self, request: web.Request) -> web.Response:
+        """Every file of a run, at whichever tier."""
+        text = request.match_info["run"]
+        key, directory = self._node.key(text), self._directory(text)
+        entries = {} if directory is None else await asyncio.to_thread(self._below, directory, key)
+        known = bool(entries) or directory is not None or key in self._node.runs
+        listed = {path: _as_json(entry, [], ["below"]) for path, entry in entries.items()}
+        for slot, manifest in held(self._node.ring, key):
+            entry = Entry(manifest.data_path, manifest.nbytes, manifest.created_unix_s)
+            listed[entry.path] = {**_as_json(entry, slot.dirty, slot.safe), "step": manifest.step}
+        if not listed and not known:
+            raise SnapshotNotFound(f"this node has no run {text!r}")
+        last = LAST if LAST in listed else self._newest(list(listed))
+        return web.json_response({"files": list(listed.values()), "last": last})
+
+    def _below(self, directory: DurableDirectory, key: str) -> dict[str, Entry]:
+        now_s = time.monotonic()
+        self._removed = {item: until_s for item, until_s in self._removed.items() if until_s > now_s}
+        return {entry.path: entry for entry in directory.entries() if (key, _name(entry.path)) not in self._removed}
+
+    def _newest(self, paths: list[str]) -> str | None:
+        snapshots = [path for path in paths if "/" in path and snapshot_order(_name(path))]
+        return max(snapshots, key=lambda path: snapshot_order(_name(path)) or (0, 0, False), default=None)
+
+    def _directory(self, text: str) -> DurableDirectory | None:
+        """The durable directory of a run that this node may read, if any."""
+        try:
+            urls = self._node.find_run(text).destinations
+        except SnapshotNotFound:
+            parse_run(text)
+            urls = [f"{self._node.flush_to}/{text}"] if self._node.flush_to else []
+        durable = [url for url in urls if not url.startswith("spot:")]
+        return DurableDirectory(durable[0]) if durable else None
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    async def read(self, request: web.Request) -> web.StreamResponse:
+        """``GET`` and ``HEAD``: from memory, else from the tier below."""
+        text, path = request.match_info["run"], request.match_info["path"].strip("/")
+        slot, manifest, directory = await self._find(text, path)
+        if path.endswith("manifest.json"):
+            return web.Response(text=manifest.to_json(), content_type="application/json")
+        etag = f'"{xxhash.xxh3_128_hexdigest(manifest.to_json().encode())}"'
+        if request.headers.get(hdrs.IF_MATCH, etag) != etag:
+            raise NodeRefused(f"{path} was replaced while it was being read", status=412)
+        start, stop, status = byte_range(request.headers.get(hdrs.RANGE), manifest.nbytes)
+        response = web.StreamResponse(status=status)
+        response.content_length = stop - start
+        response.content_type = "application/octet-stream"
+        response.last_modified = manifest.created_unix_s
+        response.headers.update(
+            {
+                hdrs.ACCEPT_RANGES: "bytes",
+                hdrs.ETAG: etag,
+                "Spot-Created": str(manifest.created_unix_s),
+                "Spot-Path": manifest.data_path,
+                "Spot-Snapshot": manifest.name,
+            }
+        )
+        if status == 206:
+            response.headers[hdrs.CONTENT_RANGE] = f"bytes {start}-{stop - 1}/{manifest.nbytes}"
+        if request.method == hdrs.METH_HEAD:
+            await response.prepare(request)
+        elif slot is not None:
+            with self._node.ring.reading(slot, manifest) as image:
+                await response.prepare(request)
+                with _hanging_up(request):
+                    await self._send(request, response, slot, image, start, stop)
+        elif directory is not None:
+            await self._send_from_below(request, response, directory, manifest, start, stop)
+        await response.write_eof()
+        return response
+
+    async def _find(self, text: str, path: str) -> tuple[Slot | None, Manifest, DurableDirectory | None]:
+        """What a path names, in memory or below."""
+        key, directory = self._node.key(text), self._directory(text)
+        try:
+            return *resolve(self._node.ring, key, path), None
+        except SnapshotNotFound as error:
+            missing = error
+        if path == LAST and (alias := await self._alias(key, directory)) is not None:
+            return await self._find(text, alias)
+        if directory is None or (key, _name(path)) in self._removed:
+            raise missing
+        manifest = await asyncio.to_thread(directory.manifest, path)
+        return None, manifest, directory
+
+    async def _alias(self, key: str, directory: DurableDirectory | None) -> str | None:
+        """Path of what ``last.ckpt`` stands for; ``None`` if it is a file below, or there is nothing."""
+        paths = [manifest.data_path for _, manifest in held(self._node.ring, key)]
+        if directory is not None:
+            try:
+                paths += await asyncio.to_thread(self._below, directory, key)
+            except SpotError as error:
+                if not paths:
+                    raise
+                logger.warning("%s; last.ckpt is the newest snapshot in memory", error)
+        return None if LAST in paths else self._newest(paths)
+
+    async def _send(
+        self, request: web.Request, response: web.StreamResponse, slot: Slot, image: memoryview, start: int, stop: int
+    ) -> None:
+        """Send bytes of a slot: by ``sendfile``, which copies nothing, or in pieces where the transport cannot."""
+        transport, memory = request.transport, slot.memory
+        if stop - start > SEND_BYTES and transport is not None and memory is not None:
+            loop = asyncio.get_running_loop()
+            with open(memory.fd, "rb", buffering=0, closefd=False) as file:
+                try:
+                    while start < stop:
+                        count = min(_SENDFILE_BYTES, stop - start)
+                        sending = loop.sendfile(transport, file, start, count, fallback=False)
+                        start += await asyncio.wait_for(sending, _SEND_TIMEOUT_S)
+                except (NotImplementedError, asyncio.SendfileNotAvailableError):
+                    logger.debug("this transport has no sendfile")
+        for place in range(start, stop, SEND_BYTES):
+            # A copy: the transport may keep what it could not send at once, the slot may not be kept.
+            data = bytes(image[place : min(place + SEND_BYTES, stop)])
+            await asyncio.wait_for(response.write(data), _SEND_TIMEOUT_S)
+
+    async def _send_from_below(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        directory: DurableDirectory,
+        manifest: Manifest,
+        start: int,
+        stop: int,
+    ) -> None:
+        parts = directory.read(manifest, start, stop)
+        data = await asyncio.to_thread(next, parts, b"")  # an error shows before anything is promised
+        await response.prepare(request)
+        with _hanging_up(request):
+            while data:
+                for place in range(0, len(data), SEND_BYTES):
+                    await asyncio.wait_for(response.write(data[place : place + SEND_BYTES]), _SEND_TIMEOUT_S)
+                data = await asyncio.to_thread(next, parts, b"")
+
+    # -- writing --------------------------------------------------------------------------------------------------
+
+    async def write(self, request: web.Request) -> web.Response:
+        """``PUT``: whole or not at all; with ``If-None-Match: *`` only where there is none yet."""
+        text, name = request.match_info["run"], file_name(request.match_info["path"])
+        nbytes = request.content_length
+        if nbytes is None or nbytes > MOST_BYTES:
+            raise SettingsError(f"a file needs a Content-Length of at most {MOST_BYTES}")
+        info = await self._writer(text)
+        exclusive = (info.key, name) if request.headers.get(hdrs.IF_NONE_MATCH) == "*" else None
+        if exclusive is not None:
+            if exclusive in self._writing:
+                raise NodeRefused(f"{name} is being created by somebody else", status=412)
+            self._writing.add(exclusive)
+        try:
+            if exclusive is not None:
+                await self._refuse_existing(text, name)
+            await self._store(request, info, name, nbytes)
+        finally:
+            if exclusive is not None:
+                self._writing.discard(exclusive)
+        return web.json_response({}, status=201)
+
+    async def _refuse_existing(self, text: str, name: str) -> None:
+        try:
+            _, manifest, _ = await self._find(text, name)
+        except SnapshotNotFound:
+            return
+        if manifest.name == name:
+            raise NodeRefused(f"{name} exists already", status=412)
+
+    async def _writer(self, text: str) -> RunInfo:
+        """The run that a file is written to, made if this node does not know it."""
+        try:
+            return self._node.find_run(text).info
+        except SnapshotNotFound:
+            name, identity = parse_run(text)
+            info = RunInfo(name=name, id=identity, location="", attempt=0, token="")
+            opened = await asyncio.to_thread(self._node.open_run, info)
+            return replace(info, attempt=opened.attempt)
+
+    async def _store(self, request: web.Request, info: RunInfo, name: str, nbytes: int) -> None:
+        upload = await self._lease(request, info.text, info.attempt, nbytes, WAIT_FOR_SLOT_S)
+        try:
+            await self._receive(request, upload)
+            manifest = Manifest(
+                run=info.name,
+                run_id=info.id,
+                name=name,
+                file="",
+                step=0,
+                attempt=info.attempt,
+                nbytes=nbytes,
+                created_unix_s=time.time(),
+            )
+            await asyncio.to_thread(self._seal, upload, manifest)
+            self._removed.pop((info.key, name), None)
+        except BaseException:
+            self._node.abort(upload.id)
+            raise
+
+    async def _receive(self, request: web.Request, upload: Upload) -> None:
+        """Take a body straight into the slot, unless it comes too slowly."""
+        place, deadline_s = 0, time.monotonic() + _QUIET_BODY_S + upload.nbytes / _SLOWEST_BYTES_PER_S
+        with upload.slot.view(upload.nbytes) as view:
+            while place < upload.nbytes:
+                within_s = min(_QUIET_BODY_S, deadline_s - time.monotonic())
+                try:
+                    chunk = await asyncio.wait_for(request.content.readany(), within_s)
+                except asyncio.TimeoutError:
+                    raise NodeRefused(f"only {place} of {upload.nbytes} bytes came in time", status=408) from None
+                if not chunk:
+                    raise CorruptSnapshot(f"the connection broke after {place} of {upload.nbytes} bytes")
+                if self._node.find_upload(upload.id) is not upload:
+                    raise SnapshotNotFound("this upload was given up; begin again")
+                view[place : place + len(chunk)] = chunk
+                place += len(chunk)
+
+    def _seal(self, upload: Upload, manifest: Manifest) -> None:
+        """Commit a file that came in one body: checksum its parts here, but leave its bytes as they came."""
+        with upload.slot.view(upload.nbytes) as view:
+            sealed = manifest.sealed(view)
+        upload.received = {
+            index * PART_BYTES: (min(PART_BYTES, upload.nbytes - index * PART_BYTES), digest)
+            for index, digest in enumerate(sealed.checksums)
+        }
+        self._node.commit(upload.id, sealed)
+
+    # -- removing -------------------------------------------------------------------------------------------------
+
+    async def remove(self, request: web.Request) -> web.Response:
+        """``DELETE``: a snapshot or file, in memory and below; never through the alias ``last.ckpt``."""
+        text, path = request.match_info["run"], request.match_info["path"].strip("/")
+        key = self._node.key(text)
+        slot, manifest, directory = await self._find(text, path)
+        if path not in (manifest.name, manifest.data_path):
+            raise NodeRefused(
+                f"{path!r} is only another name, of {manifest.data_path}; remove that by its own name", status=409
+            )
+        if slot is not None:
+            await asyncio.to_thread(self._node.remove, text, manifest.name)
+        elif directory is not None:
+            self._node.flusher.delete(directory.url, manifest)
+        self._removed[key, manifest.name] = time.monotonic() + _HIDDEN_S
+        return web.json_response({})
+
+
+@contextmanager
+def _hanging_up(request: web.Request) -> Iterator[None]:
+    """Break the connection when a body that was begun cannot be ended: nothing else tells the reader."""
+    try:
+        yield
+    except (SpotError, asyncio.TimeoutError) as error:
+        logger.warning("reading %s broke off: %s", request.path, error or "the reader is too slow")
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("hung up") from error
+
+
+def byte_range(header: str | None, nbytes: int) -> tuple[int, int, int]:
+    """``(start, stop, status)`` of the bytes asked for; one range, as in RFC 9110 §14."""
+    if header is None:
+        return 0, nbytes, 200
+    match = re.fullmatch(r"bytes=(\d{0,19})-(\d{0,19})", header)
+    if match is None or match.groups() == ("", ""):
+        raise SettingsError(f"range {header[:80]!r} is not understood; one range of bytes, please")
+    first, last = match.groups()
+    start = int(first) if first else max(0, nbytes - int(last))
+    stop = min(nbytes, int(last) + 1) if first and last else nbytes
+    if start >= stop:
+        raise NodeRefused(f"range {header!r} lies outside the file of {nbytes} bytes", status=416)
+    return start, stop, 206
+
+
+def _name(path: str) -> str:
+    """Name of the snapshot or file that a path below a run belongs to."""
+    return path.partition("/")[0]
+
+
+def _as_json(entry: Entry, dirty: list[str], safe: list[str]) -> dict[str, object]:
+    return {
+        "path": entry.path,
+        "nbytes": entry.nbytes,
+        "created_unix_s": entry.created_unix_s,
+        "dirty": list(dirty),
+        "safe": list(safe),
+    }

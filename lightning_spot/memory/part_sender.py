@@ -1,0 +1,114 @@
+"""The client's end of a stream of parts. The other end is ``part_receiver``; the frames are described in ``wire``."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Iterator
+
+from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES
+from lightning_spot.errors import NodeUnreachable
+from lightning_spot.memory.wire import (
+    DIGEST_BYTES,
+    FRAME,
+    PROTOCOL_HEADER,
+    UPGRADE,
+    Address,
+    error_from_body,
+    fill,
+)
+
+_CONNECT_TIMEOUT_S = 5.0
+_TIMEOUT_S = 60.0
+_WINDOW = 2  # parts under way on one connection before an answer is waited for
+_LONGEST_HEAD = 65536
+
+
+class PartStream:
+    """One upgraded connection for the parts of one upload. Use from one thread; close it.
+
+    Args:
+        address: the node (TCP).
+        token: secret to send, if any.
+        upload: id of the upload.
+
+    Raises:
+        NodeUnreachable: if no node answers.
+        SpotError: whatever the node answered with.
+    """
+
+    def __init__(self, address: Address, token: str | None, upload: str) -> None:
+        self._name = str(address)
+        lines = [
+            f"POST /v1/uploads/{upload}/stream HTTP/1.1",
+            f"Host: {address.host}:{address.port}",
+            "Connection: Upgrade",
+            f"Upgrade: {UPGRADE}",
+            f"{PROTOCOL_HEADER}: {PROTOCOL_VERSION}",
+            "Content-Length: 0",
+            *([f"Authorization: Bearer {token}"] if token else []),
+        ]
+        try:
+            self._socket = socket.create_connection(
+                (address.host.strip("[]"), address.port), timeout=_CONNECT_TIMEOUT_S
+            )
+        except OSError as error:
+            raise self._unreachable(error) from error
+        try:
+            self._socket.settimeout(_TIMEOUT_S)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.sendall(("\r\n".join(lines) + "\r\n\r\n").encode())
+            self._expect_upgrade()
+        except OSError as error:
+            self.close()
+            raise self._unreachable(error) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, parts: Iterable[tuple[int, memoryview]]) -> Iterator[tuple[int, str]]:
+        """Send ``(offset, bytes)`` parts and yield ``(offset, xxh3-128)`` of each as it arrived.
+
+        Raises:
+            NodeUnreachable: if the connection breaks.
+        """
+        waiting: list[int] = []
+        try:
+            for offset, part in parts:
+                self._socket.settimeout(_TIMEOUT_S)
+                self._socket.sendall(FRAME.pack(offset, len(part)))
+                for start in range(0, len(part), SEND_BYTES):
+                    self._socket.sendall(part[start : start + SEND_BYTES])
+                waiting.append(offset)
+                if len(waiting) >= _WINDOW:
+                    yield waiting.pop(0), self._digest()
+            for offset in waiting:
+                yield offset, self._digest()
+        except OSError as error:
+            raise self._unreachable(error) from error
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+    def _digest(self) -> str:
+        buffer = bytearray(DIGEST_BYTES)
+        fill(self._socket, memoryview(buffer), _TIMEOUT_S)
+        return buffer.hex()
+
+    def _expect_upgrade(self) -> None:
+        answer = b""
+        while b"\r\n\r\n" not in answer:
+            data = self._socket.recv(4096)
+            if not data:
+                raise ConnectionError("the connection was closed")
+            answer += data
+            if len(answer) > _LONGEST_HEAD:
+                raise ConnectionError("its answer has no end")
+        head, _, body = answer.partition(b"\r\n\r\n")
+        status = head.split(b" ", 2)[1:2]
+        if status != [b"101"]:
+            code = int(status[0]) if status and status[0].isdigit() else 0
+            raise error_from_body(code, body, self._name)
+
+    def _unreachable(self, error: OSError) -> NodeUnreachable:
+        return NodeUnreachable(f"the connection to {self._name} broke ({error})", tier=self._name)

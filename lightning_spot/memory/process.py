@@ -1,0 +1,118 @@
+"""Names a process so that another one with the same number is never taken for it, watches it, and ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import time
+from dataclasses import asdict, dataclass
+
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A process of this machine, as ``/proc`` knows it.
+
+    Attributes:
+        pid: its number, as seen from its own process namespace.
+        started: when it began, in clock ticks since the machine did.
+        namespace: in which its number counts.
+    """
+
+    pid: int
+    started: int
+    namespace: str
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId | None:
+        """The process of that number in this process' namespace; ``None`` if there is none, or it has ended."""
+        fields = _stat(pid)
+        return None if fields is None or fields[0] in "ZX" else cls(pid, int(fields[19]), _namespace())
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ProcessId | None:
+        """Read what :meth:`to_json` wrote; ``None`` if it is something else."""
+        try:
+            fields = json.loads(text)
+            return cls(int(fields["pid"]), int(fields["started"]), str(fields["namespace"]))
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs (or is stopped); never true for another process that has got its number."""
+        return ProcessId.of(self.pid) == self
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal or a debugger has stopped it."""
+        fields = _stat(self.pid)
+        return self.alive and fields is not None and fields[0] in "Tt"
+
+    def kill(self, within_s: float) -> bool:
+        """End it with SIGKILL, and wait for that.
+
+        Returns:
+            whether it has ended.
+        """
+        fd = open_pidfd(self.pid)
+        try:
+            if not self.alive:  # looked at after the descriptor was opened, which now names this very process
+                return True
+            try:
+                if fd is None:
+                    os.kill(self.pid, signal.SIGKILL)
+                else:
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+            except ProcessLookupError:
+                return True
+            except PermissionError:
+                return False
+            deadline = time.monotonic() + within_s
+            while self.alive and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+            return not self.alive
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+
+def open_pidfd(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends; ``None`` where there is none to be had."""
+    if pid <= 0 or not hasattr(os, "pidfd_open"):
+        return None
+    with contextlib.suppress(OSError):
+        return os.pidfd_open(pid)
+    return None
+
+
+def wait_readable(fds: list[int], within_s: float | None) -> set[int]:
+    """Those of ``fds`` that are readable or closed, once one is; empty when it takes longer than ``within_s``."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(None if within_s is None else max(0, int(within_s * 1000)))}
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of ``/proc/PID/stat`` from the third (its state) on; ``None`` if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""

@@ -1,0 +1,160 @@
+"""The files of an embedded node in the runtime directory: where its sockets are, whether it lives, who it is.
+
+``KEY.lock`` is held while one is being started, ``KEY.alive`` by the node as long as it lives (it names its process),
+``KEY.http`` and ``KEY.fds`` are its sockets, ``KEY.log`` is what it writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_spot.config import read_environment, run_key
+from lightning_spot.errors import NodeUnreachable, SettingsError
+from lightning_spot.memory.process import ProcessId
+
+_LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107
+_POLL_S = 0.02
+_ABANDONED_S = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Where the embedded node of a run keeps its things.
+
+    Attributes:
+        folder: the runtime directory.
+        key: of the run, see :func:`~lightning_spot.config.run_key`.
+    """
+
+    folder: Path
+    key: str
+
+    @property
+    def http(self) -> Path:
+        """Its HTTP socket."""
+        return self.folder / f"{self.key}.http"
+
+    @property
+    def fds(self) -> Path:
+        """Its descriptor channel."""
+        return self.folder / f"{self.key}.fds"
+
+    @property
+    def alive(self) -> Path:
+        """Locked by the node while it lives."""
+        return self.folder / f"{self.key}.alive"
+
+    @property
+    def log(self) -> Path:
+        """What it writes."""
+        return self.folder / f"{self.key}.log"
+
+    @property
+    def lock(self) -> Path:
+        """Locked by a trainer while it starts or replaces the node."""
+        return self.folder / f"{self.key}.lock"
+
+    def running(self) -> bool:
+        """Whether the node lives."""
+        try:
+            with open(self.alive, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return False
+
+    def process(self) -> ProcessId | None:
+        """The node's process, as it noted it; ``None`` if it has not yet."""
+        try:
+            return ProcessId.from_json(self.alive.read_bytes())
+        except OSError:
+            return None
+
+    @contextmanager
+    def starting(self, within_s: float) -> Iterator[None]:
+        """Be the only one on this host who starts this node.
+
+        Raises:
+            NodeUnreachable: if somebody else has been at it for ``within_s`` seconds.
+        """
+        fd = hold(self.lock, within_s)
+        if fd is None:
+            raise NodeUnreachable(f"another process has been starting this run's node for {within_s:.0f} s")
+        try:
+            yield
+        finally:
+            self.lock.unlink(missing_ok=True)
+            os.close(fd)
+
+    def remove(self) -> None:
+        """Remove what a node that has ended left here."""
+        for path in (self.http, self.fds, self.log, self.lock, self.alive):
+            path.unlink(missing_ok=True)
+
+
+def hold(path: Path, within_s: float) -> int | None:
+    """Lock a file, making it if need be, and return its descriptor; ``None`` if somebody holds it all the time.
+
+    The lock goes when the descriptor is closed. Who holds it may remove the file: those who waited for the lock of the
+    removed one notice.
+    """
+    deadline = time.monotonic() + within_s
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), os.stat(path)):
+                    return fd
+        except OSError:
+            if time.monotonic() > deadline:
+                os.close(fd)
+                return None
+            time.sleep(_POLL_S)
+        os.close(fd)
+
+
+def find_record(dirpath: str) -> Record:
+    """The record of the embedded node that serves a run's durable URL (whether or not it lives).
+
+    Raises:
+        SettingsError: if the runtime directory cannot be used.
+    """
+    folder = read_environment().runtime_dir
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise PermissionError("others can write to it")
+    except OSError as error:
+        raise SettingsError(
+            f"the runtime directory {folder} cannot be used ({error}); set LIGHTNING_SPOT_RUNTIME_DIR to a private,"
+            " writable one"
+        ) from error
+    record = Record(folder, run_key(dirpath))
+    if len(str(record.http)) > _LONGEST_SOCKET_PATH:
+        raise SettingsError(
+            f"{folder} is too long for a socket's path; set LIGHTNING_SPOT_RUNTIME_DIR to a shorter one"
+        )
+    return record
+
+
+def sweep(folder: Path) -> None:
+    """Remove files of embedded nodes that were killed more than a day ago and that nobody replaced."""
+    now_s = time.time()
+    for path in folder.glob("*.alive"):
+        record = Record(folder, path.name.removesuffix(".alive"))
+        with contextlib.suppress(OSError):  # another node may be sweeping it too
+            fd = hold(path, 0.0) if now_s - path.stat().st_mtime > _ABANDONED_S else None
+            if fd is not None:
+                record.remove()
+                os.close(fd)

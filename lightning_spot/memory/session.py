@@ -1,0 +1,135 @@
+"""The trainer's end of the descriptor channel: a session with the node on this host. The node's end is ``channel``."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+from lightning_spot.errors import NodeUnreachable, SnapshotNotFound
+from lightning_spot.staging.slot import map_shared
+
+_LONGEST_LINE = 65536
+
+
+class Session:
+    """A connection that says that this process lives, and by which it gets at slots. May be used from any thread.
+
+    A forked child does not have it: its copy of the connection is closed at the fork.
+
+    Args:
+        path: of the node's channel.
+        token: secret to greet with, if any.
+        max_stall_s: bound on every call, seconds.
+
+    Raises:
+        NodeUnreachable: if the node does not answer in time (then its ``__cause__`` is a ``TimeoutError``), or at all.
+
+    Attributes:
+        id: names this session in HTTP requests.
+    """
+
+    def __init__(self, path: Path, token: str | None, max_stall_s: float) -> None:
+        self._max_stall_s = max_stall_s
+        self._lock = threading.Lock()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.settimeout(max_stall_s)
+            self._socket.connect(str(path))
+            answer, _ = self._ask({"token": token, "pid": os.getpid()})
+        except BlockingIOError as error:  # nobody accepts connections any more
+            self._socket.close()
+            raise NodeUnreachable(f"the node on this host does not answer at {path}") from TimeoutError(str(error))
+        except OSError as error:
+            self._socket.close()
+            if isinstance(error, NodeUnreachable):
+                raise
+            raise NodeUnreachable(f"the node on this host does not answer at {path}: {error}") from error
+        if "session" not in answer:
+            self._socket.close()
+            raise NodeUnreachable(
+                "the node on this host refuses this trainer's token: it was started with another LIGHTNING_SPOT_TOKEN"
+            )
+        self.id = str(answer["session"])
+        _sessions.add(self)
+
+    def map_slot(self, index: int) -> mmap.mmap:
+        """Map the memory of a leased slot into this process, shared and writable."""
+        answer, fd = self._ask({"slot": index})
+        if fd is None:
+            raise NodeUnreachable(f"the node on this host no longer has slot {index}")
+        try:
+            return map_shared(fd, int(answer["capacity"]))
+        finally:
+            os.close(fd)
+
+    def open_snapshot(self, run: str, name: str) -> int:
+        """Descriptor of a committed snapshot's memory, which stays as it is until this session closes.
+
+        Raises:
+            SnapshotNotFound: if the node holds none of that name.
+        """
+        _, fd = self._ask({"run": run, "name": name})
+        if fd is None:
+            raise SnapshotNotFound(f"snapshot {name!r} of run {run!r} has left the memory of this host's node")
+        return fd
+
+    def close(self) -> None:
+        """Leave: what was pinned is let go."""
+        self._socket.close()
+
+    def _ask(self, message: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
+        deadline = time.monotonic() + self._max_stall_s
+        if not self._lock.acquire(timeout=self._max_stall_s):
+            raise NodeUnreachable("the node on this host does not answer") from TimeoutError()
+        fds: list[int] = []
+        try:
+            self._socket.settimeout(_left(deadline))
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+            data, fds, _, _ = socket.recv_fds(self._socket, _LONGEST_LINE, 1)
+            while data and not data.endswith(b"\n"):
+                self._socket.settimeout(_left(deadline))
+                piece = self._socket.recv(_LONGEST_LINE)
+                data = data + piece if piece else b""
+            answer = json.loads(data) if data else None
+        except (OSError, ValueError) as error:
+            _close_all(fds)
+            self._socket.close()  # an answer that comes late must not be taken for the next one's
+            raise NodeUnreachable(f"the node on this host has gone, or does not answer: {error}") from error
+        finally:
+            self._lock.release()
+        if not isinstance(answer, dict):
+            _close_all(fds)
+            raise NodeUnreachable("the node on this host has gone")
+        return answer, fds[0] if fds else None
+
+    def forget(self) -> None:
+        """Drop the connection in a forked child; its parent goes on with it."""
+        self._lock = threading.Lock()
+        self._socket.close()
+
+
+def _left(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for session in list(_sessions):
+        session.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

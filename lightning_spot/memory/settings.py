@@ -1,0 +1,115 @@
+"""How a node is run, and the flags of ``lightning-spot node`` that say so."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_spot.config import parse_bytes, read_environment
+from lightning_spot.errors import SettingsError
+from lightning_spot.memory.prefixes import check_prefix
+from lightning_spot.memory.record import Record
+from lightning_spot.memory.wire import DEFAULT_PORT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeSettings:
+    """How a node is run.
+
+    Attributes:
+        host: address to listen on, ``""`` for a Unix socket only.
+        port: TCP port; 0 takes a free one.
+        record: sockets of an embedded node.
+        flush_to: URL below which runs are flushed.
+        allow: prefixes of durable URLs that trainers may have this node write to.
+        memory_bytes: limit of the slots' memory.
+        slots: slots of the ring.
+        idle_timeout_s: an embedded node ends after so long without a trainer.
+        drain_timeout_s: how long SIGTERM waits for trainers and for dirty slots.
+    """
+
+    host: str = ""
+    port: int = 0
+    record: Record | None = None
+    flush_to: str | None = None
+    allow: tuple[str, ...] = ()
+    memory_bytes: int = 8 * 2**30
+    slots: int = 4
+    idle_timeout_s: float = 900.0
+    drain_timeout_s: float = 300.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of ``lightning-spot node``."""
+    parser.add_argument(
+        "--listen", default=f"127.0.0.1:{DEFAULT_PORT}", metavar="HOST:PORT", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--flush-to", metavar="URL", help="directory or fsspec URL below which each run is made durable"
+    )
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="directory or fsspec URL below which trainers may name the durable directory of their run; may be given"
+        " several times",
+    )
+    parser.add_argument("--memory", default="8GiB", metavar="SIZE", help="most memory for slots (default: %(default)s)")
+    parser.add_argument("--slots", type=int, default=4, metavar="N", help="slots of the ring (default: %(default)s)")
+    parser.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="on SIGTERM, serve trainers and flush for so long; a second signal hastens (default: 300)",
+    )
+    parser.add_argument("--idle-timeout", type=float, default=900.0, metavar="S", help=argparse.SUPPRESS)
+    parser.add_argument("--embedded", nargs=2, metavar=("DIR", "KEY"), help=argparse.SUPPRESS)
+
+
+def settings_from(arguments: argparse.Namespace) -> NodeSettings:
+    """Check the flags.
+
+    Raises:
+        SettingsError: naming the flag and what is wrong with it.
+    """
+    if arguments.slots < 1:
+        raise SettingsError(f"--slots {arguments.slots}: a ring has at least one slot")
+    shared = {
+        "memory_bytes": parse_bytes(arguments.memory),
+        "slots": arguments.slots,
+        "idle_timeout_s": arguments.idle_timeout,
+        "drain_timeout_s": arguments.drain_timeout,
+    }
+    if arguments.embedded:
+        folder, key = arguments.embedded
+        return NodeSettings(record=Record(Path(folder), key), **shared)
+    host, _, port = arguments.listen.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise SettingsError(f"--listen {arguments.listen!r}: write it like 127.0.0.1:{DEFAULT_PORT}")
+    host = host.strip("[]")
+    if not _is_loopback(host) and read_environment().token is None:
+        raise SettingsError(
+            f"--listen {arguments.listen}: a node listens beyond this host only with a token. Set LIGHTNING_SPOT_TOKEN"
+            " (or LIGHTNING_SPOT_TOKEN_FILE) here and on the trainers, or listen on 127.0.0.1"
+        )
+    flush_to = _absolute(arguments.flush_to) if arguments.flush_to is not None else None
+    allow = tuple(check_prefix(_absolute(prefix)) for prefix in arguments.allow)
+    return NodeSettings(host=host, port=int(port), flush_to=flush_to, allow=allow, **shared)
+
+
+def _absolute(url: str) -> str:
+    return url if "://" in url else os.path.abspath(url)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
