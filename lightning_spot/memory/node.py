@@ -320,6 +320,11 @@ class Node:
             CorruptSnapshot: if a part is missing or differs; the slot is freed.
         """
         upload = self.find_upload(upload_id)
+        if manifest.nbytes != upload.nbytes:
+            self.abort(upload_id)
+            raise SettingsError(
+                f"{manifest.name} has {manifest.nbytes} bytes, this upload was opened for {upload.nbytes}"
+            )
         if not manifest.checksums and manifest.nbytes:
             manifest = replace(
                 manifest, checksums=tuple(upload.received[start][1] for start in sorted(upload.received))

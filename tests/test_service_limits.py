@@ -1,0 +1,352 @@
+"""Nobody spoils a node from outside: silent and slow peers, numbers that lie, requests that are not what they seem."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lightning_spot.config import PROTOCOL_VERSION
+from lightning_spot.errors import NodeRefused, RingFull, SettingsError, SnapshotNotFound, SpotError
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory.client import NodeClient
+from lightning_spot.memory.connections import Connections
+from lightning_spot.memory.wire import FRAME, parse_spot_url
+from tests.conftest import RunningNode, until
+
+StartNode = Callable[..., RunningNode]
+MANY = 300
+
+
+def address_of(node: RunningNode) -> tuple[str, int]:
+    address = parse_spot_url(node.url)[0]
+    return address.host, address.port
+
+
+def client_of(node: RunningNode, token: str | None = None) -> NodeClient:
+    return NodeClient(parse_spot_url(node.url)[0], token)
+
+
+@contextmanager
+def connected(node: RunningNode, count: int, say: bytes) -> Iterator[list[socket.socket]]:
+    """So many connections that each said ``say``."""
+    with ExitStack() as stack:
+        made = []
+        for _ in range(count):
+            made.append(stack.enter_context(socket.create_connection(address_of(node), timeout=10)))
+            made[-1].sendall(say)
+        yield made
+
+
+def request(method: str, path: str, body: bytes = b"", headers: str = "", nbytes: int | None = None) -> bytes:
+    length = len(body) if nbytes is None else nbytes
+    return f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n{headers}\r\n".encode() + body
+
+
+def answer(node: RunningNode, sent: bytes, timeout_s: float = 10.0) -> tuple[int, bytes]:
+    """Status and body of what a node answers to raw bytes; status 0 if it hangs up."""
+    with socket.create_connection(address_of(node), timeout=timeout_s) as connection:
+        connection.sendall(sent)
+        data = b""
+        while b"\r\n\r\n" not in data and (piece := connection.recv(65536)):
+            data += piece
+        head, _, body = data.partition(b"\r\n\r\n")
+        return (int(head.split(b" ")[1]), body) if head else (0, b"")
+
+
+def open_run(client: NodeClient, run: str = "run", attempt: int = 1) -> None:
+    client.call("POST", f"/v1/runs/{run}/open", {"attempt": attempt})
+
+
+# -- peers that say nothing, or little --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def descriptors() -> None:
+    """This process needs a descriptor for each of its connections, too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 4096:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+
+
+def test_idle_slow_and_waiting_peers_keep_nobody_waiting(start_node: StartNode, descriptors: None) -> None:
+    node = start_node("--slots", "1")
+    client = client_of(node)
+    open_run(client)
+    client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 100})  # the only slot
+    lease = json.dumps({"attempt": 1, "nbytes": 100, "wait_s": 60}).encode()
+    with (
+        connected(node, MANY, b""),
+        connected(node, MANY, b"GET /v1/status HTTP/1.1\r\nHost: x\r\nX-Slow: "),
+        connected(node, MANY // 3, request("PUT", "/v1/files/run/x", b"begun", nbytes=10**6)),
+        connected(node, 2 * MANY // 3, request("POST", "/v1/runs/run/uploads", lease)),
+    ):
+        for _ in range(3):
+            began_s = time.monotonic()
+            assert client.call("GET", "/v1/status", timeout_s=10)["protocol"] == PROTOCOL_VERSION
+            assert client_of(node).call("GET", "/healthz", timeout_s=10) == {"status": "ok"}
+            assert time.monotonic() - began_s < 2.0
+            time.sleep(0.3)
+
+
+def test_who_waits_for_a_slot_and_goes_leaves_nothing(start_node: StartNode) -> None:
+    node = start_node("--slots", "1")
+    client = client_of(node)
+    open_run(client)
+    body = {"attempt": 1, "nbytes": 100}
+    upload = client.call("POST", "/v1/runs/run/uploads", body)["upload"]
+    lease = request("POST", "/v1/runs/run/uploads", json.dumps({**body, "wait_s": 60}).encode())
+    with connected(node, 5, lease):
+        time.sleep(0.3)
+    time.sleep(0.2)
+    client.call("DELETE", f"/v1/uploads/{upload}")
+    time.sleep(0.5)  # whoever still waited would have it by now
+    client.call("POST", "/v1/runs/run/uploads", body)
+    with pytest.raises(RingFull):
+        client.call("POST", "/v1/runs/run/uploads", body)
+
+
+class Silent(asyncio.Protocol):
+    """A service that never answers, and says when its connection has ended."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None: ...
+
+
+async def _serving(connections: Connections) -> tuple[asyncio.AbstractServer, int]:
+    server = await asyncio.get_running_loop().create_server(connections, "127.0.0.1", 0)
+    return server, server.sockets[0].getsockname()[1]
+
+
+async def _lasted_s(reader: asyncio.StreamReader) -> float:
+    began_s = time.monotonic()
+    with suppress(ConnectionResetError):
+        await asyncio.wait_for(reader.read(), 10)
+    return time.monotonic() - began_s
+
+
+def test_a_head_has_its_time_and_so_has_silence() -> None:
+    async def run() -> None:
+        connections = Connections(Silent, head_timeout_s=0.3, idle_timeout_s=0.8)
+        server, port = await _serving(connections)
+        silent, _ = await asyncio.open_connection("127.0.0.1", port)
+        slow, slowly = await asyncio.open_connection("127.0.0.1", port)
+        kept, keep = await asyncio.open_connection("127.0.0.1", port)
+        keep.write(b"a head")
+        await asyncio.sleep(0.1)
+        accepted = [item for item in connections._open.values() if item._transport is not None]
+        handled = next(
+            item for item in accepted if item._transport.get_extra_info("peername") == keep.get_extra_info("sockname")
+        )
+        handled.begin_request()
+
+        async def drip() -> None:
+            for _ in range(20):
+                slowly.write(b"x")
+                await asyncio.sleep(0.05)
+
+        dripping = asyncio.create_task(drip())
+        assert 0.1 < await _lasted_s(silent) < 1.0
+        assert await _lasted_s(slow) < 1.0  # a byte now and then gains no time
+        await asyncio.sleep(0.5)
+        assert not handled.gone.done()  # a request that is being handled is no silence
+        handled.end_request()
+        assert 0.5 < await _lasted_s(kept) < 2.0
+        dripping.cancel()
+        server.close()
+
+    asyncio.run(run())
+
+
+def test_when_there_are_too_many_the_longest_idle_one_goes() -> None:
+    async def run() -> None:
+        server, port = await _serving(Connections(Silent, most=3))
+        ends = []
+        for _ in range(4):
+            ends.append(await asyncio.open_connection("127.0.0.1", port))
+            await asyncio.sleep(0.05)
+        assert await _lasted_s(ends[0][0]) < 1.0
+        assert not any(reader.at_eof() for reader, _ in ends[1:])
+        server.close()
+
+    asyncio.run(run())
+
+
+# -- numbers that lie -------------------------------------------------------------------------------------------------
+
+HUGE = 10**15
+MANIFEST = asdict(Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=100))
+BOMB = {**MANIFEST, "nbytes": HUGE, "part_bytes": 1}
+OPEN, UPLOADS = "/v1/runs/run/open", "/v1/runs/run/uploads"
+
+
+@pytest.fixture(scope="module")
+def lasting_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    """One node for every bad request: it must live through all of them."""
+    folder = tmp_path_factory.mktemp("node")
+    flags = ["--listen", "127.0.0.1:0", "--memory", "64MiB"]
+    environment = {"LIGHTNING_SPOT_SHM_DIR": "", "LIGHTNING_SPOT_RUNTIME_DIR": str(folder)}
+    node = RunningNode(flags, folder / "node.log", environment).wait_listening()
+    open_run(client_of(node))
+    yield node
+    node.stop(9)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", UPLOADS, {"attempt": 1, "nbytes": HUGE}),
+        ("POST", UPLOADS, {"attempt": 1, "nbytes": -1}),
+        ("POST", UPLOADS, {"attempt": 1, "nbytes": 1e3}),
+        ("POST", UPLOADS, {"attempt": 10**30, "nbytes": 1}),
+        ("POST", UPLOADS, {"attempt": True, "nbytes": 1}),
+        ("POST", UPLOADS, {"attempt": 1, "nbytes": 1, "wait_s": float("nan")}),
+        ("POST", UPLOADS, {"attempt": 1, "nbytes": 1, "wait_s": -1}),
+        ("POST", UPLOADS, {"attempt": 1, "nbytes": 1, "wait_s": "60"}),
+        ("POST", OPEN, {"attempt": 1, "keep": 10**30}),
+        ("POST", OPEN, {"attempt": 1, "durable_every_s": float("nan")}),
+        ("POST", OPEN, {"attempt": 1, "token": "x" * 10**5}),
+        ("POST", OPEN, {"attempt": 1, "location": ["a"]}),
+        ("POST", "/v1/runs/run@zz/open", {"attempt": 1}),
+        ("POST", "/v1/flush", {"wait_s": float("nan")}),
+        ("POST", "/v1/flush", {"run": 5}),
+    ],
+)
+def test_a_number_out_of_bounds_is_refused(lasting_node: RunningNode, method: str, path: str, body: Any) -> None:
+    with pytest.raises(SpotError) as caught:
+        client_of(lasting_node).call(method, path, body, timeout_s=5)
+    assert isinstance(caught.value, SettingsError | NodeRefused), caught.value
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (request("POST", OPEN, nbytes=10**12), 413),
+        (request("POST", OPEN, b"[" * 100_000), 400),
+        (request("POST", OPEN, b'{"attempt": ' + b"9" * 10_000 + b"}"), 400),
+        (request("POST", OPEN, b"\xff\xfe"), 400),
+        (request("PUT", "/v1/files/run/x", nbytes=2**62), 400),
+        (request("PUT", "/v1/files/run/x", nbytes=2**45), 413),
+        (b"PUT /v1/files/run/x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
+        (request("GET", "/v1/status", headers="X-Long: " + "x" * 100_000 + "\r\n"), 400),
+        (request("GET", "/v1/files/run/x", headers="Range: bytes=0-" + "9" * 5000 + "\r\n"), 404),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
+    ],
+)
+def test_a_request_that_is_too_much_is_refused(lasting_node: RunningNode, sent: bytes, status: int) -> None:
+    assert answer(lasting_node, sent)[0] == status
+    assert client_of(lasting_node).call("GET", "/healthz") == {"status": "ok"}
+
+
+@pytest.mark.parametrize("header", ["bytes=-0", "bytes=10-5", "bytes=100-", "bytes=99999999999999999999-", "bytes=x"])
+def test_a_range_outside_a_file_is_refused(lasting_node: RunningNode, header: str) -> None:
+    client = client_of(lasting_node)
+    client.send("/v1/files/run/small", lambda: [memoryview(b"0123456789")], 10)
+    status, _ = answer(lasting_node, request("GET", "/v1/files/run/small", headers=f"Range: {header}\r\n"))
+    assert status in (400, 416)
+
+
+def test_a_manifest_that_promises_a_petabyte_costs_nothing(lasting_node: RunningNode) -> None:
+    client, process = client_of(lasting_node), psutil.Process(lasting_node.process.pid)
+    upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 100})["upload"]
+    before = process.memory_info().rss
+    for text in (json.dumps({"manifest": BOMB}), json.dumps({"manifest": {**BOMB, "part_bytes": 0}})):
+        assert answer(lasting_node, request("POST", f"/v1/uploads/{upload}/commit", text.encode()))[0] in (400, 422)
+    assert process.memory_info().rss - before < 50 * 2**20
+    client.call("DELETE", f"/v1/uploads/{upload}")
+
+
+@pytest.mark.parametrize("frame", [(0, 0), (0, 2**40), (2**63, 2**63), (90, 20)])
+def test_a_frame_that_lies_ends_its_stream_only(lasting_node: RunningNode, frame: tuple[int, int]) -> None:
+    client = client_of(lasting_node)
+    upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 100})["upload"]
+    stream = client.stream(upload)
+    stream._socket.sendall(FRAME.pack(*frame))
+    stream._socket.settimeout(5)
+    assert stream._socket.recv(16) == b""
+    stream.close()
+    client.call("DELETE", f"/v1/uploads/{upload}")
+
+
+# -- requests that are not what they seem -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"run": "other"}, {"run_id": "0123456789ab"}, {"attempt": 7}, {"nbytes": 50}],
+    ids=lambda change: next(iter(change)),
+)
+def test_an_upload_commits_only_what_it_was_opened_for(lasting_node: RunningNode, change: dict[str, Any]) -> None:
+    client, data = client_of(lasting_node), bytes(100)
+    upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 100})["upload"]
+    stream = client.stream(upload)
+    assert len(list(stream.send([(0, memoryview(data)[:50]), (50, memoryview(data)[50:])]))) == 2
+    stream.close()
+    manifest = {**MANIFEST, "part_bytes": 50, **change}
+    with pytest.raises(SettingsError):
+        client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": manifest})
+    for run in ("run", "other"):
+        held = client.call("GET", f"/v1/runs/{run}/snapshots")["snapshots"]
+        assert manifest["name"] not in [item["manifest"]["name"] for item in held]
+
+
+def commit(client: NodeClient, step: int, run: str = "run") -> Manifest:
+    data = bytes([step]) * 100
+    manifest = Manifest(run=run, name=snapshot_name(step, 1), step=step, attempt=1, nbytes=100)
+    manifest = manifest.sealed(memoryview(data))
+    upload = client.call("POST", f"/v1/runs/{run}/uploads", {"attempt": 1, "nbytes": 100})["upload"]
+    stream = client.stream(upload)
+    assert list(stream.send([(0, memoryview(data))])) == [(0, manifest.checksums[0])]
+    stream.close()
+    client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": asdict(manifest)})
+    return manifest
+
+
+def test_nothing_is_removed_through_an_alias(lasting_node: RunningNode) -> None:
+    client = client_of(lasting_node)
+    open_run(client, "alias")
+    manifest = commit(client, 5, "alias")
+    with pytest.raises(NodeRefused, match=r"only another name, of .*remove that by its own name"):
+        client.call("DELETE", "/v1/files/alias/last.ckpt")
+    assert client.head("/v1/files/alias/last.ckpt")["spot-snapshot"] == manifest.name
+    client.send("/v1/files/alias/last.ckpt", lambda: [memoryview(b"x")], 1)  # a file of its own
+    client.call("DELETE", "/v1/files/alias/last.ckpt")
+    assert client.head("/v1/files/alias/last.ckpt")["spot-snapshot"] == manifest.name
+    client.call("DELETE", f"/v1/files/alias/{manifest.name}")
+    with pytest.raises(SnapshotNotFound):
+        client.head("/v1/files/alias/last.ckpt")
+
+
+def test_health_and_readiness_tell_strangers_no_secret(start_node: StartNode, tmp_path: Path) -> None:
+    durable = tmp_path / "durable"
+    node = start_node("--slots", "2", "--flush-to", str(durable), environment={"LIGHTNING_SPOT_TOKEN": "open sesame"})
+    trainer = client_of(node, "open sesame")
+
+    def ready() -> tuple[int, list[str]]:
+        status, body = answer(node, request("GET", "/readyz"))
+        assert str(tmp_path).encode() not in body
+        assert b"hush" not in body
+        return status, json.loads(body)["reasons"]
+
+    assert answer(node, request("GET", "/healthz"))[0] == 200
+    assert answer(node, request("GET", "/v1/status"))[0] == 401
+    assert ready() == (200, [])
+    open_run(trainer, "hush")
+    durable.rmdir() if durable.exists() else None
+    durable.write_text("a file in the way")
+    commit(trainer, 1, "hush")
+    until(lambda: "a tier below is failing" in ready()[1], "the tier to fail")
+    assert ready()[0] == 503
+    trainer.call("POST", "/v1/runs/hush/uploads", {"attempt": 1, "nbytes": 100})
+    assert "memory is full" in ready()[1]
+    node.process.terminate()
+    until(lambda: "shutting down" in ready()[1], "the node to begin its end")
