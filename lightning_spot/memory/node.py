@@ -265,7 +265,7 @@ class Node:
             raise TierError("this node is shutting down and takes no new snapshots")
         key = self._admit(run, attempt)
         self._expire()
-        slot = self.ring.lease(nbytes, wait_s)
+        slot = self.ring.lease(max(1, nbytes), wait_s)  # an empty file has a slot, too
         upload = Upload(uuid.uuid4().hex, key, attempt, slot, nbytes, session, time.monotonic())
         with self._lock:
             if session and session != IN_PROCESS and session not in self._sessions:
