@@ -15,9 +15,9 @@ from lightning_spot.callbacks.goodput import Goodput
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot, snapshots_of
 from lightning_spot.config import format_seconds
 from lightning_spot.errors import Preempted, SettingsError, TierError
-from lightning_spot.recovery.ledger import AttemptRecord, Spent, spent, total
+from lightning_spot.recovery.ledger import Account, AttemptRecord, Spent, account_after
 from lightning_spot.run.location import Location
-from lightning_spot.tiers.records import read_records, write_record
+from lightning_spot.tiers.records import newest_record, write_record
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class GoodputMonitor(pl.Callback):
         self._dirpath = Location.of(dirpath, None, None).url if dirpath is not None else None
         self._log_every_s, self._heartbeat_s = log_every_s, heartbeat_s
         self._record: AttemptRecord | None = None
-        self._earlier: list[AttemptRecord] = []
+        self._earlier = Account()
         self._snapshots: RemoteSnapshot | None = None
         self._url = ""
         self._logged_s = 0.0
@@ -72,15 +72,10 @@ class GoodputMonitor(pl.Callback):
         if not self._url:
             raise SettingsError("GoodputMonitor needs a dirpath where the trainer has no SpotCheckpoint")
         now_s = time.time()
-        try:
-            self._earlier = [AttemptRecord.from_dict(record) for record in read_records(self._url)]
-        except (TierError, TypeError, ValueError) as error:
-            self._earlier = []
-            logger.warning("lightning_spot: goodput begins anew: %s", error)
-        last = max((record.attempt for record in self._earlier), default=0)
-        number = snapshots.attempt if snapshots is not None else last + 1
-        self._earlier = [record for record in self._earlier if record.attempt < number]
-        self._record = record = AttemptRecord(attempt=number, begun_unix_s=now_s, unix_s=now_s)
+        previous = self._previous(snapshots.attempt if snapshots is not None else None)
+        self._earlier = account_after(previous)
+        number = snapshots.attempt if snapshots is not None else previous.attempt + 1 if previous is not None else 1
+        self._record = record = AttemptRecord(attempt=number, begun_unix_s=now_s, unix_s=now_s, earlier=self._earlier)
         self._stopping = False
         self._wake.set()
         self._thread = threading.Thread(target=self._beat, args=(record,), name="spot-goodput", daemon=True)
@@ -113,7 +108,7 @@ class GoodputMonitor(pl.Callback):
             return
         self._note(trainer, self._record)
         self._log(trainer)
-        attempts = len(self._earlier) + 1
+        attempts = self._earlier.count + 1
         rank_zero_info(f"lightning_spot: {told(self.spent())}; {attempts} attempt{'s' if attempts > 1 else ''}")
         self._close("complete")
 
@@ -131,8 +126,16 @@ class GoodputMonitor(pl.Callback):
 
     def spent(self) -> Spent:
         """Where the time of the run went so far, on rank 0."""
-        records = [*self._earlier, *([self._record] if self._record is not None else [])]
-        return total(spent(records))
+        return self._earlier.spent(self._record)
+
+    def _previous(self, number: int | None) -> AttemptRecord | None:
+        """The record of the attempt before, which carries the account of all before it."""
+        try:
+            record = newest_record(self._url, before=number)
+            return AttemptRecord.from_dict(record) if record is not None else None
+        except (TierError, TypeError, ValueError) as error:
+            logger.warning("lightning_spot: goodput begins anew: %s", error)
+            return None
 
     def _note(self, trainer: pl.Trainer, record: AttemptRecord) -> None:
         record.step, record.unix_s = trainer.global_step, time.time()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 
 from lightning_spot.cli.output import plain_table, wide_console
 from lightning_spot.config import format_seconds
 from lightning_spot.errors import SnapshotNotFound
-from lightning_spot.recovery.ledger import AttemptRecord, Spent, lost_steps, spent, total
+from lightning_spot.recovery.ledger import AttemptRecord, Spent, history, lost_steps, spent, total
 from lightning_spot.run.location import Location
 from lightning_spot.tiers.records import read_records
 
@@ -27,17 +28,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def report(arguments: argparse.Namespace) -> int:
     """Show the attempts of a run, and the whole."""
     url = Location.of(arguments.url, None, None).url
-    records = [AttemptRecord.from_dict(record) for record in read_records(url)]
+    before, records = history([AttemptRecord.from_dict(record) for record in read_records(url)])
     if not records:
         raise SnapshotNotFound(
             f"{url} has no records of attempts: it is no run, or was trained without SpotCheckpoint or GoodputMonitor"
         )
     parts = spent(records)
-    whole = total(parts)
+    whole = total([before.closed, *parts])
     if arguments.plot:
         _plot(records, arguments.plot)
     if arguments.json:
-        print(json.dumps(_facts(records, parts, whole), indent=1))
+        print(json.dumps(_facts(records, parts, whole, before.attempts), indent=1))
         return 0
     console = wide_console()
     headings = ("ATTEMPT", "BEGUN", "STEPS", "LASTED", "SNAPSHOTS", "STALL", "LOST", "DOWN AFTER", "END")
@@ -55,18 +56,23 @@ def report(arguments: argparse.Namespace) -> int:
             format_seconds(part.down_s),
             record.end,
         )
+    if before.attempts:
+        console.print(f"{before.attempts} attempts before these, {format_seconds(before.closed.total_s)} in all")
     console.print(table)
     console.print(_line(parts, whole), markup=False)
     console.print(f"goodput {100 * whole.goodput:.1f} % of {format_seconds(whole.total_s)}")
     return 0
 
 
-def _facts(records: list[AttemptRecord], parts: list[Spent], whole: Spent) -> dict[str, object]:
+def _facts(records: list[AttemptRecord], parts: list[Spent], whole: Spent, before: int) -> dict[str, object]:
     def plain(part: Spent) -> dict[str, float]:
         return {**{name: getattr(part, name) for name in _PARTS}, "total_s": part.total_s, "goodput": part.goodput}
 
-    attempts = [{**record.as_dict(), "spent": plain(part)} for record, part in zip(records, parts, strict=True)]
-    return {"attempts": attempts, "whole": plain(whole)}
+    attempts = [
+        {**replace(record, earlier=None).as_dict(), "spent": plain(part)}
+        for record, part in zip(records, parts, strict=True)
+    ]
+    return {"attempts": attempts, "attempts_before": before, "whole": plain(whole)}
 
 
 def _line(parts: list[Spent], whole: Spent) -> str:

@@ -1,12 +1,14 @@
-"""Where the time of a run went, over all its attempts."""
+"""Where the time of a run went, over all its attempts. Each attempt carries the account of those before it on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 MOST_SNAPSHOTS = 500
+MOST_CARRIED = 64
+_CARRIED_SNAPSHOTS = 16  # of each attempt that is carried on: a record is written every few seconds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,6 +25,7 @@ class AttemptRecord:
         stall_s: seconds that training waited for snapshots.
         snapshots: step and time of those begun; every other one is left out when there are too many.
         end: ``"running"`` (or killed), ``"preempted"``, ``"complete"`` or ``"failed"``.
+        earlier: account of the attempts before it.
     """
 
     attempt: int
@@ -34,6 +37,7 @@ class AttemptRecord:
     stall_s: float = 0.0
     snapshots: list[tuple[int, float]] = field(default_factory=list)
     end: str = "running"
+    earlier: Account | None = None
 
     def begin_snapshot(self, step: int, unix_s: float) -> None:
         """Note a snapshot."""
@@ -50,7 +54,8 @@ class AttemptRecord:
         """Of what :meth:`as_dict` gave; what a later version may have added is left out."""
         known = {name: record[name] for name in cls.__slots__ if name in record}
         known["snapshots"] = [(int(step), float(at)) for step, at in known.get("snapshots", [])]
-        return cls(**known)
+        earlier = known.pop("earlier", None)
+        return cls(**known, earlier=Account.from_dict(earlier) if earlier is not None else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +85,68 @@ class Spent:
     def goodput(self) -> float:
         """Share of the time that was productive; 1 before any time has passed."""
         return self.productive_s / self.total_s if self.total_s > 0 else 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Account:
+    """What is known of the attempts before one: the latest in full, the sum of those before them.
+
+    Attributes:
+        attempts: number of those summed up in ``closed``.
+        closed: where their time went, the pause after the last of them included.
+        latest: records of the latest attempts before this one, at most :data:`MOST_CARRIED`, the first first; with a
+            few of their snapshots, and without accounts of their own.
+    """
+
+    attempts: int = 0
+    closed: Spent = field(default_factory=lambda: Spent())
+    latest: list[AttemptRecord] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """Number of attempts before this one that are known."""
+        return self.attempts + len(self.latest)
+
+    def spent(self, current: AttemptRecord | None) -> Spent:
+        """Where the time of the run went, the current attempt included."""
+        return total([self.closed, *spent([*self.latest, *([current] if current is not None else [])])])
+
+    @classmethod
+    def from_dict(cls, account: dict[str, Any]) -> Account:
+        """Of the plain values in a record."""
+        closed = {name: float(value) for name, value in account.get("closed", {}).items() if name in Spent.__slots__}
+        latest = [AttemptRecord.from_dict(record) for record in account.get("latest", [])]
+        return cls(attempts=int(account.get("attempts", 0)), closed=Spent(**closed), latest=latest)
+
+
+def account_after(previous: AttemptRecord | None) -> Account:
+    """The account with which the attempt after ``previous`` begins."""
+    if previous is None:
+        return Account()
+    before = previous.earlier or Account()
+    carried = replace(previous, earlier=None, snapshots=previous.snapshots[-_CARRIED_SNAPSHOTS:])
+    latest = [*before.latest, carried]
+    dropped = max(0, len(latest) - MOST_CARRIED)
+    closed = total([before.closed, *spent(latest)[:dropped]])
+    return Account(attempts=before.attempts + dropped, closed=closed, latest=latest[dropped:])
+
+
+def history(records: Sequence[AttemptRecord]) -> tuple[Account, list[AttemptRecord]]:
+    """All that is known of a run from the records that are still listed.
+
+    Args:
+        records: in the order of the attempts.
+
+    Returns:
+        the account of the attempts before all that are known in full (its ``latest`` is empty), and these.
+    """
+    if not records:
+        return Account(), []
+    base = records[0].earlier or Account()
+    first = base.latest[0].attempt if base.latest else records[0].attempt
+    carried = [item for record in records if record.earlier for item in record.earlier.latest if item.attempt >= first]
+    known = {record.attempt: record for record in [*carried, *records]}
+    return replace(base, latest=[]), [known[number] for number in sorted(known)]
 
 
 def spent(records: Sequence[AttemptRecord]) -> list[Spent]:

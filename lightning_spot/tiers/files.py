@@ -49,18 +49,31 @@ def patiently(action: Callable[[], Result]) -> Result:
     return action()
 
 
+def if_there(path: Path, action: Callable[[], Result]) -> Result | None:
+    """Do what only reads ``path``; ``None`` if there is nothing of that name.
+
+    "Nothing there" is asked for twice, in two ways: it may have appeared meanwhile, a file server that fails over may
+    have said so wrongly, and a link to a place that is not there now is not the same as nothing.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    for _ in range(2):
+        try:
+            return patiently(action)
+        except FileNotFoundError:
+            if not os.path.lexists(path):
+                return None
+    raise OSError(errno.ENOLINK, "it is a link to what is not there", str(path))
+
+
 def list_directory(path: Path) -> list[str]:
     """Names in a directory; empty if there is no such directory.
 
     Raises:
         OSError: if there is something of that name and it cannot be listed.
     """
-    try:
-        return patiently(lambda: os.listdir(path))
-    except FileNotFoundError:
-        if os.path.lexists(path):  # a link to a place that is not there (now) is not the same as nothing
-            raise OSError(errno.ENOLINK, "it is a link to what is not there", str(path)) from None
-        return []
+    return if_there(path, lambda: os.listdir(path)) or []
 
 
 def read_small(path: Path) -> bytes:
@@ -71,12 +84,10 @@ def read_small(path: Path) -> bytes:
         CorruptManifest: if it is no regular file, or too long.
         OSError: if it cannot be read.
     """
-    try:
-        return patiently(lambda: _read_small(path))
-    except FileNotFoundError:
-        if os.path.lexists(path):
-            raise OSError(errno.ENOLINK, "it is a link to what is not there", str(path)) from None
-        raise
+    data = if_there(path, lambda: _read_small(path))
+    if data is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    return data
 
 
 def _read_small(path: Path) -> bytes:

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
-import fsspec
+from typing import TypeVar
 
 from lightning_spot.config import PART_BYTES
-from lightning_spot.errors import (
-    CorruptManifest,
-    CorruptSnapshot,
-    SettingsError,
-    SnapshotNotFound,
-    SpotError,
-    TierError,
-)
+from lightning_spot.errors import CorruptManifest, CorruptSnapshot, TierError
 from lightning_spot.image.manifest import MANIFEST_FILE, MODEL_FILE, Manifest, snapshot_order
 from lightning_spot.image.parts import checksum, part_ranges
 from lightning_spot.tiers import store
+from lightning_spot.tiers.files import temporary_name, temporary_owner
+from lightning_spot.tiers.filesystem import check_bucket, make_parent, open_filesystem, speaks, tier_errors
+from lightning_spot.tiers.lanes import Job, Lanes
+from lightning_spot.tiers.multipart import S3, abort_dead_uploads, create_object
 from lightning_spot.tiers.store import ATTEMPTS_DIR, LONGEST_MANIFEST_BYTES, Claim, Holdings, Progress
+from lightning_spot.tiers.writing import Parts, write_object
 
 logger = logging.getLogger(__name__)
 
-_READERS = 8  # S3 gives 45–90 MB/s per stream, so several
-_WRITE_BYTES = 32 * 1024 * 1024  # one upload part; S3 wants at least 5 MiB and at most 10,000 of them
-_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "obs", "cos"})
-_EXCLUSIVE = frozenset({"s3", "s3a"})
+_READERS = 8  # small requests at once
+_PAUSES_S = (0.1, 0.5)
+
+Result = TypeVar("Result")
 
 
 class ObjectStore:
@@ -40,27 +37,26 @@ class ObjectStore:
 
     Args:
         url: the run's URL, such as ``s3://bucket/run-1``.
+
+    Raises:
+        SettingsError: if the URL is malformed or its file system is not installed.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        try:
-            self._fs, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
-        except (ImportError, ValueError) as error:
-            raise SettingsError(f"{url!r} cannot be used as a tier: {error}") from error
-        self._root = root.rstrip("/")
-        protocol = self._fs.protocol
-        self._protocols = frozenset(protocol if isinstance(protocol, (tuple, list)) else (protocol,))
+        self._fs, self._root = open_filesystem(url)
+        self._lanes = Lanes()
+        self._uploads_swept_for = 0
 
     # -- what is there --------------------------------------------------------------------------------------------
 
     def survey(self) -> Holdings:
         """See :meth:`Store.survey`."""
         found = Holdings()
-        with _tier_errors(self.url):
+        with tier_errors(self.url):
             names = self._list("")
             if not names:
-                self._check_bucket()
+                check_bucket(self._fs, self._root, self.url)
             names = [name for name in names if snapshot_order(name) is not None]
             with ThreadPoolExecutor(_READERS) as pool:
                 for name, manifest in zip(names, pool.map(self._committed, names), strict=True):
@@ -74,59 +70,62 @@ class ObjectStore:
 
     def claimed(self) -> int:
         """See :meth:`Store.claimed`."""
-        with _tier_errors(self.url):
+        with tier_errors(self.url):
             return store.highest_claim(self._list(ATTEMPTS_DIR))
 
     def newest_claim(self) -> Claim | None:
         """See :meth:`Store.newest_claim`."""
-        with _tier_errors(self.url):
+        with tier_errors(self.url):
             names = self._list(ATTEMPTS_DIR)
             return store.first_readable(names, lambda name: self._read_small(f"{ATTEMPTS_DIR}/{name}"), self.url)
 
     def holds(self, manifest: Manifest) -> bool:
         """See :meth:`Store.holds`."""
-        with _tier_errors(self.url):
-            if self._noted(manifest) != manifest:
-                return False
-            try:
-                return int(self._fs.info(self._path(manifest.data_path))["size"]) == manifest.nbytes
-            except FileNotFoundError:
-                return False
+        with tier_errors(self.url):
+            return self._noted(manifest) == manifest and self._size(manifest.data_path) == manifest.nbytes
 
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
-        """See :meth:`Store.fetch`."""
-        path = self._path(manifest.data_path)
+        """See :meth:`Store.fetch`; by several requests at once."""
+        path, where = self._path(manifest.data_path), f"{self.url}/{manifest.data_path}"
 
-        def read(bounds: tuple[int, int]) -> None:
-            start, stop = bounds
-            data = self._fs.cat_file(path, start=start, end=stop)
+        def read(start: int, stop: int) -> None:
+            data = self._patiently(lambda: self._fs.cat_file(path, start=start, end=stop))
             if len(data) != stop - start:
-                raise CorruptSnapshot(f"{self.url}/{manifest.data_path} is cut short", where=self.url)
+                raise CorruptSnapshot(f"{where} is cut short: {len(data)} bytes came from byte {start}", where=where)
             into[start:stop] = data
             if progress is not None:
                 progress(stop - start)
 
-        with _tier_errors(self.url, reading=True), ThreadPoolExecutor(_READERS) as pool:
-            list(pool.map(read, part_ranges(manifest.nbytes, PART_BYTES)))
+        def jobs() -> Iterator[Job]:
+            for start, stop in part_ranges(manifest.nbytes, PART_BYTES):
+                yield stop - start, lambda start=start, stop=stop: read(start, stop)  # type: ignore[misc]
+
+        with tier_errors(self.url, reading=True):
+            nbytes = int(self._patiently(lambda: self._fs.info(path))["size"])
+            if nbytes < manifest.nbytes:
+                raise CorruptSnapshot(
+                    f"{where} is cut short: {nbytes} of {manifest.nbytes} bytes are there", where=where
+                )
+            self._lanes.run(jobs(), PART_BYTES)
 
     # -- changes --------------------------------------------------------------------------------------------------
 
     def claim(self, claim: Claim) -> None:
         """See :meth:`Store.claim`."""
         store.check_fence(claim.location, claim.attempt, self.claimed())
-        with _tier_errors(self.url):
+        with tier_errors(self.url):
             below = f"{ATTEMPTS_DIR}/{store.claim_name(claim.attempt)}"
-            self._make_directory(below)
-            if not self._create(below, claim.to_json().encode()):
-                store.check_claim(claim, self._claim_in(below))
+            make_parent(self._fs, self._path(below))
+            self._create(below, claim.to_json().encode())
+            # Read back in any case: where the store cannot create exclusively, the last of two writers has won.
+            store.check_claim(claim, self._claim_in(below))
 
     def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
         """See :meth:`Store.put`."""
         self._check_fences(manifest, attempt)
         if self.holds(manifest):
             return  # durable already: a node that takes over from a killed one may not know, and must not undo it
-        slices = (image[start:stop] for start, stop in part_ranges(len(image)))
-        self._commit(manifest, lambda: self._write(manifest, slices) and manifest)
+        self._commit(manifest, image, lambda: manifest, attempt)
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
         """See :meth:`Store.put_parts`."""
@@ -139,34 +138,33 @@ class ObjectStore:
                 checksums.append(checksum(part))
                 sizes.append(len(part))
                 yield part
-            store.seal_parts(manifest, checksums, sizes)
 
-        def write() -> Manifest:
-            self._write(manifest, noted())
-            return store.seal_parts(manifest, checksums, sizes)
-
-        return self._commit(manifest, write)
+        return self._commit(manifest, noted(), lambda: store.seal_parts(manifest, checksums, sizes), attempt)
 
     def delete(self, manifest: Manifest) -> None:
         """See :meth:`Store.delete`."""
-        with _tier_errors(self.url):
-            for below in (manifest.manifest_path, manifest.data_path):
-                with contextlib.suppress(FileNotFoundError):
-                    self._fs.rm_file(self._path(below))
+        with tier_errors(self.url):
+            self._remove(manifest.manifest_path)
+            self._remove(manifest.data_path)
             if not manifest.is_file:
                 self._remove_directory(manifest.name)
 
     def sweep(self, current: Manifest) -> None:
-        """See :meth:`Store.sweep`."""
-        with _tier_errors(self.url):
-            for name in self._list(""):
-                order = snapshot_order(name)
-                if order is not None and order < current.order and self._list(name) == [MODEL_FILE]:
-                    self._fs.rm_file(self._path(f"{name}/{MODEL_FILE}"))
-                    self._remove_directory(name)
-            for name in store.forgettable(self._list(ATTEMPTS_DIR)):
-                with contextlib.suppress(FileNotFoundError):
-                    self._fs.rm_file(self._path(f"{ATTEMPTS_DIR}/{name}"))
+        """See :meth:`Store.sweep`. Unfinished multipart uploads are looked for once an attempt."""
+        with tier_errors(self.url):
+            names = self._list("")
+            older = [name for name in names if (order := snapshot_order(name)) is not None and order < current.order]
+            with ThreadPoolExecutor(_READERS) as pool:
+                for name, held in zip(older, pool.map(self._list, older), strict=True):
+                    self._sweep_snapshot(name, held, current)
+            attempts = self._list(ATTEMPTS_DIR)
+            self._sweep_temporaries("", names, current)
+            self._sweep_temporaries(f"{ATTEMPTS_DIR}/", attempts, current)
+            for name in store.forgettable(attempts):
+                self._remove(f"{ATTEMPTS_DIR}/{name}")
+            if speaks(self._fs, S3) and self._uploads_swept_for != current.attempt:
+                abort_dead_uploads(self._fs, self._root, current)
+                self._uploads_swept_for = current.attempt
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -177,28 +175,33 @@ class ObjectStore:
         """Names in a folder; empty if there is none."""
         path = self._path(below)
         try:
-            listed = self._fs.ls(path, detail=False)
+            listed = self._twice(lambda: self._fs.ls(path, detail=False))
         except FileNotFoundError:
             return []
         return [name for item in listed if (name := str(item).rstrip("/").rpartition("/")[2])]
 
-    def _check_bucket(self) -> None:
-        if not (self._protocols & _BUCKETS):
-            return
-        bucket = self._root.split("/")[0]
+    def _patiently(self, action: Callable[[], Result]) -> Result:
+        """Do what only reads; try again where the library does not do that itself."""
+        for pause_s in () if speaks(self._fs, S3) else _PAUSES_S:
+            try:
+                return action()
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
+                raise
+            except Exception as error:  # every library has errors of its own
+                logger.debug("%s: %s; tried again", self.url, error)
+                time.sleep(pause_s)
+        return action()
+
+    def _twice(self, action: Callable[[], Result]) -> Result:
+        """The same, and "nothing there" is asked for twice: a file server that fails over has said so wrongly."""
         try:
-            there = self._fs.exists(bucket)
+            return self._patiently(action)
         except FileNotFoundError:
-            there = False
-        if not there:
-            raise TierError(
-                f"bucket {bucket!r} of {self.url} does not exist (or may not be listed); make it first, lightning_spot"
-                " makes none",
-                tier=self.url,
-            )
+            return self._patiently(action)
 
     def _read_small(self, below: str) -> bytes:
-        data = bytes(self._fs.cat_file(self._path(below), start=0, end=LONGEST_MANIFEST_BYTES + 1))
+        path = self._path(below)
+        data = bytes(self._patiently(lambda: self._fs.cat_file(path, start=0, end=LONGEST_MANIFEST_BYTES + 1)))
         if len(data) > LONGEST_MANIFEST_BYTES:
             raise CorruptManifest(f"{self.url}/{below} is too long for what it should be")
         return data
@@ -206,7 +209,7 @@ class ObjectStore:
     def _committed(self, name: str) -> Manifest | str | None:
         """Manifest of a snapshot, ``None`` if it has none, or why it cannot be read."""
         try:
-            manifest = Manifest.from_json(self._read_small(f"{name}/{MANIFEST_FILE}"))
+            manifest = Manifest.from_json(self._twice(lambda: self._read_small(f"{name}/{MANIFEST_FILE}")))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except Exception as error:  # every cloud library has errors of its own
@@ -219,6 +222,12 @@ class ObjectStore:
         except (FileNotFoundError, CorruptManifest):
             return None
 
+    def _size(self, below: str) -> int | None:
+        try:
+            return int(self._patiently(lambda: self._fs.info(self._path(below)))["size"])
+        except FileNotFoundError:
+            return None
+
     def _claim_in(self, below: str) -> Claim | None:
         try:
             return Claim.from_json(self._read_small(below))
@@ -228,78 +237,85 @@ class ObjectStore:
     def _check_fences(self, manifest: Manifest, attempt: int) -> None:
         store.check_fence(manifest.run, attempt, self.claimed())
         if manifest.is_file:
-            with _tier_errors(self.url):
+            with tier_errors(self.url):
                 store.check_file_fence(manifest, attempt, self._noted(manifest))
 
-    def _create(self, below: str, data: bytes) -> bool:
-        """Create an object unless it exists; whether that was done."""
+    def _create(self, below: str, data: bytes) -> None:
+        """Create an object unless there is one."""
         path = self._path(below)
-        if self._protocols & _EXCLUSIVE:
-            try:
-                self._fs.pipe_file(path, data, mode="create")
-            except Exception as error:
-                if not _is_there_already(error):
-                    raise
-                return False
-            return True
-        if self._fs.exists(path):
-            return False
-        self._fs.pipe_file(path, data)
-        return True
+        if speaks(self._fs, S3):
+            with contextlib.suppress(NotImplementedError):
+                create_object(self._fs, path, data)
+                return
+        if not self._fs.exists(path):
+            self._fs.pipe_file(path, data)
 
-    def _make_directory(self, below: str) -> None:
-        """Where there are real directories; object stores have none, and s3fs would make the bucket."""
-        if not self._protocols & _BUCKETS:
-            self._fs.makedirs(self._path(below).rpartition("/")[0], exist_ok=True)
+    def _commit(self, manifest: Manifest, parts: Parts, seal: Callable[[], Manifest], attempt: int) -> Manifest:
+        """Write the bytes, then the manifest; whatever fails, a manifest never stands beside other bytes."""
+        data, commit = self._path(manifest.data_path), self._path(manifest.manifest_path)
+        before: list[bytes] = []
 
-    def _commit(self, manifest: Manifest, write: Callable[[], Any]) -> Manifest:
-        with _tier_errors(self.url):
-            self._make_directory(manifest.data_path)
+        def ready() -> None:
+            seal()  # what is not what was announced never becomes visible
+            if manifest.is_file:
+                self._check_fences(manifest, attempt)  # again: a large file takes its time
             with contextlib.suppress(FileNotFoundError):
-                self._fs.rm_file(self._path(manifest.manifest_path))
-            sealed: Manifest = write()
-            self._fs.pipe_file(self._path(manifest.manifest_path), sealed.to_json().encode())
+                before.append(bytes(self._fs.cat_file(commit)))
+                self._fs.rm_file(commit)
+
+        with tier_errors(self.url):
+            make_parent(self._fs, data)
+            temporary = f"{data.rpartition('/')[0]}/{temporary_name(attempt, manifest.run_id)}"
+            try:
+                write_object(
+                    self._fs, data, parts, manifest.nbytes, lanes=self._lanes, temporary=temporary, ready=ready
+                )
+            except BaseException:
+                if before:
+                    with contextlib.suppress(Exception):
+                        self._fs.pipe_file(commit, before[0])
+                raise
+            sealed = seal()
+            if (size := self._size(manifest.data_path)) != sealed.nbytes:
+                raise TierError(f"{self.url} shows {size} of {sealed.nbytes} bytes of {manifest.name}", tier=self.url)
+            self._fs.pipe_file(commit, sealed.to_json().encode())
             return sealed
 
-    def _write(self, manifest: Manifest, parts: Iterable[memoryview]) -> bool:
-        file = self._fs.open(self._path(manifest.data_path), "wb", block_size=_WRITE_BYTES)
+    def _sweep_snapshot(self, name: str, held: list[str], current: Manifest) -> None:
+        """Remove an uncommitted snapshot that holds nothing but our own files."""
+        self._sweep_temporaries(f"{name}/", held, current)
+        order = snapshot_order(name)
+        held = [item for item in held if temporary_owner(item) is None]
+        if held != [MODEL_FILE] or order is None or order[0] > current.attempt:
+            return
+        below = f"{name}/{MODEL_FILE}"
+        if order[0] == current.attempt and not self._is_settled(below):
+            return
+        if not self._fs.exists(self._path(f"{name}/{MANIFEST_FILE}")):  # a listing may be older than the manifest
+            self._remove(below)
+            self._remove_directory(name)
+
+    def _sweep_temporaries(self, folder: str, names: list[str], current: Manifest) -> None:
+        for name in names:
+            if (owner := temporary_owner(name)) is None:
+                continue
+            of_earlier = owner[0] == current.run_id and 0 < owner[1] < current.attempt
+            if of_earlier or self._is_settled(f"{folder}{name}"):
+                self._remove(f"{folder}{name}")
+
+    def _is_settled(self, below: str) -> bool:
+        """Whether an object was not written to for so long that it has no writer any more."""
         try:
-            for part in parts:
-                file.write(part)
-        except BaseException:
-            with contextlib.suppress(Exception):
-                file.discard()
-            file.closed = True
-            raise
-        file.close()
-        return True
+            return time.time() - float(self._fs.modified(self._path(below)).timestamp()) >= store.SETTLED_S
+        except (FileNotFoundError, NotImplementedError, AttributeError, KeyError):
+            return False
+
+    def _remove(self, below: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(below))
 
     def _remove_directory(self, name: str) -> None:
         """Object stores have no directories; elsewhere one that is not empty stays."""
-        if not self._protocols & _BUCKETS:
+        if not speaks(self._fs):
             with contextlib.suppress(OSError, NotImplementedError):
                 self._fs.rmdir(self._path(name))
-
-
-def _is_there_already(error: BaseException) -> bool:
-    if isinstance(error, FileExistsError):
-        return True
-    response = getattr(error, "response", None) or getattr(error.__cause__, "response", None) or {}
-    code = str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
-    return code in ("PreconditionFailed", "ConditionalRequestConflict", "412", "409") or "PreconditionFailed" in str(
-        error
-    )
-
-
-@contextlib.contextmanager
-def _tier_errors(url: str, *, reading: bool = False) -> Iterator[None]:
-    try:
-        yield
-    except SpotError:
-        raise
-    except FileNotFoundError as error:
-        if reading:
-            raise SnapshotNotFound(f"{url}: {error} does not exist") from error
-        raise TierError(f"{url}: {error} does not exist", tier=url) from error
-    except Exception as error:  # every cloud library has errors of its own; all mean that this tier failed
-        raise TierError(f"{url}: {type(error).__name__}: {error}", tier=url) from error

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-import fsspec
-
-from lightning_spot.errors import TierError
+from lightning_spot.tiers.files import temporary_name
+from lightning_spot.tiers.filesystem import make_parent, open_filesystem, speaks, tier_errors
 from lightning_spot.tiers.store import ATTEMPTS_DIR
 
 logger = logging.getLogger(__name__)
 
-_RECORD = re.compile(r"attempt-(\d+)\.progress\.json")
+_RECORD = re.compile(r"attempt-(\d{1,9})\.progress\.json")
+_READERS = 16
+_MOST_DAMAGED = 8
 
 
 def write_record(run_url: str, attempt: int, record: dict[str, Any]) -> None:
-    """Write how an attempt goes, in place of what was written before.
+    """Write how an attempt goes, in place of what was written before. A reader never sees half of it.
 
     Args:
         run_url: durable directory or fsspec URL of the run.
@@ -28,40 +32,66 @@ def write_record(run_url: str, attempt: int, record: dict[str, Any]) -> None:
     Raises:
         TierError: if the tier fails.
     """
-    try:
-        files, root = fsspec.core.url_to_fs(run_url)
-        folder = f"{root}/{ATTEMPTS_DIR}"
-        files.makedirs(folder, exist_ok=True)
-        path = f"{folder}/attempt-{attempt:04d}.progress.json"
-        data = json.dumps(record).encode()
-        if "file" in (files.protocol if isinstance(files.protocol, tuple) else (files.protocol,)):
-            files.pipe_file(f"{path}.new", data)  # a reader never sees half of it
-            files.mv(f"{path}.new", path)
+    data = json.dumps(record).encode()
+    with tier_errors(run_url):
+        files, root = open_filesystem(run_url)
+        path = f"{root}/{ATTEMPTS_DIR}/attempt-{attempt:04d}.progress.json"
+        make_parent(files, path)
+        if speaks(files, frozenset({"file", "local"})):
+            temporary = Path(path).parent / temporary_name(attempt, "")
+            temporary.write_bytes(data)
+            os.replace(temporary, path)
         else:
             files.pipe_file(path, data)
-    except Exception as error:  # every fsspec implementation has errors of its own
-        raise TierError(f"the record of attempt {attempt} cannot be written to {run_url}: {error}") from error
 
 
-def read_records(run_url: str) -> list[dict[str, Any]]:
-    """The records of all attempts of a run, the first attempt first. What cannot be read is left out, and logged.
+def newest_record(run_url: str, before: int | None = None) -> dict[str, Any] | None:
+    """The record of the newest attempt, ``None`` if there is none: one listing and one read, however many there are.
+
+    Args:
+        run_url: durable directory or fsspec URL of the run.
+        before: only attempts before this one.
 
     Raises:
         TierError: if the tier fails.
     """
+    with tier_errors(run_url):
+        files, paths = _listed(run_url)
+        older = [item for item in paths if before is None or item[0] < before]
+        for attempt, path in reversed(older[-_MOST_DAMAGED:]):
+            if (record := _read(files, path, attempt)) is not None:
+                return record
+    return None
+
+
+def read_records(run_url: str) -> list[dict[str, Any]]:
+    """The records of all attempts that are listed, the first first. What is damaged is left out, and logged.
+
+    Raises:
+        TierError: if the tier fails.
+    """
+    with tier_errors(run_url):
+        files, paths = _listed(run_url)
+        with ThreadPoolExecutor(_READERS) as pool:
+            found = pool.map(lambda item: _read(files, item[1], item[0]), paths)
+            return [record for record in found if record is not None]
+
+
+def _listed(run_url: str) -> tuple[Any, list[tuple[int, str]]]:
+    files, root = open_filesystem(run_url)
     try:
-        files, root = fsspec.core.url_to_fs(run_url)
-        folder = f"{root}/{ATTEMPTS_DIR}"
-        files.invalidate_cache(folder)
-        names = files.ls(folder, detail=False) if files.isdir(folder) else []
-        matches = ((name, _RECORD.fullmatch(name.rpartition("/")[2])) for name in names)
-        found = [(int(match[1]), files.cat_file(name)) for name, match in matches if match is not None]
-    except Exception as error:  # as above
-        raise TierError(f"the records of attempts cannot be read from {run_url}: {error}") from error
-    records = []
-    for attempt, data in sorted(found):
-        try:
-            records.append(dict(json.loads(data)))
-        except (ValueError, TypeError) as error:
-            logger.warning("lightning_spot: the record of attempt %d in %s is damaged (%s)", attempt, run_url, error)
-    return records
+        names = files.ls(f"{root}/{ATTEMPTS_DIR}", detail=False)
+    except FileNotFoundError:
+        return files, []
+    matches = ((str(name), _RECORD.fullmatch(str(name).rpartition("/")[2])) for name in names)
+    return files, sorted((int(match[1]), name) for name, match in matches if match is not None)
+
+
+def _read(files: Any, path: str, attempt: int) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(files.cat_file(path)))
+    except FileNotFoundError:
+        return None  # removed meanwhile
+    except (ValueError, TypeError) as error:
+        logger.warning("lightning_spot: the record of attempt %d, %s, is damaged (%s)", attempt, path, error)
+        return None

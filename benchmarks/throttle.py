@@ -1,0 +1,69 @@
+"""A TCP proxy that gives each connection its share of bandwidth: ``python -m benchmarks.throttle PORT MB_PER_S``.
+
+It stands for a cloud's object store, which limits streams and not clients. A process of its own, so that what is
+measured does not wait for it. Prints the port it listens on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+CHUNK_BYTES = 64 * 1024
+
+
+def pump(source: socket.socket, sink: socket.socket, bytes_per_s: float) -> None:
+    """Move bytes one way, no faster than that."""
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    due_s = time.monotonic()
+    try:
+        while count := source.recv_into(buffer):
+            sink.sendall(buffer[:count])
+            # Time that was not used is not saved up, but for a hundredth of a second.
+            due_s = max(due_s, time.monotonic() - 0.01) + count / bytes_per_s
+            if (early_s := due_s - time.monotonic()) > 0.001:
+                time.sleep(early_s)
+    except OSError:
+        pass
+    for end in (source, sink):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+def serve(port: int, bytes_per_s: float) -> None:
+    """Accept until the process ends."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    print(listener.getsockname()[1], flush=True)
+    while True:
+        near, _ = listener.accept()
+        far = socket.create_connection(("127.0.0.1", port))
+        for ends in ((near, far), (far, near)):
+            for end in ends:
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            threading.Thread(target=pump, args=(*ends, bytes_per_s), daemon=True).start()
+
+
+class Throttle:
+    """The proxy as a process of its own."""
+
+    def __init__(self, port: int, megabytes_per_s: float) -> None:
+        command = [sys.executable, "-m", "benchmarks.throttle", str(port), str(megabytes_per_s)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline())
+
+    def __enter__(self) -> Throttle:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), float(sys.argv[2]) * 1e6)

@@ -1,0 +1,90 @@
+"""The fsspec file system of a URL, and what all uses of one share: buckets are never made, errors are ours."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+import fsspec.config
+
+from lightning_spot.errors import SettingsError, SnapshotNotFound, SpotError, TierError
+from lightning_spot.tiers.lanes import MOST
+
+_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "obs", "cos"})
+
+
+def open_filesystem(url: str) -> tuple[Any, str]:
+    """The file system of a URL, without a cache of listings, and the path in it.
+
+    Raises:
+        SettingsError: if the URL is malformed or its file system is not installed.
+    """
+    try:
+        files, path = fsspec.core.url_to_fs(url.rstrip("/"), use_listings_cache=False, **_options(url))
+    except (ImportError, ValueError) as error:
+        raise SettingsError(f"{url!r} cannot be used as a tier: {error}") from error
+    return files, path.rstrip("/")
+
+
+def _options(url: str) -> dict[str, Any]:
+    """Botocore opens at most ten connections unless told otherwise; what the user has configured stands."""
+    scheme = url.partition("://")[0]
+    if scheme not in ("s3", "s3a"):
+        return {}
+    own = dict(fsspec.config.conf.get(scheme, {})).get("config_kwargs") or {}
+    return {"config_kwargs": {"max_pool_connections": MOST, **own}}
+
+
+def speaks(files: Any, protocols: frozenset[str] = _BUCKETS) -> bool:
+    """Whether a file system is of one of these protocols; default: whether it is an object store with buckets."""
+    own = files.protocol
+    return bool(protocols & frozenset(own if isinstance(own, (tuple, list)) else (own,)))
+
+
+def make_parent(files: Any, path: str) -> None:
+    """Make the folder of a path where there are real folders; object stores have none, and s3fs would make a bucket."""
+    if not speaks(files):
+        files.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+
+def check_bucket(files: Any, root: str, url: str) -> None:
+    """Fail if the bucket of an object store is not there.
+
+    Raises:
+        TierError: in that case.
+    """
+    if not speaks(files):
+        return
+    bucket = root.split("/")[0]
+    try:
+        there = files.exists(bucket)
+    except FileNotFoundError:
+        there = False
+    if not there:
+        raise TierError(
+            f"bucket {bucket!r} of {url} does not exist, or may not be listed with these credentials. Make it first:"
+            " lightning_spot makes none",
+            tier=url,
+        )
+
+
+@contextlib.contextmanager
+def tier_errors(url: str, *, reading: bool = False) -> Iterator[None]:
+    """Turn errors of the library into ours.
+
+    Args:
+        url: of the tier.
+        reading: whether an object that is not there is :class:`SnapshotNotFound`; when writing it is a tier that fails.
+    """
+    try:
+        yield
+    except SpotError:
+        raise
+    except FileNotFoundError as error:
+        if reading:
+            raise SnapshotNotFound(f"{url}: {error} does not exist") from error
+        raise TierError(f"{url}: {error} does not exist", tier=url) from error
+    except Exception as error:  # every cloud library has errors of its own; all mean that this tier failed
+        raise TierError(f"{url}: {type(error).__name__}: {error}", tier=url) from error

@@ -1,0 +1,91 @@
+"""How many parts of a transfer are under way at once, found by measuring. Not for what a part is or where it goes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+Job = tuple[int, Callable[[], None]]
+"""Bytes of a part, and what moves it."""
+
+FEWEST = 4
+FIRST = 8  # S3 gives 45–90 MB/s per stream
+MOST = 32
+_FASTER = 1.1  # what more lanes have to bring to be kept
+_IN_FLIGHT_BYTES = 256 * 1024 * 1024
+
+
+class Lanes:
+    """Moves parts over several connections at once; keeps adding lanes while that makes it faster. Thread-safe.
+
+    What was found is kept for the next transfer. At most 32 lanes, and 256 MiB of parts, are under way.
+    """
+
+    def __init__(self) -> None:
+        self.count = FIRST
+        self._lock = threading.Lock()
+
+    def run(self, jobs: Iterable[Job], part_bytes: int) -> None:
+        """Do all jobs, in any order; the next one is asked for when a lane is free.
+
+        When this returns or raises no job is running any more.
+
+        Args:
+            jobs: the parts.
+            part_bytes: most bytes of one of them.
+
+        Raises:
+            Exception: the first error of a job, or of ``jobs`` itself; what was not begun is not done then.
+        """
+        most = max(1, min(MOST, _IN_FLIGHT_BYTES // max(1, part_bytes)))
+        climb = _Climb(min(self.count, most), most)
+        running: dict[Future[None], int] = {}
+        with ThreadPoolExecutor(most, thread_name_prefix="spot-lane") as pool:
+            try:
+                for nbytes, job in jobs:
+                    running[pool.submit(job)] = nbytes
+                    while len(running) >= climb.lanes:
+                        _await_one(running, climb)
+                while running:
+                    _await_one(running, climb)
+            except BaseException:
+                for future in running:
+                    future.cancel()
+                raise
+        with self._lock:
+            self.count = max(FEWEST, climb.best_lanes)
+
+
+class _Climb:
+    """Adds lanes, round by round, until a round is not faster than the one before."""
+
+    def __init__(self, lanes: int, most: int) -> None:
+        self.lanes = self.best_lanes = lanes
+        self._most = most
+        self._best = 0.0
+        self._climbing = True
+        self._begun_s, self._parts, self._bytes = time.monotonic(), 0, 0
+
+    def moved(self, nbytes: int) -> None:
+        self._parts += 1
+        self._bytes += nbytes
+        if not self._climbing or self._parts < self.lanes:
+            return
+        speed = self._bytes / max(1e-9, time.monotonic() - self._begun_s)
+        if speed > self._best * _FASTER:
+            self._best, self.best_lanes = speed, self.lanes
+            self.lanes = min(self._most, self.lanes + max(1, self.lanes // 2))
+            self._climbing = self.lanes > self.best_lanes
+        else:
+            self.lanes, self._climbing = self.best_lanes, False
+        self._begun_s, self._parts, self._bytes = time.monotonic(), 0, 0
+
+
+def _await_one(running: dict[Future[None], int], climb: _Climb) -> None:
+    done, _ = wait(running, return_when=FIRST_COMPLETED)
+    for future in done:
+        nbytes = running.pop(future)
+        future.result()
+        climb.moved(nbytes)

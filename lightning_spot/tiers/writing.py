@@ -1,0 +1,111 @@
+"""Writes one object of any fsspec file system so that it appears whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from fsspec.spec import AbstractFileSystem
+
+from lightning_spot.config import PART_BYTES
+from lightning_spot.tiers.filesystem import speaks
+from lightning_spot.tiers.lanes import Lanes
+from lightning_spot.tiers.multipart import S3, block_bytes, regrouped, slices_of, upload
+
+Parts = memoryview | Iterable[memoryview]
+"""The bytes of an object, whole or part by part."""
+
+_WRITE_BYTES = 32 * 1024 * 1024
+
+
+def write_object(
+    files: Any,
+    path: str,
+    parts: Parts,
+    nbytes: int,
+    *,
+    lanes: Lanes,
+    temporary: str,
+    ready: Callable[[], None],
+) -> None:
+    """Write an object in place of what is there.
+
+    S3 in parallel; other object stores through the upload of their own library, which appears when it is complete;
+    file systems with real folders by a temporary file that is renamed.
+
+    Args:
+        files: the file system.
+        path: of the object.
+        parts: its bytes, whole; or part by part, each done with when the next one is asked for.
+        nbytes: how many, about; decides into how many blocks they are cut.
+        lanes: how many at once.
+        temporary: path of the temporary file.
+        ready: called when all bytes are there, before the object becomes visible.
+
+    Raises:
+        Exception: whatever failed; what was there before is there still.
+    """
+    if speaks(files, S3):
+        _write_to_s3(files, path, parts, nbytes, lanes, ready)
+    elif speaks(files):
+        _write_in_turn(files, path, parts, ready)
+    else:
+        try:
+            _write_in_turn(files, temporary, parts, lambda: None)
+            ready()
+            _rename(files, temporary, path)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                files.rm_file(temporary)
+            raise
+
+
+def _in_turn(parts: Parts) -> Iterable[memoryview]:
+    return slices_of(parts, PART_BYTES) if isinstance(parts, memoryview) else parts
+
+
+def _write_to_s3(
+    files: Any,
+    path: str,
+    parts: Parts,
+    nbytes: int,
+    lanes: Lanes,
+    ready: Callable[[], None],
+) -> None:
+    size = block_bytes(nbytes)
+    if nbytes > size:
+        blocks = slices_of(parts, size) if isinstance(parts, memoryview) else regrouped(parts, size)
+        upload(files, path, blocks, size, lanes=lanes, ready=ready)
+        return
+    data = b"".join(_in_turn(parts))
+    ready()
+    files.pipe_file(path, data)
+
+
+def _write_in_turn(files: Any, path: str, parts: Parts, ready: Callable[[], None]) -> None:
+    file = files.open(path, "wb", block_size=_WRITE_BYTES)
+    try:
+        for part in _in_turn(parts):
+            file.write(part)
+        ready()
+    except BaseException:
+        # Closing would complete the object with what came so far.
+        with contextlib.suppress(Exception):
+            file.discard()
+        file.closed = True
+        raise
+    file.close()
+
+
+def _rename(files: Any, source: str, target: str) -> None:
+    if type(files).mv is AbstractFileSystem.mv:
+        # The base class copies what a pattern matches, and a run's path may look like one.
+        files.cp_file(source, target)
+        files.rm_file(source)
+        return
+    try:
+        files.mv(source, target)
+    except FileExistsError:
+        files.rm_file(target)
+        files.mv(source, target)

@@ -1,0 +1,188 @@
+"""Object stores: whole or not at all, nothing of dead attempts left, no bucket made, many connections at once."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import s3fs
+
+from lightning_spot.errors import Fenced, SpotError, TierError
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory.stores import open_store
+from lightning_spot.tiers import lanes
+from lightning_spot.tiers.objects import ObjectStore
+from lightning_spot.tiers.store import Store, retain
+from tests.oracle import claim_of
+
+MIB = 2**20
+
+
+def sealed(step: int, nbytes: int, **more: Any) -> tuple[Manifest, memoryview]:
+    image = memoryview(random.Random(step).randbytes(nbytes))
+    name = snapshot_name(step, more.get("attempt", 1))
+    made = Manifest(run="run", name=name, step=step, attempt=1, nbytes=nbytes, part_bytes=MIB)
+    return replace(made, **more).sealed(image), image
+
+
+def put(store: Store, step: int, nbytes: int = 1000, **more: Any) -> Manifest:
+    manifest, image = sealed(step, nbytes, **more)
+    store.put(manifest, image, attempt=manifest.attempt)
+    return manifest
+
+
+def fetched(store: Store, manifest: Manifest) -> memoryview:
+    buffer = memoryview(bytearray(manifest.nbytes))
+    store.fetch(manifest, buffer)
+    return buffer
+
+
+def parts_of(image: memoryview, nbytes: int, fail_at: int | None = None) -> Iterator[memoryview]:
+    for index, start in enumerate(range(0, len(image), nbytes)):
+        if index == fail_at:
+            raise OSError("the source is gone")
+        scratch = bytearray(image[start : start + nbytes])
+        yield memoryview(scratch)
+        scratch[:] = bytes(len(scratch))  # done with when the next one is asked for
+
+
+@pytest.fixture
+def bucket(s3: str) -> str:
+    return s3
+
+
+@pytest.fixture
+def raw(bucket: str) -> s3fs.S3FileSystem:
+    return s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
+
+
+def uploads_of(raw: s3fs.S3FileSystem, bucket: str) -> list[str]:
+    return [item["Key"] for item in raw.list_multipart_uploads(bucket.removeprefix("s3://")) or []]
+
+
+def test_many_blocks_over_many_connections(bucket: str) -> None:
+    store = ObjectStore(f"{bucket}/run-1")
+    manifest = put(store, 1, 42 * MIB + 1)
+    manifest.verify(fetched(store, manifest), "s3")
+    again, image = sealed(2, 33 * MIB)
+    assert store.put_parts(replace(again, checksums=()), parts_of(image, MIB), attempt=1) == again
+    again.verify(fetched(store, again), "s3")
+
+
+@pytest.mark.parametrize("fail_at", [0, 3, 20])
+def test_an_error_in_the_middle_leaves_what_was_there(bucket: str, raw: s3fs.S3FileSystem, fail_at: int) -> None:
+    """Leaving ``with fs.open(…)`` by an exception completed the object: 67 of 105 MB replaced the good file."""
+    store = ObjectStore(f"{bucket}/checkpoints")
+    first = put(store, 1, 30 * MIB, name="last.ckpt", file="")
+    second, image = sealed(2, 40 * MIB, name="last.ckpt", file="")
+    with pytest.raises(SpotError, match="source is gone"):
+        store.put_parts(replace(second, checksums=()), parts_of(image, MIB, fail_at), attempt=1)
+    assert store.holds(first)
+    first.verify(fetched(store, first), "s3")
+    assert uploads_of(raw, bucket) == []
+
+
+def test_parts_that_are_not_those_announced_never_appear(bucket: str, raw: s3fs.S3FileSystem) -> None:
+    store = ObjectStore(f"{bucket}/run-1")
+    manifest, image = sealed(1, 30 * MIB)
+    with pytest.raises(SpotError, match="not committed"):
+        store.put_parts(replace(manifest, checksums=()), parts_of(image[: 25 * MIB], MIB), attempt=1)
+    assert raw.find(f"{bucket}/run-1") == []
+    assert uploads_of(raw, bucket) == []
+
+
+def test_a_bucket_that_does_not_exist_is_an_error_and_is_not_made(bucket: str, raw: s3fs.S3FileSystem) -> None:
+    nowhere = f"{bucket}-not-made"
+    store = open_store(f"{nowhere}/run-1")
+    with pytest.raises(TierError, match="does not exist"):
+        store.survey()
+    with pytest.raises(TierError):
+        store.claim(claim_of(1))
+    with pytest.raises(TierError):
+        put(store, 1)
+    assert not raw.exists(nowhere)
+
+
+def test_unfinished_uploads_of_dead_attempts_are_aborted_and_no_others(
+    bucket: str, raw: s3fs.S3FileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_spot.tiers.store.SETTLED_S", 1e12)  # moto says of every upload: begun in 2010
+    name = bucket.removeprefix("s3://")
+    mine = [f"run-1/{snapshot_name(7, attempt)}/model.ckpt" for attempt in (1, 2, 3)]
+    others = ["run-1/data.tar", f"run-2/{snapshot_name(7, 1)}/model.ckpt", f"run-1/{snapshot_name(7, 1)}/notes.txt"]
+    for key in [*mine, *others]:
+        raw.call_s3("create_multipart_upload", Bucket=name, Key=key)
+    store = ObjectStore(f"{bucket}/run-1")
+    store.claim(claim_of(2))
+    current = put(store, 9, attempt=2)
+    retain(store, 2, current)
+    assert sorted(uploads_of(raw, bucket)) == sorted([mine[1], mine[2], *others])
+
+
+@pytest.mark.parametrize("kind", ["s3", "local"])
+def test_of_two_hosts_that_claim_at_once_one_is_fenced(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Any
+) -> None:
+    for number in range(1, 6):
+        url = f"{request.getfixturevalue('bucket')}/run-{number}" if kind == "s3" else str(tmp_path / f"run-{number}")
+        stores = [open_store(url) for _ in range(4)]
+        claims = [claim_of(1, token=f"token-{index}") for index in range(4)]
+        barrier, won, fenced = threading.Barrier(4), [], []
+
+        def claim(index: int) -> None:
+            barrier.wait()  # noqa: B023 # threads end within the loop
+            try:
+                stores[index].claim(claims[index])  # noqa: B023
+                won.append(index)  # noqa: B023
+            except Fenced:
+                fenced.append(index)  # noqa: B023
+
+        threads = [threading.Thread(target=claim, args=(index,)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (len(won), len(fenced)) == (1, 3)
+        newest = stores[0].newest_claim()
+        assert newest is not None
+        assert newest.token == f"token-{won[0]}"
+
+
+def test_lanes_grow_only_while_that_is_faster() -> None:
+    """Every lane has its own bandwidth: more are better. They share one: more are not."""
+    shared = threading.Lock()
+
+    def own(_: int = 0) -> None:
+        time.sleep(0.004)
+
+    def of_all() -> None:
+        with shared:
+            time.sleep(0.0005)
+
+    wide, narrow = lanes.Lanes(), lanes.Lanes()
+    wide.run(((1000, own) for _ in range(400)), 1000)
+    narrow.run(((1000, of_all) for _ in range(400)), 1000)
+    assert lanes.FIRST < wide.count <= lanes.MOST
+    assert narrow.count < wide.count
+
+
+def test_no_lane_is_left_running_after_an_error() -> None:
+    running: list[int] = []
+    done: list[int] = []
+
+    def job(index: int) -> None:
+        running.append(index)
+        time.sleep(0.01)
+        done.append(index)
+        if index == 5:
+            raise OSError("part 5")
+
+    with pytest.raises(OSError, match="part 5"):
+        lanes.Lanes().run(((1, lambda index=index: job(index)) for index in range(100)), 1)  # type: ignore[misc]
+    assert sorted(running) == sorted(done)
+    assert len(done) < 30
