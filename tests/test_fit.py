@@ -17,10 +17,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
-from lightning_spot.errors import CorruptSnapshot, ModelChanged, NotSerialisable, RunBusy, SettingsError
+from lightning_spot.errors import CorruptSnapshot, ModelChanged, NotSerialisable, RunBusy, SettingsError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory import embedded
-from lightning_spot.memory.host import run_info
 from lightning_spot.memory.stores import open_store
 from lightning_spot.staging.copier import Copier
 from lightning_spot.tiers.local import LocalStore
@@ -258,7 +257,8 @@ def test_ckpt_path_from_a_node(tmp_path: Path, start_node: StartNode) -> None:
     probe = Probe()
     trainer(probe, enable_checkpointing=False).fit(Net(), data(), ckpt_path=f"{node.url}/run-1/last.ckpt")
     assert min(probe.states) == 30
-    assert LocalStore(tmp_path / "node" / "run-1").survey().manifests
+    (below,) = (tmp_path / "node").glob("run-1@*")
+    assert LocalStore(below).survey().manifests
 
 
 def test_a_finished_run_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -451,18 +451,32 @@ def test_state_that_cannot_be_pickled_does_not_stop_training(tmp_path: Path, cap
 
 
 def test_unreachable_node(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    callback = spot(tmp_path, memory="spot://127.0.0.1:9", flush_timeout_s=3.0)
-    trainer(callback).fit(Net(), data())
+    settings = {"memory": "spot://127.0.0.1:9", "flush_timeout_s": 3.0}
+    with pytest.raises(TierError, match=r"holds no snapshot.*127\.0\.0\.1:9.*resume=False"):
+        trainer(spot(tmp_path, **settings)).fit(Net(), data())  # that node may hold what there is to resume from
+    caplog.clear()
+    trainer(spot(tmp_path, resume=False, **settings)).fit(Net(), data())
     assert manifests(tmp_path)[0].complete  # the durable tier is served
     assert "not everything is durable" in caplog.text
     assert "127.0.0.1:9" in caplog.text
 
 
 def test_two_runs_with_one_name(tmp_path: Path) -> None:
-    host = embedded.start(str(tmp_path / "run-1"), "run-1", slots=2, memory_bytes=2**26, idle_timeout_s=60)
-    host.open_run(run_info("run-1", [str(tmp_path / "run-1")], 2, 1))
-    with pytest.raises(RunBusy, match=f"pid {os.getpid()}"):
-        trainer(spot(tmp_path)).fit(Net(), data())
+    path = str(tmp_path / "run-1")
+    code = (
+        "import os, sys; from lightning_spot.memory import embedded; from lightning_spot.memory.runs import RunInfo\n"
+        f"host = embedded.start({path!r}, 'run-1', slots=2, memory_bytes=2**26, idle_timeout_s=60)\n"
+        f"host.open_run(RunInfo(name='run-1', id='0123456789ab', location='file://{path}', attempt=1, token='t',"
+        " pid=os.getpid()))\n"
+        "print('up', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"up\n"
+        with pytest.raises(RunBusy, match=f"pid {other.pid}"):
+            trainer(spot(tmp_path)).fit(Net(), data())
+        other.kill()
+    assert LocalStore(path).claimed() == 0  # the one that lives is not fenced by the one that is refused
 
 
 def test_a_zombie_is_fenced_and_trains_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,12 +16,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.callbacks.fit_state import FitState
-from lightning_spot.errors import ModelChanged, NotSerialisable, SettingsError, SpotError
-from lightning_spot.memory.stores import open_store
+from lightning_spot.callbacks.run_start import RunStart, on_rank_zero
+from lightning_spot.errors import ModelChanged, NotSerialisable, SettingsError
 from lightning_spot.recovery.position import REWINDS, Rewind
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
-from lightning_spot.run.sources import DURABLE, MemorySource, OpenSnapshot, Source, StoreSource
+from lightning_spot.run.reading import OpenSnapshot
 
 _MOST_KEYS_NAMED = 5
 
@@ -52,8 +52,9 @@ class ResumedFrom:
 class AutoResume(pl.Callback):
     """Restores the newest snapshot whose checksums hold, from whichever tier has it.
 
-    Nothing is restored when the user passes ``ckpt_path`` to ``fit``: that always wins. When no tier has a snapshot,
-    training starts afresh, which is said once.
+    Nothing is restored when the user passes ``ckpt_path`` to ``fit``: that always wins. When every tier has answered
+    and none has a snapshot, training starts afresh, which is said once. When the durable tier cannot be read, or there
+    are snapshots and none can be used, ``fit`` raises: a resume that could not read is no fresh start.
 
     Args:
         dirpath: durable directory or fsspec URL of the run.
@@ -99,9 +100,12 @@ class AutoResume(pl.Callback):
         if stage != "fit" or getattr(trainer, "fast_dev_run", False):
             return
         self.resumed_from = None
+        start = RunStart.of(trainer)
+        start.resumes = True
         FitState.of(trainer).rewind = self.rewind
         FitState.of(trainer).attach()
         connector = trainer._checkpoint_connector
+        vars(connector).pop("resume_start", None)  # of a fit that ended before it came to that
         original = connector.resume_start
 
         def resume_start(checkpoint_path: Any = None, **options: Any) -> None:
@@ -111,6 +115,7 @@ class AutoResume(pl.Callback):
                 rank_zero_info(f"lightning_spot: resumed from ckpt_path={str(checkpoint_path)!r}, as asked")
             else:
                 self._restore(trainer, options.get("weights_only"))
+            start.decided()
 
         # Its second parameter came with Lightning 2.6 and is passed by name.
         connector.resume_start = resume_start  # type: ignore[assignment, method-assign] # see above
@@ -129,6 +134,7 @@ class AutoResume(pl.Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Let the trainer's loaders and loops go."""
+        RunStart.of(trainer).clear()
         FitState.of(trainer).detach()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -141,47 +147,45 @@ class AutoResume(pl.Callback):
                 " new run"
             )
 
-    def sources(self) -> list[Source]:
-        """The tiers to ask, nearest first."""
-        location = self.location
-        found: list[Source] = [MemorySource(location.url, location.name)] if location.embedded else []
-        found += [StoreSource(open_store(f"{node}/{location.name}"), node) for node in location.nodes]
-        return [*found, StoreSource(open_store(location.url), DURABLE)]
-
     def _restore(self, trainer: pl.Trainer, weights_only: bool | None) -> None:
         self._start_step = 0
-        snapshot = _on_rank_zero(trainer, lambda: open_newest(self.sources()))
-        facts = trainer.strategy.broadcast(_facts(snapshot))
+        # None means True here, as for any local file in Lightning: a snapshot can hold nothing that runs code.
+        safe = True if weights_only is None else weights_only
+        many = trainer.world_size > 1
+
+        def use(snapshot: OpenSnapshot) -> tuple[dict[str, Any], bytes | None]:
+            return _load(snapshot, safe, many)
+
+        opened = on_rank_zero(trainer, lambda: open_newest(RunStart.of(trainer).found(self.location), use))
+        facts = trainer.strategy.broadcast(_facts(opened[0]) if opened is not None else None)
         if facts is None:
             rank_zero_info(f"lightning_spot: no snapshot of run {self.location.name!r} at any tier; starting afresh")
             return
-        checkpoint = self._load(trainer, snapshot, weights_only)
-        _check_model(trainer, checkpoint, facts)
-        trainer._checkpoint_connector._loaded_checkpoint = _pl_migrate_checkpoint(checkpoint, None)
-        self.resumed_from = facts
-
-    def _load(self, trainer: pl.Trainer, snapshot: OpenSnapshot | None, weights_only: bool | None) -> dict[str, Any]:
-        """Load on rank 0 and hand the bytes to the ranks that have none."""
-        # None means True here, as for any local file in Lightning: a snapshot can hold nothing that runs code.
-        safe = True if weights_only is None else weights_only
-        data: bytes | None = None
-        checkpoint: dict[str, Any] | None = None
-        if snapshot is not None:
-            try:
-                with snapshot.reader() as file:
-                    checkpoint = _read(file, safe)
-                    if trainer.world_size > 1:
-                        file.seek(0)
-                        data = file.read()
-            finally:
-                snapshot.close()
-        if trainer.world_size > 1:
+        checkpoint, data = opened[1] if opened is not None else (None, None)
+        if many:
             data = trainer.strategy.broadcast(data)
             if checkpoint is None:
                 assert data is not None
                 checkpoint = _read(io.BytesIO(data), safe)
         assert checkpoint is not None
-        return checkpoint
+        _check_model(trainer, checkpoint, facts)
+        trainer._checkpoint_connector._loaded_checkpoint = _pl_migrate_checkpoint(checkpoint, None)
+        self.resumed_from = facts
+
+
+def _load(snapshot: OpenSnapshot, weights_only: bool, with_bytes: bool) -> tuple[dict[str, Any], bytes | None]:
+    """Read a snapshot, and its bytes for the ranks that have none. What could not be read raises as such."""
+    with snapshot.reader() as reader:
+        try:
+            checkpoint = _read(reader.as_file(), weights_only)
+            if not with_bytes:
+                return checkpoint, None
+            reader.seek(0)
+            return checkpoint, reader.read()
+        except Exception:
+            if reader.problem is not None:  # torch may have made something else of it
+                raise reader.problem from None
+            raise
 
 
 def _read(file: IO[bytes], weights_only: bool) -> dict[str, Any]:
@@ -196,9 +200,7 @@ def _read(file: IO[bytes], weights_only: bool) -> dict[str, Any]:
     return checkpoint
 
 
-def _facts(snapshot: OpenSnapshot | None) -> ResumedFrom | None:
-    if snapshot is None:
-        return None
+def _facts(snapshot: OpenSnapshot) -> ResumedFrom:
     manifest = snapshot.manifest
     return ResumedFrom(
         name=manifest.name,
@@ -209,20 +211,6 @@ def _facts(snapshot: OpenSnapshot | None) -> ResumedFrom | None:
         url=snapshot.url,
         complete=manifest.complete,
     )
-
-
-def _on_rank_zero(trainer: pl.Trainer, find: Any) -> OpenSnapshot | None:
-    """Run ``find`` on rank 0; an error there is raised on every rank, so that none waits for ever."""
-    found: OpenSnapshot | None = None
-    error: SpotError | None = None
-    if trainer.is_global_zero:
-        try:
-            found = find()
-        except SpotError as problem:
-            error = problem
-    if (shared := trainer.strategy.broadcast(str(error) if error is not None else None)) is not None:
-        raise error if error is not None else SpotError(shared)
-    return found
 
 
 def _check_model(trainer: pl.Trainer, checkpoint: dict[str, Any], facts: ResumedFrom) -> None:

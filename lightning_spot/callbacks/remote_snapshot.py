@@ -11,21 +11,26 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_spot.callbacks.fit_state import KEY, Dump, FitState, say_what_is_not_exact
 from lightning_spot.callbacks.pacing import Pacing
+from lightning_spot.callbacks.run_start import RunStart, on_rank_zero
 from lightning_spot.callbacks.seams import Seam, Seams
-from lightning_spot.capture.attempt import Attempt, RingSettings
+from lightning_spot.capture.attempt import Attempt, RingSettings, open_host
+from lightning_spot.capture.host_link import leave
 from lightning_spot.capture.safety import LEAVE_S
 from lightning_spot.capture.tensors import optimizer_owned
 from lightning_spot.config import DRILL_VARIABLE
-from lightning_spot.errors import SettingsError, SpotError
+from lightning_spot.errors import SettingsError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.costs import TierPace
 from lightning_spot.interval.policy import EverySeconds, IntervalPolicy
+from lightning_spot.memory.host import MAX_STALL_S, Host
+from lightning_spot.run.choice import say_what_is_left
 from lightning_spot.run.location import Location, memory_limit_bytes
+from lightning_spot.run.survey import Survey
 
 WAIT_FOR_SLOT_S = 600.0
 
@@ -43,12 +48,16 @@ class RemoteSnapshot(Checkpoint):
         run: name of the run; default the last component of ``dirpath``.
         interval: when to take a snapshot; default :class:`ConvergenceAware`, which needs no setting.
         keep: snapshots each tier keeps, at least 1.
-        slots: slots of the ring on this host, at least 2. Each holds one snapshot: the host needs ``slots`` times the
-            checkpoint's size of memory.
+        slots: slots of the ring on this host, at least 2; default 2 and one for each tier below (the durable one, and
+            a memory node). Each holds one snapshot: the host needs ``slots`` times the checkpoint's size of memory.
         memory_limit: most memory for slots, such as ``"64GiB"``; default half of the host's.
         on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for the flusher.
+        durable_every_s: at least so many seconds lie between two snapshots that are brought to the durable tier; 0
+            brings it the newest one whenever it is free. The last one is brought there in any case.
         flush_timeout_s: how long ``fit`` waits at its end until all is durable, seconds.
         idle_timeout_s: the node on this host ends when no trainer came for so long, seconds.
+        max_stall_s: how long a call to the node on this host may keep the training thread, seconds, more than 0; a
+            node that does not answer in time is replaced.
         strict: raise where a warning and going on without snapshots would do.
 
     Raises:
@@ -71,20 +80,26 @@ class RemoteSnapshot(Checkpoint):
         run: str | None = None,
         interval: IntervalPolicy | None = None,
         keep: int = 2,
-        slots: int = 3,
+        slots: int | None = None,
         memory_limit: str | int | None = None,
         on_full: Literal["skip", "wait"] = "skip",
+        durable_every_s: float = 0.0,
         flush_timeout_s: float = 300.0,
         idle_timeout_s: float = 900.0,
+        max_stall_s: float = MAX_STALL_S,
         strict: bool = False,
     ) -> None:
         super().__init__()
         if keep < 1:
             raise SettingsError(f"keep={keep}: a tier keeps at least 1 snapshot")
-        if slots < 2:
+        if slots is not None and slots < 2:
             raise SettingsError(f"slots={slots}: a ring needs 2 slots, one stays whole while the other is filled")
         if on_full not in ("skip", "wait"):
             raise SettingsError(f"on_full={on_full!r}: it is 'skip' or 'wait'")
+        if not durable_every_s >= 0:
+            raise SettingsError(f"durable_every_s={durable_every_s}: it is 0 or more seconds")
+        if not max_stall_s > 0:
+            raise SettingsError(f"max_stall_s={max_stall_s}: it is more than 0 seconds")
         self.location = Location.of(dirpath, memory, run)
         if DRILL_VARIABLE in os.environ:
             interval = EverySeconds(1.0)  # a drill is short, and wants something to resume from
@@ -92,14 +107,19 @@ class RemoteSnapshot(Checkpoint):
         self.on_full = on_full
         self.flush_timeout_s = flush_timeout_s
         self._ring = RingSettings(
-            slots=slots,
+            slots=slots if slots is not None else 3 + bool(self.location.nodes),
             memory_bytes=memory_limit_bytes(memory_limit),
             idle_timeout_s=idle_timeout_s,
             keep=keep,
             strict=strict,
+            durable_every_s=durable_every_s,
+            max_stall_s=max_stall_s,
         )
         self.attempt = 0
         self._current: Attempt | None = None
+        self._host: Host | None = None
+        self._found: Survey | None = None
+        self._lineage: str | None = None
         self._step = -1
         self._warmed = False
         self._hooked: list[Callable[[], None]] = []
@@ -141,21 +161,43 @@ class RemoteSnapshot(Checkpoint):
         FitState.of(trainer).attach()
         self._warmed, self._last_committed = False, None
         self._held, self._begun_step, self._deadline_s = None, -1, None
-        problem: SpotError | None = None
-        if trainer.is_global_zero:
-            try:
-                self._current = Attempt(self.location, self._ring)
-                self.attempt = self._current.number
-            except SpotError as error:
-                problem = error
-        shared = trainer.strategy.broadcast((self.attempt, str(problem) if problem is not None else None))
-        self.attempt = shared[0]
-        if shared[1] is not None:
-            raise problem if problem is not None else SpotError(shared[1])
+        self._lineage, self._found = None, None
+        start = RunStart.of(trainer)
+        resumes = start.resumes
+        start.clear()
+        unreadable = trainer.strategy.broadcast(on_rank_zero(trainer, lambda: self._look(start)))
+        if unreadable and resumes:
+            # No attempt begins before it is known that no resume depends on the tier that cannot be read.
+            start.after_decision(lambda: self._begin(trainer))
+        else:
+            self._begin(trainer)
+
+    def _look(self, start: RunStart) -> bool:
+        """Open the ring, and ask all tiers what they hold; whether the durable one could not be read."""
+        self.location.check()
+        self._host = open_host(self.location, self._ring)  # first: it takes over what a killed node left in memory
+        self._found = start.survey(self.location)
+        return self._found.durable is None
+
+    def _begin(self, trainer: pl.Trainer) -> None:
+        """Begin the next attempt (rank 0)."""
+
+        def begin() -> None:
+            host, self._host = self._host, None
+            assert host is not None
+            assert self._found is not None
+            self._current = Attempt(self._found, host, self._ring)
+
+        on_rank_zero(trainer, begin)
+        self.attempt = trainer.strategy.broadcast(self._current.number if self._current is not None else 0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start counting, and listen for the places at which a snapshot can be taken."""
         self._step = trainer.global_step
+        if self._current is not None and self._lineage is not None:
+            self._current.lineage = self._lineage
+        elif self._found is not None:
+            say_what_is_left(self._found)
         self._pacing.begin(trainer, self.attempt)
         FitState.of(trainer).begin()
         Seams.of(trainer).add(self)
@@ -170,6 +212,7 @@ class RemoteSnapshot(Checkpoint):
         if trainer.state.fn == TrainerFn.FITTING:
             FitState.of(trainer).load(checkpoint)
             self._pacing.load(checkpoint.get(KEY, {}).get("interval"))
+            self._lineage = checkpoint.get(KEY, {}).get("lineage")
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -267,6 +310,8 @@ class RemoteSnapshot(Checkpoint):
         checkpoint = dump.gathered(trainer)
         checkpoint[KEY]["interval"] = self._pacing.state_dict()
         self._begun_step = trainer.global_step
+        if self._current is not None:
+            checkpoint[KEY]["lineage"] = self._current.lineage
         if self._current is not None and not self._current.fenced:
             self._current.write(
                 checkpoint,
@@ -331,17 +376,25 @@ class RemoteSnapshot(Checkpoint):
     def _finish(self, trainer: pl.Trainer, *, complete: bool) -> None:
         """Bring everything to safety, within the time allowed, and close. The second call does nothing."""
         attempt, self._current = self._current, None
+        host, self._host = self._host, None
+        if host is not None:
+            leave(host)
         if attempt is None:
             return
         wait_s = self.flush_timeout_s
         if self._deadline_s is not None:
             wait_s = max(0.0, min(wait_s, self._deadline_s - LEAVE_S - time.monotonic()))
-        attempt.finish(wait_s, complete=complete)
+        durable = attempt.finish(wait_s, complete=complete)
         self._last_committed = attempt.writer.committed
-        if complete and self._last_committed is not None:
+        if durable:
             rank_zero_info(
-                f"lightning_spot: run {self.location.name!r} is complete at step {self._last_committed.step};"
+                f"lightning_spot: run {self.location.name!r} is complete at step {trainer.global_step};"
                 f" its last snapshot is in {self.location.url}"
+            )
+        elif durable is not None:
+            rank_zero_warn(
+                f"lightning_spot: run {self.location.name!r} has ended at step {trainer.global_step}, but its last"
+                f" snapshot was not seen in {self.location.url}: see the warnings above for the reason"
             )
 
     # -- where Lightning has no hook ------------------------------------------------------------------------------

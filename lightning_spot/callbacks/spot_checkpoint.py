@@ -13,6 +13,7 @@ from lightning_spot.callbacks.goodput_monitor import GoodputMonitor
 from lightning_spot.callbacks.preemption_guard import PreemptionGuard
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
 from lightning_spot.interval.policy import IntervalPolicy
+from lightning_spot.memory.host import MAX_STALL_S
 from lightning_spot.notices.choose import Notices
 from lightning_spot.notices.notice import Notice
 from lightning_spot.recovery.position import Rewind
@@ -32,11 +33,16 @@ class SpotCheckpoint(RemoteSnapshot):
         grace_s: seconds between a notice that does not say and the end, see there.
         resume: whether to resume from the newest good snapshot. A ``ckpt_path`` given to ``fit`` always wins.
         rewind: how a resumed epoch gets to its place in the data, see :class:`AutoResume`.
-        slots: slots of the ring on this host, at least 2; each takes the checkpoint's size of memory.
+        slots: slots of the ring on this host, at least 2; default 2 and one for each tier below. Each takes the
+            checkpoint's size of memory.
         memory_limit: most memory for slots, such as ``"64GiB"``; default half of the host's.
         on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for the flusher.
+        durable_every_s: at least so many seconds lie between two snapshots that are brought to the durable tier; 0
+            brings it the newest one whenever it is free. The last one is brought there in any case.
         flush_timeout_s: how long ``fit`` waits at its end until all is durable, seconds.
         idle_timeout_s: the node on this host ends when no trainer came for so long, seconds.
+        max_stall_s: how long a call to the node on this host may keep the training thread, seconds, more than 0; a
+            node that does not answer in time is replaced.
         strict: raise where a warning and going on without snapshots would do.
 
     Raises:
@@ -65,11 +71,13 @@ class SpotCheckpoint(RemoteSnapshot):
         grace_s: float | None = None,
         resume: bool = True,
         rewind: Rewind = "auto",
-        slots: int = 3,
+        slots: int | None = None,
         memory_limit: str | int | None = None,
         on_full: Literal["skip", "wait"] = "skip",
+        durable_every_s: float = 0.0,
         flush_timeout_s: float = 300.0,
         idle_timeout_s: float = 900.0,
+        max_stall_s: float = MAX_STALL_S,
         strict: bool = False,
     ) -> None:
         super().__init__(
@@ -81,8 +89,10 @@ class SpotCheckpoint(RemoteSnapshot):
             slots=slots,
             memory_limit=memory_limit,
             on_full=on_full,
+            durable_every_s=durable_every_s,
             flush_timeout_s=flush_timeout_s,
             idle_timeout_s=idle_timeout_s,
+            max_stall_s=max_stall_s,
             strict=strict,
         )
         self._resume = AutoResume(dirpath, memory=memory, run=run, rewind=rewind) if resume else None
@@ -106,11 +116,11 @@ class SpotCheckpoint(RemoteSnapshot):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Start the node (which takes over what a killed one left), watch for notices, look for a snapshot."""
+        if self._resume is not None:
+            self._resume.setup(trainer, pl_module, stage)
         super().setup(trainer, pl_module, stage)
         if self._guard is not None:
             self._guard.setup(trainer, pl_module, stage)
-        if self._resume is not None:
-            self._resume.setup(trainer, pl_module, stage)
         self._goodput.setup(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""One attempt of a run, on the rank that writes it: its number, its ring, its writer, its end."""
+"""One attempt of a run, on the rank that writes it: its number, its ring, its writer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ from typing import Any
 import torch
 
 from lightning_spot._version import __version__
+from lightning_spot.capture.ending import Ending, LastState
+from lightning_spot.capture.host_link import leave
 from lightning_spot.capture.safety import Safety
 from lightning_spot.capture.tensors import tensors_in
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.errors import Fenced, RingFull, SpotError
+from lightning_spot.errors import Fenced, NotSerialisable, RingFull, SnapshotTooLarge, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.host import Host, run_info
+from lightning_spot.memory.host import MAX_STALL_S, Host
+from lightning_spot.memory.stores import open_store
+from lightning_spot.run.claims import begin_attempt
+from lightning_spot.run.identity import new_id
 from lightning_spot.run.location import Location
+from lightning_spot.run.survey import Survey
+from lightning_spot.tiers.store import retain
 
 _OUTLINE_BYTES = 4 * 1024 * 1024  # everything in a checkpoint that is no tensor, generously
 _PER_TENSOR_BYTES = 1024
@@ -33,6 +40,8 @@ class RingSettings:
         idle_timeout_s: its node ends when no trainer came for so long.
         keep: snapshots that each tier keeps.
         strict: whether to raise where a warning would do.
+        durable_every_s: least seconds between two snapshots brought to the durable tier; 0 for as often as it can.
+        max_stall_s: how long a call to the ring may keep the training thread.
     """
 
     slots: int
@@ -40,33 +49,58 @@ class RingSettings:
     idle_timeout_s: float
     keep: int
     strict: bool
+    durable_every_s: float = 0.0
+    max_stall_s: float = MAX_STALL_S
+
+
+def open_host(location: Location, settings: RingSettings) -> Host:
+    """The ring on this host; one that an earlier node left in memory is taken over."""
+    return location.open_host(
+        slots=settings.slots,
+        memory_bytes=settings.memory_bytes,
+        idle_timeout_s=settings.idle_timeout_s,
+        max_stall_s=settings.max_stall_s,
+        strict=settings.strict,
+    )
 
 
 class Attempt:
     """One attempt of a run. Made once ``fit`` begins; :meth:`finish` ends it.
 
     Args:
-        location: where the run goes.
+        found: what the tiers hold of the run.
+        host: ring on this host; let go here if the attempt cannot begin.
         settings: of the ring.
 
     Raises:
-        SpotError: if the run cannot be opened.
+        SpotError: if the attempt cannot begin.
 
     Attributes:
-        number: of the attempt, from 1.
+        info: what the tiers were told of it.
+        lineage: of the training state: that of the snapshot it was resumed from, or a new one.
         writer: takes the snapshots.
         fenced: whether a later attempt has taken the run over.
     """
 
-    def __init__(self, location: Location, settings: RingSettings) -> None:
-        location.check()
-        self.location = location
+    def __init__(self, found: Survey, host: Host, settings: RingSettings) -> None:
+        self.location = found.location
+        self.lineage = new_id()
         self.fenced = False
         self._settings = settings
-        host = self._open_host()
-        self.number = host.open_run(run_info(location.name, location.destinations, settings.keep, 0)).attempt
-        self.writer = SnapshotWriter(host, self._reopen if location.embedded else None)
+        self._last: LastState | None = None
+        self._ended = False
+        try:
+            self.info = begin_attempt(found, host, keep=settings.keep, durable_every_s=settings.durable_every_s)
+        except BaseException:
+            leave(host)
+            raise
+        self.writer = SnapshotWriter(host, self._reopen if self.location.embedded else None)
         self.safety = Safety(self.writer)
+
+    @property
+    def number(self) -> int:
+        """Number of the attempt, from 1."""
+        return self.info.attempt
 
     def warm(self, state: Any) -> None:
         """Have slots made in the background, large enough for the tensors of ``state`` and what goes with them."""
@@ -97,7 +131,9 @@ class Attempt:
             wait_s: how long to wait for a clean slot.
         """
         manifest = Manifest(
-            run=self.location.name,
+            run=self.info.name,
+            run_id=self.info.id,
+            lineage=self.lineage,
             name=snapshot_name(step, self.number, complete=complete),
             step=step,
             attempt=self.number,
@@ -108,6 +144,9 @@ class Attempt:
             world_size=world_size,
             versions=_versions(),
         )
+        if complete:
+            self._ended = True
+            self._last = LastState.of(checkpoint, manifest)
         try:
             self.writer.begin(checkpoint, manifest, owned=owned, wait_s=wait_s)
         except RingFull as error:
@@ -116,43 +155,62 @@ class Attempt:
             self.fenced = True
             self._complain("fenced", error)
         except SpotError as error:
-            self._complain(type(error).__name__, error)
+            if isinstance(error, SnapshotTooLarge) or type(error) is TierError:  # this host has no memory for it
+                self._write_past_memory(checkpoint, manifest, error)
+            else:
+                if isinstance(error, NotSerialisable):
+                    self._last = None  # to try again at the end would be in vain
+                self._complain(type(error).__name__, error)
 
-    def finish(self, wait_s: float, *, complete: bool) -> None:
-        """Commit and flush what is under way, within ``wait_s``, and close."""
-        deadline = time.monotonic() + wait_s
-        self.writer.settle(wait_s)
-        host = self.writer.host
+    def finish(self, wait_s: float, *, complete: bool) -> bool | None:
+        """Commit and flush what is under way, within ``wait_s``, and close.
+
+        Args:
+            wait_s: bound, seconds.
+            complete: whether the run is at its end.
+
+        Returns:
+            whether the snapshot of the end was seen at the durable tier; ``None`` if none was to be taken.
+        """
+        ending = Ending(self.writer, self.location.url, self.info, self._last if complete and not self.fenced else None)
         try:
-            if host is not None:
-                left = host.flush(max(0.0, deadline - time.monotonic()))
-                for line in left:
-                    self.writer.say_once(
-                        line, "not everything is durable yet: %s. The node on this host goes on trying", line
-                    )
-                host.leave(complete=complete and not left)
+            durable = ending.bring(wait_s)
+            return durable if self._last is not None or not self._ended else False
         except SpotError as error:
             self._complain("finish", error)
+            return False
         finally:
             self.writer.close()
+
+    def _write_past_memory(self, checkpoint: dict[str, Any], manifest: Manifest, error: SpotError) -> None:
+        self.writer.say_once(
+            "past-memory",
+            "%s. Until then snapshots go to %s part by part, which is slower, and training waits for each",
+            error,
+            self.location.url,
+        )
+        try:
+            store = open_store(self.location.url)
+            stored = self.writer.store_past_memory(checkpoint, manifest, store)
+            retain(store, self._settings.keep, stored)
+        except Fenced as fence:
+            self.fenced = True
+            self._complain("fenced", fence)
+        except SpotError as failure:
+            self._complain("past-memory-failed", failure)
 
     def _complain(self, key: str, error: SpotError) -> None:
         if self._settings.strict:
             raise error
         self.writer.say_once(key, "no snapshot now, training goes on: %s", error)
 
-    def _open_host(self) -> Host:
-        settings = self._settings
-        return self.location.open_host(
-            slots=settings.slots,
-            memory_bytes=settings.memory_bytes,
-            idle_timeout_s=settings.idle_timeout_s,
-            strict=settings.strict,
-        )
-
     def _reopen(self) -> Host:
-        host = self._open_host()
-        host.open_run(run_info(self.location.name, self.location.destinations, self._settings.keep, self.number))
+        host = open_host(self.location, self._settings)
+        try:
+            host.open_run(self.info)
+        except BaseException:
+            leave(host)
+            raise
         return host
 
 

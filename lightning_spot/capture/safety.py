@@ -36,12 +36,10 @@ class Safety:
         left_s = deadline_s - LEAVE_S - time.monotonic() if deadline_s is not None else None
         newest = self._writer.committed
         nbytes = newest.nbytes if newest is not None else 0
-        host = self._writer.host
-        try:
-            tiers = host.tiers() if host is not None else {}
-            safe_step = host.safe_step() if host is not None else None
-        except SpotError:
+        tiers = self._writer.link.ask(lambda host: host.tiers(), None)
+        if tiers is None:
             return plan_urgent(nbytes, left_s, {})
+        safe_step = self._writer.link.ask(lambda host: host.safe_step(), None)
         speeds = {url: tier.flushed_bytes / tier.flush_s for url, tier in tiers.items() if tier.flush_s > 0}
         # What is committed and not safe yet goes first.
         waits = newest is not None and (safe_step is None or safe_step < newest.step)
@@ -53,11 +51,7 @@ class Safety:
 
     def paces(self) -> tuple[TierPace, ...]:
         """How fast each working tier takes snapshots, as measured; a memory node that took none yet counts as fast."""
-        host = self._writer.host
-        try:
-            tiers = host.tiers() if host is not None else {}
-        except SpotError:
-            return ()
+        tiers = self._writer.link.ask(lambda host: host.tiers(), None) or {}
         working = {url: tier for url, tier in tiers.items() if not tier.error}
         paces = [
             TierPace(drain_s=tier.flush_s / tier.flushed, survives=_survives(url))

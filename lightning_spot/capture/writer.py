@@ -7,11 +7,9 @@ Everything else happens on one background thread, the courier.
 from __future__ import annotations
 
 import logging
-import mmap
 import queue
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
@@ -21,11 +19,13 @@ from typing import Any
 import torch
 
 from lightning_spot.capture.guess import Guess, same_places
+from lightning_spot.capture.host_link import HostLink
+from lightning_spot.capture.outline import Outliner
+from lightning_spot.capture.streaming import stream_parts
 from lightning_spot.capture.tensors import storage_address, tensors_in
+from lightning_spot.capture.views import SlotViews
 from lightning_spot.config import read_environment
 from lightning_spot.errors import (
-    Fenced,
-    LayoutUnsupported,
     NodeUnreachable,
     NotSerialisable,
     RingFull,
@@ -34,16 +34,17 @@ from lightning_spot.errors import (
     TierError,
     TornSnapshot,
 )
-from lightning_spot.image.layout import Layout, Piece, lay_out, lay_out_plain
+from lightning_spot.image.layout import Layout, Piece
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, Lease
-from lightning_spot.staging.copier import Copier, CopyJob, SlotView, watch
+from lightning_spot.staging.copier import Copier, CopyJob, watch
+from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
 
-_MOST_VIEWS = 16
-_FIRST_RETRY_S = 1.0
-_LAST_RETRY_S = 30.0
+_CLOSE_S = 10.0
+_ALLOCATE_S, _ALLOCATED_BYTES_PER_S = 60.0, 200e6  # a slot's pages are made by the kernel at 3 GB/s; swapping is slower
+_LEASE_SLICE_S = 2.0
 
 
 @dataclass(slots=True)
@@ -72,22 +73,23 @@ class SnapshotWriter:
         reconnect: makes a new connection to the ring (and opens the run again) after the old one broke.
 
     Attributes:
-        committed: manifest of the newest snapshot that is committed in memory.
+        link: to the ring, which may be lost and found again.
+        committed: manifest of the newest snapshot that is committed in memory, or was stored past it.
         torn: snapshots dropped because a tensor changed while it was copied.
     """
 
     def __init__(self, host: Host, reconnect: Callable[[], Host] | None = None) -> None:
-        self.host: Host | None = host
+        self.link = HostLink(host, reconnect, self._warm_host)
         self.committed: Manifest | None = None
         self.torn = 0
-        self._reconnect = reconnect
         self._copier = Copier()
-        self._views: OrderedDict[int, SlotView] = OrderedDict()
+        self._views = SlotViews(self._copier)
+        self._warm_size: tuple[int, bool] | None = None
         self._pending: list[Pending] = []
         self._guess: Guess | None = None
         self._unsteady: frozenset[int] = frozenset()
         self._said: set[str] = set()
-        self._scratch = read_environment().shm_dir
+        self._outliner = Outliner(read_environment().shm_dir, self.say_once)
         self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._warming = threading.Event()
         self._warming.set()
@@ -95,6 +97,11 @@ class SnapshotWriter:
         self._courier.start()
 
     # -- on the training thread -----------------------------------------------------------------------------------
+
+    @property
+    def host(self) -> Host | None:
+        """The ring, ``None`` while there is none."""
+        return self.link.host
 
     @property
     def ready(self) -> bool:
@@ -109,7 +116,8 @@ class SnapshotWriter:
             cuda: whether tensors will come from a GPU.
         """
         self._warming.clear()
-        self._errands.put(lambda: self._warm(nbytes, cuda))
+        self._warm_size = (nbytes, cuda)
+        self._errands.put(self._warm)
 
     def begin(
         self,
@@ -137,31 +145,32 @@ class SnapshotWriter:
         """
         host = self.host
         if host is None:
-            raise NodeUnreachable("the memory node on this host has gone; a new one is being started")
-        self._warming.wait()
+            raise NodeUnreachable("the memory node on this host is lost; a new one is being started")
+        self._wait_warm(host, wait_s)
+        if lost := self._views.others(host):
+            self.copied()
+            for other in lost:
+                self._views.drop(other)
         watches = {storage_address(tensor): tensor for tensor in tensors_in(checkpoint)}
         steady = (set(owned) & set(watches)) - self._unsteady
         guess = self._guess
         lease = self._lease(host, guess.nbytes, wait_s) if guess is not None else None
         # Copying starts at the places the last layout had while this one is made: they are nearly always the same.
-        early = self._start(guess.pieces_of(watches, steady), lease, watches) if guess and lease else None
+        early = self._start(guess.pieces_of(watches, steady), host, lease, watches) if guess and lease else None
         try:
-            layout = self._lay_out(checkpoint)
-        except Exception as error:  # pickling runs the user's code, which may raise anything
+            layout = self._outliner.lay_out(checkpoint)
+        except NotSerialisable:
             if early is not None and lease is not None:
                 _finish_early(early)
                 host.abort(lease)
-            raise NotSerialisable(
-                f"the training state cannot be serialised ({type(error).__name__}: {error}); look at what"
-                " on_save_checkpoint, state_dict and hyperparameters put into the checkpoint"
-            ) from error
+            raise
         if lease is None or layout.nbytes > len(lease.map):
             if early is not None and lease is not None:
                 _finish_early(early)
                 host.abort(lease)
             lease, early = self._lease(host, layout.nbytes, wait_s), None
         try:
-            job = self._copy(layout, lease, watches, steady, early)
+            job = self._copy(layout, host, lease, watches, steady, early)
         except BaseException:
             host.abort(lease)
             raise
@@ -193,11 +202,32 @@ class SnapshotWriter:
                 logger.debug("snapshot %s: %s", pending.manifest.name, error)
 
     def close(self) -> None:
-        """Stop the threads. The host stays open: it is the caller's."""
+        """Stop the threads. The host stays open: it is the caller's, unless it keeps a thread waiting."""
+        self.link.close()
         self._errands.put(None)
-        self._courier.join()
+        self._courier.join(_CLOSE_S)
+        if self._courier.is_alive() and self.host is not None:
+            self.host.disconnect()
+            self._courier.join(_CLOSE_S)
         self._copier.close()
-        self._views.clear()
+        for host in self._views.others(None):
+            self._views.drop(host)
+
+    def store_past_memory(self, checkpoint: Any, manifest: Manifest, store: Store) -> Manifest:
+        """Bring a snapshot that fits no slot to a tier, part by part. Training waits until it is there.
+
+        Args:
+            checkpoint: what to save; nothing changes it meanwhile.
+            manifest: what it is; size and checksums are filled in.
+            store: the tier.
+
+        Raises:
+            SpotError: if it is not there in the end.
+        """
+        layout = self._outliner.lay_out(checkpoint)
+        manifest = replace(manifest, nbytes=layout.nbytes)
+        self.committed = store.put_parts(manifest, stream_parts(layout, manifest.part_bytes), attempt=manifest.attempt)
+        return self.committed
 
     def say_once(self, key: str, message: str, *facts: Any) -> None:
         """Warn, but only the first time for ``key``."""
@@ -207,49 +237,51 @@ class SnapshotWriter:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _lay_out(self, checkpoint: Any) -> Layout:
-        try:
-            return lay_out(checkpoint, self._scratch)
-        except LayoutUnsupported as error:
-            self.say_once("layout", "%s; snapshots are serialised with plain torch.save (slower)", error)
-        except OSError as error:
-            self.say_once("scratch", "%s has no room for a file's outline (%s)", self._scratch, error)
-            self._scratch = None
-            try:
-                return lay_out(checkpoint)
-            except OSError as full:
-                self.say_once("scratch-tmp", "nor has the temporary directory (%s); using plain torch.save", full)
-        return lay_out_plain(checkpoint)
+    def _wait_warm(self, host: Host, wait_s: float) -> None:
+        """Wait while slots are made in the background, no longer than for a clean one; a ring that hangs is lost."""
+        wait_s = max(wait_s, host.max_stall_s)
+        if not self._warming.wait(wait_s):
+            raise RingFull(f"the slots of the ring on this host are still being made after {wait_s:.0f} s")
 
     def _lease(self, host: Host, nbytes: int, wait_s: float) -> Lease:
+        """Take a slot, asking again every few seconds: a ring that hangs is told from one that is full."""
+        deadline_s = time.monotonic() + wait_s
         try:
-            lease = host.lease(nbytes, wait_s)
-        except NodeUnreachable:
-            self._lost(host)
+            while True:
+                left_s = deadline_s - time.monotonic()
+                try:
+                    lease = host.lease(nbytes, max(0.0, min(left_s, _LEASE_SLICE_S)))
+                    break
+                except RingFull:
+                    if left_s <= _LEASE_SLICE_S:
+                        raise
+        except NodeUnreachable as error:
+            self._lost(host, error)
             raise
         self._say_backing(lease)
         return lease
 
-    def _start(self, pieces: list[Piece], lease: Lease, watches: dict[int, torch.Tensor]) -> CopyJob:
+    def _start(self, pieces: list[Piece], host: Host, lease: Lease, watches: dict[int, torch.Tensor]) -> CopyJob:
         """Begin to copy pieces that only the optimizer changes."""
         tensors = [watches[piece.storage.data_ptr()] for piece in pieces]
-        return self._copier.start(pieces, self._view(lease.map), watch(tensors))
+        return self._copier.start(pieces, self._views.of(host, lease), watch(tensors))
 
     def _copy(
         self,
         layout: Layout,
+        host: Host,
         lease: Lease,
         watches: dict[int, torch.Tensor],
         steady: set[int],
         early: CopyJob | None,
     ) -> CopyJob:
         """Copy now what forward may change, and let the optimizer's own follow until its next step."""
-        view = self._view(lease.map)
+        view = self._views.of(host, lease)
         later = [piece for piece in layout.pieces if piece.storage.data_ptr() in steady]
         if early is not None and not same_places(early.pieces, later):
             _finish_early(early)  # the guess was wrong: its bytes lie in the wrong places, and are written over
             early = None
-        job = early or self._start(later, lease, watches)
+        job = early or self._start(later, host, lease, watches)
         for offset, data in layout.frame:
             view.map[offset : offset + len(data)] = data
         now = self._copier.start([piece for piece in layout.pieces if piece.storage.data_ptr() not in steady], view)
@@ -257,21 +289,13 @@ class SnapshotWriter:
         self._copier.fence()
         return job
 
-    def _view(self, shared: mmap.mmap) -> SlotView:
-        view = self._views.get(id(shared))
-        if view is None:
-            view = self._views[id(shared)] = SlotView(shared)
-            if len(self._views) > _MOST_VIEWS:
-                self._views.popitem(last=False)
-        return view
-
     def _say_backing(self, lease: Lease) -> None:
-        if lease.backing == "memfd" and self._scratch is not None:
+        if lease.backing == "memfd" and self._outliner.scratch is not None:
             self.say_once(
                 "memfd",
                 "%s is too small for the slots; they are memory files held by the node instead. Same speed; a new"
                 " node cannot take them over if the node itself is killed (docker: give it --shm-size)",
-                self._scratch,
+                self._outliner.scratch,
             )
 
     # -- on the courier -------------------------------------------------------------------------------------------
@@ -301,7 +325,7 @@ class SnapshotWriter:
 
     def _failed(self, host: Host, pending: Pending, error: BaseException) -> None:
         if isinstance(error, NodeUnreachable):
-            self._lost(host)
+            self._lost(host, error)
         else:
             try:
                 host.abort(pending.lease)
@@ -313,37 +337,37 @@ class SnapshotWriter:
             logger.warning("lightning_spot: snapshot %s was not committed: %s", pending.manifest.name, error)
         pending.done.set_exception(error)
 
-    def _lost(self, host: Host) -> None:
-        """The ring has gone (killed): get a new one in the background."""
-        if self.host is host and self._reconnect is not None:
-            self.host = None
-            logger.warning("lightning_spot: the memory node on this host has gone; starting a new one")
-            threading.Thread(target=self._find_host, name="spot-reconnect", daemon=True).start()
+    def _lost(self, host: Host, error: SpotError) -> None:
+        if isinstance(error.__cause__, TimeoutError):
+            self.say_once(
+                "stall",
+                "the memory node on this host did not answer within max_stall_s=%.1f s; it counts as lost, and training"
+                " goes on",
+                host.max_stall_s,
+            )
+        self.link.lose(host, error)
 
-    def _find_host(self) -> None:
-        assert self._reconnect is not None
-        pause_s = _FIRST_RETRY_S
-        while self._courier.is_alive():
-            try:
-                self.host = self._reconnect()
-                return
-            except Fenced as error:
-                logger.warning("lightning_spot: %s", error)
-                return
-            except Exception as error:  # whatever it is, training goes on and it is tried again
-                logger.warning("lightning_spot: no new memory node yet (%s)", error)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LAST_RETRY_S)
-
-    def _warm(self, nbytes: int, cuda: bool) -> None:
-        leases: list[Lease] = []
-        host = self.host
+    def _warm(self) -> None:
         try:
-            while host is not None:
-                leases.append(host.lease(nbytes, 0.0))
-                view = self._view(leases[-1].map)
+            if (host := self.host) is not None:
+                self._warm_host(host)
+        finally:
+            self._warming.set()
+
+    def _warm_host(self, host: Host) -> None:
+        """Have every slot of a ring made, mapped and pinned; nobody waits for it."""
+        if self._warm_size is None:
+            return
+        nbytes, cuda = self._warm_size
+        leases: list[Lease] = []
+        try:
+            while True:
+                leases.append(host.lease(nbytes, 0.0, limit_s=_ALLOCATE_S + nbytes / _ALLOCATED_BYTES_PER_S))
+                view = self._views.of(host, leases[-1])
                 if cuda:
                     self._copier.pin(view)
+        except NodeUnreachable as error:
+            self._lost(host, error)
         except (RingFull, SnapshotTooLarge, TierError) as error:
             logger.debug("warmed %d slots: %s", len(leases), error)
         except Exception:
@@ -351,10 +375,9 @@ class SnapshotWriter:
         finally:
             for lease in leases:
                 try:
-                    host.abort(lease)  # type: ignore[union-attr] # there are leases only where there was a host
+                    host.abort(lease)
                 except SpotError as error:
                     logger.debug("a slot could not be given back: %s", error)
-            self._warming.set()
 
 
 def _finish_early(job: CopyJob) -> None:

@@ -106,7 +106,7 @@ def _entries(source: Source, arguments: argparse.Namespace) -> list[Entry]:
             return [Entry(manifest, source, _state(dirty, safe)) for manifest, dirty, safe in host.held()]
         finally:
             host.session.close()
-    return [Entry(manifest, source, DURABLE) for manifest in source.manifests()]
+    return [Entry(manifest, source, DURABLE) for manifest in source.survey().manifests]
 
 
 def _state(dirty: list[str], safe: list[str]) -> str:

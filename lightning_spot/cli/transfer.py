@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from lightning_spot.cli.tiers import Entry, Found, ask, pick
 from lightning_spot.config import PART_BYTES, format_bytes
 from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound, SpotError, TierError
-from lightning_spot.run.sources import OpenSnapshot
+from lightning_spot.run.reading import OpenSnapshot
 
 
 def pull(arguments: argparse.Namespace) -> int:

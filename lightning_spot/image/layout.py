@@ -34,11 +34,13 @@ class Piece:
         storage: bytes to copy; on any device. Keeping the piece keeps the storage alive.
         offset: first byte in the file.
         nbytes: length in bytes.
+        crc_at: places in the file of the 4-byte little-endian CRC-32 fields that describe it.
     """
 
     storage: torch.UntypedStorage
     offset: int
     nbytes: int
+    crc_at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ def _layout(skeleton: memoryview, storages: dict[str, torch.UntypedStorage]) -> 
         if storage.nbytes() != record.nbytes:
             raise LayoutUnsupported(f"record {record.name} has {record.nbytes} bytes, its storage {storage.nbytes()}")
         if record.nbytes:
-            pieces.append(Piece(storage, record.offset, record.nbytes))
+            pieces.append(Piece(storage, record.offset, record.nbytes, record.crc_at))
     if storages:
         raise LayoutUnsupported(f"torch left no place for {len(storages)} storages")
     pieces.sort(key=lambda piece: piece.offset)

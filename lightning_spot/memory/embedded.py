@@ -169,15 +169,16 @@ class EmbeddedHost:
         self.run, self.attempt = info.text, int(opened["attempt"])
         return Opened(self.attempt, bool(opened["carries"]), str(opened["why_not"]))
 
-    def lease(self, nbytes: int, wait_s: float) -> Lease:
+    def lease(self, nbytes: int, wait_s: float, *, limit_s: float | None = None) -> Lease:
         """See :meth:`Host.lease`."""
         body = {"attempt": self.attempt, "nbytes": nbytes, "wait_s": wait_s, "session": self.session.id}
-        leased = self._call("POST", f"/v1/runs/{quoted(self.run)}/uploads", body, limit_s=wait_s + self.max_stall_s)
+        path = f"/v1/runs/{quoted(self.run)}/uploads"
+        leased = self._call("POST", path, body, limit_s=wait_s + (limit_s or self.max_stall_s))
         self._let_go({int(slot): int(generation) for slot, generation in leased["generations"].items()})
         key = (int(leased["slot"]), int(leased["generation"]))
         if key not in self._maps:
             self._maps[key] = self.session.map_slot(key[0])
-        return Lease(str(leased["upload"]), self._maps[key], nbytes, str(leased["backing"]))
+        return Lease(str(leased["upload"]), self._maps[key], nbytes, str(leased["backing"]), key[0])
 
     def seal(self, lease: Lease, manifest: Manifest, destinations: list[str] | None = None) -> None:
         """See :meth:`Host.seal`."""

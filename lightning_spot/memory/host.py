@@ -27,12 +27,14 @@ class Lease:
         map: the slot's memory, shared with the node; at least ``nbytes`` long.
         nbytes: size of the snapshot.
         backing: ``"tmpfs"``, ``"memfd"``, or ``"process"`` for a ring inside the trainer.
+        slot: its place in the ring.
     """
 
     id: str
     map: mmap.mmap
     nbytes: int
     backing: str
+    slot: int = 0
 
 
 class Host(Protocol):
@@ -45,11 +47,14 @@ class Host(Protocol):
         run: the run, as ``NAME@ID``.
         attempt: the attempt that writes, 0 before :meth:`open_run`.
         max_stall_s: see above, seconds.
+        released: called with the memory of a slot that is not used any more, before it is unmapped: whoever has made
+            views of it lets them go.
     """
 
     run: str
     attempt: int
     max_stall_s: float
+    released: Callable[[mmap.mmap], None] | None
 
     def open_run(self, info: RunInfo) -> Opened:
         """Let an attempt write a run here; at a new ring, let it go on.
@@ -59,8 +64,14 @@ class Host(Protocol):
             Fenced: if a later attempt, or another one of that number, is known here.
         """
 
-    def lease(self, nbytes: int, wait_s: float) -> Lease:
-        """Take a slot, waiting up to ``wait_s`` for a clean one."""
+    def lease(self, nbytes: int, wait_s: float, *, limit_s: float | None = None) -> Lease:
+        """Take a slot, waiting up to ``wait_s`` for a clean one.
+
+        Args:
+            nbytes: size of the snapshot.
+            wait_s: how long to wait for a slot to become clean.
+            limit_s: how long the answer may take beyond that; default ``max_stall_s``.
+        """
 
     def seal(self, lease: Lease, manifest: Manifest, destinations: list[str] | None = None) -> None:
         """Commit a filled slot in memory; when this returns the snapshot counts."""
@@ -101,6 +112,7 @@ class InProcessHost:
     def __init__(self, *, slots: int, memory_bytes: int, open_store: Callable[[str], Store]) -> None:
         self.run = ""
         self.attempt = 0
+        self.released: Callable[[mmap.mmap], None] | None = None  # never called: views keep the memory mapped
         self._node = Node(slots=slots, memory_bytes=memory_bytes, open_store=open_store, allow=None)
 
     def open_run(self, info: RunInfo) -> Opened:
@@ -109,12 +121,12 @@ class InProcessHost:
         self.run, self.attempt = info.text, opened.attempt
         return opened
 
-    def lease(self, nbytes: int, wait_s: float) -> Lease:
+    def lease(self, nbytes: int, wait_s: float, *, limit_s: float | None = None) -> Lease:
         """See :meth:`Host.lease`."""
         upload = self._node.lease(self.run, self.attempt, nbytes, wait_s=wait_s, session=IN_PROCESS)
         memory = upload.slot.memory
         assert memory is not None
-        return Lease(upload.id, memory.map, nbytes, "process")
+        return Lease(upload.id, memory.map, nbytes, "process", upload.slot.index)
 
     def seal(self, lease: Lease, manifest: Manifest, destinations: list[str] | None = None) -> None:
         """See :meth:`Host.seal`."""
@@ -138,8 +150,8 @@ class InProcessHost:
 
     def safe_step(self) -> int | None:
         """See :meth:`Host.safe_step`."""
-        steps = [slot.manifest.step for slot in self._node.ring.committed(self.run) if slot.manifest and slot.safe]
-        return max(steps, default=None)
+        held = self._node.ring.committed(self._node.key(self.run))
+        return max((slot.manifest.step for slot in held if slot.manifest and slot.safe), default=None)
 
     def leave(self, *, complete: bool) -> None:
         """See :meth:`Host.leave`."""

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-IGNORED = ("Timer", "GoodputMonitor", "lightning_spot.loggers", "lightning_spot.interval", "pytorch-lightning_version")
+IGNORED = (
+    "Timer",
+    "GoodputMonitor",
+    "lightning_spot.loggers",
+    "lightning_spot.interval",
+    "lightning_spot.lineage",
+    "pytorch-lightning_version",
+)
 """Parts of a path that mark what cannot be equal: clocks, and the versions of loggers."""
 
 

@@ -1,72 +1,126 @@
-"""Chooses the newest good snapshot: asks all tiers, checks the newest, falls back to the one before if it is bad."""
+"""Chooses the newest good snapshot of a survey: checks it, and falls back to the one before if it is bad.
+
+A resume that could not read is no fresh start: unless all that matters was read, and there is nothing, it is an error.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable
+from typing import TypeVar
 
-from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError
+from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.run.sources import OpenSnapshot, Source
+from lightning_spot.run.reading import OpenSnapshot
+from lightning_spot.run.sources import Source
+from lightning_spot.run.survey import PATIENCE, Patience, Survey
 
 logger = logging.getLogger(__name__)
 
+WAY_ON = "pass resume=False to start afresh all the same (nothing that is there is deleted), or another dirpath"
 
-@dataclass(slots=True)
-class Survey:
-    """What all tiers hold of a run.
-
-    Attributes:
-        candidates: snapshots with the tiers that hold them, best first: newest, then nearest.
-        unanswered: tiers that did not answer, with the reason.
-    """
-
-    candidates: list[tuple[Manifest, Source]] = field(default_factory=list)
-    unanswered: dict[str, str] = field(default_factory=dict)
+T = TypeVar("T")
 
 
-def survey(sources: Sequence[Source]) -> Survey:
-    """Ask every tier what it holds. A tier that does not answer is noted, not fatal."""
-    found = Survey()
-    for source in sources:
-        try:
-            found.candidates.extend((manifest, source) for manifest in source.manifests())
-        except SpotError as error:
-            found.unanswered[source.tier] = str(error)
-    # Stable: at equal age the order of the sources decides, and memory comes first.
-    found.candidates.sort(key=lambda item: item[0].order, reverse=True)
-    return found
-
-
-def open_newest(sources: Sequence[Source]) -> OpenSnapshot | None:
-    """Open the newest snapshot whose checksums hold, or ``None`` when there is none.
-
-    Each one that is passed over is named, with the reason, and so is each tier that did not answer.
+def check_readable(found: Survey) -> None:
+    """Refuse to decide between a resume and a fresh start where the tiers could not be read.
 
     Raises:
-        CorruptSnapshot: if there are snapshots but none of them is good: going on would silently start afresh.
+        TierError: if the durable tier could not be read, or if no tier has a snapshot and one could not be asked.
     """
-    found = survey(sources)
-    for tier, reason in found.unanswered.items():
-        logger.warning("lightning_spot: %s does not answer (%s); looking at the other tiers", tier, reason)
-    passed_over = ""
+    for tier, reason in found.problems.items():
+        logger.warning("lightning_spot: %s does not answer (%s)", tier, reason)
+    reason = "; ".join(f"{tier}: {why}" for tier, why in found.problems.items())
+    if found.durable is None:
+        raise TierError(
+            f"it is not known what to resume from: {found.location.url} could not be read ({reason}). Start again when"
+            f" it can be, or {WAY_ON}",
+            tier=found.location.url,
+        )
+    if found.problems and not found.candidates and not found.unreadable:
+        raise TierError(
+            f"it is not known what to resume from: {found.location.url} holds no snapshot of run"
+            f" {found.location.name!r}, and a memory node that may hold one does not answer ({reason}). Start again"
+            f" when it does, or {WAY_ON}",
+            tier=next(iter(found.problems)),
+        )
+
+
+def open_newest(
+    found: Survey, use: Callable[[OpenSnapshot], T], patience: Patience | None = None
+) -> tuple[OpenSnapshot, T] | None:
+    """Use the newest snapshot whose checksums hold; ``None`` when the tiers were read and there is none.
+
+    Each one that is passed over is named, with the reason.
+
+    Args:
+        found: what the tiers hold.
+        use: reads the snapshot; where it raises ``CorruptSnapshot`` or ``TierError``, the next one is tried.
+        patience: how often a tier that fails is tried again.
+
+    Returns:
+        the snapshot, closed, and what ``use`` made of it.
+
+    Raises:
+        TierError: see :func:`check_readable`.
+        CorruptSnapshot: if there are snapshots but none can be used: going on would silently start afresh.
+    """
+    check_readable(found)
+    reasons = []
+    for what, why in found.unreadable.items():
+        reasons.append(f"{what}: {why}")
+        logger.warning("lightning_spot: snapshot %s is passed over: %s", what, why)
+    attempts_left = [(patience or PATIENCE).tries - 1]
     for manifest, source in found.candidates:
         try:
-            snapshot = source.open(manifest)
-        except (CorruptSnapshot, SnapshotNotFound) as error:
-            passed_over = str(error)
+            opened = _try(manifest, source, use, attempts_left, patience or PATIENCE)
+        except (CorruptSnapshot, SnapshotNotFound, TierError) as error:
+            reasons.append(f"{manifest.name} at {source.tier}: {error}")
             logger.warning("lightning_spot: snapshot %s at %s is passed over: %s", manifest.name, source.tier, error)
-        except SpotError as error:
-            passed_over = str(error)
-            logger.warning("lightning_spot: %s fails (%s); trying the next tier", source.tier, error)
-        else:
-            if passed_over:
-                logger.warning("lightning_spot: falling back to %s from %s", manifest.name, source.tier)
-            return snapshot
-    if passed_over:
+            continue
+        if reasons:
+            logger.warning("lightning_spot: falling back to %s from %s", manifest.name, source.tier)
+        return opened
+    if reasons:
         raise CorruptSnapshot(
-            f"no snapshot of the run can be used; the last problem was: {passed_over}. To start afresh all the same,"
-            " pass resume=False or another dirpath"
+            f"there are snapshots of run {found.location.name!r}, but none can be used: {'; '.join(reasons)}. Mend what"
+            f" is broken and start again, or {WAY_ON}"
         )
     return None
+
+
+def _try(
+    manifest: Manifest, source: Source, use: Callable[[OpenSnapshot], T], tries_left: list[int], patience: Patience
+) -> tuple[OpenSnapshot, T]:
+    """Open and use one snapshot; a tier that fails is tried again a few times in all, before an older one is taken."""
+    pause_s = patience.first_pause_s
+    while True:
+        try:
+            snapshot = source.open(manifest)
+            try:
+                return snapshot, use(snapshot)
+            finally:
+                snapshot.close()
+        except TierError as error:
+            if tries_left[0] <= 0:
+                raise
+            tries_left[0] -= 1
+            logger.warning("lightning_spot: %s; trying again in %.1f s", error, pause_s)
+            time.sleep(pause_s)
+            pause_s *= 2
+
+
+def say_what_is_left(found: Survey) -> None:
+    """Say once that a fresh start leaves the snapshots that are there."""
+    names = {manifest.name for manifest, _ in found.candidates}
+    if names:
+        newest = found.candidates[0][0]
+        logger.warning(
+            "lightning_spot: run %r starts afresh. %d snapshots of it, the newest of step %d, stay where they are; they"
+            " are never deleted by the new start. Remove %s yourself if you do not want them",
+            found.location.name,
+            len(names),
+            newest.step,
+            found.location.url,
+        )

@@ -2,101 +2,38 @@
 
 from __future__ import annotations
 
-import io
 import mmap
 import os
 import tempfile
-from dataclasses import dataclass
-from typing import IO, Any, Protocol, cast
+from typing import Protocol
 
-from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, TierError
+from lightning_spot.errors import SnapshotNotFound, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.embedded import EmbeddedHost, attach
+from lightning_spot.image.parts import verify_file
+from lightning_spot.memory.embedded import attach
+from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import Progress, Store
+from lightning_spot.tiers.store import Holdings, Progress, Store
 
 MEMORY = "memory"
 DURABLE = "durable"
 
 
-@dataclass(slots=True)
-class OpenSnapshot:
-    """A snapshot whose checksums were found to hold, open for reading.
+class Source(Protocol):
+    """A tier to recover from.
 
     Attributes:
-        manifest: what it is.
-        tier: ``"memory"`` (this host's node), ``"durable"``, or the URL of a memory node.
-        url: where it came from, for people.
-        fd: descriptor of its file; closed by :meth:`close`.
-        session: what keeps its slot from being reused, if it is one.
+        tier: what to call it.
     """
-
-    manifest: Manifest
-    tier: str
-    url: str
-    fd: int
-    session: EmbeddedHost | None = None
-
-    def reader(self) -> IO[bytes]:
-        """The file, of exactly ``manifest.nbytes`` bytes, for ``torch.load``. Close it before the snapshot."""
-        return cast(IO[bytes], _SnapshotReader(self.fd, self.manifest.nbytes))
-
-    def close(self) -> None:
-        """Let the file, and the slot, go."""
-        os.close(self.fd)
-        if self.session is not None:
-            self.session.session.close()
-
-
-class _SnapshotReader(io.BufferedIOBase):
-    """Reads the first bytes of a descriptor: a slot is longer than the snapshot in it.
-
-    ``readinto`` copies once, straight into the caller's memory (a tensor's storage).
-    """
-
-    def __init__(self, fd: int, nbytes: int) -> None:
-        super().__init__()
-        self._fd = fd
-        self._nbytes = nbytes
-        self._place = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._place
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._nbytes}[whence]
-        return self._place
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        wanted, got = min(len(view), max(0, self._nbytes - self._place)), 0
-        while got < wanted:  # one preadv moves at most 2 GiB
-            count = os.preadv(self._fd, [view[got:wanted]], self._place)
-            if count == 0:
-                break
-            got += count
-            self._place += count
-        return got
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._nbytes - self._place)
-        buffer = bytearray(left if size is None or size < 0 else min(size, left))
-        return bytes(memoryview(buffer)[: self.readinto(buffer)])
-
-
-class Source(Protocol):
-    """A tier to recover from."""
 
     tier: str
 
-    def manifests(self) -> list[Manifest]:
-        """Committed snapshots, newest first."""
+    def survey(self) -> Holdings:
+        """What it holds of the run.
+
+        Raises:
+            TierError: if it could not be read.
+        """
 
     def open(self, manifest: Manifest, progress: Progress | None = None) -> OpenSnapshot:
         """Open a snapshot after checking every byte of it.
@@ -112,34 +49,40 @@ class MemorySource:
     """The node on this host.
 
     Args:
-        dirpath: durable URL of the run, which names the node.
-        run: the run.
+        url: durable URL of the run, which names the node.
+        run: the run, as ``NAME@ID``.
     """
 
     tier = MEMORY
 
-    def __init__(self, dirpath: str, run: str) -> None:
-        self._dirpath = dirpath
+    def __init__(self, url: str, run: str) -> None:
+        self._url = url
         self._run = run
 
-    def manifests(self) -> list[Manifest]:
-        """See :meth:`Source.manifests`; empty if no node lives."""
-        host = attach(self._dirpath, self._run)
+    def survey(self) -> Holdings:
+        """See :meth:`Source.survey`; empty if no node lives."""
+        host = attach(self._url, self._run)
         if host is None:
-            return []
+            return Holdings()
         try:
-            return host.manifests()
+            manifests = host.manifests()
+        except SnapshotNotFound:  # the node does not know the run
+            return Holdings()
         finally:
             host.session.close()
+        return Holdings(manifests, {}, max((manifest.attempt for manifest in manifests), default=0))
 
     def open(self, manifest: Manifest, progress: Progress | None = None) -> OpenSnapshot:
-        """See :meth:`Source.open`. The slot is mapped, not copied, and stays pinned until closed."""
-        host = attach(self._dirpath, self._run)
+        """See :meth:`Source.open`. The slot is shared, not copied, and stays pinned until closed."""
+        host = attach(self._url, self._run)
         if host is None:
             raise SnapshotNotFound("the node on this host has gone")
-        where = "this host's memory"
-        snapshot = OpenSnapshot(manifest, MEMORY, where, host.open_snapshot(manifest), host)
-        return _checked(snapshot, where, progress)
+        try:
+            fd = host.open_snapshot(manifest)
+        except BaseException:
+            host.session.close()
+            raise
+        return _checked(OpenSnapshot(manifest, MEMORY, "this host's memory", fd, host.session.close), progress)
 
 
 class StoreSource:
@@ -154,9 +97,9 @@ class StoreSource:
         self.store = store
         self.tier = tier
 
-    def manifests(self) -> list[Manifest]:
-        """See :meth:`Source.manifests`."""
-        return self.store.survey().manifests
+    def survey(self) -> Holdings:
+        """See :meth:`Source.survey`."""
+        return self.store.survey()
 
     def open(self, manifest: Manifest, progress: Progress | None = None) -> OpenSnapshot:
         """See :meth:`Source.open`. A local file is read in place; from elsewhere it is fetched into memory once."""
@@ -168,46 +111,44 @@ class StoreSource:
                 raise SnapshotNotFound(f"{url} does not exist") from error
             except OSError as error:
                 raise TierError(f"{url}: {error.strerror}", tier=self.store.url) from error
-            return _checked(OpenSnapshot(manifest, self.tier, url, fd), url, progress)
-        fd = _memory_file(manifest.nbytes)
-        snapshot = OpenSnapshot(manifest, self.tier, url, fd)
+            return _checked(OpenSnapshot(manifest, self.tier, url, fd), progress)
+        snapshot = OpenSnapshot(manifest, self.tier, url, _memory_file(manifest.nbytes, url))
         try:
             if manifest.nbytes:
-                with mmap.mmap(fd, manifest.nbytes) as shared, memoryview(shared) as view:
+                with mmap.mmap(snapshot.fd, manifest.nbytes) as shared, memoryview(shared) as view:
                     self.store.fetch(manifest, view, progress)
+        except (OSError, ValueError) as error:
+            snapshot.close()
+            if isinstance(error, SpotError):
+                raise
+            raise TierError(f"{url}: no memory for {manifest.nbytes} bytes ({error})", tier=self.store.url) from error
         except BaseException:
             snapshot.close()
             raise
-        return _checked(snapshot, url, None)
+        return _checked(snapshot, None)
 
 
-def _checked(snapshot: OpenSnapshot, where: str, progress: Progress | None) -> OpenSnapshot:
+def _checked(snapshot: OpenSnapshot, progress: Progress | None) -> OpenSnapshot:
     """Verify every part; closes the snapshot if one is bad."""
     manifest = snapshot.manifest
+    where = f"{manifest.run}/{manifest.name} at {snapshot.url}"
     try:
-        size = os.fstat(snapshot.fd).st_size
-        if size < manifest.nbytes or not (manifest.checksums or manifest.nbytes == 0):
-            raise CorruptSnapshot(
-                f"{manifest.run}/{manifest.name} at {where} is cut short: {size} of {manifest.nbytes} bytes are there",
-                where=where,
-            )
-        if manifest.nbytes:
-            with mmap.mmap(snapshot.fd, manifest.nbytes, access=mmap.ACCESS_READ) as shared:
-                with memoryview(shared) as view:
-                    manifest.verify(view, where)
-        if progress is not None:
-            progress(manifest.nbytes)
+        verify_file(snapshot.fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, where, progress)
     except BaseException:
         snapshot.close()
         raise
     return snapshot
 
 
-def _memory_file(nbytes: int) -> int:
+def _memory_file(nbytes: int, url: str) -> int:
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("lightning-spot-restore", os.MFD_CLOEXEC)
     else:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
-    os.ftruncate(fd, nbytes)
+    try:
+        os.ftruncate(fd, nbytes)
+    except (OSError, OverflowError) as error:
+        os.close(fd)
+        raise TierError(f"{url}: no memory for {nbytes} bytes ({error})", tier=url) from error
     return fd

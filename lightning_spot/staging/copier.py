@@ -47,6 +47,7 @@ class SlotView:
 
     def __init__(self, shared: mmap.mmap) -> None:
         self.map = shared
+        self._held = memoryview(shared)  # nobody unmaps it as long as this view is there, and the slot perhaps pinned
         self.tensor = torch.frombuffer(shared, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
 
@@ -188,6 +189,10 @@ class Copier:
     def pin(self, slot: SlotView) -> None:
         """Page-lock a slot ahead of the first copy from a GPU."""
         self._cuda.pin(slot.tensor)
+
+    def unpin(self, slot: SlotView) -> None:
+        """Undo :meth:`pin`; call it before the slot is unmapped."""
+        self._cuda.unpin(slot.tensor)
 
     def fence(self) -> None:
         """Make the current CUDA stream wait for the copies ordered so far; the calling thread does not wait."""

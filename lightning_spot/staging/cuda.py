@@ -80,3 +80,19 @@ class CudaCopier:
                 slot.numel(),
                 int(code),
             )
+
+    def unpin(self, slot: torch.Tensor) -> None:
+        """Undo :meth:`pin` once the copies under way are done; call it before the slot is unmapped.
+
+        Another slot may be mapped at the same address later: with this one's registration left, copies would go to
+        pages that are no longer mapped there.
+        """
+        address = slot.data_ptr()
+        if address not in self._pinned:
+            return
+        for event in self._last.values():
+            event.synchronize()
+        self._pinned.discard(address)
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
+        if int(cudart.cudaHostUnregister(address)) != 0:
+            logger.debug("a slot was not page-locked")

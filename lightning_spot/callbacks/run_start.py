@@ -1,0 +1,71 @@
+"""What is found out once when ``fit`` begins, for the callbacks that need it: the survey of all tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import lightning.pytorch as pl
+
+from lightning_spot.callbacks.per_trainer import PerTrainer
+from lightning_spot.errors import SpotError
+from lightning_spot.run.location import Location
+from lightning_spot.run.survey import Survey, survey
+
+T = TypeVar("T")
+
+
+class RunStart(PerTrainer):
+    """Shared by :class:`AutoResume` and :class:`RemoteSnapshot`; each works without the other.
+
+    Attributes:
+        resumes: whether a callback is to resume the run in the ``fit`` that begins.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        super().__init__(trainer)
+        self.resumes = False
+        self._found: Survey | None = None
+        self._then: list[Callable[[], None]] = []
+
+    def survey(self, location: Location) -> Survey:
+        """Ask all tiers; what was found is kept for :meth:`found`. On rank 0."""
+        self._found = survey(location)
+        return self._found
+
+    def found(self, location: Location) -> Survey:
+        """What another callback has found at this start, or what is there now. On rank 0."""
+        found, self._found = self._found, None
+        return found if found is not None and found.location == location else survey(location)
+
+    def after_decision(self, action: Callable[[], None]) -> None:
+        """Have ``action`` called when it is decided what to resume from, on every rank."""
+        self._then.append(action)
+
+    def decided(self) -> None:
+        """It is decided: do what waited for it."""
+        while self._then:
+            self._then.pop(0)()
+
+    def clear(self) -> None:
+        """Forget what an earlier ``fit`` left."""
+        self.resumes, self._found = False, None
+        self._then.clear()
+
+
+def on_rank_zero(trainer: pl.Trainer, find: Callable[[], T]) -> T | None:
+    """Run ``find`` on rank 0; an error there is raised on every rank, so that none waits for ever.
+
+    Returns:
+        what it found on rank 0, ``None`` on the others.
+    """
+    found: T | None = None
+    error: SpotError | None = None
+    if trainer.is_global_zero:
+        try:
+            found = find()
+        except SpotError as problem:
+            error = problem
+    if (shared := trainer.strategy.broadcast(str(error) if error is not None else None)) is not None:
+        raise error if error is not None else SpotError(shared)
+    return found

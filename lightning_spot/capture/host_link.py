@@ -1,0 +1,125 @@
+"""The writer's hold on the ring of its host: what is asked of it ends in time, and a ring that is lost is replaced."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from lightning_spot.errors import Fenced, NodeUnreachable, SpotError
+from lightning_spot.memory.host import Host
+
+logger = logging.getLogger(__name__)
+
+_FIRST_RETRY_S = 1.0
+_LAST_RETRY_S = 30.0
+
+T = TypeVar("T")
+
+
+class HostLink:
+    """A ring that may be lost and found again. Methods may be called from any thread.
+
+    Args:
+        host: the ring, its run already opened.
+        reconnect: finds or starts a ring and opens the run there again; ``None`` if there is no other.
+        prepare: makes a ring that was found ready for use, in the background.
+
+    Attributes:
+        losses: how often a ring was lost.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        reconnect: Callable[[], Host] | None = None,
+        prepare: Callable[[Host], None] = lambda _host: None,
+    ) -> None:
+        self.losses = 0
+        self._host: Host | None = host
+        self._reconnect = reconnect
+        self._prepare = prepare
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def host(self) -> Host | None:
+        """The ring, ``None`` while there is none."""
+        return self._host
+
+    def ask(self, question: Callable[[Host], T], default: T) -> T:
+        """Ask the ring; ``default`` if there is none, or it fails. One that does not answer in time counts as lost."""
+        host = self._host
+        if host is None:
+            return default
+        try:
+            return question(host)
+        except NodeUnreachable as error:
+            self.lose(host, error)
+        except SpotError as error:
+            logger.debug("the ring on this host: %s", error)
+        return default
+
+    def lose(self, host: Host, error: SpotError) -> None:
+        """Let a ring go that is gone or does not answer, and look for a new one in the background."""
+        with self._changed:
+            if self._host is not host or self._reconnect is None or self._closed:
+                return
+            self._host = None
+            self.losses += 1
+            self._thread = threading.Thread(target=self._find, name="spot-reconnect", daemon=True)
+            self._thread.start()
+        logger.warning("lightning_spot: the memory node on this host is lost (%s); starting a new one", error)
+        host.disconnect()
+
+    def wait(self, wait_s: float) -> Host | None:
+        """The ring, as soon as there is one; ``None`` if none came within ``wait_s`` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._host is not None or self._thread is None, max(0.0, wait_s))
+            return self._host
+
+    def close(self) -> None:
+        """Stop looking for a new ring. The one at hand stays open: it is the caller's."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _find(self) -> None:
+        assert self._reconnect is not None
+        pause_s = _FIRST_RETRY_S
+        found: Host | None = None
+        while found is None and not self._closed:
+            try:
+                found = self._reconnect()
+                self._prepare(found)
+            except Fenced as error:
+                logger.warning("lightning_spot: %s", error)
+                break
+            except Exception as error:  # whatever it is, training goes on and it is tried again
+                logger.warning("lightning_spot: no new memory node yet (%s)", error)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed, pause_s)
+                pause_s = min(2 * pause_s, _LAST_RETRY_S)
+        with self._changed:
+            self._thread = None
+            unwanted = self._closed
+            self._host = None if unwanted else found
+            self._changed.notify_all()
+        if unwanted and found is not None:
+            leave(found)
+
+
+def leave(host: Host, *, complete: bool = False) -> None:
+    """Let a ring go; that it has gone already is no harm."""
+    try:
+        host.leave(complete=complete)
+    except SpotError as error:
+        logger.debug("the ring on this host could not be told: %s", error)
+
+
+def within(deadline_s: float) -> float:
+    """Seconds until a deadline on the monotonic clock, at least 0."""
+    return max(0.0, deadline_s - time.monotonic())

@@ -1,0 +1,107 @@
+"""Begins an attempt: its number lies above all that any tier has seen, and is claimed before training begins."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from dataclasses import replace
+
+from lightning_spot.errors import Fenced, TierError
+from lightning_spot.memory.host import Host
+from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.stores import open_store
+from lightning_spot.run.identity import next_attempt
+from lightning_spot.run.survey import PATIENCE, Patience, Survey
+from lightning_spot.tiers.store import Claim, Store
+
+logger = logging.getLogger(__name__)
+
+_MOST_NUMBERS = 8  # others that start at the same moment each take one
+
+
+def begin_attempt(
+    found: Survey, host: Host, *, keep: int, durable_every_s: float = 0.0, patience: Patience | None = None
+) -> RunInfo:
+    """Take the next attempt of the run at this host's ring and at the durable tier.
+
+    The ring comes first: it refuses a second trainer of this host before that one fences the first. Where the durable
+    tier cannot be claimed now, the node does it before its first write there.
+
+    Args:
+        found: what the tiers hold; its durable tier may be unreadable, then the number leaves room for it.
+        host: ring on this host.
+        keep: snapshots each tier keeps.
+        durable_every_s: least seconds between two snapshots brought to the durable tier; 0 for as often as it can.
+        patience: how often the durable tier is tried.
+
+    Raises:
+        RunBusy: if a live trainer on this host writes the run.
+        Fenced: if other trainers take number after number.
+    """
+    location = found.location
+    info = RunInfo(
+        name=location.name,
+        id=found.identity.run_id,
+        location=location.canonical,
+        attempt=next_attempt(found.seen_attempts, durable_was_read=found.durable is not None),
+        token=secrets.token_hex(8),
+        keep=keep,
+        durable_url=location.url,
+        durable_every_s=durable_every_s,
+        nodes=location.nodes,
+        pid=os.getpid(),
+        host=os.uname().nodename,
+    )
+    for last in (False,) * (_MOST_NUMBERS - 1) + (True,):
+        try:
+            host.open_run(info)
+            if found.durable is not None:
+                _claim(open_store(location.url), claim_of(info), patience or PATIENCE)
+            break
+        except Fenced as error:
+            if last:
+                raise
+            logger.info("lightning_spot: %s; taking a later number", error)
+            info = replace(info, attempt=max(info.attempt, error.current) + 1)
+    if found.identity.copied_from:
+        logger.warning(
+            "lightning_spot: %s was copied from %s: from here on it is a run of its own",
+            location.url,
+            found.identity.copied_from,
+        )
+    return info
+
+
+def claim_of(info: RunInfo) -> Claim:
+    """The claim of an attempt."""
+    return Claim(
+        attempt=info.attempt,
+        run_id=info.id,
+        token=info.token,
+        location=info.location,
+        started_unix_s=time.time(),
+        host=info.host,
+        pid=info.pid,
+        keep=info.keep,
+    )
+
+
+def _claim(store: Store, claim: Claim, patience: Patience) -> None:
+    pause_s = patience.first_pause_s
+    for number in range(1, patience.tries + 1):
+        try:
+            store.claim(claim)
+            return
+        except TierError as error:
+            if number == patience.tries:
+                logger.warning(
+                    "lightning_spot: attempt %d could not be claimed at %s (%s); it is claimed before the first write",
+                    claim.attempt,
+                    store.url,
+                    error,
+                )
+                return
+            time.sleep(pause_s)
+            pause_s *= 2

@@ -1,0 +1,99 @@
+"""Decides which run a trainer goes on with and which attempt it is, from what the tiers told. Pure: no tier is asked.
+
+A run has a random id, made by its first attempt. It is kept in the claims of the durable tier, in manifests and at
+nodes, so that two runs whose paths end alike are never taken for one, and a copied directory is a run of its own.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from lightning_spot.tiers.store import Claim
+
+JUMP = 1000
+"""Attempts left free above everything seen when the durable tier could not be read: what it holds lies below."""
+
+
+def new_id() -> str:
+    """A random identity of a run or a lineage: 12 hexadecimal digits."""
+    return secrets.token_hex(6)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeRun:
+    """A run as a node lists it.
+
+    Attributes:
+        name: for people.
+        id: its identity.
+        location: its durable directory, see :attr:`~lightning_spot.run.location.Location.canonical`.
+        attempt: highest attempt the node knows of.
+        live: whether a trainer on the node's host writes it now.
+    """
+
+    name: str
+    id: str
+    location: str
+    attempt: int = 0
+    live: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """Which run it is.
+
+    Attributes:
+        run_id: 12 hexadecimal digits.
+        known: whether a tier knew the run.
+        copied_from: location of the run whose directory was copied here; ``""`` if it was not.
+    """
+
+    run_id: str
+    known: bool
+    copied_from: str = ""
+
+
+def identify(
+    *,
+    location: str,
+    inode: int,
+    claim: Claim | None,
+    runs: Sequence[NodeRun],
+    make_id: Callable[[], str] = new_id,
+) -> Identity:
+    """Decide which run the directory at ``location`` is.
+
+    Args:
+        location: of the directory, in its canonical form.
+        inode: of its attempts directory, 0 where there is none.
+        claim: newest claim in it, if there is one.
+        runs: what nodes hold.
+        make_id: makes the identity of a new run.
+    """
+    if claim is not None and claim.run_id:
+        moved = inode != 0 and claim.inode == inode
+        if claim.location == location or moved:
+            return Identity(run_id=claim.run_id, known=True)
+        return Identity(run_id=make_id(), known=False, copied_from=claim.location)
+    # No claims: never there, or expired by a lifecycle rule. A node that holds a run of this very place knows.
+    here = [run for run in runs if run.id and run.location == location]
+    if here:
+        return Identity(run_id=max(here, key=lambda run: run.attempt).id, known=True)
+    return Identity(run_id=make_id(), known=False)
+
+
+def runs_of(run_id: str, runs: Iterable[NodeRun]) -> list[NodeRun]:
+    """Those of ``runs`` that are the run of this identity."""
+    return [run for run in runs if run.id == run_id]
+
+
+def next_attempt(seen: Iterable[int], *, durable_was_read: bool) -> int:
+    """Number of the next attempt.
+
+    Args:
+        seen: attempts seen at the tiers that answered: of claims, names of snapshots, manifests and runs at nodes.
+        durable_was_read: whether the durable tier was among them; otherwise the number lies above what it may hold.
+    """
+    return max(seen, default=0) + (1 if durable_was_read else JUMP)

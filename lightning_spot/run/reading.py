@@ -1,0 +1,158 @@
+"""An open snapshot, and a reader that checks every part as it is read. Not for finding snapshots."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, Any, cast
+
+from lightning_spot.errors import CorruptSnapshot, SpotError, TierError
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.parts import checksum
+
+_KEPT_PARTS = 3  # torch reads the end of the file first, then forwards
+
+
+@dataclass(slots=True)
+class OpenSnapshot:
+    """A snapshot whose checksums were found to hold, open for reading.
+
+    Attributes:
+        manifest: what it is.
+        tier: ``"memory"`` (this host's node), ``"durable"``, or the URL of a memory node.
+        url: where it came from, for people.
+        fd: descriptor of its file; closed by :meth:`close`.
+        release: lets go of what keeps its slot from being reused, if it is one.
+    """
+
+    manifest: Manifest
+    tier: str
+    url: str
+    fd: int
+    release: Callable[[], None] | None = None
+
+    def reader(self) -> SnapshotReader:
+        """The file, of exactly ``manifest.nbytes`` bytes, for ``torch.load``. Close it before the snapshot."""
+        return SnapshotReader(self.fd, self.manifest, self.url)
+
+    def close(self) -> None:
+        """Let the file, and the slot, go."""
+        os.close(self.fd)
+        if self.release is not None:
+            self.release()
+
+
+class SnapshotReader(io.BufferedIOBase):
+    """Reads a snapshot's file and hands out only bytes that had their checksum when they were read.
+
+    A file that was good when it was opened may be cut, replaced or unreadable a moment later: then this raises, and
+    the caller falls back to another snapshot. Nothing is mapped, so a failing disk is no SIGBUS. Large reads go
+    straight into the caller's memory (a tensor's storage); a few parts are kept for the small ones.
+
+    Args:
+        fd: the file; it may be longer than the snapshot (a slot). Not closed.
+        manifest: sealed.
+        where: what to call the place in errors.
+
+    Attributes:
+        problem: what a read has raised, ``None`` while all is well. A library in between may wrap or lose it.
+    """
+
+    def __init__(self, fd: int, manifest: Manifest, where: str) -> None:
+        super().__init__()
+        self.problem: SpotError | None = None
+        self._fd = fd
+        self._manifest = manifest
+        self._where = where
+        self._place = 0
+        self._parts: OrderedDict[int, memoryview] = OrderedDict()
+
+    def as_file(self) -> IO[bytes]:
+        """This reader, as the type that torch asks for."""
+        return cast(IO[bytes], self)
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+    def tell(self) -> int:
+        """Offset of the next byte."""
+        return self._place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to an offset."""
+        self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._manifest.nbytes}[whence]
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill ``buffer`` as far as there are bytes.
+
+        Raises:
+            CorruptSnapshot: if a part is not what was committed, or is gone.
+            TierError: if it cannot be read.
+        """
+        view = memoryview(buffer).cast("B")
+        wanted = min(len(view), max(0, self._manifest.nbytes - self._place))
+        got = 0
+        try:
+            while got < wanted:
+                count = self._read_some(view[got:wanted])
+                got += count
+                self._place += count
+        except SpotError as error:
+            self.problem = error
+            raise
+        return wanted
+
+    def read(self, size: int | None = -1) -> bytes:
+        """The next ``size`` bytes, or all that are left."""
+        left = max(0, self._manifest.nbytes - self._place)
+        buffer = bytearray(left if size is None or size < 0 else min(size, left))
+        self.readinto(buffer)
+        return bytes(buffer)
+
+    def _read_some(self, into: memoryview) -> int:
+        """Read from the part at the present place; straight into ``into`` where it takes all of that part."""
+        size = self._manifest.part_bytes
+        index, within = divmod(self._place, size)
+        start = index * size
+        nbytes = min(size, self._manifest.nbytes - start)
+        if within == 0 and len(into) >= nbytes and index not in self._parts:
+            self._read_part(index, start, into[:nbytes])
+            return nbytes
+        if index not in self._parts:
+            part = memoryview(bytearray(nbytes))
+            self._read_part(index, start, part)
+            self._parts[index] = part
+            if len(self._parts) > _KEPT_PARTS:
+                self._parts.popitem(last=False)
+        self._parts.move_to_end(index)
+        count = min(len(into), nbytes - within)
+        into[:count] = self._parts[index][within : within + count]
+        return count
+
+    def _read_part(self, index: int, start: int, into: memoryview) -> None:
+        got = 0
+        while got < len(into):
+            try:
+                count = os.preadv(self._fd, [into[got:]], start + got)
+            except OSError as error:
+                raise TierError(
+                    f"{self._where} cannot be read at byte {start + got} ({error.strerror})", tier=self._where
+                ) from error
+            if count == 0:
+                raise CorruptSnapshot(f"{self._where} was cut short at byte {start + got}", where=self._where)
+            got += count
+        if checksum(into) != self._manifest.checksums[index]:
+            raise CorruptSnapshot(
+                f"{self._where}: part {index} (from byte {start}) is not what was committed",
+                where=self._where,
+                part=index,
+            )

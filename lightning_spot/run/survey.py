@@ -1,0 +1,256 @@
+"""Asks every tier what it holds of a run: once at each start, all at the same time, within bounds.
+
+What could not be read is one thing, what is not there another: the durable tier is asked a few times before it counts
+as unreadable, and what follows from that is decided in ``choice`` and ``claims``, not here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_spot.errors import CorruptManifest, SettingsError, SnapshotNotFound, SpotError, TierError
+from lightning_spot.image.manifest import Manifest, snapshot_order
+from lightning_spot.memory.client import NodeClient
+from lightning_spot.memory.embedded import attach
+from lightning_spot.memory.stores import open_store
+from lightning_spot.memory.wire import parse_spot_url
+from lightning_spot.run.identity import Identity, NodeRun, identify, runs_of
+from lightning_spot.run.location import Location
+from lightning_spot.run.sources import DURABLE, MEMORY, MemorySource, Source, StoreSource
+from lightning_spot.tiers.local import LocalStore
+from lightning_spot.tiers.store import Claim, Holdings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """How long tiers are asked.
+
+    Attributes:
+        tries: how often the durable tier is asked before it counts as unreadable, at least 1.
+        first_pause_s: between the first two tries; it doubles.
+        no_more_tries_after_s: no try begins later than this.
+        answer_s: how long all answers together are waited for.
+    """
+
+    tries: int = 3
+    first_pause_s: float = 2.0
+    no_more_tries_after_s: float = 20.0
+    answer_s: float = 60.0
+
+
+PATIENCE = Patience()
+
+
+@dataclass(slots=True)
+class Survey:
+    """What the tiers hold of a run.
+
+    Attributes:
+        location: that was asked about.
+        identity: which run it is.
+        durable: what the durable tier holds; ``None`` if it could not be read.
+        claim: newest claim there.
+        runs: what nodes hold of this very run, by tier.
+        answers: the tiers that answered, nearest first, with what they hold.
+        problems: the tiers that could not be read, with the reason.
+    """
+
+    location: Location
+    identity: Identity
+    durable: Holdings | None
+    claim: Claim | None
+    runs: dict[str, NodeRun] = field(default_factory=dict)
+    answers: list[tuple[Source, Holdings]] = field(default_factory=list)
+    problems: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def candidates(self) -> list[tuple[Manifest, Source]]:
+        """Snapshots with the tiers that hold them, best first: newest, then nearest."""
+        found = [(manifest, source) for source, held in self.answers for manifest in held.manifests]
+        # Stable: at equal age the order of the tiers decides.
+        return sorted(found, key=lambda item: item[0].order, reverse=True)
+
+    @property
+    def unreadable(self) -> dict[str, str]:
+        """Snapshots whose manifest is there but cannot be used, with tier and reason."""
+        return {
+            f"{name} at {source.tier}": why for source, held in self.answers for name, why in held.unreadable.items()
+        }
+
+    @property
+    def seen_attempts(self) -> list[int]:
+        """Highest attempt at each tier that answered."""
+        claimed = [self.claim.attempt] if self.claim is not None else []
+        return [
+            *claimed,
+            *(held.highest_attempt for _, held in self.answers),
+            *(run.attempt for run in self.runs.values()),
+        ]
+
+
+def _misses_the_newest(held: Holdings) -> bool:
+    """Whether a snapshot whose manifest cannot be used is newer than all that can."""
+    nothing = (0, -1, False)
+    best = max((manifest.order for manifest in held.manifests), default=nothing)
+    return any((snapshot_order(name) or nothing) > best for name in held.unreadable)
+
+
+def survey(location: Location, patience: Patience | None = None) -> Survey:
+    """Ask every tier of a location what it holds. Takes no longer than the slowest of them, within bounds."""
+    patience = patience or PATIENCE
+    store = open_store(location.url)
+    asked: dict[str, Callable[[], Any]] = {node: lambda node=node: _node_runs(node) for node in location.nodes}  # type: ignore[misc]
+    if location.embedded:
+        asked[MEMORY] = lambda: _embedded_runs(location)
+    asked[DURABLE] = lambda: _Durable.ask(store, patience)
+    answers, problems = ask_all(asked, patience.answer_s)
+    durable: _Durable | None = answers.pop(DURABLE, None)
+    listed = {tier: answers[tier] for tier in (MEMORY, *location.nodes) if tier in answers}
+    identity = identify(
+        location=location.canonical,
+        inode=durable.inode if durable is not None else 0,
+        claim=durable.claim if durable is not None else None,
+        runs=[run for runs in listed.values() for run in runs],
+    )
+    runs = {tier: found[0] for tier, all_runs in listed.items() if (found := runs_of(identity.run_id, all_runs))}
+    sources = {tier: _node_source(location, tier, run) for tier, run in runs.items()}
+    holdings, more_problems = ask_all({tier: source.survey for tier, source in sources.items()}, patience.answer_s)
+    found_at: list[tuple[Source, Holdings]] = [(sources[tier], holdings[tier]) for tier in sources if tier in holdings]
+    if durable is not None:
+        found_at.append((StoreSource(store, DURABLE), durable.holdings))
+    return Survey(
+        location=location,
+        identity=identity,
+        durable=durable.holdings if durable is not None else None,
+        claim=durable.claim if durable is not None else None,
+        runs=runs,
+        answers=found_at,
+        problems={**problems, **more_problems},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Durable:
+    """What the durable tier told."""
+
+    holdings: Holdings
+    claim: Claim | None
+    inode: int
+
+    @classmethod
+    def ask(cls, store: Any, patience: Patience) -> _Durable:
+        """Ask, again and again within the bounds, until all of it could be read."""
+        begun_s, pause_s = time.monotonic(), patience.first_pause_s
+        for number in range(1, patience.tries + 1):
+            last = number == patience.tries or time.monotonic() - begun_s + pause_s > patience.no_more_tries_after_s
+            try:
+                told = cls._once(store)
+            except TierError as error:
+                if last:
+                    raise
+                why = str(error)
+            else:
+                # A manifest that is damaged stays so: one more look tells it from a read that failed for a moment.
+                if last or number > 1 or not _misses_the_newest(told.holdings):
+                    return told
+                why = "; ".join(f"{name}: {reason}" for name, reason in told.holdings.unreadable.items())
+            logger.warning("lightning_spot: %s could not be read (%s); asking again in %.1f s", store.url, why, pause_s)
+            time.sleep(pause_s)
+            pause_s *= 2
+        raise AssertionError("unreachable")
+
+    @classmethod
+    def _once(cls, store: Any) -> _Durable:
+        holdings = store.survey()
+        try:
+            claim = store.newest_claim()
+        except CorruptManifest as error:
+            logger.warning("lightning_spot: %s; the run is known by its place only", error)
+            claim = None
+        return cls(holdings, claim, store.inode() if isinstance(store, LocalStore) else 0)
+
+
+def _embedded_runs(location: Location) -> list[NodeRun]:
+    host = attach(location.url, location.name)
+    if host is None:
+        return []
+    try:
+        return _listed(host.client)
+    finally:
+        host.session.close()
+        host.client.close()
+
+
+def _node_runs(node: str) -> list[NodeRun]:
+    client = NodeClient(parse_spot_url(node)[0])
+    try:
+        return _listed(client)
+    finally:
+        client.close()
+
+
+def _listed(client: NodeClient) -> list[NodeRun]:
+    return [
+        NodeRun(
+            name=str(item["name"]),
+            id=str(item["id"]),
+            location=str(item["location"]),
+            attempt=int(item["attempt"]),
+            live=bool(item["live"]),
+        )
+        for item in client.call("GET", "/v1/runs")["runs"]
+    ]
+
+
+def _node_source(location: Location, tier: str, run: NodeRun) -> Source:
+    text = f"{run.name}@{run.id}"
+    if tier == MEMORY:
+        return MemorySource(location.url, text)
+    return StoreSource(open_store(f"{tier}/{text}"), tier)
+
+
+def ask_all(asked: Mapping[str, Callable[[], Any]], wait_s: float) -> tuple[dict[str, Any], dict[str, str]]:
+    """Call all at once.
+
+    Returns:
+        what was answered in time, and why the others were not.
+
+    Raises:
+        SettingsError: if one of the tiers cannot be used as it was named.
+    """
+    answers: dict[str, Any] = {}
+    problems: dict[str, str] = {}
+    wrong: list[SettingsError] = []
+
+    def ask(tier: str) -> None:
+        try:
+            answers[tier] = asked[tier]()
+        except SnapshotNotFound:
+            answers[tier] = Holdings()
+        except SettingsError as error:
+            wrong.append(error)
+        except SpotError as error:
+            problems[tier] = str(error)
+        except Exception as error:  # whatever a library raises: that tier could not be read
+            logger.exception("lightning_spot: asking %s failed unexpectedly", tier)
+            problems[tier] = f"{type(error).__name__}: {error}"
+
+    threads = {tier: threading.Thread(target=ask, args=(tier,), name="spot-survey", daemon=True) for tier in asked}
+    for thread in threads.values():
+        thread.start()
+    deadline = time.monotonic() + wait_s
+    for tier, thread in threads.items():
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            problems[tier] = f"no answer within {wait_s:.0f} s"
+    if wrong:
+        raise wrong[0]
+    late = set(problems)
+    return {tier: answer for tier, answer in answers.items() if tier not in late}, problems
