@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.memory.client import NodeClient
-from lightning_spot.memory.wire import Address
+from lightning_spot.memory.process import ProcessId
 
 DEADLINE_S = 30.0
 
@@ -47,12 +46,10 @@ def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.delenv("LIGHTNING_SPOT_TOKEN", raising=False)
     monkeypatch.delenv("LIGHTNING_SPOT_TOKEN_FILE", raising=False)
     yield folder
-    for http in folder.glob("*.http"):
-        try:
-            pid = int(NodeClient(Address(socket_path=str(http))).call("GET", "/v1/status")["pid"])
-        except Exception:  # it has ended meanwhile
-            continue
-        os.kill(pid, signal.SIGKILL)
+    for alive in folder.glob("*.alive"):
+        node = ProcessId.from_json(alive.read_bytes())
+        if node is not None:
+            node.kill(DEADLINE_S)
     shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(shm, ignore_errors=True)
 

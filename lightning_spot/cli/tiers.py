@@ -99,7 +99,7 @@ def _entries(source: Source, arguments: argparse.Namespace) -> list[Entry]:
         return [Entry(manifest, source, _state(dirty, safe)) for manifest, dirty, safe in source.store.held()]
     if source.tier == MEMORY:
         location = Location.of(arguments.url, AUTO, arguments.run)
-        host = attach(location.url, location.name)
+        host = attach(location.url, location.name, revive=False)
         if host is None:
             return []
         try:

@@ -38,13 +38,24 @@ _SEAL_TIMEOUT_S = 3600.0  # as long as the node answers pings meanwhile
 _PING_SHARE = 0.75  # of max_stall_s: pings are a second apart
 
 
-def attach(dirpath: str, run: str, max_stall_s: float = MAX_STALL_S) -> EmbeddedHost | None:
-    """Connect to the embedded node of a run if it lives and answers; ``None`` otherwise."""
+def attach(dirpath: str, run: str, max_stall_s: float = MAX_STALL_S, *, revive: bool = True) -> EmbeddedHost | None:
+    """Connect to the embedded node of a run; ``None`` if there is none.
+
+    Args:
+        dirpath: durable URL of the run.
+        run: its name.
+        max_stall_s: see :func:`start`.
+        revive: whether to start a node, run as the last one was, for the slots that a killed one left, and to replace
+            one that does not answer. Otherwise those count as none.
+
+    Raises:
+        NodeUnreachable: if there is something in memory, but no node gives it out.
+    """
     record = find_record(dirpath)
-    if not record.running():
-        return None
+    if revive:
+        return _connect(record, run, max_stall_s, lambda: record.settings() if record.left_slots() else {})
     try:
-        return EmbeddedHost(record, run, max_stall_s)
+        return EmbeddedHost(record, run, max_stall_s) if record.running() else None
     except NodeUnreachable as error:
         logger.debug("the embedded node is on its way out, or does not answer: %s", error)
         return None
@@ -67,12 +78,24 @@ def start(
         slots: slots of the ring, if it is started now.
         memory_bytes: limit of their memory, likewise.
         idle_timeout_s: it ends when no trainer has been connected for so long, likewise.
-        max_stall_s: a node that does not answer for so long is ended and replaced; bound on later calls.
+        max_stall_s: a node that does not answer for so long is ended and replaced; bound on later calls, see
+            :class:`~lightning_spot.memory.host.Host`.
 
     Raises:
         NodeUnreachable: if it does not come up; the message holds the end of its log.
     """
-    record = find_record(dirpath)
+    settings = {"slots": slots, "memory_bytes": memory_bytes, "idle_timeout_s": idle_timeout_s}
+    host = _connect(find_record(dirpath), run, max_stall_s, lambda: settings)
+    assert host is not None
+    return host
+
+
+def _connect(
+    record: Record, run: str, max_stall_s: float, settings: Callable[[], dict[str, Any]]
+) -> EmbeddedHost | None:
+    """Connect to a node; where none lives, start one with ``settings()``, or return ``None`` if that is empty."""
+    if not record.running() and not settings():
+        return None
     deadline = time.monotonic() + START_TIMEOUT_S
     with record.starting(START_TIMEOUT_S):
         while True:
@@ -81,29 +104,31 @@ def start(
                     return EmbeddedHost(record, run, max_stall_s)
                 except NodeUnreachable as error:
                     _wait_or_end(record, error, deadline)
+            elif wanted := settings():
+                _spawn(record, deadline, **wanted)
             else:
-                _spawn(record, slots, memory_bytes, idle_timeout_s, deadline)
+                return None
 
 
 def _wait_or_end(record: Record, error: NodeUnreachable, deadline: float) -> None:
     """Give a node that is coming up or leaving a little time; end one that has stopped answering."""
+    if time.monotonic() > deadline:
+        raise NodeUnreachable(f"the embedded node does not answer at {record.http}; see {record.log}") from error
     process = record.process()
     silent = isinstance(error.__cause__, TimeoutError)
-    if process is not None and (silent or process.stopped):
-        logger.warning(
-            "lightning_spot: the memory node on this host (pid %d) lives but does not answer; it is ended, and a new"
-            " one takes its snapshots over",
-            process.pid,
-        )
-        if not process.kill(_KILL_TIMEOUT_S):
-            raise NodeUnreachable(f"the embedded node (pid {process.pid}) does not answer and cannot be ended")
-    elif time.monotonic() > deadline:
-        raise NodeUnreachable(f"the embedded node does not answer at {record.http}; see {record.log}") from error
-    else:
+    if process is None or not process.alive or not (silent or process.stopped):
         time.sleep(0.05)
+        return
+    logger.warning(
+        "lightning_spot: the memory node on this host (pid %d) lives but does not answer; it is ended, and a new one"
+        " takes its snapshots over",
+        process.pid,
+    )
+    if not process.kill(_KILL_TIMEOUT_S):
+        raise NodeUnreachable(f"the embedded node (pid {process.pid}) does not answer and cannot be ended") from error
 
 
-def _spawn(record: Record, slots: int, memory_bytes: int, idle_timeout_s: float, deadline: float) -> None:
+def _spawn(record: Record, deadline: float, *, slots: int, memory_bytes: int, idle_timeout_s: float) -> None:
     command = [sys.executable, "-m", "lightning_spot.memory.program", "--embedded", str(record.folder), record.key]
     command += ["--slots", str(slots), "--memory", str(memory_bytes), "--idle-timeout", str(idle_timeout_s)]
     package_home = str(Path(__file__).resolve().parents[2])

@@ -26,7 +26,6 @@ from lightning_spot.errors import SpotError
 from lightning_spot.memory.channel import DescriptorChannel
 from lightning_spot.memory.connections import allow_descriptors
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.process import ProcessId
 from lightning_spot.memory.record import Record, hold, sweep
 from lightning_spot.memory.service import Service
 from lightning_spot.memory.settings import NodeSettings, add_arguments, settings_from
@@ -63,9 +62,12 @@ def run_node(settings: NodeSettings) -> int:
         logger.info("another node already serves %s", record.key)
         return 0
     try:
-        process = ProcessId.of(os.getpid())
-        os.truncate(alive, 0)
-        os.pwrite(alive, (process.to_json() if process is not None else "{}").encode(), 0)
+        record.note(
+            alive,
+            slots=settings.slots,
+            memory_bytes=settings.memory_bytes,
+            idle_timeout_s=settings.idle_timeout_s,
+        )
         _sweep(read_environment().shm_dir, record.folder)
         for leftover in (record.http, record.fds):
             leftover.unlink(missing_ok=True)  # a killed node's
@@ -217,7 +219,7 @@ def _area(settings: NodeSettings, shm_dir: Path | None) -> Path | None:
     if shm_dir is None:
         return None
     if settings.record is not None:
-        return shm_dir / f"lightning-spot-{settings.record.key}"
+        return settings.record.area(shm_dir)
     return shm_dir / f"lightning-spot-{os.getuid()}-port-{settings.port or os.getpid()}"
 
 

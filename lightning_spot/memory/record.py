@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_spot.config import read_environment, run_key
 from lightning_spot.errors import NodeUnreachable, SettingsError
@@ -78,6 +80,34 @@ class Record:
             return ProcessId.from_json(self.alive.read_bytes())
         except OSError:
             return None
+
+    def note(self, alive: int, *, slots: int, memory_bytes: int, idle_timeout_s: float) -> None:
+        """Write into the held ``alive`` file which process this is and how it is run, for whoever must replace it."""
+        process = ProcessId.of(os.getpid())
+        how = {"slots": slots, "memory_bytes": memory_bytes, "idle_timeout_s": idle_timeout_s}
+        os.ftruncate(alive, 0)
+        os.pwrite(alive, json.dumps({**(asdict(process) if process is not None else {}), **how}).encode(), 0)
+
+    def settings(self) -> dict[str, Any]:
+        """How the last node was run, as :meth:`note` wrote it; empty if nothing of it is left."""
+        try:
+            noted = json.loads(self.alive.read_bytes())
+            return {
+                "slots": int(noted["slots"]),
+                "memory_bytes": int(noted["memory_bytes"]),
+                "idle_timeout_s": float(noted["idle_timeout_s"]),
+            }
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+    def area(self, shm_dir: Path) -> Path:
+        """Its slots in tmpfs."""
+        return shm_dir / f"lightning-spot-{self.key}"
+
+    def left_slots(self) -> bool:
+        """Whether slots are in tmpfs: with no node running, a killed one's, which the next one takes over."""
+        shm_dir = read_environment().shm_dir
+        return shm_dir is not None and any(self.area(shm_dir).glob("slot-*.json"))
 
     @contextmanager
     def starting(self, within_s: float) -> Iterator[None]:

@@ -1,0 +1,133 @@
+"""A trainer without torch for tests that kill it: takes snapshots of a node on this host, and stops where it is told.
+
+Its argument is a JSON object: ``dirpath``, ``phase``, ``committed`` (snapshots before that phase), ``nbytes``,
+``slots``, ``attempt``, ``worker`` (whether a forked child holds copies of its connections). It prints a line when it
+is in the phase, and goes on when it reads one.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import sys
+import threading
+import time
+import zipfile
+from typing import Any
+
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory import embedded
+from lightning_spot.memory.host import Lease
+from lightning_spot.memory.runs import RunInfo
+
+RUN_ID = "0123456789ab"
+PHASES = ("leasing", "filling", "sealing", "committed", "flushing", "leaving")
+
+
+def info_of(dirpath: str, attempt: int) -> RunInfo:
+    return RunInfo(
+        name="run",
+        id=RUN_ID,
+        location=f"file://{dirpath}",
+        attempt=attempt,
+        token=f"token-{attempt}",
+        keep=1000,
+        durable_url=dirpath,
+        pid=os.getpid(),
+    )
+
+
+@functools.cache
+def image_of(step: int, nbytes: int) -> bytes:
+    """An archive of ``nbytes`` bytes, like a checkpoint file, with content that no other step has."""
+    frame = 0
+    while True:  # what the zip format adds is known once it was written
+        with io.BytesIO() as file:
+            with zipfile.ZipFile(file, "w") as archive:
+                archive.writestr(zipfile.ZipInfo("model/data/0"), bytes([step % 251]) * (nbytes - frame))
+            image = file.getvalue()
+        if len(image) == nbytes:
+            return image
+        frame = len(image) - nbytes + frame
+
+
+def manifest_of(step: int, attempt: int, nbytes: int) -> Manifest:
+    name = snapshot_name(step, attempt)
+    return Manifest(run="run", run_id=RUN_ID, name=name, step=step, attempt=attempt, nbytes=nbytes, created_unix_s=1.0)
+
+
+def fill(lease: Lease, step: int) -> None:
+    lease.map[: lease.nbytes] = image_of(step, lease.nbytes)
+
+
+def take(host: embedded.EmbeddedHost, step: int, nbytes: int) -> None:
+    """Commit the snapshot of a step."""
+    lease = host.lease(nbytes, 10.0)
+    fill(lease, step)
+    host.seal(lease, manifest_of(step, host.attempt, nbytes))
+
+
+def reach(host: embedded.EmbeddedHost, phase: str, step: int, nbytes: int) -> list[threading.Thread]:
+    """Bring a host into a phase; what goes on there goes on in threads."""
+    if phase == "leasing":
+        while True:  # until no slot is left
+            try:
+                host.lease(nbytes, 0.0)
+            except Exception:
+                return [_in_background(lambda: host.lease(nbytes, 60.0))]
+    lease = host.lease(nbytes, 10.0)
+    if phase == "filling":
+        lease.map[: nbytes // 2] = image_of(step, nbytes)[: nbytes // 2]
+        return []
+    fill(lease, step)
+    if phase == "sealing":
+        return [_in_background(lambda: host.seal(lease, manifest_of(step, host.attempt, nbytes)))]
+    host.seal(lease, manifest_of(step, host.attempt, nbytes))
+    if phase == "flushing":
+        return [_in_background(lambda: host.flush(60.0))]
+    if phase == "leaving":
+        return [_in_background(lambda: host.leave(complete=False))]
+    return []
+
+
+def _in_background(call: Any) -> threading.Thread:
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def main() -> None:
+    wish = json.loads(sys.argv[1])
+    host = embedded.start(
+        wish["dirpath"], "run", slots=wish["slots"], memory_bytes=2**28, idle_timeout_s=30.0, max_stall_s=2.0
+    )
+    host.open_run(info_of(wish["dirpath"], wish["attempt"]))
+    for step in range(1, wish["committed"] + 1):
+        take(host, step, wish["nbytes"])
+    threads = reach(host, wish["phase"], wish["committed"] + 1, wish["nbytes"])
+    worker = 0
+    if wish["worker"]:
+        time.sleep(0.1)
+        idle = [connection.sock for connection in host.client._pool._idle]
+        for copied in [host.session._socket, *idle, *host.client._pool._taken]:
+            os.dup(copied.fileno())  # what the fork hooks do not know of, as with a fork outside of Python
+        worker = os.fork()
+        if worker == 0:
+            time.sleep(60)
+            os._exit(0)
+    print(json.dumps({"worker": worker}), flush=True)
+    sys.stdin.readline()
+    for thread in threads:
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()

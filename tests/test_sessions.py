@@ -1,0 +1,439 @@
+"""Trainers and nodes that are killed, stopped or told to end, at every phase: nothing is lost, nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lightning_spot.errors import NodeUnreachable, RunBusy, SpotError
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory import embedded
+from lightning_spot.memory.client import NodeClient
+from lightning_spot.memory.process import ProcessId
+from lightning_spot.memory.program import main
+from lightning_spot.memory.record import find_record
+from lightning_spot.memory.wire import parse_spot_url
+from lightning_spot.tiers.local import LocalStore
+from tests.conftest import RunningNode, until
+from tests.small_trainer import PHASES, image_of, info_of, manifest_of, reach, take
+
+NBYTES = 3 * 2**20
+STALL_S = 1.0
+KILL, STOP, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
+
+
+def start(dirpath: Path, slots: int = 3, **more: Any) -> embedded.EmbeddedHost:
+    settings = {"slots": slots, "memory_bytes": 2**28, "idle_timeout_s": 30.0, "max_stall_s": STALL_S, **more}
+    return embedded.start(str(dirpath), "run", **settings)
+
+
+def node_pid(host: embedded.EmbeddedHost) -> int:
+    return int(host.client.call("GET", "/v1/status")["pid"])
+
+
+def filling(host: embedded.EmbeddedHost) -> int:
+    return sum(slot["state"] == "filling" for slot in host.client.call("GET", "/v1/status")["slots"])
+
+
+class Small:
+    """A ``tests.small_trainer`` in a process of its own."""
+
+    def __init__(
+        self, dirpath: Path, phase: str, *, committed: int = 2, worker: bool = False, attempt: int = 1
+    ) -> None:
+        wish = {"dirpath": str(dirpath), "phase": phase, "committed": committed, "nbytes": NBYTES}
+        wish = {**wish, "slots": 3, "attempt": attempt, "worker": worker}
+        command = [sys.executable, "-m", "tests.small_trainer", json.dumps(wish)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the trainer did not come that far"
+        self.worker = int(json.loads(line)["worker"])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def safe_everywhere(dirpath: Path, host: embedded.EmbeddedHost | None) -> dict[int, Manifest]:
+    """Snapshots by step, in memory or durable, each with the bytes it was committed with."""
+    found = {manifest.step: manifest for manifest in LocalStore(dirpath).survey().manifests}
+    for manifest in found.values():
+        buffer = bytearray(manifest.nbytes)
+        LocalStore(dirpath).fetch(manifest, memoryview(buffer))
+        assert bytes(buffer) == image_of(manifest.step, manifest.nbytes)
+    for manifest in host.manifests() if host is not None else []:
+        fd = host.open_snapshot(manifest) if host is not None else -1
+        assert os.pread(fd, manifest.nbytes, 0) == image_of(manifest.step, manifest.nbytes)
+        os.close(fd)
+        found.setdefault(manifest.step, manifest)
+    return found
+
+
+def nothing_is_left(runtime_dir: Path, pids: set[int]) -> None:
+    """No process of a node, no file in the runtime directory, no slot in tmpfs."""
+    shm = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"])
+    until(lambda: not any(_alive(pid) for pid in pids), "the nodes to end")
+    until(lambda: not list(runtime_dir.iterdir()), f"files to go: {list(runtime_dir.iterdir())}")
+    assert list(shm.rglob("slot-*")) == []
+
+
+def _alive(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def go_on_and_end(dirpath: Path, runtime_dir: Path, committed: set[int], attempt: int, pids: set[int]) -> None:
+    """The next trainer comes: it finds what was committed, takes another snapshot, and leaves nothing behind."""
+    host = start(dirpath)
+    host.open_run(info_of(str(dirpath), attempt))
+    pids.add(node_pid(host))
+    reader = start(dirpath)  # what it looks at stays in memory until it leaves
+    reader.run = host.run
+    assert committed <= set(safe_everywhere(dirpath, reader))
+    reader.disconnect()
+    until(lambda: filling(host) == 0, "slots of the dead to be free")
+    take(host, 100, NBYTES)
+    assert host.flush(20.0) == []
+    host.leave(complete=True)
+    assert committed | {100} <= set(safe_everywhere(dirpath, None))
+    nothing_is_left(runtime_dir, pids)
+
+
+# -- every phase ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_trainer_is_killed(tmp_path: Path, runtime_dir: Path, phase: str) -> None:
+    trainer = Small(tmp_path, phase, worker=phase in ("leasing", "filling"))
+    pid = ProcessId.from_json(find_record(str(tmp_path)).alive.read_bytes())
+    assert pid is not None
+    trainer.kill()
+    try:
+        go_on_and_end(tmp_path, runtime_dir, {1, 2}, 2, {pid.pid})
+    finally:
+        if trainer.worker:
+            os.kill(trainer.worker, KILL)
+
+
+QUICK = {(KILL, "filling"), (KILL, "sealing"), (KILL, "committed"), (STOP, "leasing"), (STOP, "flushing")}
+QUICK |= {(TERM, "flushing"), (TERM, "leaving")}
+BLOWS = [
+    pytest.param(blow, phase, id=f"{blow.name}-{phase}", marks=[] if (blow, phase) in QUICK else pytest.mark.soak)
+    for blow in (KILL, STOP, TERM)
+    for phase in PHASES
+]
+
+
+@pytest.mark.parametrize(("blow", "phase"), BLOWS)
+def test_a_node_is_struck(tmp_path: Path, runtime_dir: Path, blow: signal.Signals, phase: str) -> None:
+    host = start(tmp_path)
+    pid = node_pid(host)
+    host.open_run(info_of(str(tmp_path), 1))
+    for step in (1, 2):
+        take(host, step, NBYTES)
+    threads = reach(host, phase, 3, NBYTES)
+    os.kill(pid, blow)
+    began_s = time.monotonic()
+    for thread in threads:
+        if phase != "leasing" or blow is not TERM:
+            thread.join(10 * STALL_S)
+            assert not thread.is_alive(), "a call to the node did not end"
+    assert time.monotonic() - began_s < 8 * STALL_S
+    host.disconnect()
+    go_on_and_end(tmp_path, runtime_dir, {1, 2}, 1, {pid})
+
+
+def test_a_stopped_trainer_keeps_its_run_and_goes_on(tmp_path: Path, runtime_dir: Path) -> None:
+    trainer = Small(tmp_path, "filling")
+    os.kill(trainer.process.pid, STOP)
+    host = start(tmp_path)
+    time.sleep(0.5)
+    assert filling(host) == 1
+    with pytest.raises(RunBusy):
+        host.open_run(info_of(str(tmp_path), 2))
+    trainer.kill()  # SIGKILL ends a stopped process, too
+    pid = node_pid(host)
+    until(lambda: filling(host) == 0, "its slot to be free")
+    host.disconnect()
+    go_on_and_end(tmp_path, runtime_dir, {1, 2}, 2, {pid})
+
+
+# -- a node that does not answer --------------------------------------------------------------------------------------
+
+
+def test_every_call_to_a_stopped_node_ends_in_time(tmp_path: Path) -> None:
+    host = start(tmp_path)
+    host.open_run(info_of(str(tmp_path), 1))
+    lease = host.lease(NBYTES, 0.0)
+    take(host, 1, NBYTES)
+    manifest = host.manifests()[0]
+    os.kill(node_pid(host), STOP)
+    calls: list[Callable[[], Any]] = [
+        lambda: host.lease(NBYTES, 0.0),
+        lambda: host.lease(NBYTES, 600.0),
+        lambda: host.seal(lease, manifest_of(2, 1, NBYTES)),
+        lambda: host.abort(lease),
+        lambda: host.flush(600.0),
+        lambda: host.remove("x"),
+        host.tiers,
+        host.safe_step,
+        host.manifests,
+        lambda: host.open_run(info_of(str(tmp_path), 1)),
+        lambda: host.open_snapshot(manifest),
+    ]
+
+    def bounded(call: Callable[[], Any]) -> None:
+        began_s = time.monotonic()
+        with pytest.raises(NodeUnreachable):
+            call()
+        assert time.monotonic() - began_s < 3 * STALL_S
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        list(pool.map(bounded, calls))
+    bounded(lambda: host.leave(complete=False))
+
+
+def test_a_stopped_node_is_replaced_and_its_snapshots_are_taken_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = start(tmp_path)
+    host.open_run(info_of(str(tmp_path), 1))
+    pid = node_pid(host)
+    os.kill(pid, STOP)
+    began_s = time.monotonic()
+    with pytest.raises(NodeUnreachable):
+        host.lease(NBYTES, 0.0)
+    again = start(tmp_path)
+    assert time.monotonic() - began_s < 10.0
+    assert node_pid(again) != pid
+    assert not _alive(pid)
+    assert "does not answer; it is ended" in caplog.text
+    again.open_run(info_of(str(tmp_path), 1))
+    take(again, 1, NBYTES)
+    os.kill(node_pid(again), STOP)
+    revived = embedded.attach(str(tmp_path), again.run, STALL_S)
+    assert revived is not None
+    assert [manifest.step for manifest in revived.manifests()] == [1]
+
+
+def test_a_slow_node_is_waited_for_as_long_as_it_answers(tmp_path: Path) -> None:
+    host = start(tmp_path, slots=1)
+    host.open_run(info_of(str(tmp_path), 1))
+    only = host.lease(NBYTES, 0.0)
+    threading.Timer(3 * STALL_S, lambda: host.abort(only)).start()
+    began_s = time.monotonic()
+    host.lease(NBYTES, 30.0)
+    assert time.monotonic() - began_s > 2 * STALL_S
+
+
+def test_a_process_that_got_the_dead_nodes_number_is_never_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "START_TIMEOUT_S", 1.0)
+    record = find_record(str(tmp_path))
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        process = until(lambda: ProcessId.of(bystander.pid), "the bystander to run")
+        os.kill(bystander.pid, STOP)  # as a hung node would look
+        changed = ProcessId(process.pid, process.started - 1, process.namespace)
+        record.alive.write_text(changed.to_json())
+        with open(record.alive, "rb") as alive:
+            fcntl.flock(alive, fcntl.LOCK_EX)
+            with pytest.raises(NodeUnreachable, match="does not answer"):
+                start(tmp_path)
+        assert not changed.kill(0.1) or _alive(bystander.pid)
+        assert _alive(bystander.pid)
+        assert process.kill(5.0)
+        assert not _alive(bystander.pid)
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_who_starts_a_node_and_is_stopped_does_not_hold_others_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "START_TIMEOUT_S", 0.5)
+    record = find_record(str(tmp_path))
+    with open(record.lock, "wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        began_s = time.monotonic()
+        with pytest.raises(NodeUnreachable, match="another process has been starting"):
+            start(tmp_path)
+        assert time.monotonic() - began_s < 5.0
+
+
+# -- who is alive -----------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_holds_the_connections_does_not_keep_a_dead_trainer_alive(tmp_path: Path) -> None:
+    trainer = Small(tmp_path, "filling", worker=True)
+    trainer.kill()
+    try:
+        assert _alive(trainer.worker)
+        host = start(tmp_path)
+        until(lambda: filling(host) == 0, "the dead trainer's slot to be free", 5.0)
+        host.open_run(info_of(str(tmp_path), 2))  # RunBusy otherwise
+    finally:
+        os.kill(trainer.worker, KILL)
+
+
+def test_a_new_session_of_one_trainer_never_loses_to_its_old_one(tmp_path: Path) -> None:
+    old = start(tmp_path)
+    old.open_run(info_of(str(tmp_path), 1))
+    new = start(tmp_path)
+    new.open_run(info_of(str(tmp_path), 1))
+    take(new, 1, NBYTES)
+    old.disconnect()
+    take(new, 2, NBYTES)
+    assert {manifest.step for manifest in new.manifests()} == {1, 2}
+
+
+def test_a_forked_child_has_no_session_and_does_no_harm(tmp_path: Path) -> None:
+    host = start(tmp_path)
+    host.open_run(info_of(str(tmp_path), 1))
+    lease = host.lease(NBYTES, 0.0)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(NodeUnreachable):
+            host.session.map_slot(0)
+            code = 2
+        with contextlib.suppress(SpotError):
+            host.client.call("GET", "/v1/status")  # over a connection of its own
+            code = 0 if code == 1 else code
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    lease.map[: lease.nbytes] = image_of(1, lease.nbytes)
+    host.seal(lease, manifest_of(1, 1, NBYTES))
+    assert [manifest.step for manifest in host.manifests()] == [1]
+
+
+def test_replaced_slots_are_unmapped_in_the_trainer(tmp_path: Path) -> None:
+    host = start(tmp_path, slots=1)
+    host.open_run(info_of(str(tmp_path), 1))
+    released = []
+    host.released = lambda shared: released.append(len(shared))
+    for step, nbytes in enumerate((NBYTES, 2 * NBYTES, 4 * NBYTES, 8 * NBYTES), start=1):
+        take(host, step, nbytes)
+        assert host.flush(10.0) == []
+    gc.collect()
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "slot-" in line]
+    assert len(mapped) == 1
+    assert len(released) == 3
+
+
+# -- SIGTERM ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_embedded_node_serves_its_trainer_after_sigterm(tmp_path: Path, runtime_dir: Path) -> None:
+    host = start(tmp_path)
+    host.open_run(info_of(str(tmp_path), 1))
+    pid = node_pid(host)
+    os.kill(pid, TERM)
+    time.sleep(0.7)
+    take(host, 1, NBYTES)  # the urgent one
+    assert host.flush(10.0) == []
+    time.sleep(0.7)
+    take(host, 2, NBYTES)
+    assert _alive(pid)
+    host.leave(complete=False)
+    until(lambda: not _alive(pid), "the node to end")
+    assert set(safe_everywhere(tmp_path, None)) == {1, 2}
+    nothing_is_left(runtime_dir, {pid})
+
+
+def test_a_second_sigterm_hastens(tmp_path: Path) -> None:
+    host = start(tmp_path)
+    host.open_run(info_of(str(tmp_path), 1))
+    pid = node_pid(host)
+    os.kill(pid, TERM)
+    time.sleep(0.5)
+    assert _alive(pid)
+    os.kill(pid, TERM)
+    until(lambda: not _alive(pid), "the node to end", 5.0)
+
+
+@pytest.fixture
+def busy_node(start_node: Callable[..., RunningNode], tmp_path: Path) -> tuple[RunningNode, NodeClient]:
+    """A memory node with an open run, an upload under way, and a tier below that fails."""
+    durable = tmp_path / "durable"
+    node = start_node("--flush-to", str(durable), "--drain-timeout", "60")
+    client = NodeClient(parse_spot_url(node.url)[0])
+    client.call("POST", "/v1/runs/run/open", {"attempt": 1})
+    return node, client
+
+
+def _send(client: NodeClient, step: int) -> None:
+    upload = client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 1000})["upload"]
+    _commit(client, upload, step)
+
+
+def _commit(client: NodeClient, upload: str, step: int) -> None:
+    image = image_of(step, 1000)
+    stream = client.stream(upload)
+    list(stream.send([(0, memoryview(image))]))
+    stream.close()
+    manifest = {**json.loads(manifest_of(step, 1, 1000).sealed(memoryview(image)).to_json()), "run_id": ""}
+    client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": manifest})
+
+
+def test_a_memory_node_that_ends_takes_no_new_runs_and_serves_the_others(
+    busy_node: tuple[RunningNode, NodeClient], tmp_path: Path
+) -> None:
+    node, client = busy_node
+    upload = client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 1000})["upload"]
+    node.process.terminate()
+    until(lambda: not _ready(client), "the node to begin its end")
+    with pytest.raises(SpotError, match="shutting down"):
+        client.call("POST", "/v1/runs/another/open", {"attempt": 1})
+    _commit(client, upload, 1)  # was under way
+    _send(client, 2)  # is urgent
+    assert node.process.wait(30) == 0
+    assert [item.step for item in LocalStore(tmp_path / "durable" / "run").survey().manifests] == [2, 1]
+
+
+def _ready(client: NodeClient) -> bool:
+    try:
+        return bool(client.call("GET", "/readyz")["ready"])
+    except SpotError:
+        return False
+
+
+def test_a_second_node_on_a_taken_port_touches_nothing(
+    start_node: Callable[..., RunningNode], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_port = start_node()
+    port = with_port.url.rpartition(":")[2]
+    with_port.stop()
+    node = start_node(listen=f"127.0.0.1:{port}")
+    client = NodeClient(parse_spot_url(node.url)[0])
+    client.call("POST", "/v1/runs/run/open", {"attempt": 1})
+    _send(client, 1)
+    upload = client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 1000})["upload"]
+    shm = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"])
+    before = sorted((path, path.stat().st_ino) for path in shm.rglob("*"))
+    assert before
+    assert main(["--listen", f"127.0.0.1:{port}", "--memory", "64MiB"]) == 2
+    assert "in use" in capsys.readouterr().err
+    assert sorted((path, path.stat().st_ino) for path in shm.rglob("*")) == before
+    _commit(client, upload, 2)
+    assert len(client.call("GET", "/v1/runs/run/snapshots")["snapshots"]) == 2
