@@ -123,7 +123,6 @@ class AutoResume(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Remember that there was something to train."""
         self._start_step = -1
-        FitState.of(trainer).begin()
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -1,35 +1,33 @@
 """What Lightning leaves out of a checkpoint and an exact resume needs: captured on every rank, put back in its place.
 
 Generators, the position in the data, metric states, means of ``self.log(on_epoch=True)``, logged values, buffers that
-are in no ``state_dict``, gradients in mid-accumulation. Read from Lightning 2.5 and 2.6; ``tests/test_exact.py`` guards
-it.
+are in no ``state_dict``, gradients in mid-accumulation, what hooks and callbacks changed. Read from Lightning 2.5 and
+2.6; ``tests/test_exact.py`` and ``tests/test_exact_table.py`` guard it. A part that fails, since Lightning has changed,
+is turned off with one warning.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import RunningStage
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_spot.callbacks import logged_values, loggers
+from lightning_spot.callbacks import logged_values, loggers, progress, pruned, shipped
+from lightning_spot.callbacks.changed_values import ChangedValues
+from lightning_spot.callbacks.dump import KEY, VERSION, Dump, versions_of
 from lightning_spot.callbacks.gradient_order import GradientOrder
 from lightning_spot.callbacks.per_trainer import PerTrainer
-from lightning_spot.callbacks.seams import Seams
-from lightning_spot.capture.tensors import storage_address, tensors_in
+from lightning_spot.callbacks.seams import Seams, is_tuning
+from lightning_spot.capture.tensors import storage_address
 from lightning_spot.recovery.position import PositionedLoader, Rewind, position_of, restore_owners, why_not_exact
 from lightning_spot.recovery.randomness import State, capture_random, restore_random
 
-KEY = "lightning_spot"
-"""Key of the exact state in a checkpoint."""
-
-VERSION = 1
+T = TypeVar("T")
 
 
 class FitState(PerTrainer):
@@ -37,14 +35,18 @@ class FitState(PerTrainer):
 
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._steady: dict[str, tuple[int, int]] = {}
         self._changed: set[str] = set()
         self._order = GradientOrder()
+        self._hooked = ChangedValues()
+        self._off: set[str] = set()
+        self._callbacks: list[pl.Callback] = []
         self._saved: State | None = None
         self._random: State | None = None
         self._values: State | None = None
         self._val_total: dict[str, int] | None = None
+        self._precise: dict[str, torch.Tensor] = {}
         self._loaded = False
         self._begun = False
         self.rewind: Rewind = "auto"
@@ -64,6 +66,8 @@ class FitState(PerTrainer):
 
         strategy.process_dataloader = process_dataloader  # type: ignore[method-assign,assignment] # taken back in detach
         self._undo.append(lambda: strategy.__dict__.pop("process_dataloader", None))
+        self._callbacks = list(self._trainer.callbacks)  # type: ignore[attr-defined] # Lightning's Trainer has it
+        self._begin_after_hooks()
         seams = Seams.of(self._trainer)
         seams.add(self)
         self._undo.append(lambda: seams.remove(self))
@@ -73,24 +77,63 @@ class FitState(PerTrainer):
         while self._undo:
             self._undo.pop()()
         self._saved = self._random = self._values = self._val_total = None
+        self._precise = {}
         self._loaded = self._begun = False
         self._steady.clear()
         self._changed.clear()
         self._order.end()
-        self._order = GradientOrder()
+        self._order, self._hooked = GradientOrder(), ChangedValues()
+        self._off.clear()
 
-    def begin(self) -> None:
-        """When training begins: note which buffers are as they were made, and need not be saved. Once for each fit."""
+    def _begin_after_hooks(self) -> None:
+        """Have :meth:`_begin` called after ``on_train_start`` of all callbacks and of the module: they run anew."""
+        strategy = self._trainer.strategy
+        original = strategy.on_train_start
+
+        def on_train_start() -> None:
+            original()
+            if not is_tuning(self._trainer, self._callbacks):
+                self._begin()
+
+        strategy.on_train_start = on_train_start  # type: ignore[method-assign] # taken back in detach
+        self._undo.append(lambda: strategy.__dict__.pop("on_train_start", None))
+
+    def _begin(self) -> None:
+        """When training begins: give it what no later place would, and note how everything is. Once for each fit."""
         if self._begun:
             return
         self._begun = True
-        self._steady = {name: _mark(buffer) for name, buffer in self._trainer.lightning_module.named_buffers()}
-        values = self._values
-        self._order.begin(self._trainer, values["gradient_order"] if values is not None else [])
+        trainer, values = self._trainer, self._values
+        if values is not None:
+            self._try("ModelPruning", lambda: pruned.restore(trainer, values["pruned"]))
+        self._try("what hooks changed", lambda: self._hooked.begin(trainer))
+        if values is not None:
+            _put(trainer.lightning_module, self._precise)
+            for key, part in shipped.PARTS.items():
+                if key in values["shipped"]:
+                    self._try(part.what, lambda part=part, key=key: part.restore(trainer, values["shipped"][key]))  # type: ignore[misc]
+            self._try("what hooks changed", lambda: self._hooked.restore(trainer, values["hooked"]))
+        self._steady = {name: _mark(buffer) for name, buffer in trainer.lightning_module.named_buffers()}
+        self._order.begin(trainer, values["gradient_order"] if values is not None else [])
+        say_what_is_not_exact(trainer, resumed=values is not None)
         if values is not None and values["should_stop"] and self._val_total is None:
             # Maybe not one more batch is fetched: what would wait for that is put back now.
-            restore_random(values["random"], self._trainer.strategy.root_device)
+            restore_random(values["random"], trainer.strategy.root_device)
             self.go_on()
+
+    def _try(self, what: str, do: Callable[[], T]) -> T | None:
+        """Do a part of the work that leans on Lightning's inside: if it fails, training goes on without that part."""
+        if what in self._off:
+            return None
+        try:
+            return do()
+        except Exception as error:
+            self._off.add(what)
+            rank_zero_warn(
+                f"lightning_spot: {what}: a resume is not exact there ({type(error).__name__}: {error}). Training goes"
+                " on; please report it with the versions of Lightning and torch"
+            )
+            return None
 
     # -- capture --------------------------------------------------------------------------------------------------
 
@@ -103,12 +146,14 @@ class FitState(PerTrainer):
         """
         self._order.stepped(self._trainer)
         checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(False)
-        total = _mark_before_validation(checkpoint) if before_validation else None
+        self._try("ModelPruning", lambda: pruned.as_it_acts(self._trainer, checkpoint))
+        added = self._try("skipped batches", lambda: progress.even_out(checkpoint)) or {}
+        total = progress.mark_before_validation(checkpoint) if before_validation else None
         return Dump(
             checkpoint=checkpoint,
-            state=self.capture(at_end=at_end),
+            state={**self.capture(at_end=at_end), "added": added},
             validation_progress=total,
-            versions=_versions(checkpoint),
+            versions=versions_of(checkpoint),
             loggers=loggers.places_of(self._trainer, before_validation=before_validation, at_end=at_end),
         )
 
@@ -129,9 +174,18 @@ class FitState(PerTrainer):
             "gradients": _gradients(trainer) if self._has_live_gradients() and not at_end else {},
             "gradient_order": self._order.saved(),
             "should_stop": trainer.should_stop,
-            "scores": [_score(callback) for callback in _model_checkpoints(trainer)],
+            "hooked": self._try("what hooks changed", lambda: self._hooked.capture(trainer)),
+            "pruned": self._try("ModelPruning", lambda: pruned.capture(trainer)),
+            "shipped": self._shipped(),
             **logged_values.capture(trainer),
         }
+
+    def _shipped(self) -> State:
+        parts = {
+            key: self._try(part.what, lambda part=part: part.capture(self._trainer))  # type: ignore[misc]
+            for key, part in shipped.PARTS.items()
+        }
+        return {key: saved for key, saved in parts.items() if saved is not None}
 
     def _buffers(self, module: pl.LightningModule) -> State:
         """Buffers that the checkpoint lacks: non-persistent ones that changed, and all others of ranks but the first.
@@ -155,11 +209,13 @@ class FitState(PerTrainer):
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Take the exact state of a checkpoint, if it has one; it is put back when training reaches its place."""
-        shared = checkpoint.get(KEY)
-        if shared is None or self._loaded:
+        shared, trainer = checkpoint.get(KEY), self._trainer
+        if self._loaded or is_tuning(trainer, self._callbacks):
             return
         self._loaded = True
-        trainer = self._trainer
+        if shared is None:
+            rank_zero_warn(f"lightning_spot: {shipped.why_without_exact_state(trainer)}")
+            return
         loggers.continue_in(trainer, shared["loggers"])
         if shared["version"] != VERSION or shared["world_size"] != trainer.world_size:
             rank_zero_warn(
@@ -171,6 +227,10 @@ class FitState(PerTrainer):
         self._saved = self._values = shared["ranks"][trainer.global_rank]
         self._random = self._saved["random"]
         self._val_total = shared["validation_progress"]
+        self._precise = _more_precise(trainer.lightning_module, checkpoint)
+        found = self._saved["shipped"].get("found", {})
+        self._try("SpikeDetection", lambda: shipped.before_loading(trainer, checkpoint))
+        self._undo += self._try("the tuners", lambda: shipped.rest_tuners(trainer, found)) or []
 
     def _position_for(self, loader: PositionedLoader) -> State | None:
         """Position at which ``loader`` begins its epoch: the saved one for the first epoch after a resume."""
@@ -207,18 +267,14 @@ class FitState(PerTrainer):
         logged_values.restore(trainer, values)
         for loader in _training_loaders(trainer):
             restore_owners(loader)
+        self._try("skipped batches", lambda: progress.restore(trainer, values["added"]))
         trainer.should_stop = values["should_stop"]
-        for callback, (score, step) in zip(_model_checkpoints(trainer), values["scores"], strict=False):
-            callback.current_score, callback._last_global_step_saved = score, step  # saved by Lightning, not loaded
-        buffers, parameters = dict(module.named_buffers()), dict(module.named_parameters())
-        with torch.no_grad():
-            for name, saved in values["buffers"].items():
-                if name in buffers and buffers[name].shape == saved.shape:
-                    buffers[name].copy_(saved)
-                    self._changed.add(name)
-            for name, saved in values["gradients"].items():
-                if name in parameters:
-                    parameters[name].grad = saved.to(parameters[name].device)
+        _put(module, values["buffers"])
+        self._changed |= set(values["buffers"])
+        parameters = dict(module.named_parameters())
+        for name, saved in values["gradients"].items():
+            if name in parameters:
+                parameters[name].grad = saved.to(parameters[name].device)
         # Lightning leaves metric-driven schedulers alone at the end of an epoch it was restarted in: it does not have
         # the metrics. Here they are.
         trainer.fit_loop._restarting = False
@@ -238,71 +294,14 @@ class FitState(PerTrainer):
         self._order.stepped(trainer)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dump:
-    """Lightning's checkpoint of a step with the exact state of this rank; its tensors are still those of training.
-
-    Attributes:
-        checkpoint: of Lightning, the same on all ranks as far as rank 0's counts.
-        state: of this rank.
-        validation_progress: count of validation batches, if a validation follows the step; else ``None``.
-        versions: torch's counts of the writes to the checkpoint's tensors.
-        loggers: where each logger is, on rank 0.
-    """
-
-    checkpoint: dict[str, Any]
-    state: State
-    validation_progress: dict[str, int] | None
-    versions: list[int]
-    loggers: list[dict[str, Any]]
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether no tensor was written to meanwhile, as weight averaging does around a validation."""
-        return self.versions == _versions(self.checkpoint)
-
-    def gathered(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """The checkpoint with the states of all ranks, on rank 0. Every rank calls this at the same place."""
-        self.checkpoint[KEY] = {
-            "version": VERSION,
-            "world_size": trainer.world_size,
-            "validation_progress": self.validation_progress,
-            "loggers": self.loggers,
-            "ranks": _gather(trainer, self.state),
-        }
-        return self.checkpoint
-
-
-def _versions(checkpoint: dict[str, Any]) -> list[int]:
-    parts = (value for key, value in checkpoint.items() if key != KEY)
-    return [tensor._version for part in parts for tensor in tensors_in(part)]
-
-
-def _gather(trainer: pl.Trainer, state: State) -> list[State]:
-    if trainer.world_size == 1:
-        return [state]
-    states: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
-    torch.distributed.gather_object(state, states)
-    return states if states is not None else []
-
-
-def _mark_before_validation(checkpoint: dict[str, Any]) -> dict[str, int]:
-    """Make a checkpoint taken in front of a validation look as if that had begun: Lightning then runs it on resume.
-
-    Returns:
-        the count of validation batches that the mark replaced.
-    """
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
-    total: dict[str, int] = dict(progress["total"])
-    done = total["completed"]
-    progress["total"] = {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}
-    progress["current"] = dict.fromkeys(("ready", "started", "processed", "completed"), 0)
-    return total
-
-
-def say_what_is_not_exact(trainer: pl.Trainer) -> None:
-    """One warning for each training loader whose position cannot be restored exactly."""
-    for reason in dict.fromkeys(filter(None, map(why_not_exact, _training_loaders(trainer)))):
+def say_what_is_not_exact(trainer: pl.Trainer, *, resumed: bool) -> None:
+    """One warning for each thing that does not come back to where it was, with what to do."""
+    reasons = [*filter(None, map(why_not_exact, _training_loaders(trainer)))]
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        reasons.append("val_check_interval by time: validations come when the clock says, not where they came before")
+    if resumed:
+        reasons += shipped.what_begins_anew(trainer)
+    for reason in dict.fromkeys(reasons):
         rank_zero_warn(f"lightning_spot: {reason}")
 
 
@@ -315,13 +314,24 @@ def _fetched_ahead(trainer: pl.Trainer) -> int:
     return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
 
 
-def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
-    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+def _more_precise(module: pl.LightningModule, checkpoint: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Weights that Lightning rounds when it loads them: it converts a module to double precision only after that."""
+    present = module.state_dict(keep_vars=True)
+    saved = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))  # the first one of averaging ones
+    return {
+        name: value
+        for name, value in saved.items()
+        if value.is_floating_point() and name in present and value.element_size() > present[name].element_size()
+    }
 
 
-def _score(callback: ModelCheckpoint) -> tuple[torch.Tensor | None, int]:
-    score = callback.current_score
-    return score.detach().clone() if score is not None else None, callback._last_global_step_saved
+def _put(module: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
+    """Write into parameters and buffers of these names."""
+    present = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+    with torch.no_grad():
+        for name, value in values.items():
+            if name in present and present[name].shape == value.shape:
+                present[name].copy_(value)
 
 
 def _gradients(trainer: pl.Trainer) -> State:

@@ -29,7 +29,7 @@ def capture(trainer: pl.Trainer) -> State:
     connector = trainer._logger_connector
     results = trainer.fit_loop.epoch_loop._results
     return {
-        "metrics": {name: _metric_state(metric) for name, metric in _metrics(trainer.lightning_module)},
+        "metrics": metrics_of(trainer.lightning_module),
         "results": [_result_state(item) for item in results.values() if not item.has_reset and _is_plain(item)],
         "logged": {
             "callback": _copy(connector._callback_metrics),
@@ -42,10 +42,7 @@ def capture(trainer: pl.Trainer) -> State:
 
 def restore(trainer: pl.Trainer, state: State) -> None:
     """Put back what :func:`capture` returned, just before the next batch (or the end of the epoch)."""
-    metrics = dict(_metrics(trainer.lightning_module))
-    for name, saved in state["metrics"].items():
-        if name in metrics:
-            _restore_metric(metrics[name], saved)
+    restore_metrics_of(trainer.lightning_module, state["metrics"])
     connector = trainer._logger_connector
     connector._callback_metrics.update(state["logged"]["callback"])
     connector._logged_metrics.update(state["logged"]["log"])
@@ -55,6 +52,19 @@ def restore(trainer: pl.Trainer, state: State) -> None:
         _restore_result(trainer, results, saved)
     if state["in_epoch"]:  # otherwise the next batch would be taken for the first, and reset what was accumulated
         connector._first_loop_iter = False
+
+
+def metrics_of(module: torch.nn.Module) -> State:
+    """States of the metrics in a module, or of a metric."""
+    return {name: _metric_state(metric) for name, metric in _metrics(module)}
+
+
+def restore_metrics_of(module: torch.nn.Module, state: State) -> None:
+    """Put back what :func:`metrics_of` returned."""
+    metrics = dict(_metrics(module))
+    for name, saved in state.items():
+        if name in metrics:
+            _restore_metric(metrics[name], saved)
 
 
 def _metrics(module: torch.nn.Module) -> list[tuple[str, Metric]]:

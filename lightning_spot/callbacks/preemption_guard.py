@@ -103,7 +103,6 @@ class PreemptionGuard(pl.Callback):
         """Listen for the places at which training can stop, before those who take snapshots there."""
         if self._stop is None:
             return
-        FitState.of(trainer).begin()
         Seams.of(trainer).add(self)
         for snapshots in snapshots_of(trainer):
             snapshots.holds = True

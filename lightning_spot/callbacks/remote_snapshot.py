@@ -13,7 +13,8 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_spot.callbacks.fit_state import KEY, Dump, FitState, say_what_is_not_exact
+from lightning_spot.callbacks.dump import KEY, Dump
+from lightning_spot.callbacks.fit_state import FitState
 from lightning_spot.callbacks.pacing import Pacing
 from lightning_spot.callbacks.run_start import RunStart, on_rank_zero
 from lightning_spot.callbacks.seams import Seam, Seams
@@ -199,9 +200,7 @@ class RemoteSnapshot(Checkpoint):
         elif self._found is not None:
             say_what_is_left(self._found)
         self._pacing.begin(trainer, self.attempt)
-        FitState.of(trainer).begin()
         Seams.of(trainer).add(self)
-        say_what_is_not_exact(trainer)
         if not pl_module.automatic_optimization:
             self._guard_raw_optimizers(trainer)
 

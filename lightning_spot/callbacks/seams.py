@@ -8,6 +8,7 @@ that is what is wrapped here. ``tests/test_exact.py`` guards it against changes 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -32,6 +33,17 @@ class SeamListener(Protocol):
 
     def after_batch(self, trainer: pl.Trainer) -> None:
         """A batch is done, with no validation after it; schedulers have stepped, the epoch's end may follow."""
+
+
+def is_tuning(trainer: pl.Trainer, callbacks: Sequence[pl.Callback]) -> bool:
+    """Whether a tuner is at work: it trains for a trial, with none of the run's callbacks.
+
+    Args:
+        trainer: any trainer.
+        callbacks: of the run.
+    """
+    present = trainer.callbacks  # type: ignore[attr-defined] # Lightning's Trainer has it
+    return bool(callbacks) and not any(callback in present for callback in callbacks)
 
 
 class Seams(PerTrainer):
@@ -59,8 +71,12 @@ class Seams(PerTrainer):
     def _wrap(self) -> None:
         loop = self._trainer.fit_loop.epoch_loop
         original = loop.on_advance_end
+        ours = list(self._trainer.callbacks)  # type: ignore[attr-defined] # Lightning's Trainer has it
 
         def on_advance_end(data_fetcher: Any) -> None:
+            if is_tuning(self._trainer, ours):
+                original(data_fetcher)
+                return
             # A checkpoint of Lightning's own, taken after the last validation of an epoch, comes here once more.
             validates = loop._should_check_val_fx(data_fetcher) and not loop._skip_next_val
             if validates:

@@ -1,0 +1,237 @@
+"""What hooks changed since training began and no checkpoint of Lightning holds: captured as plain values, put back.
+
+A resumed run does not call ``on_train_epoch_start`` of the epoch it goes on in, and never those of earlier epochs. So
+what they did is kept: which parameters are frozen, plain attributes of modules (``training``, a dropout's ``p``, a
+counter, a list of outputs), settings of the Trainer. What did not change is not kept: there the program's word counts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torchmetrics import Metric
+
+State = dict[str, Any]
+
+MOST_BYTES = 2**24
+"""Largest tensor, or list of tensors, that is kept of a module's attributes."""
+
+_MOST_ITEMS = 100_000
+_DEEPEST = 8
+_SCALARS = frozenset((bool, int, float, str, type(None)))
+_CONTAINERS = frozenset((list, tuple, dict, deque))
+_SETTINGS = (
+    "accumulate_grad_batches",
+    "check_val_every_n_epoch",
+    "gradient_clip_algorithm",
+    "gradient_clip_val",
+    "limit_train_batches",
+    "limit_val_batches",
+    "log_every_n_steps",
+    "reload_dataloaders_every_n_epochs",
+    "val_check_batch",
+    "val_check_interval",
+)
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+
+
+class ChangedValues:
+    """Knows how everything was when training began, and so what was changed."""
+
+    def __init__(self) -> None:
+        self._trains: dict[str, bool] = {}
+        self._attributes: dict[str, State] = {}
+        self._gathered: State = {}
+        self._settings: State = {}
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Note how everything is, after all ``on_train_start``: a resumed run calls those, too."""
+        module = trainer.lightning_module
+        self._trains = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+        self._attributes = {name: _scalars(part) for name, part in _parts(module)}
+        self._gathered = {name: _mark(value) for name, value in _own(module)}
+        self._settings = _settings(trainer)
+
+    def capture(self, trainer: pl.Trainer) -> State:
+        """What differs by now, as values that load with ``weights_only=True``."""
+        module = trainer.lightning_module
+        changed = {name: _changed(self._attributes.get(name, {}), _scalars(part)) for name, part in _parts(module)}
+        now = _settings(trainer)
+        return {
+            "trains": {
+                name: parameter.requires_grad
+                for name, parameter in module.named_parameters()
+                if self._trains.get(name, parameter.requires_grad) != parameter.requires_grad
+            },
+            "attributes": {name: values for name, values in changed.items() if values},
+            "gathered": dict(self._changed_of(module)),
+            "settings": _changed(self._settings, now),
+        }
+
+    def restore(self, trainer: pl.Trainer, saved: State) -> None:
+        """Put back what :meth:`capture` returned, after :meth:`begin`."""
+        module = trainer.lightning_module
+        parameters = dict(module.named_parameters())
+        for name, trains in saved["trains"].items():
+            if name in parameters:
+                parameters[name].requires_grad_(trains)
+        parts = dict(_parts(module))
+        for name, values in saved["attributes"].items():
+            for attribute, value in values.items():
+                if name in parts and type(getattr(parts[name], attribute, None)) in _SCALARS:
+                    setattr(parts[name], attribute, value)
+        for name, value in saved["gathered"].items():
+            _put(module, name, value)
+        for name, value in saved["settings"].items():
+            if hasattr(trainer, name):
+                setattr(trainer, name, value)
+
+    def _changed_of(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
+        for name, value in _own(module):
+            if name in self._gathered and _same(self._gathered[name], _mark(value)):
+                continue
+            with suppress(_NotPlain):
+                yield name, _copy(value, [MOST_BYTES, _MOST_ITEMS])
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules whose attributes are the user's: metrics have their own way."""
+    metrics: tuple[str, ...] = ()
+    for name, part in module.named_modules():
+        if isinstance(part, Metric):
+            metrics += (f"{name}.",)
+        elif not metrics or not name.startswith(metrics):
+            yield name, part
+
+
+def _scalars(part: nn.Module) -> State:
+    own = _own_names() if isinstance(part, pl.LightningModule) else _OF_MODULES
+    return {name: value for name, value in vars(part).items() if type(value) in _SCALARS and name not in own}
+
+
+def _own_names() -> frozenset[str]:
+    """Attributes that belong to Lightning."""
+    if not _LIGHTNINGS:
+        _LIGHTNINGS.append(frozenset({*vars(pl.LightningModule()), "_hparams", "_hparams_initial"}) - {"training"})
+    return _LIGHTNINGS[0]
+
+
+_LIGHTNINGS: list[frozenset[str]] = []
+
+
+def _changed(before: State, now: State) -> State:
+    return {name: value for name, value in now.items() if name not in before or before[name] != value}
+
+
+def _settings(trainer: pl.Trainer) -> State:
+    values = {name: getattr(trainer, name, None) for name in _SETTINGS}
+    return {name: value for name, value in values.items() if type(value) in _SCALARS}
+
+
+# -- tensors and containers of the LightningModule itself -----------------------------------------------------------
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, value in list(vars(module).items()):
+        if (type(value) in _CONTAINERS or type(value) is torch.Tensor) and name not in _own_names():
+            yield name, value
+
+
+def _mark(value: Any, depth: int = 0) -> Any:
+    """What a value is, without a copy of its tensors: those are held, so that no other can take their address."""
+    if isinstance(value, torch.Tensor):
+        return _Marked(value, value._version)
+    if type(value) not in _CONTAINERS or depth > _DEEPEST or len(value) > _MOST_ITEMS:
+        return value
+    if type(value) is dict:
+        return {key: _mark(item, depth + 1) for key, item in value.items()}
+    return [_mark(item, depth + 1) for item in value]
+
+
+class _Marked(NamedTuple):
+    tensor: torch.Tensor
+    version: int
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, _Marked) or isinstance(right, _Marked):
+        return type(left) is type(right) and left.tensor is right.tensor and left.version == right.version
+    if isinstance(left, dict) and isinstance(right, dict):
+        return list(left) == list(right) and all(_same(left[key], right[key]) for key in left)
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return left is right or (type(left) in _SCALARS and type(left) is type(right) and left == right)
+
+
+class _NotPlain(Exception):
+    """A value cannot be kept."""
+
+
+def _copy(value: Any, left: list[int], depth: int = 0) -> Any:
+    """A copy that stays as it is. Tensors of one kind are put into one: a checkpoint pays for each.
+
+    Args:
+        value: any value.
+        left: bytes of tensors, and items, that may still be taken.
+        depth: of containers around it.
+    """
+    kind = type(value)
+    left[1] -= 1
+    if left[1] < 0 or depth > _DEEPEST:
+        raise _NotPlain
+    if kind in _SCALARS:
+        return value
+    if kind is torch.Tensor:
+        left[0] -= value.nbytes
+        if left[0] < 0 or value.requires_grad or value.layout is not torch.strided:
+            raise _NotPlain
+        return value.detach().clone()
+    if kind is dict:
+        if not all(type(key) in _SCALARS for key in value):
+            raise _NotPlain
+        return {key: _copy(item, left, depth + 1) for key, item in value.items()}
+    if kind not in _CONTAINERS:
+        raise _NotPlain
+    if len(value) > 1 and all(type(item) is torch.Tensor for item in value):
+        first = value[0]
+        if all((t.shape, t.dtype, t.device) == (first.shape, first.dtype, first.device) for t in value):
+            left[0] -= first.nbytes * len(value)
+            if left[0] < 0 or any(item.requires_grad for item in value):
+                raise _NotPlain
+            return {_STACKED: torch.stack(tuple(value))}
+    items = [_copy(item, left, depth + 1) for item in value]
+    return tuple(items) if kind is tuple else items
+
+
+_STACKED = "lightning_spot.stacked"
+
+
+def _put(module: pl.LightningModule, name: str, saved: Any) -> None:
+    """Give an attribute its value back, in place where others may hold it, too."""
+    value, present = _whole(saved, module.device), getattr(module, name, None)
+    if isinstance(present, (list, deque)) and isinstance(value, (list, tuple)):
+        present.clear()
+        present.extend(value)
+    elif isinstance(present, dict) and isinstance(value, dict):
+        present.clear()
+        present.update(value)
+    elif type(present) in {*_SCALARS, torch.Tensor, type(value)}:
+        setattr(module, name, value)
+
+
+def _whole(saved: Any, device: torch.device) -> Any:
+    if isinstance(saved, torch.Tensor):
+        return saved.to(device)
+    if isinstance(saved, dict):
+        if set(saved) == {_STACKED}:
+            return [item.clone() for item in saved[_STACKED].to(device)]
+        return {key: _whole(item, device) for key, item in saved.items()}
+    if isinstance(saved, (list, tuple)):
+        return type(saved)(_whole(item, device) for item in saved)
+    return saved

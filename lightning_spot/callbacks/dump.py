@@ -1,0 +1,67 @@
+"""A checkpoint of Lightning with the exact state beside it: what becomes a snapshot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_spot.capture.tensors import tensors_in
+
+State = dict[str, Any]
+
+KEY = "lightning_spot"
+"""Key of the exact state in a checkpoint."""
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dump:
+    """Lightning's checkpoint of a step with the exact state of this rank; its tensors are still those of training.
+
+    Attributes:
+        checkpoint: of Lightning, the same on all ranks as far as rank 0's counts.
+        state: of this rank.
+        validation_progress: count of validation batches, if a validation follows the step; else ``None``.
+        versions: torch's counts of the writes to the checkpoint's tensors.
+        loggers: where each logger is, on rank 0.
+    """
+
+    checkpoint: dict[str, Any]
+    state: State
+    validation_progress: dict[str, int] | None
+    versions: list[int]
+    loggers: list[dict[str, Any]]
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether no tensor was written to meanwhile, as weight averaging does around a validation."""
+        return self.versions == versions_of(self.checkpoint)
+
+    def gathered(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """The checkpoint with the states of all ranks, on rank 0. Every rank calls this at the same place."""
+        self.checkpoint[KEY] = {
+            "version": VERSION,
+            "world_size": trainer.world_size,
+            "validation_progress": self.validation_progress,
+            "loggers": self.loggers,
+            "ranks": _gather(trainer, self.state),
+        }
+        return self.checkpoint
+
+
+def versions_of(checkpoint: dict[str, Any]) -> list[int]:
+    """Torch's counts of the writes to a checkpoint's tensors, without those of the exact state."""
+    parts = (value for key, value in checkpoint.items() if key != KEY)
+    return [tensor._version for part in parts for tensor in tensors_in(part)]
+
+
+def _gather(trainer: pl.Trainer, state: State) -> list[State]:
+    if trainer.world_size == 1:
+        return [state]
+    states: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
+    torch.distributed.gather_object(state, states)
+    return states if states is not None else []

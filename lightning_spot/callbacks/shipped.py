@@ -1,0 +1,223 @@
+"""Callbacks that Lightning ships, where their ``state_dict`` is not all that a resume in mid-epoch needs.
+
+Each has a function that captures and one that puts back; :data:`PARTS` lists them. Read from Lightning 2.5 and 2.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    SpikeDetection,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+)
+from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torchmetrics import Metric
+
+from lightning_spot.callbacks import logged_values
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One thing that some callback keeps to itself.
+
+    Attributes:
+        what: it is, for a warning.
+        capture: returns it as values that load with ``weights_only=True``.
+        restore: puts that back, when training begins.
+    """
+
+    what: str
+    capture: Callable[[pl.Trainer], State]
+    restore: Callable[[pl.Trainer, State], None]
+
+
+def _callbacks(trainer: pl.Trainer, *kinds: type[pl.Callback]) -> Iterator[tuple[str, Any]]:
+    """Callbacks of these kinds, each with a name that another attempt finds again."""
+    seen: dict[str, int] = {}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined] # Lightning's Trainer has it
+        if isinstance(callback, kinds):
+            number = seen[callback.state_key] = seen.get(callback.state_key, 0) + 1
+            yield f"{callback.state_key}#{number}", callback
+
+
+# -- ModelCheckpoint: its state_dict is saved in full and loaded in part --------------------------------------------
+
+_OF_CHECKPOINTS = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+
+
+def _checkpoints(trainer: pl.Trainer) -> State:
+    saved: State = {}
+    for key, callback in _callbacks(trainer, ModelCheckpoint):
+        score = callback.current_score
+        saved[key] = {name: getattr(callback, name) for name in _OF_CHECKPOINTS if hasattr(callback, name)}
+        saved[key]["current_score"] = score.detach().clone() if isinstance(score, torch.Tensor) else score
+    return saved
+
+
+def _restore_checkpoints(trainer: pl.Trainer, saved: State) -> None:
+    for key, callback in _callbacks(trainer, ModelCheckpoint):
+        for name, value in saved.get(key, {}).items():
+            setattr(callback, name, value)
+
+
+# -- metrics of callbacks, and buffers of averaged models that no checkpoint holds ----------------------------------
+
+
+def _held(trainer: pl.Trainer) -> Iterator[tuple[str, nn.Module]]:
+    for key, callback in _callbacks(trainer, pl.Callback):
+        for name, value in list(vars(callback).items()):
+            if isinstance(value, (Metric, AveragedModel)):
+                yield f"{key}.{name}", value
+
+
+def _modules(trainer: pl.Trainer) -> State:
+    saved: State = {}
+    for key, module in _held(trainer):
+        kept = set(module.state_dict(keep_vars=True))
+        saved[key] = {
+            "metrics": logged_values.metrics_of(module) if isinstance(module, Metric) else {},
+            "buffers": {
+                name: buffer.detach().clone()
+                for name, buffer in module.named_buffers()
+                if name not in kept and isinstance(module, AveragedModel)
+            },
+        }
+    return saved
+
+
+def _restore_modules(trainer: pl.Trainer, saved: State) -> None:
+    for key, module in _held(trainer):
+        values = saved.get(key, {"metrics": {}, "buffers": {}})
+        logged_values.restore_metrics_of(module, values["metrics"])
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if name in values["buffers"] and values["buffers"][name].shape == buffer.shape:
+                    buffer.copy_(values["buffers"][name])
+
+
+# -- StochasticWeightAveraging: its scheduler takes the place of the user's when its first epoch starts --------------
+
+
+def _averaging(trainer: pl.Trainer) -> State:
+    return {
+        key: callback._swa_scheduler is not None for key, callback in _callbacks(trainer, StochasticWeightAveraging)
+    }
+
+
+def _restore_averaging(trainer: pl.Trainer, saved: State) -> None:
+    for key, callback in _callbacks(trainer, StochasticWeightAveraging):
+        if saved.get(key) and callback._swa_scheduler is None:
+            groups = trainer.optimizers[0].param_groups
+            before = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+            # Averages nothing: that this epoch was averaged is in its state_dict.
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+            for group, values in zip(groups, before, strict=True):
+                group.update(values)  # a new scheduler sets its first rate
+
+
+# -- SpikeDetection: its load_state_dict raises (Lightning 2.6) ------------------------------------------------------
+
+_OF_SPIKES = ("last_val", "bad_batches")
+
+
+def _spikes(trainer: pl.Trainer) -> State:
+    return {
+        key: {name: callback.state_dict()[name] for name in _OF_SPIKES}
+        for key, callback in _callbacks(trainer, SpikeDetection)
+    }
+
+
+def _restore_spikes(trainer: pl.Trainer, saved: State) -> None:
+    for key, callback in _callbacks(trainer, SpikeDetection):
+        for name, value in saved.get(key, {}).items():
+            setattr(callback, name, value)
+
+
+# -- the tuners: what they found is kept, and they do not look for it again ------------------------------------------
+
+
+def _found(trainer: pl.Trainer) -> State:
+    saved: State = {}
+    for key, callback in _callbacks(trainer, BatchSizeFinder, LearningRateFinder):
+        for name in _tuned(callback):
+            if lightning_hasattr(trainer.lightning_module, name):
+                saved.setdefault(key, {})[name] = lightning_getattr(trainer.lightning_module, name)
+    return saved
+
+
+def _tuned(callback: Any) -> list[str]:
+    if isinstance(callback, BatchSizeFinder):
+        return [callback._batch_arg_name]
+    return [callback._attr_name] if callback._attr_name else ["lr", "learning_rate"]
+
+
+def rest_tuners(trainer: pl.Trainer, saved: State) -> list[Callable[[], object]]:
+    """Before a resumed fit starts: give it what its tuners found, and have them not look for it again.
+
+    Returns:
+        what undoes it.
+    """
+    undo: list[Callable[[], object]] = []
+    for key, callback in _callbacks(trainer, BatchSizeFinder, LearningRateFinder):
+        for name, value in saved.get(key, {}).items():
+            lightning_setattr(trainer.lightning_module, name, value)
+        if key in saved:
+            callback.on_fit_start = lambda *_: None
+            undo.append(partial(vars(callback).pop, "on_fit_start", None))
+    return undo
+
+
+def before_loading(trainer: pl.Trainer, checkpoint: State) -> None:
+    """Take out of a checkpoint what a callback of Lightning cannot load, and gets in another way."""
+    for _, callback in _callbacks(trainer, SpikeDetection):
+        if not hasattr(callback, "running"):
+            checkpoint.get("callbacks", {}).pop(callback.state_key, None)
+
+
+def what_begins_anew(trainer: pl.Trainer) -> Iterator[str]:
+    """One sentence for each callback that cannot go on where it was."""
+    if any(True for _ in _callbacks(trainer, ThroughputMonitor)):
+        yield "ThroughputMonitor measures this attempt only: its totals begin at 0 after a resume"
+
+
+def why_without_exact_state(trainer: pl.Trainer) -> str:
+    """What to say of a checkpoint that a fit goes on from, and that holds no exact state."""
+    path = trainer.ckpt_path
+    for _, callback in _callbacks(trainer, OnExceptionCheckpoint):
+        if path is not None and str(callback.ckpt_path) == str(path):
+            return (
+                f"OnExceptionCheckpoint: Lightning goes on from its {path}, which was written in the middle of a step,"
+                " and not from the newest snapshot: this is not exact. Remove the file or the callback"
+            )
+    return (
+        f"{path} holds what Lightning saves and no more: the position in the data, random numbers and running means are"
+        " not restored"
+    )
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+PARTS: dict[str, Part] = {
+    "checkpoints": Part("ModelCheckpoint's last score", _checkpoints, _restore_checkpoints),
+    "modules": Part("metrics and averages of callbacks", _modules, _restore_modules),
+    "averaging": Part("StochasticWeightAveraging", _averaging, _restore_averaging),
+    "spikes": Part("SpikeDetection", _spikes, _restore_spikes),
+    "found": Part("what the tuners found", _found, _nothing),
+}

@@ -1,0 +1,437 @@
+"""What Lightning ships, as data: each feature in a run small enough to be stopped and resumed within a second.
+
+``tests/test_exact_table.py`` trains every case, and asks that a resumed run is equal to an undisturbed one, or that a
+warning named the feature before training began.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch import callbacks as shipped
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_spot import EverySteps, SpotCheckpoint
+from tests import exact_models as m
+from tests.exact_cases import Gan, Model, Plateau
+from tests.exact_models import BATCH, SAMPLES, Rows, rows, validation
+
+
+def _nothing() -> list[pl.Callback]:
+    return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One feature in a run.
+
+    Attributes:
+        model: makes the module.
+        loaders: makes what is passed to ``fit`` as training loaders; ``None`` if the module or ``data`` has them.
+        val: makes the loaders for validation.
+        data: makes a data module instead of both.
+        callbacks: makes callbacks of Lightning or of a user, besides ours.
+        settings: of the Trainer.
+        says: what the warning says before training where a resume is not exact; empty where it is.
+        ignored: parts of entries' names that cannot be equal, being clocks.
+        stops: batches (or validation batches, if negative) of each attempt after which it is stopped.
+        covers: names of Lightning's that this case stands for.
+        soak: whether it is left to the long run.
+    """
+
+    model: Callable[[], pl.LightningModule] = Model
+    loaders: Callable[[], Any] | None = rows
+    val: Callable[[], Any] | None = validation
+    data: Callable[[], pl.LightningDataModule] | None = None
+    callbacks: Callable[[], list[pl.Callback]] = _nothing
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    says: str = ""
+    ignored: tuple[str, ...] = ()
+    stops: tuple[int, ...] = (13, 6)
+    covers: tuple[str, ...] = ()
+    soak: bool = False
+
+
+STREAM = "not exact unless this stream yields the same samples each time"
+
+# -- the table ----------------------------------------------------------------------------------------------------
+
+CALLBACKS: dict[str, Case] = {
+    "backbone-finetuning": Case(
+        model=m.Net,
+        loaders=None,
+        val=None,
+        callbacks=lambda: [shipped.BackboneFinetuning(1, m.half, train_bn=False, should_align=False)],
+        stops=(21, 14),
+        covers=("BackboneFinetuning",),
+    ),
+    "base-finetuning": Case(
+        model=m.Net, loaders=None, val=None, callbacks=lambda: [m.Thaw()], stops=(21, 14), covers=("BaseFinetuning",)
+    ),
+    "accumulation-scheduler": Case(
+        callbacks=lambda: [shipped.GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})],
+        stops=(11, 9),
+        covers=("GradientAccumulationScheduler",),
+    ),
+    "weight-averaging-stochastic": Case(
+        model=m.Plain,
+        callbacks=lambda: [shipped.StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=3)],
+        settings={"max_epochs": 4},
+        stops=(5, 9, 8),
+        covers=("StochasticWeightAveraging",),
+    ),
+    "weight-averaging-stochastic-batchnorm": Case(
+        callbacks=lambda: [
+            shipped.StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=2, annealing_strategy="linear")
+        ],
+        stops=(13, 8),
+    ),
+    "weight-averaging-ema": Case(
+        callbacks=lambda: [shipped.EMAWeightAveraging(decay=0.8)], covers=("EMAWeightAveraging", "WeightAveraging")
+    ),
+    "pruning": Case(callbacks=m.prune, stops=(13, 6), covers=("ModelPruning",)),
+    "pruning-kept-apart": Case(
+        callbacks=partial(m.prune, make_pruning_permanent=False, use_lottery_ticket_hypothesis=False)
+    ),
+    "pruning-at-validation": Case(
+        callbacks=partial(m.prune, prune_on_train_epoch_end=False, use_lottery_ticket_hypothesis=False),
+        settings={"val_check_interval": 5},
+    ),
+    "pruning-local-resampled": Case(
+        callbacks=partial(m.prune, use_global_unstructured=False, resample_parameters=True), soak=True
+    ),
+    "spike-detection": Case(
+        callbacks=lambda: [shipped.SpikeDetection(window=4, rtol=50.0)], covers=("SpikeDetection",)
+    ),
+    "learning-rate-finder": Case(
+        model=m.Net,
+        loaders=None,
+        val=None,
+        callbacks=lambda: [shipped.LearningRateFinder(num_training_steps=5)],
+        covers=("LearningRateFinder",),
+    ),
+    "batch-size-finder": Case(
+        model=m.Net,
+        loaders=None,
+        val=None,
+        callbacks=lambda: [shipped.BatchSizeFinder(max_trials=2, steps_per_trial=1)],
+        covers=("BatchSizeFinder",),
+    ),
+    "early-stopping": Case(
+        callbacks=lambda: [shipped.EarlyStopping("loss_epoch", patience=2, min_delta=10.0)],
+        settings={"max_epochs": 5},
+        covers=("EarlyStopping",),
+    ),
+    "model-checkpoint-last": Case(
+        callbacks=lambda: [shipped.ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True)],
+        covers=("ModelCheckpoint",),
+    ),
+    "model-checkpoint-steps": Case(
+        callbacks=lambda: [shipped.ModelCheckpoint(every_n_train_steps=3, save_top_k=-1, save_on_train_epoch_end=True)]
+    ),
+    "progress-bar": Case(
+        callbacks=lambda: [shipped.TQDMProgressBar()],
+        settings={"enable_progress_bar": True},
+        covers=("TQDMProgressBar",),
+    ),
+    "rich-progress-bar": Case(
+        callbacks=lambda: [shipped.RichProgressBar(), shipped.RichModelSummary()],
+        settings={"enable_progress_bar": True, "enable_model_summary": True},
+        covers=("RichProgressBar", "RichModelSummary"),
+        soak=True,
+    ),
+    "monitors": Case(
+        callbacks=lambda: [
+            shipped.LearningRateMonitor("step", log_momentum=True),
+            shipped.ModelSummary(),
+            shipped.LambdaCallback(on_train_batch_end=lambda *_: torch.rand(())),
+            shipped.DeviceStatsMonitor(cpu_stats=True),
+        ],
+        settings={"enable_model_summary": True},
+        ignored=("DeviceStats", "device"),
+        covers=("LearningRateMonitor", "ModelSummary", "LambdaCallback", "DeviceStatsMonitor"),
+    ),
+    "throughput": Case(
+        callbacks=lambda: [shipped.ThroughputMonitor(lambda batch: len(batch[0]), window_size=2)],
+        ignored=("logged.",),
+        says="ThroughputMonitor",
+        covers=("ThroughputMonitor",),
+    ),
+    "on-exception": Case(
+        callbacks=lambda: [shipped.OnExceptionCheckpoint(tempfile.gettempdir(), f"spot-table-{os.getpid()}")],
+        says="OnExceptionCheckpoint",
+        covers=("OnExceptionCheckpoint",),
+    ),
+    "timer": Case(callbacks=lambda: [shipped.Timer("01:00:00:00")], covers=("Timer",)),
+}
+
+SETTINGS: dict[str, Case] = {
+    "accumulate": Case(settings={"accumulate_grad_batches": 3}, covers=("accumulate_grad_batches",)),
+    "clip-by-value": Case(
+        settings={"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+        covers=("gradient_clip_val", "gradient_clip_algorithm"),
+    ),
+    "bf16": Case(settings={"precision": "bf16-mixed"}, covers=("precision",)),
+    "double": Case(settings={"precision": "64-true"}, loaders=lambda: rows(False), soak=True),
+    "half": Case(settings={"precision": "bf16-true"}, soak=True),
+    "val-often": Case(settings={"val_check_interval": 0.25}, stops=(13, 9), covers=("val_check_interval",)),
+    "val-across-epochs": Case(
+        settings={"val_check_interval": 11, "check_val_every_n_epoch": None},
+        stops=(12, 7),
+        covers=("check_val_every_n_epoch",),
+    ),
+    "val-seldom": Case(settings={"check_val_every_n_epoch": 2, "max_epochs": 4}),
+    "val-by-time": Case(settings={"val_check_interval": "00:00:00:10"}, says="val_check_interval"),
+    "limited": Case(
+        settings={"limit_train_batches": 5, "limit_val_batches": 1},
+        stops=(7, 4),
+        covers=("limit_train_batches", "limit_val_batches"),
+    ),
+    "limited-share": Case(settings={"limit_train_batches": 0.5}, stops=(6, 4), soak=True),
+    "overfit": Case(settings={"overfit_batches": 4}, stops=(6, 4), covers=("overfit_batches",)),
+    "reload-each-epoch": Case(
+        model=m.WithData,
+        loaders=None,
+        val=None,
+        settings={"reload_dataloaders_every_n_epochs": 1},
+        covers=("reload_dataloaders_every_n_epochs",),
+    ),
+    "reload-every-second-epoch": Case(
+        model=m.WithData,
+        loaders=None,
+        val=None,
+        settings={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 5},
+        stops=(11, 14),
+    ),
+    "loaders-of-the-module": Case(model=m.WithData, loaders=None, val=None),
+    "loaders-of-a-data-module": Case(
+        data=m.Data, loaders=None, val=None, settings={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 4}
+    ),
+    "sanity-check-whole": Case(
+        settings={"num_sanity_val_steps": -1}, stops=(-1, 13), covers=("num_sanity_val_steps",), soak=True
+    ),
+    "no-sanity-check": Case(settings={"num_sanity_val_steps": 0}, stops=(13, 6)),
+    "no-validation": Case(val=None, settings={"limit_val_batches": 0}),
+    "max-steps": Case(
+        settings={"max_steps": 21, "max_epochs": -1, "val_check_interval": 5}, covers=("max_steps", "max_epochs")
+    ),
+    "min-epochs": Case(
+        callbacks=lambda: [shipped.EarlyStopping("val_loss", patience=0, min_delta=10.0)],
+        settings={"min_epochs": 3, "min_steps": 26, "max_epochs": 5},
+        covers=("min_epochs", "min_steps"),
+    ),
+    "max-time": Case(settings={"max_time": "01:00:00:00"}, covers=("max_time",)),
+    "anomalies": Case(settings={"detect_anomaly": True}, covers=("detect_anomaly",), soak=True),
+    "no-inference-mode": Case(settings={"inference_mode": False}, covers=("inference_mode",), soak=True),
+    "own-sampler-kept": Case(
+        settings={"use_distributed_sampler": False}, covers=("use_distributed_sampler",), soak=True
+    ),
+    "logged-seldom": Case(settings={"log_every_n_steps": 5}, covers=("log_every_n_steps",)),
+    "no-logger": Case(settings={"logger": False}, covers=("logger",), soak=True),
+    "profiler": Case(settings={"profiler": "simple"}, covers=("profiler",), soak=True),
+    "deterministic": Case(settings={"deterministic": True}, covers=("deterministic",), soak=True),
+}
+
+LOADERS: dict[str, Case] = {
+    "workers": Case(loaders=lambda: rows(num_workers=2, prefetch_factor=3), covers=("num_workers", "prefetch_factor")),
+    "workers-seeded": Case(
+        loaders=lambda: rows(num_workers=1, worker_init_fn=m.seed_worker), covers=("worker_init_fn",), soak=True
+    ),
+    "workers-that-persist": Case(
+        loaders=lambda: rows(num_workers=2, persistent_workers=True), covers=("persistent_workers",)
+    ),
+    "workers-that-persist-limited": Case(
+        loaders=lambda: rows(num_workers=2, persistent_workers=True, drop_last=True),
+        settings={"limit_train_batches": 5},
+        stops=(7, 4),
+    ),
+    "workers-that-persist-own-generators": Case(
+        loaders=lambda: DataLoader(
+            m.Noisy(),
+            BATCH,
+            sampler=m.Own(np.random.default_rng(5), eager=True),
+            num_workers=2,
+            persistent_workers=True,
+            collate_fn=m.Collate(),
+            generator=torch.Generator().manual_seed(4),
+        ),
+        stops=(13, 6),
+        covers=("collate_fn", "generator"),
+    ),
+    "workers-that-persist-for-validation": Case(
+        val=lambda: validation(num_workers=2, persistent_workers=True), stops=(13, -1, 4)
+    ),
+    "workers-that-persist-for-validation-limited": Case(
+        val=lambda: DataLoader(Rows(), BATCH, num_workers=2, persistent_workers=True),
+        settings={"limit_val_batches": 3, "val_check_interval": 4},
+        stops=(13, 6),
+    ),
+    "workers-for-validation": Case(val=lambda: validation(num_workers=1, generator=torch.Generator().manual_seed(3))),
+    "shuffled-validation": Case(
+        model=Model,
+        val=lambda: DataLoader(Rows(), 8, shuffle=True, generator=torch.Generator().manual_seed(3)),
+        settings={"limit_val_batches": 2},
+    ),
+    "validation-with-own-generators": Case(
+        val=lambda: DataLoader(m.Noisy(), 16, sampler=m.Own(random.Random(3))), settings={"val_check_interval": 5}
+    ),
+    "two-for-validation": Case(
+        model=m.Several, loaders=m.combined("max_size_cycle"), val=lambda: [validation(), validation()]
+    ),
+    "out-of-order": Case(loaders=lambda: rows(num_workers=2, in_order=False), says="in_order", covers=("in_order",)),
+    "weighted": Case(
+        loaders=lambda: rows(
+            shuffle=False,
+            sampler=WeightedRandomSampler(
+                torch.arange(1.0, SAMPLES + 1), SAMPLES, generator=torch.Generator().manual_seed(5)
+            ),
+        ),
+        covers=("sampler",),
+    ),
+    "replacement": Case(
+        loaders=lambda: rows(shuffle=False, sampler=RandomSampler(Rows(), replacement=True, num_samples=SAMPLES)),
+        soak=True,
+    ),
+    "subset-random": Case(loaders=lambda: rows(shuffle=False, sampler=SubsetRandomSampler(range(SAMPLES))), soak=True),
+    "own-numpy-generator": Case(loaders=lambda: rows(shuffle=False, sampler=m.Own(np.random.default_rng(5)))),
+    "own-numpy-state": Case(loaders=lambda: rows(shuffle=False, sampler=m.Own(np.random.RandomState(5), eager=True))),
+    "own-python-random": Case(loaders=lambda: rows(shuffle=False, sampler=m.Own(random.Random(5)))),
+    "own-torch-generator": Case(
+        loaders=lambda: rows(shuffle=False, num_workers=1, sampler=m.Own(torch.Generator().manual_seed(5), eager=True))
+    ),
+    "generator-deeper-down": Case(loaders=lambda: rows(shuffle=False, sampler=m.Holding())),
+    "counting-sampler": Case(loaders=lambda: rows(shuffle=False, sampler=m.Counting())),
+    "popping-sampler": Case(loaders=lambda: rows(shuffle=False, sampler=m.Popping())),
+    "batch-sampler": Case(loaders=lambda: DataLoader(Rows(), batch_sampler=m.Batches()), covers=("batch_sampler",)),
+    "batch-sampler-around": Case(
+        loaders=lambda: DataLoader(Rows(), batch_sampler=BatchSampler(m.Own(random.Random(1)), 5, drop_last=True)),
+        stops=(9, 4),
+    ),
+    "without-batches": Case(
+        loaders=lambda: DataLoader(m.Chunks(), batch_size=None, shuffle=True),
+        covers=("batch_size", "shuffle", "dataset"),
+    ),
+    "drop-last": Case(
+        loaders=lambda: rows(batch_size=5, drop_last=True), stops=(9, 4), covers=("drop_last",), soak=True
+    ),
+    "generators-of-the-data": Case(loaders=lambda: DataLoader(m.Noisy(), BATCH, shuffle=True, collate_fn=m.Collate())),
+    "generators-of-nested-data": Case(
+        loaders=lambda: DataLoader(ConcatDataset([Subset(m.Noisy(), range(16)), m.Noisy()]), BATCH, shuffle=True),
+        stops=(15, 8),
+    ),
+    "combined-max-size-cycle": Case(model=m.Several, loaders=m.combined("max_size_cycle"), covers=("max_size_cycle",)),
+    "combined-min-size": Case(model=m.Several, loaders=m.combined("min_size"), stops=(4, 2), covers=("min_size",)),
+    "combined-max-size": Case(model=m.Several, loaders=m.combined("max_size"), covers=("max_size",)),
+    "combined-in-a-dictionary": Case(
+        model=m.Listed, loaders=lambda: {"first": rows(), "more": [rows(), rows(num_workers=1)]}
+    ),
+    "combined-validation": Case(
+        model=m.Several,
+        loaders=m.combined("max_size_cycle"),
+        val=lambda: CombinedLoader([validation(), validation()], "sequential"),
+        covers=("sequential",),
+        soak=True,
+    ),
+    "combined-streams": Case(model=m.Several, loaders=m.streams("max_size_cycle"), says=STREAM),
+    "loader-of-ones-own": Case(loaders=m.HandMade, says=STREAM),
+    "stream": Case(loaders=lambda: DataLoader(m.Stream(), BATCH), says=STREAM),
+    "stream-with-a-length": Case(loaders=lambda: DataLoader(m.Sized(), BATCH), says=STREAM, soak=True),
+    "stream-with-a-generator": Case(loaders=lambda: DataLoader(m.Shuffling(), BATCH), says=STREAM),
+    "stream-with-workers": Case(loaders=lambda: DataLoader(m.Stream(), BATCH, num_workers=2), says=STREAM),
+    "stream-with-workers-that-persist": Case(
+        loaders=lambda: DataLoader(m.Stream(), BATCH, num_workers=2, persistent_workers=True), says=STREAM
+    ),
+}
+
+
+_Step = torch.optim.lr_scheduler.StepLR
+_Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+
+LOOPS: dict[str, Case] = {
+    "manual": Case(model=Gan),
+    "manual-clipped": Case(model=Gan, callbacks=lambda: [shipped.EMAWeightAveraging(decay=0.5)], soak=True),
+    "lbfgs": Case(model=lambda: m.Optimized(partial(torch.optim.LBFGS, lr=0.01, max_iter=2))),
+    "adagrad": Case(model=lambda: m.Optimized(partial(torch.optim.Adagrad, lr=0.01)), soak=True),
+    "fused-adam": Case(model=lambda: m.Optimized(partial(torch.optim.AdamW, lr=0.01, fused=True)), soak=True),
+    "step-schedule": Case(model=lambda: m.Scheduled(partial(_Step, step_size=1), interval="step", frequency=3)),
+    "epoch-schedule": Case(model=lambda: m.Scheduled(partial(_Step, step_size=1, gamma=0.5), interval="epoch")),
+    "plateau-of-the-epoch": Case(model=Plateau),
+    "plateau-of-validation": Case(
+        model=lambda: m.Scheduled(partial(_Plateau, patience=0, threshold=0.3), monitor="val_loss"), stops=(8, 8)
+    ),
+    "plateau-each-step": Case(
+        model=lambda: m.Scheduled(
+            partial(_Plateau, patience=1, threshold=0.5, factor=0.9), interval="step", monitor="loss_step"
+        )
+    ),
+    "warm-restarts": Case(
+        model=lambda: m.Scheduled(
+            partial(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts, T_0=5), interval="step"
+        ),
+        soak=True,
+    ),
+    "epoch-start-hooks": Case(model=m.Evaluating),
+    "gathered-outputs": Case(model=m.Gathering),
+    "skipped-batches": Case(model=m.Skipping, stops=(9, 6)),
+    "iterator-step": Case(model=m.Fetching),
+    "logging": Case(model=m.Logging),
+}
+
+CASES: dict[str, Case] = {**CALLBACKS, **SETTINGS, **LOADERS, **LOOPS}
+
+
+def train(case: Case, root: Path, *callbacks: pl.Callback, seed: int) -> list[str]:
+    """Train a case to its end, or go on with it; every process begins with another ``seed``.
+
+    Returns:
+        our warnings, up to the first training batch.
+    """
+    torch.set_num_threads(1)
+    pl.seed_everything(seed, verbose=False)
+    module, data = case.model(), case.data() if case.data is not None else None
+    loaders = case.loaders() if case.loaders is not None else None
+    val = case.val() if case.val is not None else None
+    spot = SpotCheckpoint(str(root / "run"), memory=None, interval=EverySteps(2), on_full="wait", keep=100)
+    said: list[str] = []
+    trainer = pl.Trainer(
+        **{
+            "max_epochs": 3,
+            "accelerator": "cpu",
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "log_every_n_steps": 1,
+            "logger": CSVLogger(str(root), name="logs"),
+            "default_root_dir": str(root),
+            **case.settings,
+            "callbacks": [*callbacks, *case.callbacks(), spot],
+        }
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first = shipped.LambdaCallback(
+            on_train_batch_start=lambda *_: said.extend(str(item.message) for item in caught) if not said else None
+        )
+        trainer.callbacks.insert(0, first)  # type: ignore[attr-defined] # not a part of the run
+        trainer.fit(module, loaders, val, datamodule=data)
+    return [text for text in said if text.startswith("lightning_spot:")]

@@ -1,0 +1,71 @@
+"""For everything that Lightning ships: a resumed run is equal to an undisturbed one, or a warning named it before."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch import callbacks as shipped
+from lightning.pytorch.utilities import combined_loader
+from torch.utils.data import DataLoader
+
+from lightning_spot.recovery.compare import differences
+from tests.exact_table import CALLBACKS, CASES, LOADERS, SETTINGS, Case, train
+from tests.test_exact import Stop, StopAt, final
+
+NO_CALLBACKS = {"Callback", "Checkpoint", "ProgressBar", "BasePredictionWriter"}
+"""Base classes, and what only predicts."""
+
+NO_SETTINGS = {
+    *("accelerator", "strategy", "devices", "num_nodes", "sync_batchnorm", "plugins", "benchmark", "model_registry"),
+    *("limit_test_batches", "limit_predict_batches", "fast_dev_run", "barebones", "enable_autolog_hparams"),
+    *("callbacks", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "default_root_dir"),
+}
+"""Where a run trains (other tests have DDP), what does not train or takes no callbacks, and what each case has."""
+
+NO_OPTIONS = {"pin_memory", "pin_memory_device", "timeout", "multiprocessing_context"}
+"""Of a DataLoader: how batches travel, not which."""
+
+NOT_YET = {
+    *("reload-each-epoch", "reload-every-second-epoch", "loaders-of-the-module", "loaders-of-a-data-module"),
+    *("validation-with-own-generators", "out-of-order", "workers-that-persist", "workers-that-persist-limited"),
+    *("workers-that-persist-own-generators", "workers-that-persist-for-validation", "workers-for-validation"),
+    *("workers-that-persist-for-validation-limited", "shuffled-validation", "counting-sampler", "popping-sampler"),
+    *("generator-deeper-down", "generators-of-the-data", "generators-of-nested-data"),
+}
+
+
+def _marked(name: str, case: Case) -> Any:
+    marks = [pytest.mark.soak] if case.soak else []
+    return pytest.param(case, id=name, marks=[*marks, pytest.mark.xfail(strict=False)] if name in NOT_YET else marks)
+
+
+@pytest.mark.parametrize("case", [_marked(name, case) for name, case in CASES.items()])
+def test_equal_or_warned_of(case: Case, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    for attempt, stop in enumerate(case.stops):
+        with pytest.raises(Stop):
+            train(case, broken, StopAt(abs(stop), in_validation=stop < 0), seed=11 if attempt == 0 else 100 + attempt)
+    said = train(case, broken, seed=200)
+    if case.says:
+        assert any(case.says in text for text in said), said
+        return
+    train(case, tmp_path / "undisturbed", seed=11)
+    told = list(differences(final(tmp_path / "undisturbed"), final(broken)))
+    assert [text for text in told if not any(part in text for part in case.ignored)] == []
+    assert said == []
+
+
+def _uncovered(names: Iterable[str], cases: dict[str, Case]) -> set[str]:
+    return set(names) - {name for case in cases.values() for name in case.covers}
+
+
+def test_all_that_lightning_and_torch_offer_is_in_the_table() -> None:
+    assert _uncovered(shipped.__all__, CALLBACKS) == NO_CALLBACKS
+    assert _uncovered(inspect.signature(pl.Trainer).parameters, SETTINGS) == NO_SETTINGS
+    assert _uncovered(inspect.signature(DataLoader).parameters, LOADERS) == NO_OPTIONS
+    assert _uncovered(combined_loader._SUPPORTED_MODES, LOADERS) == set()
