@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -241,7 +241,8 @@ def test_a_part_damaged_on_its_way_is_sent_again(start_node: StartNode, monkeypa
     real = PartStream.send
     sent = []
 
-    def damaging(self: PartStream, parts: list[tuple[int, memoryview]]) -> Any:
+    def damaging(self: PartStream, parts: Iterable[tuple[int, memoryview]]) -> Any:
+        parts = list(parts)
         sent.append(len(parts))
         if len(sent) == 1:
             start, part = parts[0]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import random
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,84 +16,51 @@ from lightning_spot.errors import (
     Fenced,
     RingFull,
     RunBusy,
+    SettingsError,
     SnapshotNotFound,
     SnapshotTooLarge,
     TierError,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.runs import RunInfo
+from lightning_spot.staging import slot as slot_module
+from lightning_spot.staging.slot import SlotMemory, host_memory_bytes
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
+from tests.gated import MIB, OTHER_ID, RUN_ID, Bench, image_of, manifest_of
 from tests.oracle import claim_of
 
-MIB = 2**20
-
-
-class GatedStore(LocalStore):
-    """A local store that can be held up, or made to fail."""
-
-    def __init__(self, root: str) -> None:
-        super().__init__(root)
-        self.open = threading.Event()
-        self.open.set()
-        self.error: Exception | None = None
-        self.tries = 0
-
-    def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
-        self.tries += 1
-        assert self.open.wait(30)
-        if self.error is not None:
-            raise self.error
-        super().put(manifest, image, attempt=attempt)
-
-
-class Bench:
-    """A node over gated stores."""
-
-    def __init__(self, root: Path, **settings: Any) -> None:
-        self.stores: dict[str, GatedStore] = {}
-        self.root = root
-        self.node = Node(**{"allow": None, "slots": 3, "memory_bytes": 64 * MIB, "open_store": self.store, **settings})
-
-    def store(self, url: str) -> GatedStore:
-        return self.stores.setdefault(url, GatedStore(url))
-
-    def open(self, *, tiers: int = 1, **more: Any) -> int:
-        info = RunInfo(name="run", id="", location="", attempt=0, token="")
-        durable = str(self.root / "tier-0") if tiers else None
-        return self.node.open_run(replace(info, durable_url=durable, **more)).attempt
-
-    def tier(self, index: int = 0) -> GatedStore:
-        return self.store(str(self.root / f"tier-{index}"))
-
-    def save(self, step: int, *, attempt: int = 1, nbytes: int = 1000, wait_s: float = 0.0, **more: Any) -> Manifest:
-        upload = self.node.lease("run", attempt, nbytes, wait_s=wait_s)
-        with upload.slot.view(nbytes) as view:
-            view[:] = random.Random(step).randbytes(nbytes)
-            view[-22:] = b"PK\x05\x06" + bytes(18)  # the end of an empty zip
-        manifest = Manifest(run="run", name=snapshot_name(step, attempt), step=step, attempt=attempt, nbytes=nbytes)
-        return self.node.seal(upload.id, manifest, **more)
-
-    def held(self) -> list[int]:
-        return [slot.manifest.step for slot in self.node.ring.committed("run") if slot.manifest]
+RUN = f"run@{RUN_ID}"
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
-    yield made
-    for store in made.stores.values():
-        store.open.set()
-    made.node.close()
+def make(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    """Make nodes over gated stores."""
+    made: list[Bench] = []
+
+    def bench(**settings: Any) -> Bench:
+        made.append(Bench(tmp_path, **settings))
+        return made[-1]
+
+    yield bench
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def bench(make: Callable[..., Bench]) -> Bench:
+    return make()
+
+
+# -- slots and dirty bits ---------------------------------------------------------------------------------------------
 
 
 def test_what_is_committed_becomes_durable(bench: Bench) -> None:
     bench.open()
     sealed = bench.save(1)
-    assert bench.node.flush("run", 30) == []
+    assert bench.flush() == []
     assert bench.tier().survey().manifests == [sealed]
-    (slot,) = bench.node.ring.committed("run")
+    (slot,) = bench.node.held(RUN)
     assert (slot.dirty, slot.safe) == ([], [bench.tier().url])
 
 
@@ -101,80 +68,82 @@ def test_a_dirty_bit_stays_until_the_tier_has_it(bench: Bench) -> None:
     bench.open()
     bench.tier().open.clear()
     bench.save(1)
-    (slot,) = bench.node.ring.committed("run")
+    (slot,) = bench.node.held(RUN)
     assert slot.dirty == [bench.tier().url]
     bench.tier().open.set()
-    assert bench.node.flush("run", 30) == []
+    assert bench.flush() == []
     assert (slot.dirty, slot.safe) == ([], [bench.tier().url])
 
 
-def test_back_pressure_when_all_slots_are_dirty(bench: Bench) -> None:
+def test_back_pressure_when_every_slot_is_needed(make: Callable[..., Bench]) -> None:
+    bench = make(slots=2)
     bench.open()
     bench.tier().open.clear()
-    for step in (1, 2, 3):
-        bench.save(step)
-    with pytest.raises(RingFull, match="dirty"):
-        bench.save(4)
+    bench.save(1)
+    until(lambda: bench.tier().tries, "the flusher to take the first")
+    bench.save(2)
+    with pytest.raises(RingFull, match="too slow"):
+        bench.save(3)  # one is being written, the other is the newest
     threading.Timer(0.2, bench.tier().open.set).start()
-    bench.save(4, wait_s=30)  # waits for the flusher
-    assert 1 not in bench.held()
-    assert bench.held()[0] == 4
+    bench.save(3, wait_s=30)
+    assert bench.held()[0] == 3
 
 
 def test_the_oldest_clean_slot_is_reused(bench: Bench) -> None:
     bench.open()
     for step in range(1, 8):
         bench.save(step, wait_s=30)
-        assert bench.node.flush("run", 30) == []
+        assert bench.flush() == []
     assert bench.held() == [7, 6]
     assert [manifest.step for manifest in bench.tier().survey().manifests] == [7, 6]
 
 
 def test_without_tiers_the_newest_stays(bench: Bench) -> None:
-    bench.open(tiers=0)
+    bench.open(durable=False)
     for step in range(1, 8):
         bench.save(step)
     assert bench.held() == [7, 6]
 
 
-def test_one_slot_never_gives_its_only_snapshot_away(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, slots=1)
-    bench.open(tiers=0)
+def test_one_slot_never_gives_its_only_snapshot_away(make: Callable[..., Bench]) -> None:
+    bench = make(slots=1)
+    bench.open(durable=False)
     bench.save(1)
     with pytest.raises(RingFull):
         bench.save(2)
-    bench.node.close()
 
 
 def test_a_failing_tier_does_not_stop_snapshots(bench: Bench) -> None:
     bench.open()
-    bench.tier().error = TierError("disk full")
+    bench.tier().fail(TierError("disk full"))
     for step in range(1, 4):
         bench.save(step)
     until(lambda: bench.node.flusher.failing(bench.tier().url), "the failure to be seen")
     bench.save(4)
     bench.save(5)
-    assert bench.held() == [5, 4, 3]
-    (problem,) = bench.node.flush("run", 0.1)
+    assert bench.held() == [5, 4]
+    (problem,) = bench.flush(0.1)
     assert "disk full" in problem
-    bench.tier().error = None
-    assert bench.node.flush("run", 30) == []  # asking for a flush retries at once
-    assert [manifest.step for manifest in bench.tier().survey().manifests] == [5, 4]
+    bench.tier().fail(None)
+    assert bench.flush() == []  # asking for a flush retries soon
+    assert [manifest.step for manifest in bench.tier().survey().manifests] == [5]
 
 
 def test_too_large_is_not_a_full_ring(bench: Bench) -> None:
     bench.open()
     with pytest.raises(SnapshotTooLarge) as caught:
-        bench.node.lease("run", 1, 65 * MIB)
+        bench.node.lease(RUN, 1, 65 * MIB)
     assert (caught.value.nbytes, caught.value.memory_bytes) == (65 * MIB, 64 * MIB)
 
 
-def test_memory_limit_holds_over_all_slots(bench: Bench) -> None:
+@pytest.mark.parametrize("slots", [3, None])
+def test_memory_limit_holds_over_all_slots(make: Callable[..., Bench], slots: int | None) -> None:
+    bench = make(slots=slots)
     bench.open()
     for step in (1, 2, 3, 4):
         bench.save(step, nbytes=30 * MIB, wait_s=30)
         assert sum(slot.capacity for slot in bench.node.ring.slots) <= 64 * MIB
-    assert bench.node.flush("run", 30) == []
+    assert bench.flush() == []
     assert len(bench.held()) == 2
 
 
@@ -182,29 +151,110 @@ def test_slots_grow_with_the_snapshot(bench: Bench) -> None:
     bench.open()
     for step, nbytes in enumerate((1000, 5 * MIB, 1000, 9 * MIB), start=1):
         sealed = bench.save(step, nbytes=nbytes, wait_s=30)
-        assert bench.node.flush("run", 30) == []
+        assert bench.flush() == []
         assert sealed in bench.tier().survey().manifests
 
 
+def test_a_small_file_leaves_a_large_slot_to_the_snapshots(make: Callable[..., Bench]) -> None:
+    bench = make(slots=None, memory_bytes=400 * MIB)
+    bench.open(durable=False)
+    for step in (1, 2):
+        bench.save(step, nbytes=100 * MIB)
+    bench.node.remove(RUN, snapshot_name(1, 1))
+    bench.file("best.ckpt", 3)
+    found = bench.node.ring.find(RUN_ID, "best.ckpt")
+    assert found is not None
+    assert found.capacity < 10 * MIB
+
+
+def test_making_memory_holds_nobody_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gigabytes of fresh memory take seconds; listing, sealing and reading go on meanwhile."""
+    bench.open()
+    real, making, go_on = SlotMemory.create, threading.Event(), threading.Event()
+
+    def slow(capacity: int, path: Path | None) -> SlotMemory:
+        making.set()
+        assert go_on.wait(20)
+        return real(capacity, path)
+
+    sealed = bench.save(1)
+    monkeypatch.setattr(SlotMemory, "create", slow)
+    leasing = threading.Thread(target=lambda: bench.node.lease(RUN, 1, 1000))
+    leasing.start()
+    assert making.wait(20)
+    began = time.monotonic()
+    assert bench.held() == [1]
+    assert bench.flush() == []
+    slot = bench.node.ring.find(RUN_ID, sealed.name)
+    assert slot is not None
+    with bench.node.ring.reading(slot, sealed):
+        bench.node.status()
+    assert time.monotonic() - began < 10
+    assert leasing.is_alive()
+    go_on.set()
+    leasing.join()
+
+
+def test_memory_that_cannot_be_had_leaves_no_slot_behind(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.open()
+    monkeypatch.setattr(slot_module, "available_bytes", lambda: MIB)
+    for _ in range(5):
+        with pytest.raises(TierError, match="left"):
+            bench.node.lease(RUN, 1, 4 * MIB)
+    monkeypatch.undo()
+    bench.save(1)
+
+
+# -- runs and attempts ------------------------------------------------------------------------------------------------
+
+
+def test_two_runs_of_one_name_live_side_by_side(bench: Bench) -> None:
+    bench.open(attempt=3)
+    bench.save(20, attempt=3)
+    assert bench.open(run_id=OTHER_ID).attempt == 1  # not fenced by the other one's attempts
+    bench.save(5, run_id=OTHER_ID)
+    assert (bench.held(), bench.held(OTHER_ID)) == ([20], [5])
+    assert bench.flush() == []
+    assert [manifest.step for manifest in bench.tier(OTHER_ID).survey().manifests] == [5]
+    with pytest.raises(SettingsError, match=f"run@{RUN_ID}.*run@{OTHER_ID}"):
+        bench.node.find_run("run")
+    bench.node.remove(f"run@{OTHER_ID}", snapshot_name(5, 1))
+    assert (bench.held(), bench.held(OTHER_ID)) == ([20], [])
+
+
 def test_earlier_attempts_are_refused(bench: Bench) -> None:
-    assert bench.open() == 1
-    upload = bench.node.lease("run", 1, 100)
-    assert bench.open() == 2
+    bench.open()
+    upload = bench.node.lease(RUN, 1, 100)
+    bench.open(attempt=2)
     with pytest.raises(Fenced):
         bench.save(5, attempt=1)
     with pytest.raises(Fenced):
-        bench.node.seal(upload.id, Manifest(run="run", name="x", step=1, attempt=1, nbytes=100))
-    assert bench.node.uploads == {}
+        bench.node.seal(upload.id, manifest_of(1, nbytes=100))
+    assert len(bench.node.uploads) == 0
+    with pytest.raises(Fenced):
+        bench.open(attempt=1)
     bench.save(5, attempt=2)
+
+
+def test_two_attempts_of_one_number_are_told_apart(bench: Bench) -> None:
+    bench.open(attempt=4, token="one")
+    bench.open(attempt=4, token="one")  # the same once more
+    with pytest.raises(Fenced, match="two were started at once"):
+        bench.open(attempt=4, token="other")
+
+
+def test_a_run_that_is_not_known_is_to_be_opened(bench: Bench) -> None:
+    with pytest.raises(SnapshotNotFound, match="open the run again"):
+        bench.node.lease(RUN, 1, 100)
 
 
 def test_what_was_committed_before_the_fence_still_becomes_durable(bench: Bench) -> None:
     bench.open()
     bench.tier().open.clear()
     bench.save(5)
-    bench.open()
+    bench.open(attempt=2)
     bench.tier().open.set()
-    assert bench.node.flush("run", 30) == []
+    assert bench.flush() == []
     assert [manifest.attempt for manifest in bench.tier().survey().manifests] == [1]
 
 
@@ -212,9 +262,9 @@ def test_a_fence_set_elsewhere_stops_the_flusher(bench: Bench) -> None:
     bench.open()
     LocalStore(bench.tier().url).claim(claim_of(7))
     bench.save(5)
-    assert bench.node.flush("run", 30) == []
+    assert bench.flush() == []
     assert bench.tier().survey().manifests == []
-    assert bench.open() == 8
+    assert len(bench.tier().tries) == 1
 
 
 def test_a_live_trainer_keeps_its_run(bench: Bench) -> None:
@@ -222,46 +272,155 @@ def test_a_live_trainer_keeps_its_run(bench: Bench) -> None:
     bench.open(session="first", pid=4711)
     bench.node.begin_session("second")
     with pytest.raises(RunBusy, match="4711"):
-        bench.open(session="second")
-    bench.node.end_session("first")
-    assert bench.open(session="second") == 2
+        bench.open(attempt=2, session="second")
+    bench.open(session="second")  # its own trainer, which connected again
+    bench.node.end_session("second")
+    assert bench.open(attempt=2, session="first").attempt == 2
+
+
+def test_an_older_file_never_replaces_a_newer_one(bench: Bench) -> None:
+    """A dead trainer's file that arrives late, by attempt, step or time."""
+    bench.open(attempt=2)
+    newest = bench.file("last.ckpt", 9, attempt=2, created_unix_s=50.0)
+    upload = bench.node.lease(RUN, 2, 1000)
+    with upload.slot.view(1000) as view:
+        view[:] = image_of(20, 1000)
+    with pytest.raises(Fenced, match="older"):
+        bench.node.seal(upload.id, manifest_of(20, 1, name="last.ckpt", file="", created_unix_s=60.0))
+    with pytest.raises(Fenced, match="older"):
+        bench.file("last.ckpt", 8, attempt=2, created_unix_s=60.0)
+    assert len(bench.node.uploads) == 0
+    assert [slot.manifest for slot in bench.node.held(RUN)] == [newest]
+    assert bench.flush() == []
+    assert (Path(bench.tier().url) / "last.ckpt").read_bytes() == image_of(9, 1000)
+
+
+def test_a_file_of_a_dead_trainer_stays_behind_the_newer_one_at_the_tier(make: Callable[..., Bench]) -> None:
+    dead, living = make(), make()
+    dead.open(attempt=1)
+    dead.tier().open.clear()
+    dead.file("last.ckpt", 100, attempt=1)
+    living.open(attempt=2)
+    living.file("last.ckpt", 40, attempt=2)
+    assert living.flush() == []
+    dead.tier().open.set()
+    assert dead.flush() == []  # it is refused for good
+    assert (Path(dead.tier().url) / "last.ckpt").read_bytes() == image_of(40, 1000)
+
+
+# -- uploads ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_killed_trainer_gives_its_half_filled_slot_back(bench: Bench) -> None:
     bench.node.begin_session("trainer")
     bench.open(session="trainer")
     for _ in range(3):
-        bench.node.lease("run", 1, 100, session="trainer")
+        bench.node.lease(RUN, 1, 100, session="trainer")
     with pytest.raises(RingFull):
-        bench.node.lease("run", 1, 100)
+        bench.node.lease(RUN, 1, 100)
     bench.node.end_session("trainer")
-    bench.node.lease("run", 1, 100)
+    bench.node.lease(RUN, 1, 100)
+
+
+def test_a_trainer_killed_while_it_waits_leaves_nothing_behind(make: Callable[..., Bench]) -> None:
+    bench = make(slots=1)
+    bench.node.begin_session("trainer")
+    bench.open(session="trainer", durable=False)
+    held = bench.node.lease(RUN, 1, 100)
+    outcome: list[object] = []
+
+    def wait() -> None:
+        try:
+            outcome.append(bench.node.lease(RUN, 1, 100, session="trainer", wait_s=20))
+        except (RingFull, SnapshotNotFound) as error:
+            outcome.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(0.1)
+    bench.node.end_session("trainer")
+    bench.node.abort(held.id)
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert isinstance(outcome[0], (RingFull, SnapshotNotFound))
+    assert len(bench.node.uploads) == 0
+    bench.node.lease(RUN, 1, 100)  # the slot is free
+
+
+def test_who_no_longer_wants_a_slot_stops_waiting(make: Callable[..., Bench]) -> None:
+    bench = make(slots=1)
+    bench.open(durable=False)
+    bench.node.lease(RUN, 1, 100)
+    began = time.monotonic()
+    with pytest.raises(RingFull):
+        bench.node.lease(RUN, 1, 100, wait_s=30, cancelled=lambda: time.monotonic() > began + 0.2)
+    assert time.monotonic() - began < 5
+
+
+def test_whoever_waits_is_called_when_a_slot_is_freed(make: Callable[..., Bench]) -> None:
+    """What the service waits with: no thread is held meanwhile."""
+    bench = make(slots=1)
+    bench.open(durable=False)
+    upload = bench.node.lease(RUN, 1, 100)
+    assert bench.node.try_lease(RUN, 1, 100) is None
+    called = threading.Event()
+    bench.node.watch(called.set)
+    bench.node.abort(upload.id)
+    assert called.is_set()
+    assert bench.node.try_lease(RUN, 1, 100) is not None
+
+
+def test_an_upload_commits_only_what_it_was_opened_for(bench: Bench) -> None:
+    bench.open(attempt=3)
+    wrong: list[dict[str, Any]] = [{"run_id": OTHER_ID}, {"attempt": 4}, {"name": "other"}, {"nbytes": 2000}]
+    for fields in wrong:
+        upload = bench.node.lease(RUN, 3, 1000, name=snapshot_name(1, 3))
+        sealed = manifest_of(1, **{"attempt": 3, **fields}).sealed(memoryview(bytes(fields.get("nbytes", 1000))))
+        upload.received[0] = (sealed.nbytes, sealed.checksums[0])
+        with pytest.raises((SettingsError, CorruptSnapshot)):
+            bench.node.commit(upload.id, sealed)
+    assert bench.node.held(RUN) == []
+    assert len(bench.node.uploads) == 0
+
+
+def test_parts_must_all_have_arrived(bench: Bench) -> None:
+    bench.open()
+    upload = bench.node.lease(RUN, 1, 100)
+    manifest = manifest_of(1, nbytes=100).sealed(memoryview(bytes(100)))
+    with pytest.raises(CorruptSnapshot, match="lost or damaged"):
+        bench.node.commit(upload.id, manifest)
+    assert bench.held() == []
+    with pytest.raises(SnapshotNotFound):
+        bench.node.find_upload(upload.id)
+
+
+# -- what readers and tiers see ---------------------------------------------------------------------------------------
 
 
 def test_a_corrupted_slot_goes_nowhere(bench: Bench) -> None:
     bench.open()
     bench.tier().open.clear()
     bench.save(1)
-    until(lambda: bench.tier().tries == 1, "the flusher to take the first")
+    until(lambda: bench.tier().tries, "the flusher to take the first")
     bench.save(2)
-    slot = bench.node.ring.find("run", snapshot_name(2, 1))
+    slot = bench.node.ring.find(RUN_ID, snapshot_name(2, 1))
     assert slot is not None
     with slot.view(10) as view:
         view[3] ^= 0xFF
     bench.tier().open.set()
-    assert bench.node.flush("run", 30) == []
+    assert bench.flush() == []
     assert [manifest.step for manifest in bench.tier().survey().manifests] == [1]
     assert bench.held() == [1]
 
 
 def test_what_a_tier_calls_corrupt_stays_in_memory(bench: Bench) -> None:
     bench.open()
-    bench.tier().error = CorruptSnapshot("damaged on its way")
+    bench.tier().fail(CorruptSnapshot("damaged on its way"))
     sealed = bench.save(1)
     until(lambda: bench.node.flusher.failing(bench.tier().url), "the failure to be seen")
     assert bench.held() == [1]
-    bench.tier().error = None
-    assert bench.node.flush("run", 30) == []
+    bench.tier().fail(None)
+    assert bench.flush() == []
     assert bench.tier().survey().manifests == [sealed]
 
 
@@ -269,112 +428,235 @@ def test_removal_reaches_the_tier_also_while_it_is_written(bench: Bench) -> None
     bench.open()
     bench.tier().open.clear()
     first = bench.save(1)
-    until(lambda: bench.tier().tries == 1, "the flusher to be at it")
-    bench.node.remove("run", first.name)
+    until(lambda: bench.tier().tries, "the flusher to be at it")
+    bench.node.remove(RUN, first.name)
     assert bench.held() == []
     bench.tier().open.set()
-    assert bench.node.flush("run", 30) == []
+    assert bench.flush() == []
     assert bench.tier().survey().manifests == []
     with pytest.raises(SnapshotNotFound):
-        bench.node.remove("run", first.name)
+        bench.node.remove(RUN, first.name)
 
 
 def test_a_user_file_is_never_dropped_from_memory_only(bench: Bench) -> None:
-    bench.open(tiers=0)
-    upload = bench.node.lease("run", 1, 100)
-    with upload.slot.view(100) as view:
-        view[:] = bytes(78) + b"PK\x05\x06" + bytes(18)
-    bench.node.seal(upload.id, Manifest(run="run", name="best.ckpt", file="", step=1, attempt=1, nbytes=100))
+    bench.open(durable=False)
+    bench.file("best.ckpt", 1)
     for step in range(5):
         bench.save(step)
-    assert bench.node.ring.find("run", "best.ckpt") is not None
+    assert bench.node.ring.find(RUN_ID, "best.ckpt") is not None
 
 
-def test_readers_are_safe_from_reuse(bench: Bench) -> None:
+def test_readers_are_safe_from_reuse(make: Callable[..., Bench]) -> None:
+    bench = make(slots=4)
     bench.open()
     first = bench.save(1)
-    slot = bench.node.ring.find("run", first.name)
+    slot = bench.node.ring.find(RUN_ID, first.name)
     assert slot is not None
     with bench.node.ring.reading(slot, first) as image:
         before = bytes(image)
         for step in range(2, 7):
             bench.save(step, wait_s=30)
-            bench.node.flush("run", 30)
+            bench.flush()
         assert bytes(image) == before
 
 
+# -- several runs -----------------------------------------------------------------------------------------------------
+
+
+def test_one_run_cannot_fill_a_node(make: Callable[..., Bench]) -> None:
+    """Snapshots of a run that were superseded, and clean old ones, make room for another run's."""
+    bench = make(slots=None, memory_bytes=40 * MIB)
+    bench.open(keep=100)
+    for step in range(1, 8):
+        bench.save(step, nbytes=4 * MIB, wait_s=10)
+    bench.open(run_id=OTHER_ID)
+    for step in range(1, 4):
+        bench.save(step, nbytes=12 * MIB, run_id=OTHER_ID, wait_s=10)
+    assert bench.held(OTHER_ID)[0] == 3
+    assert bench.held()[0] == 7  # the newest is not given away for it
+
+
+def test_a_run_stays_within_its_own_bound(make: Callable[..., Bench]) -> None:
+    bench = make(slots=None, memory_bytes=64 * MIB, run_memory_bytes=16 * MIB)
+    bench.open(keep=100)
+    for step in range(1, 10):
+        bench.save(step, nbytes=5 * MIB, wait_s=10)
+        held = [slot for slot in bench.node.ring.slots if slot.run == RUN_ID]
+        assert sum(slot.capacity for slot in held) <= 16 * MIB
+    assert bench.held()[0] == 9
+    with pytest.raises(SnapshotTooLarge, match="--run-memory"):
+        bench.save(10, nbytes=17 * MIB)
+    bench.open(run_id=OTHER_ID, durable=False)
+    bench.save(1, nbytes=15 * MIB, run_id=OTHER_ID)
+
+
+# -- what a killed node leaves ----------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("dirty", [True, False])
-def test_a_new_node_takes_over_what_a_killed_one_left(tmp_path: Path, runtime_dir: Path, dirty: bool) -> None:
+def test_a_new_node_takes_over_what_a_killed_one_left(
+    make: Callable[..., Bench], runtime_dir: Path, dirty: bool
+) -> None:
     area = runtime_dir / "area"
-    killed = Bench(tmp_path, area=area)
+    killed = make(area=area)
     killed.open()
     if dirty:
-        killed.tier().open.clear()
+        killed.tier().fail(TierError("not now"))
     sealed = killed.save(5)
     if not dirty:
-        assert killed.node.flush("run", 30) == []
-    # Nothing is closed: as after kill -9, only the files are left.
-    heir = Bench(tmp_path, area=area)
+        assert killed.flush() == []
+    killed.die()
+    heir = make(area=area)
     assert heir.held() == [5]
-    assert heir.node.flush("run", 30) == []
+    assert heir.flush() == []  # though nobody has opened the run at it
     assert heir.tier().survey().manifests == [sealed]
-    assert heir.open() == 2
+    heir.open(attempt=2)
     heir.node.close()
     assert not area.exists()
 
 
-def test_an_heir_with_fewer_slots_loses_nothing(tmp_path: Path, runtime_dir: Path) -> None:
-    killed = Bench(tmp_path, area=runtime_dir / "area")
-    killed.open(tiers=0, keep=9)
+def test_a_restarted_node_knows_the_attempts_of_what_it_holds(make: Callable[..., Bench], runtime_dir: Path) -> None:
+    killed = make(area=runtime_dir / "area", allow=[])
+    killed.open(attempt=7)
+    killed.save(5, attempt=7)
+    killed.open(attempt=8)  # of which nothing was committed yet
+    killed.die()
+    heir = make(area=runtime_dir / "area", allow=[])
+    assert heir.node.claimed(RUN) == 8
+    with pytest.raises(Fenced):
+        heir.open(attempt=7)
+    with pytest.raises(Fenced, match="two were started"):
+        heir.open(attempt=8, token="of somebody else")
+    heir.open(attempt=8)
+    listed = heir.node.listed()
+    assert [(run["name"], run["id"], run["attempt"]) for run in listed] == [("run", RUN_ID, 8)]
+
+
+def test_what_is_to_be_deleted_survives_the_node(make: Callable[..., Bench], runtime_dir: Path) -> None:
+    killed = make(area=runtime_dir / "area")
+    killed.open()
+    first = killed.save(1)
+    killed.save(2)
+    assert killed.flush() == []
+    killed.tier().errors = lambda kind, _manifest: OSError("not now") if kind == "delete" else None
+    killed.node.remove(RUN, snapshot_name(2, 1))
+    until(lambda: "delete" in " ".join(killed.tier().tries), "the deletion to be tried")
+    killed.die()
+    heir = make(area=runtime_dir / "area")
+    assert heir.flush() == []
+    assert heir.tier().survey().manifests == [first]
+
+
+def test_two_living_nodes_never_share_an_area(make: Callable[..., Bench], runtime_dir: Path) -> None:
+    """Containers with a /dev/shm in common and runtime directories of their own."""
+    one, other = make(area=runtime_dir / "area"), make(area=runtime_dir / "area")
+    for bench, step in ((one, 1), (other, 2)):
+        bench.open(durable=False)
+        bench.save(step)
+    assert (one.held(), other.held()) == ([1], [2])
+    one.die()
+    heir = make(area=runtime_dir / "area")
+    assert heir.held() == [1]
+    heir.node.close()
+    other.node.close()
+    assert list(runtime_dir.glob("area*")) == []
+
+
+def test_an_heir_with_fewer_slots_loses_nothing(make: Callable[..., Bench], runtime_dir: Path) -> None:
+    killed = make(area=runtime_dir / "area")
+    killed.open(durable=False, keep=9)
     for step in (1, 2, 3):
         killed.save(step)
-    heir = Bench(tmp_path, area=runtime_dir / "area", slots=2)
-    assert heir.held() == [3, 2, 1]
-    heir.node.close()
+    killed.die()
+    assert make(area=runtime_dir / "area", slots=2).held() == [3, 2, 1]
 
 
-def test_a_damaged_leftover_is_dropped(tmp_path: Path, runtime_dir: Path) -> None:
+def test_a_damaged_leftover_is_dropped(make: Callable[..., Bench], runtime_dir: Path) -> None:
     area = runtime_dir / "area"
-    killed = Bench(tmp_path, area=area)
-    killed.open(tiers=0)
+    killed = make(area=area)
+    killed.open(durable=False)
     for step in (1, 2):
         killed.save(step)
     with open(area / "slot-1.img", "r+b") as file:
         file.seek(100)
         file.write(b"\0damage\0")
-    heir = Bench(tmp_path, area=area)
-    assert heir.held() == [1]
-    heir.node.close()
+    killed.die()
+    assert make(area=area).held() == [1]
 
 
 def test_small_tmpfs_falls_back_to_memory_files(
-    tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Callable[..., Bench], runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import os
-
     def full(_fd: int, _offset: int, _nbytes: int, real: Callable[..., None] = os.posix_fallocate) -> None:
         if os.readlink(f"/proc/self/fd/{_fd}").startswith(str(runtime_dir)):
             raise OSError(28, "No space left on device")
         real(_fd, _offset, _nbytes)
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    bench = Bench(tmp_path, area=runtime_dir / "area")
+    bench = make(area=runtime_dir / "area")
     bench.open()
     sealed = bench.save(1)
-    assert bench.node.flush("run", 30) == []
+    assert bench.flush() == []
     assert bench.tier().survey().manifests == [sealed]
     backings = {slot["backing"] for slot in bench.node.status()["slots"] if slot["snapshot"]}
     assert backings == {"memfd"}
     assert "shm-size" in caplog.text
-    bench.node.close()
 
 
-def test_parts_must_all_have_arrived(bench: Bench) -> None:
-    bench.open()
+# -- this host's memory -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files"),
+    [
+        ("0::/pod/box\n", {"pod/memory.max": "1000000", "pod/memory.current": "400000", "pod/memory.stat": "anon 1"}),
+        (
+            "4:memory:/pod\n0::/\n",
+            {
+                "memory/pod/memory.limit_in_bytes": "1000000",
+                "memory/pod/memory.usage_in_bytes": "500000",
+                "memory/pod/memory.stat": "total_inactive_file 100000",
+            },
+        ),
+    ],
+)
+def test_a_containers_memory_limit_is_respected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cgroup: str, files: dict[str, str]
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "cgroup").write_text(cgroup)
+    monkeypatch.setattr(slot_module, "CGROUPS", tmp_path)
+    monkeypatch.setattr(slot_module, "PROC_CGROUP", tmp_path / "cgroup")
+    assert host_memory_bytes() == 1000000
+    assert slot_module.available_bytes() == 600000
+    with pytest.raises(TierError, match="container"):
+        SlotMemory.create(700000, None)
+
+
+def test_without_a_container_the_limit_is_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slot_module, "PROC_CGROUP", tmp_path / "none")
+    assert host_memory_bytes() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_manifests_of_format_1_are_kept_by_name(bench: Bench) -> None:
+    bench.open(run_id="")
     upload = bench.node.lease("run", 1, 100)
-    manifest = Manifest(run="run", name="x", step=1, attempt=1, nbytes=100).sealed(memoryview(bytes(100)))
-    with pytest.raises(CorruptSnapshot, match="lost or damaged"):
-        bench.node.commit(upload.id, manifest)
-    assert bench.held() == []
-    with pytest.raises(SnapshotNotFound):
-        bench.node.find_upload(upload.id)
+    with upload.slot.view(100) as view:
+        view[:] = image_of(1, 100)
+    old = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=100)
+    bench.node.seal(upload.id, old)
+    assert [slot.manifest.name for slot in bench.node.held("run") if slot.manifest] == [old.name]
+
+
+def test_a_node_without_slots_is_bounded_by_memory_only(tmp_path: Path) -> None:
+    node = Node(slots=None, memory_bytes=64 * MIB, open_store=LocalStore, allow=None)
+    bench = Bench(tmp_path)
+    bench.node.close()
+    bench.node = node
+    bench.open(durable=False, keep=100)
+    for step in range(20):
+        bench.save(step)
+    assert len(bench.held()) == 20
+    node.close()

@@ -110,9 +110,9 @@ class DescriptorChannel:
     def _answer(self, connection: socket.socket, asked: dict[str, Any], pins: ExitStack) -> None:
         connection.settimeout(_SEND_TIMEOUT_S)
         if "slot" in asked:
-            slot = self._node.ring.slots[int(asked["slot"])]
-            memory = slot.memory
-            if memory is None:
+            slot = self._node.ring.slot(int(asked["slot"]))
+            memory = slot.memory if slot is not None else None
+            if slot is None or memory is None:
                 _send(connection, {"missing": True}, None)
                 return
             _send(connection, {"capacity": memory.capacity, "generation": slot.generation}, memory.fd)

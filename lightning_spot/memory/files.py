@@ -20,8 +20,8 @@ from lightning_spot.memory.below import DurableDirectory, Entry
 from lightning_spot.memory.fields import MOST_BYTES
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.paths import LAST, file_name, held, resolve
-from lightning_spot.memory.ring import Slot
 from lightning_spot.memory.runs import RunInfo, parse_run
+from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.uploads import Upload
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Files:
         text = request.match_info["run"]
         key, directory = self._node.key(text), self._directory(text)
         entries = {} if directory is None else await asyncio.to_thread(self._below, directory, key)
-        known = bool(entries) or directory is not None or key in self._node.runs
+        known = bool(entries) or directory is not None or key in self._node.registry.runs
         listed = {path: _as_json(entry, [], ["below"]) for path, entry in entries.items()}
         for slot, manifest in held(self._node.ring, key):
             entry = Entry(manifest.data_path, manifest.nbytes, manifest.created_unix_s)
@@ -65,7 +65,7 @@ class Files:
         if not listed and not known:
             raise SnapshotNotFound(f"this node has no run {text!r}")
         last = LAST if LAST in listed else self._newest(list(listed))
-        return web.json_response({"files": list(listed.values()), "last": last})
+        return web.json_response({"files": [listed[path] for path in sorted(listed)], "last": last})
 
     def _below(self, directory: DurableDirectory, key: str) -> dict[str, Entry]:
         now_s = time.monotonic()
@@ -78,13 +78,8 @@ class Files:
 
     def _directory(self, text: str) -> DurableDirectory | None:
         """The durable directory of a run that this node may read, if any."""
-        try:
-            urls = self._node.find_run(text).destinations
-        except SnapshotNotFound:
-            parse_run(text)
-            urls = [f"{self._node.flush_to}/{text}"] if self._node.flush_to else []
-        durable = [url for url in urls if not url.startswith("spot:")]
-        return DurableDirectory(durable[0]) if durable else None
+        url = self._node.durable_directory(text)
+        return DurableDirectory(url) if url is not None else None
 
     # -- reading --------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,8 @@
-"""The flusher: brings dirty slots to the tiers below, one thread a tier, oldest first, and clears a bit when it may."""
+"""The flusher: brings to each tier below what it is owed, one thread a tier, each at its own pace.
+
+A tier takes the newest snapshot when it is free. What fails is retried with back-off on its own (a snapshot, a file, a
+deletion, a retention) and holds nothing else up; when several things fail in a row, the tier as a whole is given time.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,17 @@ from dataclasses import dataclass
 
 from lightning_spot.errors import CorruptSnapshot, Fenced, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.ring import Ring, Slot
-from lightning_spot.memory.runs import key_of
+from lightning_spot.memory.ring import Ring
+from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.tier import NodeTier
+from lightning_spot.memory.work import Job, Kind, Work
 from lightning_spot.tiers.store import Store, retain
 
 logger = logging.getLogger(__name__)
 
-FIRST_RETRY_S = 0.5
-LAST_RETRY_S = 30.0
+_IDLE_S = 5.0  # a thread with nothing to do ends after so long
+_JOIN_S = 30.0
+_SMOOTHING = 0.3
 
 
 @dataclass(slots=True)
@@ -25,184 +32,270 @@ class TierHealth:
     """How a tier below is doing.
 
     Attributes:
-        error: what failed last, ``""`` while the tier works.
+        kind: ``"node"`` or ``"durable"``.
+        error: what fails there at present, ``""`` while everything works.
         failures: failures in a row.
-        flushed: snapshots brought there so far.
+        failures_total: failures so far, of every kind.
+        flushed: snapshots and files brought there so far.
         flushed_bytes: their bytes.
         flush_s: seconds that took.
+        drain_s: seconds that one snapshot takes at present (a moving average); 0 before the first.
     """
 
+    kind: str = "durable"
     error: str = ""
     failures: int = 0
+    failures_total: int = 0
     flushed: int = 0
     flushed_bytes: int = 0
     flush_s: float = 0.0
+    drain_s: float = 0.0
 
 
 class Flusher:
-    """Copies committed snapshots from a ring to the stores of their destinations.
+    """Copies committed snapshots from a ring to the stores of their tiers.
 
     Args:
         ring: where snapshots come from.
-        open_store: makes the store of a destination URL.
-        writer: tells on behalf of which attempt a run is written now.
-        keep: tells how many snapshots of a run each tier keeps.
+        open_store: makes the store of a tier's URL.
+        run: what is known of a run, by its key; ``None`` if nothing is.
+        heard: called after each try at a tier: its URL, and the error, or ``None`` if it worked.
     """
 
     def __init__(
         self,
         ring: Ring,
         open_store: Callable[[str], Store],
-        writer: Callable[[str], int],
-        keep: Callable[[str], int],
+        run: Callable[[str], RunInfo | None],
+        heard: Callable[[str, Exception | None], None] = lambda _url, _error: None,
     ) -> None:
         self.health: dict[str, TierHealth] = {}
+        self.work = Work(ring, run)
         self._ring = ring
         self._open_store = open_store
-        self._writer = writer
-        self._keep = keep
+        self._run = run
+        self._heard = heard
         self._threads: dict[str, threading.Thread] = {}
-        self._deletions: dict[str, list[Manifest]] = {}
-        self._tidying: set[str] = set()
-        self._hurry: set[str] = set()
         self._closed = False
+        ring.watch(self._serve)
+        with ring.changed:
+            self._serve()
 
     def failing(self, url: str) -> bool:
-        """Whether the tier failed last time it was tried."""
-        health = self.health.get(url)
-        return health is not None and bool(health.error)
-
-    def serve(self, url: str) -> None:
-        """Make sure a thread flushes to ``url``."""
+        """Whether nothing succeeded at the tier since it failed."""
         with self._ring.changed:
-            if url in self._threads or self._closed:
-                return
-            self.health.setdefault(url, TierHealth())
-            thread = threading.Thread(target=self._work, args=(url,), name=f"spot-flusher-{url}", daemon=True)
-            self._threads[url] = thread
-        thread.start()
+            return self.work.backoff(url).failing
 
     def delete(self, url: str, manifest: Manifest) -> None:
         """Delete a snapshot at ``url``, after whatever is under way there (so that it cannot reappear)."""
         with self._ring.changed:
-            self._deletions.setdefault(url, []).append(manifest)
-            self._ring.changed.notify_all()
-        self.serve(url)
+            self.work.delete(url, manifest)
+            self._ring.notify()
+
+    def keep(self, run: str, name: str) -> None:
+        """Delete nothing of that name any more: it is committed anew, and will be written over."""
+        with self._ring.changed:
+            self.work.keep(run, name)
+
+    def deletions(self, run: str) -> tuple[tuple[str, Manifest], ...]:
+        """What is still to be deleted of a run, and where."""
+        with self._ring.changed:
+            return self.work.deletions(run)
+
+    def hurried(self, run: str) -> bool:
+        """Whether somebody waits for a run to be safe."""
+        with self._ring.changed:
+            return self.work.hurried(run)
 
     def wait_clean(self, run: str | None, wait_s: float) -> list[str]:
-        """Retry failing tiers now and wait until nothing of ``run`` (``None``: of any run) is dirty.
+        """Retry failing tiers now and wait until nothing of ``run`` (``None``: of any run) is owed to any tier.
 
         Returns:
             URLs of the tiers that were not reached in time, each with its last error; empty when all is safe.
         """
         deadline = time.monotonic() + wait_s
         with self._ring.changed:
-            self._hurry.update(self._threads)
-            self._ring.changed.notify_all()
-            while dirty := self._dirty(run):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return [f"{url}: {self.health[url].error or 'not done in time'}" for url in sorted(dirty)]
-                self._ring.changed.wait(left)
+            self.work.hurry(run)
+            self._ring.notify()
+            try:
+                while owed := self.work.owed(run):
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        return [f"{url}: {self._problem(url)}" for url in sorted(owed)]
+                    self._ring.changed.wait(left)
+            finally:
+                self.work.calm(run)
         return []
 
     def close(self) -> None:
         """Stop after the snapshot under way. Does not drain: see :meth:`wait_clean`."""
         with self._ring.changed:
             self._closed = True
-            self._ring.changed.notify_all()
-        for thread in self._threads.values():
-            thread.join(timeout=LAST_RETRY_S)
+            threads = list(self._threads.values())
+            self._ring.notify()
+        for thread in threads:
+            thread.join(timeout=_JOIN_S)
 
-    def _dirty(self, run: str | None) -> set[str]:
-        deleting = {url for url, waiting in self._deletions.items() if waiting}
-        return deleting | self._tidying | {url for slot in self._ring.committed(run) for url in slot.dirty}
+    def _problem(self, url: str) -> str:
+        health = self.health.get(url)
+        return (health.error if health else "") or "not done in time"
+
+    def _serve(self) -> None:
+        """Make sure that a thread works for every tier that is owed something. Under the ring's lock."""
+        if self._closed:
+            return
+        for url in self.work.urls() - self._threads.keys():
+            self.health.setdefault(url, TierHealth(kind="node" if url.startswith("spot://") else "durable"))
+            thread = threading.Thread(target=self._work, args=(url,), name=f"spot-flusher-{url}", daemon=True)
+            self._threads[url] = thread
+            thread.start()
 
     def _work(self, url: str) -> None:
         store: Store | None = None
-        while True:
-            with self._ring.changed:
-                while not (self._closed or self._deletions.get(url) or self._ring.next_dirty(url)):
-                    self._ring.changed.wait()
-                if self._closed:
-                    return
-                slot = self._ring.next_dirty(url)
-                manifest = slot.manifest if slot is not None else None
+        while (job := self._next(url)) is not None:
             try:
                 store = store or self._open_store(url)
-                self._delete_waiting(store, url)
-                if slot is not None and manifest is not None:
-                    self._flush(store, url, slot, manifest)
-            except SnapshotNotFound:
-                continue  # dropped while we looked at it
+                self._do(store, url, job)
             except Fenced as error:
-                if slot is None or manifest is None or self._writer(key_of(manifest)) >= error.current:
-                    continue  # the later attempt is this node's own: write on its behalf
-                logger.warning("%s", error)
-                self._ring.give_up(slot, manifest, url)
-            except SpotError as error:
-                self._failed(url, error)
-            except Exception as error:  # a bug must not end the thread, or nothing would ever be safe again
-                logger.exception("flushing to %s failed unexpectedly", url)
-                self._failed(url, error)
+                self._fenced(url, job, error)
+            except Exception as error:  # whatever it is, it must not end the thread, or nothing would be safe again
+                if not isinstance(error, SpotError):
+                    logger.exception("flushing to %s failed unexpectedly", url)
+                self._failed(url, job, error)
+            finally:
+                if job.slot is not None:
+                    self._ring.unpin(job.slot)
 
-    def _delete_waiting(self, store: Store, url: str) -> None:
-        while waiting := self._deletions.get(url):
-            store.delete(waiting[0])
-            with self._ring.changed:
-                waiting.pop(0)
-                self._ring.changed.notify_all()
+    def _next(self, url: str) -> Job | None:
+        """The next thing to do at a tier, its slot pinned; ``None`` when this thread is not needed any more."""
+        idle_until = time.monotonic() + _IDLE_S
+        with self._ring.changed:
+            while not self._closed:
+                now = time.monotonic()
+                job, due_s = self.work.next(url, now)
+                if job is not None:
+                    if job.slot is not None:
+                        job.slot.readers += 1
+                    return job
+                if due_s is None and now >= idle_until:
+                    break
+                idle_until = now + _IDLE_S if due_s is not None else idle_until
+                self._ring.changed.wait((due_s if due_s is not None else idle_until) - now)
+            self._threads.pop(url, None)
+            return None
 
-    def _flush(self, store: Store, url: str, slot: Slot, manifest: Manifest) -> None:
+    def _do(self, store: Store, url: str, job: Job) -> None:
         started = time.monotonic()
-        with self._ring.reading(slot, manifest) as image:
+        if job.kind is Kind.DELETE:
+            store.delete(job.manifest)
+        elif job.kind is Kind.RETAIN:
+            retain(store, self._kept(job), job.manifest)
+        elif not self._put(store, url, job):
+            return
+        with self._ring.changed:
+            self.work.done(url, job)
+            self._succeeded(url, job, time.monotonic() - started)
+            self._ring.notify()
+        self._heard(url, None)
+
+    def _put(self, store: Store, url: str, job: Job) -> bool:
+        """Put a snapshot; whether there was one to put."""
+        slot, manifest = job.slot, job.manifest
+        assert slot is not None
+        info = self._run(job.run)
+        attempt = max(info.attempt if info is not None else 0, manifest.attempt)
+        if job.sealing is not None and isinstance(store, NodeTier):
             try:
-                manifest.verify(image, "memory")  # never carry a corrupted slot further
-            except CorruptSnapshot as error:
-                logger.error("%s. It is dropped; the one before it stands", error)
-                self._drop(manifest)
-                return
-            store.put(manifest, image, attempt=max(self._writer(key_of(manifest)), manifest.attempt))
-        self._succeeded(url, manifest.nbytes, time.monotonic() - started)
+                manifest = store.send(job.sealing, attempt=attempt)
+            except SnapshotNotFound:
+                if job.sealing.given_up:
+                    return False
+                raise
+        else:
+            with slot.view(manifest.nbytes) as image:
+                if slot.manifest is not manifest:
+                    return False  # it has just left memory
+                if not self._intact(image, job, known=url.startswith("spot://")):
+                    return False
+                try:
+                    store.put(manifest, image, attempt=manifest.attempt if manifest.is_file else attempt)
+                except CorruptSnapshot:
+                    if not self._intact(image, job, known=False):
+                        return False
+                    raise
         with self._ring.changed:
-            self._tidying.add(url)
+            if url not in self._ring.tiers(job.run).carried and not url.startswith("spot://") and not manifest.is_file:
+                self.work.retain(url, job.run, manifest)
             self._ring.mark_safe(slot, manifest, url)
-        try:
-            if not manifest.is_file:
-                self._ring.trim(key_of(manifest), self._keep(key_of(manifest)))
-                retain(store, self._keep(key_of(manifest)), manifest)
-        except SpotError as error:
-            logger.warning("old snapshots at %s could not be removed: %s", url, error)
-        finally:
-            with self._ring.changed:
-                self._tidying.discard(url)
-                self._ring.changed.notify_all()
+        if info is not None and not manifest.is_file:
+            self._ring.trim(job.run, info.keep)
+        return True
 
-    def _drop(self, manifest: Manifest) -> None:
-        try:
-            self._ring.drop(key_of(manifest), manifest.name)
-        except SnapshotNotFound:
-            logger.debug("%s has left memory already", manifest.name)
+    def _intact(self, image: memoryview, job: Job, *, known: bool) -> bool:
+        """Whether a slot still holds what was committed; if not it is dropped, never carried further.
 
-    def _succeeded(self, url: str, nbytes: int, seconds: float) -> None:
+        Args:
+            image: its bytes.
+            job: what is to be put.
+            known: whether the receiver checks every part anyway.
+        """
+        if known:
+            return True
+        try:
+            job.manifest.verify(image, "memory")
+        except CorruptSnapshot as error:
+            logger.error("%s. It is dropped; the one before it stands", error)
+            try:
+                self._ring.drop(job.run, job.manifest.name)
+            except SnapshotNotFound:
+                logger.debug("%s has left memory already", job.manifest.name)
+            return False
+        return True
+
+    def _kept(self, job: Job) -> int:
+        info = self._run(job.run)
+        return info.keep if info is not None else 2
+
+    def _succeeded(self, url: str, job: Job, seconds: float) -> None:
         health = self.health[url]
-        if health.error:
+        if health.failures and not self.work.backoff(url).failing:
             logger.warning("%s works again", url)
-        health.error, health.failures = "", 0
-        health.flushed += 1
-        health.flushed_bytes += nbytes
-        health.flush_s += seconds
+            health.failures = 0
+        health.error = self.work.error(url)
+        if job.kind is Kind.PUT:
+            health.flushed += 1
+            health.flushed_bytes += job.manifest.nbytes
+            health.flush_s += seconds
+            weight = _SMOOTHING if health.drain_s else 1.0
+            health.drain_s += weight * (seconds - health.drain_s)
 
-    def _failed(self, url: str, error: Exception) -> None:
-        health = self.health[url]
-        if not health.error:
-            logger.warning("%s fails (%s); snapshots stay in memory and it is tried again", url, error)
+    def _failed(self, url: str, job: Job, error: Exception) -> None:
         with self._ring.changed:
-            health.error, health.failures = str(error), health.failures + 1
-            self._ring.changed.notify_all()  # the ring may now supersede what waits for this tier
-            pause = min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(health.failures - 1, 10))
-            deadline = time.monotonic() + pause
-            self._hurry.discard(url)
-            while not self._closed and url not in self._hurry and (left := deadline - time.monotonic()) > 0:
-                self._ring.changed.wait(left)
-            self._hurry.discard(url)
+            health = self.health[url]
+            if not health.error:
+                logger.warning(
+                    "%s fails (%s %s: %s); it is tried again, and what is in memory stays there",
+                    url,
+                    job.kind.value,
+                    job.manifest.name,
+                    error,
+                )
+            self.work.failed(url, job, f"{job.kind.value} {job.manifest.name}: {error or type(error).__name__}")
+            health.error = self.work.error(url)
+            health.failures, health.failures_total = health.failures + 1, health.failures_total + 1
+            self._ring.notify()
+        self._heard(url, error)
+
+    def _fenced(self, url: str, job: Job, error: Fenced) -> None:
+        info = self._run(job.run)
+        if job.slot is not None and info is not None and info.attempt >= error.current > job.manifest.attempt:
+            # The later attempt is this node's own, or has just become it: it is written on its behalf.
+            self._failed(url, job, error)
+            return
+        logger.warning("%s", error)
+        with self._ring.changed:
+            self.work.done(url, job)
+            if job.slot is not None and job.kind is Kind.PUT:
+                self._ring.mark_refused(job.slot, job.manifest, url)
+            self._ring.notify()
+        self._heard(url, error)

@@ -114,6 +114,7 @@ class InProcessHost:
         self.attempt = 0
         self.released: Callable[[mmap.mmap], None] | None = None  # never called: views keep the memory mapped
         self._node = Node(slots=slots, memory_bytes=memory_bytes, open_store=open_store, allow=None)
+        self._node.begin_session(IN_PROCESS)
 
     def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`Host.open_run`."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from lightning_spot.errors import NodeRefused, SettingsError, SnapshotNotFound
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
-from lightning_spot.memory.ring import Ring, Slot
+from lightning_spot.memory.ring import Ring
+from lightning_spot.memory.slots import Slot
 
 LAST = "last.ckpt"
 

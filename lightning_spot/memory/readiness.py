@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.ring import SlotState
+from lightning_spot.memory.slots import SlotState
 
 
 def not_ready(node: Node) -> list[str]:

@@ -1,18 +1,20 @@
-"""A node as a store: the tier that a node on this host flushes to, and from which a trainer recovers."""
+"""A node as a store: the tier that a node on this host sends to, and from which a trainer recovers."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Any
 
 from lightning_spot.errors import CorruptSnapshot, NodeUnreachable, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum, part_ranges
+from lightning_spot.image.sealing import Sealing
 from lightning_spot.memory.client import NodeClient, quoted
+from lightning_spot.memory.runs import Opened, RunInfo, parse_run
 from lightning_spot.memory.wire import Address, parse_spot_url
 from lightning_spot.tiers.store import Claim, Holdings, Progress, highest_attempt, newest_first, seal_parts
 
@@ -21,15 +23,18 @@ logger = logging.getLogger(__name__)
 CONNECTIONS = 4
 """Connections a snapshot is sent over: a cloud VM gets about 5 Gbit/s per flow outside a placement group."""
 
+_ASK_S = 5.0
 _WAIT_FOR_SLOT_S = 30.0
 _SENDS_OF_A_PART = 3
+
+_Part = tuple[int, int, str]  # first byte, end, checksum
 
 
 class NodeStore:
     """Snapshots of one run at a node; implements :class:`~lightning_spot.tiers.store.Store`.
 
     Args:
-        url: ``spot://host:port/run``.
+        url: ``spot://host:port/NAME@ID``, or ``…/NAME`` where only one run has that name.
         address: overrides the URL's address (for a Unix socket).
     """
 
@@ -38,37 +43,31 @@ class NodeStore:
         parsed, path = parse_spot_url(url)
         self.run = path.rpartition("/")[2]
         self.client = NodeClient(address or parsed)
+        self._info: RunInfo | None = None
+
+    # -- as a store -----------------------------------------------------------------------------------------------
 
     def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
-        """See :meth:`Store.put`; the node must have a clean slot within 30 s."""
-        manifest = replace(manifest, run=self.run.partition("@")[0])
-        upload = self._lease({"attempt": max(1, attempt), "nbytes": manifest.nbytes, "wait_s": _WAIT_FOR_SLOT_S})
-        try:
-            parts = list(enumerate(part_ranges(manifest.nbytes, manifest.part_bytes)))
-            lanes = [parts[lane::CONNECTIONS] for lane in range(CONNECTIONS)]
-            with ThreadPoolExecutor(CONNECTIONS) as pool:
-                jobs = [pool.submit(self._send_lane, upload, lane, image, manifest) for lane in lanes if lane]
-                for job in jobs:
-                    job.result()
-            self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": asdict(manifest)})
-        except BaseException:
-            self._give_up(upload)
-            raise
+        """See :meth:`Store.put`; the node must have a slot within 30 s."""
+        self.send(Sealing(manifest, image), attempt=attempt)
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
         """See :meth:`Store.put_parts`."""
-        manifest = replace(manifest, run=self.run.partition("@")[0])
-        upload = self._lease({"attempt": max(1, attempt), "nbytes": manifest.nbytes, "wait_s": _WAIT_FOR_SLOT_S})
+        manifest = self._named(manifest)
+        upload = self._lease(manifest, attempt)
         checksums: list[str] = []
         sizes: list[int] = []
         try:
-            with closing(self.client.stream(upload)) as stream:
+            stream = self.client.stream(upload)
+            try:
                 for part in parts:
                     checksums.append(checksum(part))
-                    arrived = list(stream.send([(sum(sizes), part)])) if len(part) else []
-                    if any(digest != checksums[-1] for _, digest in arrived):
-                        raise CorruptSnapshot(f"bytes {sum(sizes)}… arrive damaged at {self.url}", where=self.url)
+                    for start, arrived in stream.send([(sum(sizes), part)] if len(part) else []):
+                        if arrived != checksums[-1]:
+                            raise CorruptSnapshot(f"bytes {start}… arrive damaged at {self.url}", where=self.url)
                     sizes.append(len(part))
+            finally:
+                stream.close()
             sealed = seal_parts(manifest, checksums, sizes)
             self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": asdict(sealed)})
         except BaseException:
@@ -84,11 +83,6 @@ class NodeStore:
     def holds(self, manifest: Manifest) -> bool:
         """See :meth:`Store.holds`."""
         return any(replace(held[0], run=manifest.run) == manifest for held in self.held())
-
-    def held(self) -> list[tuple[Manifest, list[str], list[str]]]:
-        """Everything the node holds of the run: manifest, tiers it is dirty for, tiers it is safe at."""
-        listed = self.client.call("GET", f"/v1/runs/{quoted(self.run)}/snapshots")["snapshots"]
-        return [(Manifest.from_dict(item["manifest"]), item["dirty"], item["safe"]) for item in listed]
 
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`."""
@@ -124,43 +118,145 @@ class NodeStore:
 
     def claim(self, claim: Claim) -> None:
         """See :meth:`Store.claim`."""
-        names = ("location", "attempt", "token", "keep", "host", "pid")
-        body = {name: getattr(claim, name) for name in names}
-        self.client.call("POST", f"/v1/runs/{quoted(self.run)}/open", body)
+        name, identity = parse_run(self.run)
+        self.open_run(
+            RunInfo(
+                name=name,
+                id=identity,
+                location=claim.location,
+                attempt=claim.attempt,
+                token=claim.token,
+                keep=claim.keep,
+                pid=claim.pid,
+                host=claim.host,
+            )
+        )
 
-    def _send_lane(
-        self, upload: str, lane: list[tuple[int, tuple[int, int]]], image: memoryview, manifest: Manifest
-    ) -> None:
-        """Send the parts of one connection; what arrives damaged, or not at all, is sent again a few times."""
-        expected = {start: (manifest.checksums[index], image[start:stop]) for index, (start, stop) in lane}
+    # -- as the next node of a chain ------------------------------------------------------------------------------
+
+    def open_run(self, info: RunInfo) -> Opened:
+        """See :meth:`NodeTier.open_run`."""
+        names = ("location", "attempt", "token", "keep", "durable_url", "durable_every_s", "pid", "host")
+        body = {name: getattr(info, name) for name in names}
+        opened = self.client.call("POST", f"/v1/runs/{quoted(self.run)}/open", body, timeout_s=_ASK_S)
+        self._info = info
+        return Opened(int(opened["attempt"]), bool(opened["carries"]), str(opened["why_not"]))
+
+    def held(self) -> list[tuple[Manifest, list[str], list[str]]]:
+        """See :meth:`NodeTier.held`."""
+        path = f"/v1/runs/{quoted(self.run)}/snapshots"
+        listed = self.client.call("GET", path, timeout_s=_ASK_S)["snapshots"]
+        return [(Manifest.from_dict(item["manifest"]), item["dirty"], item["safe"]) for item in listed]
+
+    def flush(self, wait_s: float) -> list[str]:
+        """See :meth:`NodeTier.flush`."""
+        body = {"run": self.run, "wait_s": wait_s}
+        answer = self.client.call("POST", "/v1/flush", body, timeout_s=wait_s + _ASK_S)
+        return [str(line) for line in answer["unreached"]]
+
+    def send(self, sealing: Sealing, *, attempt: int) -> Manifest:
+        """See :meth:`NodeTier.send`."""
+        upload = self._lease(self._named(sealing.manifest), attempt)
+        try:
+            parts = _Shared(sealing.sealed_parts())
+            lanes = min(CONNECTIONS, -(-sealing.manifest.nbytes // sealing.manifest.part_bytes))
+            with ThreadPoolExecutor(max(1, lanes)) as pool:
+                jobs = [pool.submit(self._send_lane, upload, parts, sealing.image) for _ in range(lanes)]
+                try:
+                    for job in jobs:
+                        job.result()
+                except BaseException:
+                    parts.stop()
+                    raise
+            manifest = sealing.committed()
+            self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": asdict(self._named(manifest))})
+        except BaseException:
+            self._give_up(upload)
+            raise
+        return manifest
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _named(self, manifest: Manifest) -> Manifest:
+        """The manifest as the node knows its run."""
+        name, identity = parse_run(self.run)
+        return replace(manifest, run=name, run_id=identity or manifest.run_id)
+
+    def _lease(self, manifest: Manifest, attempt: int) -> str:
+        """Begin an upload; a node that was restarted and knows the run no more is told of it again."""
+        path = f"/v1/runs/{quoted(self.run)}"
+        request: dict[str, Any] = {
+            "attempt": max(1, attempt),
+            "nbytes": manifest.nbytes,
+            "name": manifest.name,
+            "wait_s": _WAIT_FOR_SLOT_S,
+        }
+        timeout_s = _WAIT_FOR_SLOT_S + 4 * _ASK_S
+        try:
+            return str(self.client.call("POST", f"{path}/uploads", request, timeout_s=timeout_s)["upload"])
+        except SnapshotNotFound:
+            name, identity = parse_run(self.run)
+            info = self._info or RunInfo(name=name, id=identity, location="", attempt=max(1, attempt), token="")
+            self.open_run(info)
+            return str(self.client.call("POST", f"{path}/uploads", request, timeout_s=timeout_s)["upload"])
+
+    def _send_lane(self, upload: str, parts: _Shared, image: memoryview) -> None:
+        """Send parts over one connection; what arrives damaged, or not at all, is sent again a few times."""
+        again: dict[int, _Part] = {}
         for last_try in (False,) * (_SENDS_OF_A_PART - 1) + (True,):
             try:
-                stream = self.client.stream(upload)
-                try:
-                    for start, arrived in stream.send([(start, part) for start, (_, part) in expected.items()]):
-                        if arrived == expected[start][0]:
-                            del expected[start]
-                finally:
-                    stream.close()
+                self._send_over(upload, parts, again, image)
             except NodeUnreachable:
                 if last_try:
                     raise
-            if not expected:
+            if not again:
                 return
         raise CorruptSnapshot(
-            f"bytes {min(expected)}… arrive damaged at {self.url}, {_SENDS_OF_A_PART} times", where=self.url
+            f"bytes {min(again)}… arrive damaged at {self.url}, {_SENDS_OF_A_PART} times", where=self.url
         )
 
-    def _lease(self, request: dict[str, Any]) -> str:
-        path = f"/v1/runs/{quoted(self.run)}"
+    def _send_over(self, upload: str, parts: _Shared, again: dict[int, _Part], image: memoryview) -> None:
+        """Send what an earlier try left, then parts as they are sealed; what did not arrive stays in ``again``."""
+
+        def outgoing() -> Iterator[tuple[int, memoryview]]:
+            for start, stop, _ in list(again.values()):
+                yield start, image[start:stop]
+            for part in parts:
+                again[part[0]] = part
+                yield part[0], image[part[0] : part[1]]
+
+        stream = self.client.stream(upload)
         try:
-            return str(self.client.call("POST", f"{path}/uploads", request)["upload"])
-        except SnapshotNotFound:  # a node that was restarted knows the run no more
-            self.client.call("POST", f"{path}/open", {"attempt": request["attempt"]})
-            return str(self.client.call("POST", f"{path}/uploads", request)["upload"])
+            for start, arrived in stream.send(outgoing()):
+                if arrived == again[start][2]:
+                    del again[start]
+        finally:
+            stream.close()
 
     def _give_up(self, upload: str) -> None:
         try:
-            self.client.call("DELETE", f"/v1/uploads/{upload}", timeout_s=5.0)
+            self.client.call("DELETE", f"/v1/uploads/{upload}", timeout_s=_ASK_S)
         except SpotError as error:
             logger.debug("an upload could not be taken back (%s); the node frees its slot by itself", error)
+
+
+class _Shared:
+    """Parts that several connections take from in turn."""
+
+    def __init__(self, parts: Iterator[_Part]) -> None:
+        self._parts = parts
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def __iter__(self) -> _Shared:
+        return self
+
+    def __next__(self) -> _Part:
+        with self._lock:
+            if self._stopped:
+                raise StopIteration
+            return next(self._parts)
+
+    def stop(self) -> None:
+        """Hand out no more."""
+        self._stopped = True

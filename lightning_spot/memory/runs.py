@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lightning_spot.config import check_run_name
 from lightning_spot.errors import SettingsError
@@ -94,14 +94,14 @@ class Opened:
 
 @dataclass(slots=True)
 class Run:
-    """A run this node knows. Fields change under the node's lock.
+    """A run this node knows. Fields change under the registry's lock.
 
     Attributes:
         info: as it was opened last; its ``session`` is ``""`` once the trainer's connection has closed.
-        destinations: URLs of the run's directories at the tiers below.
         complete: whether its trainer said that the run has ended.
+        opened_s: when it was opened last (monotonic).
     """
 
     info: RunInfo
-    destinations: list[str] = field(default_factory=list)
     complete: bool = False
+    opened_s: float = 0.0

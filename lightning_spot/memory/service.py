@@ -242,6 +242,7 @@ class Service:
             integer(body, "nbytes", None, 0, MOST_BYTES),
             seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
             text(body, "session") if _same_host(request) else "",
+            text(body, "name"),
         )
         slot = upload.slot
         return web.json_response(
@@ -256,7 +257,14 @@ class Service:
         )
 
     async def _wait_for_slot(
-        self, request: web.Request, run: str, attempt: int, nbytes: int, wait_s: float, session: str = ""
+        self,
+        request: web.Request,
+        run: str,
+        attempt: int,
+        nbytes: int,
+        wait_s: float,
+        session: str = "",
+        name: str = "",
     ) -> Upload:
         """Lease a slot. What waits for one holds no thread, and waits no longer than its connection lives."""
         self.last_upload_s = time.monotonic()
@@ -269,7 +277,7 @@ class Service:
         try:
             while True:
                 try:
-                    upload = await asyncio.to_thread(self.node.lease, run, attempt, nbytes, session=session)
+                    upload = await asyncio.to_thread(self.node.lease, run, attempt, nbytes, session=session, name=name)
                     break
                 except RingFull:
                     left_s = deadline_s - time.monotonic()

@@ -1,11 +1,28 @@
-"""An upload: a slot on its way to become a snapshot."""
+"""Uploads: slots on their way to become snapshots, filled on this host or received over the network."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import socket
-from dataclasses import dataclass, field
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
-from lightning_spot.memory.ring import Slot
+from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound, SpotError, TierError
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.sealing import Sealing, sealing_threads
+from lightning_spot.memory.registry import Registry
+from lightning_spot.memory.ring import Ring
+from lightning_spot.memory.runs import key_of
+from lightning_spot.memory.slots import Slot
+from lightning_spot.tiers.store import check_fence
+
+logger = logging.getLogger(__name__)
+
+UPLOAD_IDLE_S = 120.0
+"""An upload over the network that receives nothing for so long is given up and its slot freed."""
 
 
 @dataclass(slots=True)
@@ -14,8 +31,9 @@ class Upload:
 
     Attributes:
         id: names it in requests.
-        run: its run.
+        run: key of its run.
         attempt: its writer.
+        name: of the snapshot it was opened for, ``""`` if that was not said.
         slot: being filled.
         nbytes: size announced.
         session: the trainer's connection, if it is on this host.
@@ -31,6 +49,7 @@ class Upload:
     attempt: int
     slot: Slot
     nbytes: int
+    name: str
     session: str
     touched_s: float
     received: dict[int, tuple[int, str]] = field(default_factory=dict)
@@ -42,3 +61,256 @@ class Upload:
     def in_use(self) -> bool:
         """Whether something still writes into the slot."""
         return self.sealing or bool(self.streams)
+
+
+class Uploads:
+    """The uploads of a node. All methods may be called from any thread.
+
+    Args:
+        ring: gives the slots.
+        registry: tells who may write.
+        committed: called with each snapshot that was committed.
+
+    Attributes:
+        closing: whether the node is shutting down, and takes no new snapshots.
+    """
+
+    def __init__(self, ring: Ring, registry: Registry, committed: Callable[[str, Manifest], None]) -> None:
+        self.closing = False
+        self._uploads: dict[str, Upload] = {}
+        self._ring = ring
+        self._registry = registry
+        self._committed = committed
+        self._lock = registry.lock
+
+    def __len__(self) -> int:
+        return len(self._uploads)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._uploads))
+
+    def end_session(self, session: str) -> None:
+        """The connection of a trainer has closed: its half-filled slots are freed."""
+        with self._lock:
+            for upload in [item for item in self._uploads.values() if item.session == session]:
+                self.abort(upload.id)
+
+    def lease(
+        self,
+        run: str,
+        attempt: int,
+        nbytes: int,
+        *,
+        name: str = "",
+        wait_s: float = 0.0,
+        session: str = "",
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Upload:
+        """Take a slot for a new snapshot; see :meth:`Ring.lease` for what else it raises.
+
+        Args:
+            run: the run, as in URLs.
+            attempt: who writes.
+            nbytes: size of the snapshot.
+            name: of the snapshot; if given, nothing else can be committed in the slot.
+            wait_s: how long to wait for a slot.
+            session: live connection of the trainer, if it is on this host. When it closes the slot is freed.
+            cancelled: asked while waiting: whether nobody wants the slot any more.
+
+        Raises:
+            Fenced: if ``attempt`` no longer holds the run.
+            SnapshotNotFound: if this node does not know the run.
+        """
+
+        def gone() -> bool:
+            return cancelled() or self.closing or bool(session and session not in self._registry.sessions)
+
+        key = self._admit(run, attempt)
+        slot = self._ring.lease(key, nbytes, wait_s, cancelled=gone)
+        return self._begin(slot, key, attempt, nbytes, name, session, gone)
+
+    def try_lease(self, run: str, attempt: int, nbytes: int, *, name: str = "", session: str = "") -> Upload | None:
+        """Take a slot if one can be had now, see :meth:`lease`; ``None`` otherwise: try again when something changed.
+
+        Making the slot's memory may take seconds.
+        """
+
+        def gone() -> bool:
+            return self.closing or bool(session and session not in self._registry.sessions)
+
+        key = self._admit(run, attempt)
+        slot = self._ring.try_lease(key, nbytes)
+        return self._begin(slot, key, attempt, nbytes, name, session, gone) if slot is not None else None
+
+    def find(self, upload_id: str) -> Upload:
+        """The upload of that id, marked as alive.
+
+        Raises:
+            SnapshotNotFound: if there is none (given up, or never begun).
+        """
+        upload = self._uploads.get(upload_id)
+        if upload is None:
+            raise SnapshotNotFound(f"upload {upload_id!r} does not exist (any more)")
+        upload.touched_s = time.monotonic()
+        return upload
+
+    def seal(self, upload_id: str, manifest: Manifest, destinations: list[str] | None = None) -> Manifest:
+        """Commit a slot that was filled on this host: write the zip's CRCs, checksum every part, commit.
+
+        Its parts go on to the next node as they are sealed.
+
+        Args:
+            upload_id: the lease.
+            manifest: without checksums.
+            destinations: URLs of the directories that a user's file goes to, instead of the run's tiers.
+
+        Returns:
+            the sealed manifest.
+        """
+        with self._lock:
+            upload = self.find(upload_id)
+            self._check(upload, manifest)
+            if manifest.nbytes > upload.slot.capacity:
+                raise CorruptSnapshot(f"{manifest.name} has {manifest.nbytes} bytes, its slot {upload.slot.capacity}")
+            upload.sealing = True
+        # The view lives as long as the sealing: who sends its parts on may be at it when this call is done.
+        sealing = Sealing(replace(manifest, checksums=()), upload.slot.view(manifest.nbytes))
+        try:
+            if not manifest.is_file:
+                self._offer(upload.slot, sealing)
+            sealed = sealing.run(sealing_threads())
+            committed = self._commit(upload, sealed, tuple(destinations) if destinations is not None else None)
+            sealing.commit(committed)
+        finally:
+            sealing.give_up()
+            with self._lock:
+                self._offer(upload.slot, None)
+                upload.sealing = False
+                self._free_if_given_up(upload)
+        return committed
+
+    def commit(self, upload_id: str, manifest: Manifest) -> Manifest:
+        """Commit a slot that was received in parts: every part must be there with the checksum of the manifest.
+
+        Raises:
+            CorruptSnapshot: if a part is missing or differs; the slot is freed.
+        """
+        upload = self.find(upload_id)
+        if manifest.nbytes != upload.nbytes:
+            self.abort(upload_id)
+            raise SettingsError(
+                f"{manifest.name} has {manifest.nbytes} bytes, this upload was opened for {upload.nbytes}"
+            )
+        if not manifest.checksums and manifest.nbytes:
+            manifest = replace(
+                manifest, checksums=tuple(upload.received[start][1] for start in sorted(upload.received))
+            )
+        for index, start in enumerate(range(0, manifest.nbytes, manifest.part_bytes)):
+            nbytes = min(manifest.part_bytes, manifest.nbytes - start)
+            if upload.received.get(start) != (nbytes, manifest.checksums[index]):
+                self.abort(upload_id)
+                raise CorruptSnapshot(
+                    f"part {index} of {manifest.name} was lost or damaged on its way; it is sent again", part=index
+                )
+        return self._commit(upload, manifest, None)
+
+    def abort(self, upload_id: str) -> None:
+        """Give an upload up; its slot becomes free. Nothing happens if it is gone."""
+        with self._lock:
+            upload = self._uploads.pop(upload_id, None)
+            if upload is None:
+                return
+            upload.given_up = True
+            for connection in upload.streams:
+                with contextlib.suppress(OSError):  # it has broken already
+                    connection.shutdown(socket.SHUT_RDWR)
+            self._free_if_given_up(upload)
+
+    @contextlib.contextmanager
+    def streaming(self, upload: Upload, connection: socket.socket) -> Iterator[None]:
+        """Note that a connection receives into the slot of an upload.
+
+        Raises:
+            SnapshotNotFound: if the upload is gone.
+        """
+        with self._lock:
+            self.find(upload.id)
+            upload.streams.add(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                upload.streams.discard(connection)
+                self._free_if_given_up(upload)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _admit(self, run: str, attempt: int) -> str:
+        """Refuse a writer whose attempt is not the latest, or who comes too late; the key of its run."""
+        if self.closing:
+            raise TierError("this node is shutting down and takes no new snapshots")
+        known = self._registry.find(run)
+        check_fence(known.info.name, attempt, self._registry.highest(known.info.key))
+        self._expire()
+        return known.info.key
+
+    def _begin(
+        self, slot: Slot, key: str, attempt: int, nbytes: int, name: str, session: str, gone: Callable[[], bool]
+    ) -> Upload:
+        """Make an upload of a leased slot, unless who asked for it has ended meanwhile."""
+        upload = Upload(uuid.uuid4().hex, key, attempt, slot, nbytes, name, session, time.monotonic())
+        with self._lock:
+            if not gone():
+                self._uploads[upload.id] = upload
+                return upload
+        self._ring.abort(slot)
+        raise SnapshotNotFound("who asked for this slot has ended")
+
+    def _offer(self, slot: Slot, sealing: Sealing | None) -> None:
+        """Let the parts of a snapshot that is being sealed go to the next node, or no longer."""
+        with self._ring.changed:
+            slot.sealing = sealing
+            self._ring.notify()
+
+    def _commit(self, upload: Upload, manifest: Manifest, places: tuple[str, ...] | None) -> Manifest:
+        with self._lock:
+            self.find(upload.id)  # its trainer may have been killed meanwhile
+            self._check(upload, manifest)
+            try:
+                self._ring.commit(upload.slot, manifest, places)
+            except BaseException:
+                self.abort(upload.id)
+                raise
+            self._uploads.pop(upload.id, None)
+        self._committed(upload.run, manifest)
+        return manifest
+
+    def _check(self, upload: Upload, manifest: Manifest) -> None:
+        """Refuse what the upload was not opened for, and a writer that is no longer the latest; its slot is freed."""
+        try:
+            check_fence(manifest.run, upload.attempt, self._registry.highest(upload.run))
+            if (
+                key_of(manifest) != upload.run
+                or manifest.attempt > upload.attempt
+                or upload.name not in ("", manifest.name)
+            ):
+                raise SettingsError(
+                    f"{manifest.name} of attempt {manifest.attempt} of run {manifest.run!r} is not what this upload was"
+                    f" opened for: {upload.name or 'a snapshot'} of attempt {upload.attempt} of {upload.run!r}"
+                )
+        except SpotError:
+            self.abort(upload.id)
+            raise
+
+    def _free_if_given_up(self, upload: Upload) -> None:
+        """Free the slot of a given-up upload, but not while late bytes could still reach the next snapshot in it."""
+        if upload.given_up and not upload.in_use:
+            self._ring.abort(upload.slot)
+
+    def _expire(self) -> None:
+        """Free slots of network uploads whose sender fell silent."""
+        now = time.monotonic()
+        for upload in list(self._uploads.values()):
+            if not upload.session and now - upload.touched_s > UPLOAD_IDLE_S:
+                logger.warning("an upload for run %s received nothing for %.0f s; given up", upload.run, UPLOAD_IDLE_S)
+                self.abort(upload.id)

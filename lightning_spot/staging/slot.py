@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_spot.config import format_bytes
@@ -14,13 +15,16 @@ from lightning_spot.errors import TierError
 
 logger = logging.getLogger(__name__)
 
+CGROUPS = Path("/sys/fs/cgroup")
+PROC_CGROUP = Path("/proc/self/cgroup")
+
 _PAGE = 2 * 1024 * 1024
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 
 
 def slot_capacity(nbytes: int) -> int:
     """Bytes to reserve for a snapshot of ``nbytes``: 1/64 more, so that growing counters don't force a new slot."""
-    return -(-(nbytes + nbytes // 64) // _PAGE) * _PAGE
+    return max(1, -(-(nbytes + nbytes // 64) // _PAGE)) * _PAGE
 
 
 def map_shared(fd: int, nbytes: int) -> mmap.mmap:
@@ -56,6 +60,12 @@ class SlotMemory:
         Raises:
             TierError: if this host has not that much memory to give.
         """
+        available = available_bytes()
+        if available is not None and capacity > available:
+            raise TierError(
+                f"a slot of {format_bytes(capacity)} does not fit the memory that this host, or this container, has"
+                f" left ({format_bytes(available)}); use fewer slots, a smaller model state or more memory"
+            )
         if path is not None:
             fd = -1
             try:
@@ -79,12 +89,6 @@ class SlotMemory:
 
     @classmethod
     def _memory_file(cls, capacity: int) -> SlotMemory:
-        available = _available_bytes()
-        if available is not None and capacity > available:
-            raise TierError(
-                f"a slot of {format_bytes(capacity)} does not fit this host's available memory"
-                f" ({format_bytes(available)}); use fewer slots, a smaller model state or memory=None"
-            )
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("lightning-spot-slot", os.MFD_CLOEXEC)
         else:
@@ -110,6 +114,12 @@ class SlotMemory:
         """The first ``nbytes`` bytes, writable. Release it before the slot is closed."""
         return memoryview(self.map)[:nbytes]
 
+    def unlink(self) -> None:
+        """Remove the file, so that its name is free; the memory stays until :meth:`close`."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+            self.path = None
+
     def close(self) -> None:
         """Give the memory back. A peer that still maps it keeps its pages until it lets go."""
         try:
@@ -118,17 +128,56 @@ class SlotMemory:
             # A reader still holds a view; the mapping goes when the view does.
             logger.debug("slot memory is still being read; it is freed when the reader is done")
         os.close(self.fd)
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
+        self.unlink()
 
 
-def _available_bytes() -> int | None:
-    """Memory that can be had without swapping, from ``/proc/meminfo``; ``None`` where there is none."""
+def host_memory_bytes() -> int:
+    """Memory that this process may use at all: that of the host, or less where its container is limited."""
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([host, *(limit for limit, _used in _cgroup_limits())])
+
+
+def available_bytes() -> int | None:
+    """Memory that can be had now without swapping, here and in this container; ``None`` if it cannot be told."""
+    left = [max(0, limit - used) for limit, used in _cgroup_limits()]
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+            left += [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")]
     except OSError:
+        logger.debug("this host has no /proc/meminfo")
+    return min(left, default=None)
+
+
+def _cgroup_limits() -> Iterator[tuple[int, int]]:
+    """Memory limit and use of each cgroup above this process, versions 2 and 1, in bytes."""
+    try:
+        lines = PROC_CGROUP.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, below = line.split(":", 2)
+        if controllers == "":
+            root, names = CGROUPS, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root = CGROUPS / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # In a container the path may be that of the host, of which only the end is mounted here.
+        folder = root / below.strip("/")
+        for place in (folder, *folder.parents):
+            if (limits := _limit_of(place, *names)) is not None:
+                yield limits
+            if place == root:
+                break
+
+
+def _limit_of(folder: Path, limit_file: str, used_file: str, reclaimable: str) -> tuple[int, int] | None:
+    try:
+        limit = int((folder / limit_file).read_text(encoding="ascii"))
+        used = int((folder / used_file).read_text(encoding="ascii"))
+        fields = (folder / "memory.stat").read_text(encoding="ascii").split()
+    except (OSError, ValueError):  # "max", or no such cgroup
         return None
-    return None
+    cache = int(fields[fields.index(reclaimable) + 1]) if reclaimable in fields else 0
+    return limit, max(0, used - cache)

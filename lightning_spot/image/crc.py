@@ -1,0 +1,42 @@
+"""CRC-32 of a long run of bytes from those of its pieces, so that several threads can work on one record."""
+
+from __future__ import annotations
+
+import functools
+
+_POLYNOMIAL = 0xEDB88320  # of zlib and zip, reflected
+_ONE = 1 << 31
+
+
+def combine(first: int, second: int, second_bytes: int) -> int:
+    """CRC-32 of two runs of bytes one after the other.
+
+    Args:
+        first: CRC-32 of the first run.
+        second: CRC-32 of the second run.
+        second_bytes: length of the second run.
+    """
+    return _multiply(_shift(second_bytes), first) ^ second
+
+
+def _multiply(left: int, right: int) -> int:
+    """Product of two polynomials over GF(2), modulo the CRC's (the algorithm of zlib's ``crc32_combine``)."""
+    product, bit = 0, _ONE
+    while bit:
+        if left & bit:
+            product ^= right
+        bit >>= 1
+        right = (right >> 1) ^ _POLYNOMIAL if right & 1 else right >> 1
+    return product
+
+
+@functools.lru_cache(maxsize=4096)
+def _shift(nbytes: int) -> int:
+    """X to the power of ``8 * nbytes``: what appending so many zero bytes multiplies a CRC with."""
+    power, square, left = _ONE, _ONE >> 8, nbytes
+    while left:
+        if left & 1:
+            power = _multiply(square, power)
+        square = _multiply(square, square)
+        left >>= 1
+    return power

@@ -1,0 +1,182 @@
+"""Seals a filled file: writes the zip's CRCs and checksums every part, on several threads, the first parts first.
+
+Whoever sends the file on can take each part as soon as it is sealed, while later ones are still being checksummed.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lightning_spot.errors import LayoutUnsupported, SnapshotNotFound
+from lightning_spot.image.archive import Record, read_records
+from lightning_spot.image.crc import combine
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.parts import checksum, part_ranges
+
+_CRC_BYTES = 4
+_MOST_THREADS = 4
+
+
+def sealing_threads() -> int:
+    """Threads to seal with: half of this host's processors, so that training keeps the other half."""
+    return max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
+
+
+class Sealing:
+    """A file that is being sealed, or has been. Methods may be called from any thread.
+
+    Args:
+        manifest: of the file; with checksums it counts as sealed.
+        image: the whole file; CRC fields in it are written. It must stay in place while anybody uses this object.
+    """
+
+    def __init__(self, manifest: Manifest, image: memoryview) -> None:
+        self.manifest = manifest
+        self.image = image
+        self._parts = list(part_ranges(manifest.nbytes, manifest.part_bytes))
+        self._checksums: list[str] = list(manifest.checksums) or [""] * len(self._parts)
+        self._order = list(range(len(self._parts))) if manifest.checksums else []
+        self._committed = bool(manifest.checksums) or not self._parts
+        self._given_up = False
+        self._changed = threading.Condition()
+
+    def run(self, threads: int) -> Manifest:
+        """Seal the file on ``threads`` threads, this one among them; its sealed manifest.
+
+        Raises:
+            LayoutUnsupported: if the file is no archive of stored records.
+        """
+        plan = _Plan(read_records(self.image[: self.manifest.nbytes]), self._parts, self.manifest.part_bytes)
+        helpers = [threading.Thread(target=self._work, args=(plan,), name="spot-seal") for _ in range(threads - 1)]
+        for helper in helpers:
+            helper.start()
+        self._work(plan)
+        for helper in helpers:
+            helper.join()
+        return replace(self.manifest, checksums=tuple(self._checksums))
+
+    def sealed_parts(self) -> Iterator[tuple[int, int, str]]:
+        """Yield ``(start, stop, checksum)`` of every part, in the order in which they are sealed; waits for each.
+
+        Raises:
+            SnapshotNotFound: if the file was given up.
+        """
+        for place in range(len(self._parts)):
+            with self._changed:
+                self._changed.wait_for(lambda place=place: self._given_up or len(self._order) > place)  # type: ignore[misc]
+                if self._given_up:
+                    raise SnapshotNotFound(f"{self.manifest.name} was given up while it was sent on")
+                index = self._order[place]
+            yield *self._parts[index], self._checksums[index]
+
+    def committed(self) -> Manifest:
+        """Wait until the file is committed on this host; its sealed manifest.
+
+        Raises:
+            SnapshotNotFound: if it was given up.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._given_up or self._committed)
+            if self._given_up:
+                raise SnapshotNotFound(f"{self.manifest.name} was given up while it was sent on")
+            return self.manifest
+
+    def commit(self, manifest: Manifest) -> None:
+        """Say that the file is committed, with this sealed manifest."""
+        with self._changed:
+            self.manifest, self._committed = manifest, True
+            self._changed.notify_all()
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the file will not be committed."""
+        return self._given_up
+
+    def give_up(self) -> None:
+        """Say that the file will not be committed; nothing happens if it was."""
+        with self._changed:
+            self._given_up = not self._committed
+            self._changed.notify_all()
+
+    def _work(self, plan: _Plan) -> None:
+        while (index := plan.next_part()) is not None:
+            for ready in plan.finish(index, self.image):
+                start, stop = self._parts[ready]
+                digest = checksum(self.image[start:stop])
+                with self._changed:
+                    self._checksums[ready] = digest
+                    self._order.append(ready)
+                    self._changed.notify_all()
+
+
+class _Plan:
+    """Which parts still wait for CRCs: a part may be checksummed once every CRC field that lies in it is written."""
+
+    def __init__(self, records: list[Record], parts: list[tuple[int, int]], part_bytes: int) -> None:
+        self._lock = threading.Lock()
+        self._next = 0
+        self._part_bytes = part_bytes
+        self._records = records
+        self._pieces: list[list[tuple[int, int, int]]] = [[] for _ in parts]  # of a part: record, start, stop
+        self._crcs: list[dict[int, tuple[int, int]]] = [{} for _ in records]  # start -> CRC, bytes
+        self._left = [0] * len(records)  # bytes without a CRC yet
+        self._waits = [1] * len(parts)  # for its own pieces and for the fields in it
+        for number, record in enumerate(records):
+            self._left[number] = record.nbytes
+            end = record.offset + record.nbytes
+            if max(end, *(place + _CRC_BYTES for place in record.crc_at)) > (parts[-1][1] if parts else 0):
+                raise LayoutUnsupported(f"record {record.name!r} reaches beyond the end of the checkpoint file")
+            for index in range(record.offset // part_bytes, -(-end // part_bytes) if record.nbytes else 0):
+                start, stop = parts[index]
+                self._pieces[index].append((number, max(start, record.offset), min(stop, end)))
+            if record.nbytes:  # a field of an empty record holds zero already
+                for index in self._parts_of(record):
+                    self._waits[index] += 1
+
+    def next_part(self) -> int | None:
+        """Take the next part to work on; ``None`` when all are taken."""
+        with self._lock:
+            self._next += 1
+            return self._next - 1 if self._next <= len(self._waits) else None
+
+    def finish(self, index: int, image: memoryview) -> list[int]:
+        """Compute the CRCs of a part's pieces, write those that are complete, and return the parts that are ready."""
+        crcs = [(number, start, stop, zlib.crc32(image[start:stop])) for number, start, stop in self._pieces[index]]
+        with self._lock:
+            ready = self._no_longer_waits([index])
+            for number, start, stop, crc in crcs:
+                self._crcs[number][start] = (crc, stop - start)
+                self._left[number] -= stop - start
+                if not self._left[number]:
+                    ready += self._no_longer_waits(self._write(number, image))
+            return ready
+
+    def _write(self, number: int, image: memoryview) -> list[int]:
+        pieces = self._crcs[number]
+        whole = 0
+        for start in sorted(pieces):
+            whole = combine(whole, *pieces[start])
+        for place in self._records[number].crc_at:
+            struct.pack_into("<L", image, place, whole)
+        return self._parts_of(self._records[number])
+
+    def _parts_of(self, record: Record) -> list[int]:
+        """Parts in which fields of a record lie, once for each field and part."""
+        return [
+            index
+            for place in record.crc_at
+            for index in range(place // self._part_bytes, (place + _CRC_BYTES - 1) // self._part_bytes + 1)
+        ]
+
+    def _no_longer_waits(self, parts: list[int]) -> list[int]:
+        ready = []
+        for index in parts:
+            self._waits[index] -= 1
+            if not self._waits[index]:
+                ready.append(index)
+        return ready

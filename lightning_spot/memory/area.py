@@ -1,0 +1,200 @@
+"""The directory on tmpfs in which a node keeps its slots, so that the next node can take over what a killed one left.
+
+::
+
+    lock             held by the node as long as it lives
+    slot-3.img       the bytes of a slot
+    slot-3.json      its commit record, renamed into place: without it the bytes are nothing
+    run-RUN.json     what a restarted node must know of a run: who may write it, where it goes, what is to be deleted
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lightning_spot.errors import CorruptSnapshot, TierError
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.runs import RunInfo, key_of
+from lightning_spot.memory.slots import Slot, SlotState
+from lightning_spot.staging.slot import SlotMemory
+
+logger = logging.getLogger(__name__)
+
+_LOCK = "lock"
+_MOST_AREAS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What is known of a run that an earlier node served.
+
+    Attributes:
+        info: as it was opened last, without its trainer's connection.
+        complete: whether its trainer said that the run has ended.
+        deletions: what is still to be deleted, and where.
+    """
+
+    info: RunInfo
+    complete: bool
+    deletions: tuple[tuple[str, Manifest], ...]
+
+
+class SlotArea:
+    """A locked directory for slots. Where a living node holds it, another one beside it is taken.
+
+    Args:
+        path: directory on tmpfs; made if need be.
+
+    Raises:
+        TierError: if it cannot be used.
+    """
+
+    def __init__(self, path: Path) -> None:
+        for number in range(_MOST_AREAS):
+            candidate = path if not number else path.with_name(f"{path.name}-{number}")
+            if (lock := _lock(candidate)) is not None:
+                self.path = candidate
+                self._lock_file: BinaryIO = lock
+                return
+        raise TierError(f"{path} and {_MOST_AREAS} directories beside it are held by other nodes")
+
+    def image(self, slot: Slot) -> Path:
+        """Where a slot's bytes go."""
+        return self.path / f"slot-{slot.index}.img"
+
+    def record(self, slot: Slot) -> None:
+        """Write the commit record of a slot whose bytes are here."""
+        if slot.memory is None or slot.memory.path is None or slot.manifest is None:
+            return
+        self._write(
+            f"slot-{slot.index}.json",
+            {
+                "manifest": asdict(slot.manifest),
+                "places": slot.places,
+                "safe": slot.safe,
+                "refused": slot.refused,
+                "sequence": slot.sequence,
+            },
+        )
+
+    def forget(self, slot: Slot) -> None:
+        """Remove the commit record of a slot."""
+        (self.path / f"slot-{slot.index}.json").unlink(missing_ok=True)
+
+    def keep_run(self, info: RunInfo, complete: bool, deletions: Iterable[tuple[str, Manifest]]) -> None:
+        """Note what a restarted node must know of a run, see :class:`Left`."""
+        record = {
+            "info": asdict(replace(info, session="")),
+            "complete": complete,
+            "deletions": [[url, asdict(manifest)] for url, manifest in deletions],
+        }
+        self._write(f"run-{info.key}.json", record)
+
+    def forget_run(self, key: str) -> None:
+        """Remove what was noted of a run."""
+        (self.path / f"run-{key}.json").unlink(missing_ok=True)
+
+    def runs(self) -> Iterator[Left]:
+        """What an earlier node noted of its runs."""
+        for path in sorted(self.path.glob("run-*.json")):
+            try:
+                record = json.loads(path.read_bytes())
+                info = RunInfo(**{**record["info"], "nodes": tuple(record["info"]["nodes"])})
+                deletions = tuple((str(url), Manifest.from_dict(fields)) for url, fields in record["deletions"])
+                yield Left(info, bool(record["complete"]), deletions)
+            except (OSError, ValueError, KeyError, TypeError, CorruptSnapshot) as error:
+                logger.warning("%s is left out: %s", path, error)
+
+    def adopt(self) -> list[Slot]:
+        """Slots that an earlier node committed, checked byte by byte; whatever else is here is removed."""
+        slots = [slot for path in self.path.glob("slot-*.json") if (slot := self._reopen(path)) is not None]
+        kept = {f"slot-{slot.index}" for slot in slots}
+        for leftover in [*self.path.glob("slot-*"), *self.path.glob("*.tmp")]:
+            if leftover.stem not in kept or leftover.suffix == ".tmp":
+                leftover.unlink(missing_ok=True)
+        return sorted(slots, key=lambda slot: slot.index)
+
+    def close(self) -> None:
+        """Let the directory go, and remove it if no slot is left in it."""
+        if not any(self.path.glob("slot-*")):
+            for path in self.path.glob("run-*.json"):
+                path.unlink(missing_ok=True)
+            (self.path / _LOCK).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # something of somebody else's lies in it
+                self.path.rmdir()
+        self._lock_file.close()
+
+    def _reopen(self, record_path: Path) -> Slot | None:
+        index = record_path.stem.removeprefix("slot-")
+        if not index.isdigit():
+            return None
+        slot = Slot(int(index))
+        try:
+            record: dict[str, Any] = json.loads(record_path.read_bytes())
+            manifest = Manifest.from_dict(record["manifest"])
+            slot.memory = SlotMemory.reopen(self.image(slot))
+            if manifest.nbytes > slot.capacity:
+                raise CorruptSnapshot(f"{self.image(slot)} is shorter than its manifest says")
+            with slot.view(manifest.nbytes) as view:
+                manifest.verify(view, str(self.image(slot)))
+            slot.places = tuple(record["places"]) if record["places"] is not None else None
+            slot.safe, slot.refused = list(record["safe"]), list(record["refused"])
+            slot.sequence, slot.generation = int(record["sequence"]), 1
+        except (OSError, ValueError, KeyError, TypeError, CorruptSnapshot) as error:
+            logger.warning("a slot left by an earlier node is dropped: %s", error)
+            if slot.memory is not None:
+                slot.memory.close()
+            return None
+        slot.manifest, slot.run, slot.state = manifest, key_of(manifest), SlotState.COMMITTED
+        logger.info("took over snapshot %s of run %s from an earlier node", manifest.name, manifest.run)
+        return slot
+
+    def _write(self, name: str, record: dict[str, Any]) -> None:
+        temporary = self.path / f"{name}.tmp"
+        try:
+            temporary.write_text(json.dumps(record), encoding="utf-8")
+            os.replace(temporary, self.path / name)
+        except OSError as error:
+            # Committed all the same, as with memory files; an older record only knows less of what is safe.
+            logger.warning("%s has no room for a record: %s", self.path, error)
+            temporary.unlink(missing_ok=True)
+
+
+def remove_abandoned(path: Path) -> bool:
+    """Remove a slot area that no living node holds; whether it was removed."""
+    lock = _lock(path)
+    if lock is None:
+        return False
+    with lock:
+        shutil.rmtree(path, ignore_errors=True)
+    return True
+
+
+def _lock(path: Path) -> BinaryIO | None:
+    """Make a directory if need be, and lock it; ``None`` if a living node holds it."""
+    while True:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.stat().st_uid != os.getuid():
+            raise TierError(f"{path} belongs to another user; set LIGHTNING_SPOT_SHM_DIR to another tmpfs")
+        try:
+            lock = open(path / _LOCK, "ab")  # noqa: SIM115 - held until the area is closed
+        except FileNotFoundError:
+            continue  # its holder has just removed it
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            if os.fstat(lock.fileno()).st_ino == (path / _LOCK).stat().st_ino:
+                return lock
+        lock.close()

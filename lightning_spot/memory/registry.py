@@ -1,0 +1,168 @@
+"""The runs a node knows: who may write each, from which live connection, and where its snapshots go from here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from lightning_spot.errors import Fenced, RunBusy, SettingsError, SnapshotNotFound
+from lightning_spot.memory.ring import Ring
+from lightning_spot.memory.runs import Run, RunInfo, parse_run
+from lightning_spot.tiers.store import check_fence
+
+_FORGOTTEN_S = 24 * 3600.0
+"""A run of which nothing is held, and which nobody opened for so long, is forgotten."""
+
+
+class Registry:
+    """Runs by their key, and the connections of trainers on this host. Methods may be called from any thread.
+
+    Args:
+        ring: holds their snapshots.
+
+    Attributes:
+        lock: taken by whoever looks at several things at once; before the ring's, never after it.
+        runs: by key.
+        sessions: ids of the live connections of trainers on this host, and the process of each (``""`` if unknown).
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        self.lock = threading.RLock()
+        self.runs: dict[str, Run] = {}
+        self.sessions: dict[str, str] = {}
+        self._ring = ring
+
+    def take(self, info: RunInfo) -> tuple[Run, Run | None]:
+        """Note that an attempt writes a run; the run now, and as it was before. Call it under the lock.
+
+        Raises:
+            RunBusy: if a live trainer on this host holds the run.
+            Fenced: if a later attempt holds it, or another one of the same number.
+        """
+        known = self.runs.get(info.key)
+        if known is not None:
+            self._check_free(known.info, info)
+        check_fence(info.name, info.attempt, self.highest(info.key))
+        self.runs[info.key] = Run(replace(info, keep=max(1, info.keep)), opened_s=time.monotonic())
+        return self.runs[info.key], known
+
+    def find(self, text: str) -> Run:
+        """The run that ``NAME@ID`` or, if only one has it, ``NAME`` names.
+
+        Raises:
+            SnapshotNotFound: if this node does not know it.
+            SettingsError: if several runs have that name.
+        """
+        name, identity = parse_run(text)
+        with self.lock:
+            if (exact := self.runs.get(identity or name)) is not None:
+                return exact
+            found = [] if identity else [run for run in self.runs.values() if run.info.name == name]
+        if len(found) > 1:
+            listed = ", ".join(run.info.text for run in found)
+            raise SettingsError(f"several runs are named {name!r} at this node; say which one: {listed}")
+        if not found:
+            raise SnapshotNotFound(
+                f"this node does not know run {text!r} (it may have been restarted); open the run again"
+            )
+        return found[0]
+
+    def key(self, text: str) -> str:
+        """What a run named in a URL is kept under; a run that is not known has the key it would have."""
+        try:
+            return self.find(text).info.key
+        except SnapshotNotFound:
+            name, identity = parse_run(text)
+            return identity or name
+
+    def info(self, key: str) -> RunInfo | None:
+        """What is known of a run."""
+        run = self.runs.get(key)
+        return run.info if run is not None else None
+
+    def highest(self, key: str) -> int:
+        """Highest attempt known of a run: opened, or of a snapshot that is held; 0 if none."""
+        known = self.runs.get(key)
+        held = [slot.manifest.attempt for slot in self._ring.committed(key) if slot.manifest]
+        return max([known.info.attempt if known else 0, *held])
+
+    def begin_session(self, session: str, owner: str = "") -> None:
+        """A trainer on this host is connected.
+
+        Args:
+            session: its connection.
+            owner: its process; sessions of one process never stand in each other's way. ``""`` where it is not known.
+        """
+        with self.lock:
+            self.sessions[session] = owner
+
+    def end_session(self, session: str) -> None:
+        """The connection of a trainer has closed: it ended or was killed."""
+        with self.lock:
+            self.sessions.pop(session, None)
+            for run in self.runs.values():
+                if run.info.session == session:
+                    run.info = replace(run.info, session="")
+
+    def stale(self) -> list[str]:
+        """Keys of runs of which nothing is held and which nobody opened for a day; they are forgotten."""
+        now = time.monotonic()
+        with self.lock:
+            keys = [
+                key
+                for key, run in self.runs.items()
+                if not run.info.session and now - run.opened_s > _FORGOTTEN_S and not self._ring.committed(key)
+            ]
+            for key in keys:
+                del self.runs[key]
+        return keys
+
+    def listed(self, carries: Callable[[str], bool]) -> list[dict[str, Any]]:
+        """Every run known here, also those of which only snapshots are left, as JSON-ready values.
+
+        Args:
+            carries: tells of a run's key whether it is brought to its durable tier from here.
+        """
+        with self.lock:
+            runs = {key: (run, run.info.session in self.sessions) for key, run in self.runs.items()}
+        for slot in self._ring.committed():
+            if (manifest := slot.manifest) is not None and slot.run not in runs:
+                left = RunInfo(name=manifest.run, id=manifest.run_id, location="", attempt=manifest.attempt, token="")
+                runs[slot.run] = (Run(left), False)
+        return [
+            {
+                "name": run.info.name,
+                "id": run.info.id,
+                "location": run.info.location,
+                "attempt": self.highest(key),
+                "live": live,
+                "complete": run.complete,
+                "durable_url": run.info.durable_url,
+                "carries": carries(key),
+            }
+            for key, (run, live) in runs.items()
+        ]
+
+    def _check_free(self, held: RunInfo, info: RunInfo) -> None:
+        owner = self.sessions.get(held.session)
+        another = owner is not None and (not owner or owner != self.sessions.get(info.session))
+        # A trainer that connects again, because its connection broke, has the token of its attempt.
+        itself = bool(held.token) and (held.token, held.attempt) == (info.token, info.attempt)
+        if held.session and held.session != info.session and another and not itself:
+            raise RunBusy(
+                f"run {held.name!r} is being written by a live trainer on this host (pid {held.pid}). Two trainers must"
+                " not write one run: give this one another dirpath, or end the other first",
+                run=held.name,
+                pid=held.pid,
+            )
+        if held.attempt == info.attempt and held.token and info.token and held.token != info.token:
+            raise Fenced(
+                f"attempt {info.attempt} of run {held.name!r} is another trainer's (on {held.host or 'another host'}):"
+                " two were started at once. Stop one of them",
+                run=held.name,
+                attempt=info.attempt,
+                current=held.attempt,
+            )

@@ -1,0 +1,116 @@
+"""Which slot a new snapshot gets, and whose memory is given back for it. Decides only; the ring does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning_spot.memory.slots import Slot, SlotState, reusable
+
+_MUCH_LARGER = 4
+_SMALL_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a ring.
+
+    Attributes:
+        slots: most slots; ``None`` for no bound but memory.
+        memory_bytes: most bytes of all slots together.
+        run_memory_bytes: most bytes of the slots of one run; ``None`` for no such bound.
+    """
+
+    slots: int | None
+    memory_bytes: int
+    run_memory_bytes: int | None
+
+
+@dataclass(slots=True)
+class Room:
+    """Where a snapshot goes.
+
+    Attributes:
+        slot: the slot to take; ``None`` for a new one.
+        forget: committed slots whose snapshots make room.
+        release: slots whose memory is given back.
+    """
+
+    slot: Slot | None
+    forget: list[Slot] = field(default_factory=list)
+    release: list[Slot] = field(default_factory=list)
+
+
+def find_room(slots: list[Slot], run: str, nbytes: int, capacity: int, limits: Limits) -> Room | None:
+    """Choose a slot for a snapshot: a free one, a new one, or the one whose snapshot is missed least.
+
+    Args:
+        slots: all there are.
+        run: key of the run it is for.
+        nbytes: size of the snapshot.
+        capacity: memory to give it, if none that is there fits.
+        limits: of the ring.
+
+    Returns:
+        ``None`` if no slot can be had now.
+    """
+    idle = reusable(slots)
+    forget = _within_quota(slots, idle, run, capacity, limits)
+    if forget is None:
+        return None
+    free = [slot for slot in slots if slot.state is SlotState.FREE and not slot.readers] + forget
+    idle = [slot for slot in idle if slot not in forget]
+    for candidate in _free_first(slots, free, nbytes, limits):
+        if (room := _try(slots, candidate, free, [], nbytes, capacity, limits)) is not None:
+            return Room(room.slot, forget, room.release)
+    for candidate in idle:
+        if (room := _try(slots, candidate, free, idle, nbytes, capacity, limits)) is not None:
+            return Room(room.slot, [*forget, *room.forget], room.release)
+    return None
+
+
+def _within_quota(slots: list[Slot], idle: list[Slot], run: str, capacity: int, limits: Limits) -> list[Slot] | None:
+    """Snapshots of the run itself that must go for it to stay within its own bound; ``None`` if that is not enough."""
+    if limits.run_memory_bytes is None:
+        return []
+    held = sum(slot.capacity for slot in slots if slot.run == run and slot.state is not SlotState.FREE)
+    over = held + min(capacity, limits.run_memory_bytes) - limits.run_memory_bytes
+    forget = []
+    for slot in idle:
+        if over > 0 and slot.run == run:
+            forget.append(slot)
+            over -= slot.capacity
+    return forget if over <= 0 else None
+
+
+def _free_first(slots: list[Slot], free: list[Slot], nbytes: int, limits: Limits) -> list[Slot | None]:
+    """Free slots that fit, a new one, then those that must be made anew; a small file leaves large slots alone."""
+    fitting = sorted((slot for slot in free if slot.capacity >= nbytes), key=lambda slot: slot.capacity)
+    wasted = [slot for slot in fitting if slot.capacity > _MUCH_LARGER * nbytes + _SMALL_BYTES]
+    new: list[Slot | None] = [None] if limits.slots is None or len(slots) < limits.slots else []
+    without = [slot for slot in free if not slot.capacity]
+    unfit = [slot for slot in free if 0 < slot.capacity < nbytes]
+    return [*(slot for slot in fitting if slot not in wasted), *without, *new, *unfit, *wasted]
+
+
+def _try(
+    slots: list[Slot],
+    candidate: Slot | None,
+    free: list[Slot],
+    idle: list[Slot],
+    nbytes: int,
+    capacity: int,
+    limits: Limits,
+) -> Room | None:
+    if candidate is not None and candidate.capacity >= nbytes:
+        return Room(candidate)
+    more = capacity - (candidate.capacity if candidate is not None else 0)
+    over = sum(slot.capacity for slot in slots) + more - limits.memory_bytes
+    room = Room(candidate, release=[candidate] if candidate is not None and candidate.capacity else [])
+    for other in (slot for slot in [*free, *idle] if slot is not candidate and slot.capacity):
+        if over <= 0:
+            break
+        over -= other.capacity
+        room.release.append(other)
+        if other in idle:
+            room.forget.append(other)
+    return room if over <= 0 else None

@@ -1,0 +1,138 @@
+"""Where each run's snapshots go from a node: to the durable tier it may write to, and to the nodes behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning_spot.memory.chain import Chain
+from lightning_spot.memory.flusher import Flusher
+from lightning_spot.memory.prefixes import check_prefix, refusal
+from lightning_spot.memory.ring import Ring
+from lightning_spot.memory.runs import Opened, RunInfo
+from lightning_spot.memory.slots import Tiers
+from lightning_spot.tiers.store import Store
+
+_JOIN_S = 2.0
+
+
+class Routes:
+    """The tiers of every run of a node. Call :meth:`open` and :meth:`forget` under the node's lock.
+
+    Args:
+        ring: is told where the runs go.
+        flusher: tells how tiers are doing.
+        open_store: makes the store of a tier's URL.
+        flush_to: see :class:`~lightning_spot.memory.node.Node`.
+        allow: likewise.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        flusher: Flusher,
+        open_store: Callable[[str], Store],
+        *,
+        flush_to: str | None,
+        allow: Sequence[str] | None,
+    ) -> None:
+        self.flush_to = flush_to.rstrip("/") if flush_to else None
+        self._allow = [check_prefix(prefix) for prefix in allow] if allow is not None else None
+        self._ring = ring
+        self._flusher = flusher
+        self._open_store = open_store
+        self._chains: dict[str, Chain] = {}
+        self._refusals: dict[str, str] = {}
+
+    def open(self, info: RunInfo) -> None:
+        """Decide where a run goes, and begin to look for the nodes behind this one."""
+        key = info.key
+        if self.flush_to is not None and self.flush_to.startswith("spot://") and not info.nodes:
+            info = replace(info, nodes=(self.flush_to,))
+        refused = self.allowed(info.durable_url) if info.durable_url is not None else "no durable URL was named"
+        self._refusals[key] = refused
+        if info.nodes:
+            known = self._chains.get(key)
+            if known is not None and _same(known.info, info):
+                return
+            if known is not None:
+                known.close()
+            self._chains[key] = Chain(
+                self._ring,
+                self._open_store,
+                info,
+                may_write=not refused,
+                hurried=lambda: self._flusher.hurried(key),
+            )
+            self._chains[key].start()
+            return
+        self.forget(key)
+        self._refusals[key] = refused
+        self._ring.set_tiers(key, Tiers(own=tuple(self._without_nodes(info, refused))))
+
+    def opened(self, info: RunInfo) -> Opened:
+        """What to answer who opens a run: whether it is brought to its durable tier from here."""
+        if (chain := self._chains.get(info.key)) is not None:
+            carries = chain.carries or not self._refusals[info.key]
+            return Opened(info.attempt, carries, "" if carries else chain.why_not)
+        why_not = self._refusals[info.key]
+        if not why_not and info.durable_url is not None and self._flusher.failing(info.durable_url):
+            why_not = f"its durable tier fails here: {self._flusher.health[info.durable_url].error}"
+        return Opened(info.attempt, not why_not, why_not)
+
+    def carries(self, key: str) -> bool:
+        """Whether a run is brought to its durable tier from here."""
+        chain = self._chains.get(key)
+        return (chain is not None and chain.carries) or self._refusals.get(key, "unknown") == ""
+
+    def allowed(self, url: str) -> str:
+        """Why this node may not write to a durable URL, for people; ``""`` if it may."""
+        if self._allow is None:
+            return ""
+        return refusal(url, [*self._allow, *([self.flush_to] if self.flush_to else [])])
+
+    def durable_directory(self, text: str, key: str) -> str | None:
+        """URL of a run's durable directory, if one is known here."""
+        tiers = self._ring.tiers(key)
+        urls = [*tiers.own, *tiers.carried] or ([f"{self.flush_to}/{text}"] if self.flush_to else [])
+        return next((url for url in urls if not url.startswith("spot:")), None)
+
+    def heard(self, url: str, error: Exception | None) -> None:
+        """Take note of how a put at a tier went."""
+        for chain in list(self._chains.values()):
+            chain.heard(url, error)
+
+    def status(self, key: str) -> dict[str, Any]:
+        """Where a run goes, as JSON-ready values."""
+        tiers, chain = self._ring.tiers(key), self._chains.get(key)
+        return {
+            "destinations": [*tiers.own, *tiers.carried],
+            "carried": list(tiers.carried),
+            "node": chain.active if chain is not None else "",
+            "why_not": chain.why_not if chain is not None else self._refusals.get(key, ""),
+        }
+
+    def forget(self, key: str) -> None:
+        """Look after a run no longer."""
+        self._refusals.pop(key, None)
+        if (chain := self._chains.pop(key, None)) is not None:
+            chain.close()
+
+    def close(self) -> None:
+        """Look after no run any longer."""
+        chains = list(self._chains.values())
+        for chain in chains:
+            chain.close()
+        for chain in chains:
+            chain.join(_JOIN_S)
+
+    def _without_nodes(self, info: RunInfo, refused: str) -> list[str]:
+        if info.durable_url is not None and not refused:
+            return [info.durable_url]
+        return [f"{self.flush_to}/{info.text}"] if self.flush_to is not None else []
+
+
+def _same(known: RunInfo, info: RunInfo) -> bool:
+    """Whether a run is opened once more by the same attempt, with the same tiers."""
+    return replace(known, session="", pid=0, host="") == replace(info, session="", pid=0, host="")

@@ -1,0 +1,142 @@
+"""What a slot of the ring holds, where it must still go, and when it may be reused. Bookkeeping only: no memory."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.sealing import Sealing
+from lightning_spot.staging.slot import SlotMemory
+
+
+class SlotState(enum.Enum):
+    """What a slot is doing."""
+
+    FREE = "free"
+    FILLING = "filling"
+    COMMITTED = "committed"
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """The tiers below that a run's snapshots go to from here.
+
+    Attributes:
+        own: URLs of the run's directories that this node writes.
+        carried: URLs that a node behind this one writes; what is safe there is learned from it.
+    """
+
+    own: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """One slot of the ring; its fields change only under the ring's lock.
+
+    Attributes:
+        index: place in the ring.
+        state: what it is doing.
+        memory: its memory, once it has any.
+        reserved_bytes: size of the memory that is being made for it.
+        generation: counts its memories, so that a peer knows when to map anew.
+        run: key of the run that fills or holds it.
+        manifest: the committed snapshot.
+        sealing: the snapshot on its way to being committed, while parts of it may go on already.
+        places: URLs a user's file goes to instead of its run's tiers.
+        dirty: URLs at which the snapshot is owed (the dirty bits).
+        safe: URLs at which it is.
+        refused: URLs that refuse it for good (a fence).
+        sequence: order of commits.
+        readers: how many are reading it now.
+    """
+
+    index: int
+    state: SlotState = SlotState.FREE
+    memory: SlotMemory | None = None
+    reserved_bytes: int = 0
+    generation: int = 0
+    run: str = ""
+    manifest: Manifest | None = None
+    sealing: Sealing | None = None
+    places: tuple[str, ...] | None = None
+    dirty: list[str] = field(default_factory=list)
+    safe: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    sequence: int = 0
+    readers: int = 0
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of memory the slot holds, or is about to hold."""
+        return self.memory.capacity if self.memory is not None else self.reserved_bytes
+
+    @property
+    def snapshot(self) -> Manifest | None:
+        """The committed snapshot, if it holds one that is no user's file."""
+        return self.manifest if self.manifest is not None and not self.manifest.is_file else None
+
+    def status(self) -> dict[str, Any]:
+        """The slot, as JSON-ready values."""
+        return {
+            "index": self.index,
+            "state": self.state.value,
+            "capacity_bytes": self.capacity,
+            "backing": self.memory.backing if self.memory else None,
+            "run": self.manifest.run if self.manifest else None,
+            "snapshot": self.manifest.name if self.manifest else None,
+            "dirty": self.dirty,
+            "safe": self.safe,
+        }
+
+    def view(self, nbytes: int | None = None) -> memoryview:
+        """The slot's bytes; by default those of its snapshot. The caller must have it leased or pinned."""
+        assert self.memory is not None
+        return self.memory.view(nbytes if nbytes is not None else self.manifest.nbytes if self.manifest else 0)
+
+    def forget(self) -> None:
+        """Hold nothing any more; the memory stays."""
+        self.state, self.run, self.manifest, self.places = SlotState.FREE, "", None, None
+        self.dirty, self.safe, self.refused = [], [], []
+
+
+def newest_of_lineages(slots: Iterable[Slot]) -> set[Slot]:
+    """The slots that hold the newest snapshot of each lineage of each run."""
+    newest: dict[tuple[str, str], Slot] = {}
+    for slot in slots:
+        if (manifest := slot.snapshot) is not None:
+            key = (slot.run, manifest.lineage)
+            other = newest.get(key)
+            if other is None or other.manifest is None or manifest.order > other.manifest.order:
+                newest[key] = slot
+    return set(newest.values())
+
+
+def owed(slot: Slot, tiers: Tiers, *, newest: bool) -> list[str]:
+    """URLs at which a committed snapshot is owed: what was superseded is not, unless it ended the run or is a file."""
+    manifest = slot.manifest
+    if manifest is None or not (newest or manifest.complete or manifest.is_file):
+        return []
+    urls = slot.places if slot.places is not None else (*tiers.own, *tiers.carried)
+    return [url for url in urls if url not in slot.safe and url not in slot.refused]
+
+
+def reusable(slots: list[Slot]) -> list[Slot]:
+    """Committed slots that may be reused, in the order in which they should be: the newest of a run last.
+
+    A slot may be reused when nobody reads it and it is owed to no tier. The newest snapshot of a lineage, and a file,
+    must be safe somewhere below besides.
+    """
+    newest = newest_of_lineages(slots)
+    idle = [
+        slot
+        for slot in slots
+        if slot.state is SlotState.COMMITTED
+        and not slot.readers
+        and not slot.dirty
+        and (slot.safe or (slot not in newest and slot.snapshot is not None))
+    ]
+    return sorted(idle, key=lambda slot: (slot in newest, slot.sequence))

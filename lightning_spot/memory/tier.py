@@ -1,0 +1,38 @@
+"""What a node asks of the node behind it in the chain, beyond what every store can do."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.sealing import Sealing
+from lightning_spot.memory.runs import Opened, RunInfo
+
+
+@runtime_checkable
+class NodeTier(Protocol):
+    """The node behind, for one run. Methods may be called from any thread; each ends within bounds of its own."""
+
+    def open_run(self, info: RunInfo) -> Opened:
+        """Let an attempt write the run there; once more by the same attempt does nothing, and tells how things are.
+
+        Raises:
+            Fenced: if a later attempt holds the run.
+            TierError: if the node does not answer, or refuses.
+        """
+
+    def held(self) -> list[tuple[Manifest, list[str], list[str]]]:
+        """Everything it holds of the run: manifest, tiers it is dirty for, tiers it is safe at."""
+
+    def send(self, sealing: Sealing, *, attempt: int) -> Manifest:
+        """Send a file part by part as it is sealed, and commit it there once it is committed here.
+
+        Returns:
+            its sealed manifest.
+
+        Raises:
+            SnapshotNotFound: if the file was given up meanwhile.
+        """
+
+    def flush(self, wait_s: float) -> list[str]:
+        """Have everything of the run brought further down; what was not reached in time, one line each."""

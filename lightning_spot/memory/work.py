@@ -1,0 +1,193 @@
+"""What each tier below still has to be done: which snapshot it takes next, what is to be deleted, what has failed."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.sealing import Sealing
+from lightning_spot.memory.backoff import BackOff
+from lightning_spot.memory.ring import Ring
+from lightning_spot.memory.runs import RunInfo, key_of
+from lightning_spot.memory.slots import Slot
+
+
+class Kind(enum.Enum):
+    """What is to be done at a tier."""
+
+    DELETE = "delete"
+    RETAIN = "retain"
+    PUT = "put"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One thing to do at a tier.
+
+    Attributes:
+        kind: what.
+        run: key of the run.
+        manifest: of the snapshot it is about.
+        slot: that holds it, to be put.
+        sealing: if it is not committed yet, but its parts may go already.
+    """
+
+    kind: Kind
+    run: str
+    manifest: Manifest
+    slot: Slot | None = None
+    sealing: Sealing | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What failures are counted under."""
+        return (self.kind.value, self.run, "" if self.kind is Kind.RETAIN else self.manifest.name)
+
+
+class Work:
+    """The work of all tiers. Every method is called under the ring's lock.
+
+    Args:
+        ring: what is committed, and owed where.
+        run: what is known of a run, by its key.
+    """
+
+    def __init__(self, ring: Ring, run: Callable[[str], RunInfo | None]) -> None:
+        self._ring = ring
+        self._run = run
+        self._deletions: dict[str, list[Manifest]] = {}
+        self._retentions: dict[str, dict[str, Manifest]] = {}
+        self._backoffs: dict[str, BackOff] = {}
+        self._errors: dict[str, dict[tuple[str, str, str], str]] = {}
+        self._begun: dict[tuple[str, str], float] = {}  # when a tier last took a snapshot of a run
+        self._hurried: Counter[str | None] = Counter()  # runs (None: all) that somebody waits for
+
+    def urls(self) -> set[str]:
+        """Tiers that this node has something to do at."""
+        owed = {url for slot in self._ring.slots for url in self._own(slot)}
+        waiting = {url for url, manifests in (*self._deletions.items(), *self._retentions.items()) if manifests}
+        return owed | waiting
+
+    def owed(self, run: str | None) -> set[str]:
+        """Tiers that wait for something of a run (``None``: of any); a retention that fails is not waited for."""
+        slots = [slot for slot in self._ring.slots if run in (None, slot.run)]
+        found = {url for slot in slots for url in slot.dirty}
+        for url, manifests in self._deletions.items():
+            if any(run in (None, key_of(manifest)) for manifest in manifests):
+                found.add(url)
+        for url, by_run in self._retentions.items():
+            if any(run in (None, key) and ("retain", key, "") not in self._errors.get(url, {}) for key in by_run):
+                found.add(url)
+        return found
+
+    def next(self, url: str, now_s: float) -> tuple[Job | None, float | None]:
+        """The next job of a tier, or when there will be one (monotonic); both ``None`` if there is none."""
+        backoff, soonest, wanted = self.backoff(url), None, set()
+        for job in self._jobs(url):
+            wanted.add(job.key)
+            due_s = max(backoff.due_s(job.key), self._paced_s(url, job))
+            if due_s <= now_s:
+                if job.kind is Kind.PUT:
+                    self._begun[url, job.run] = now_s
+                return job, None
+            soonest = due_s if soonest is None else min(soonest, due_s)
+        # Nothing is due: what failed and is not wanted any more (superseded, dropped) is forgotten.
+        backoff.forget(set(wanted))
+        self._errors[url] = {key: text for key, text in self._errors.get(url, {}).items() if key in wanted}
+        return None, soonest
+
+    def delete(self, url: str, manifest: Manifest) -> None:
+        """Have a snapshot deleted at a tier."""
+        self._deletions.setdefault(url, []).append(manifest)
+
+    def keep(self, run: str, name: str) -> None:
+        """Delete nothing of that name any more."""
+        for waiting in self._deletions.values():
+            waiting[:] = [each for each in waiting if key_of(each) != run or each.name != name]
+
+    def deletions(self, run: str) -> tuple[tuple[str, Manifest], ...]:
+        """What is still to be deleted of a run, and where."""
+        return tuple((url, each) for url, waiting in self._deletions.items() for each in waiting if key_of(each) == run)
+
+    def retain(self, url: str, run: str, current: Manifest) -> None:
+        """Have old snapshots deleted at a tier, now that ``current`` is committed there."""
+        self._retentions.setdefault(url, {})[run] = current
+
+    def done(self, url: str, job: Job) -> None:
+        """A job was done, or is not to be tried again."""
+        self.backoff(url).succeeded(job.key)
+        self._errors.get(url, {}).pop(job.key, None)
+        if job.kind is Kind.DELETE and job.manifest in self._deletions.get(url, []):
+            self._deletions[url].remove(job.manifest)
+        if job.kind is Kind.RETAIN and self._retentions.get(url, {}).get(job.run) is job.manifest:
+            del self._retentions[url][job.run]
+
+    def failed(self, url: str, job: Job, text: str) -> None:
+        """A job failed."""
+        self.backoff(url).failed(job.key, time.monotonic())
+        self._errors.setdefault(url, {})[job.key] = text
+
+    def error(self, url: str) -> str:
+        """What fails at a tier at present, for people."""
+        return "; ".join(list(self._errors.get(url, {}).values())[-3:])
+
+    def backoff(self, url: str) -> BackOff:
+        """Failures at a tier."""
+        return self._backoffs.setdefault(url, BackOff())
+
+    def hurry(self, run: str | None) -> None:
+        """Somebody waits for a run: nothing of it is put off, what fails is tried soon. Ends with :meth:`calm`."""
+        self._hurried[run] += 1
+        for backoff in self._backoffs.values():
+            backoff.hurry()
+
+    def hurried(self, run: str) -> bool:
+        """Whether somebody waits for a run, see :meth:`hurry`."""
+        return bool(self._hurried[run] or self._hurried[None])
+
+    def calm(self, run: str | None) -> None:
+        """Nobody waits any more."""
+        self._hurried[run] -= 1
+
+    def _own(self, slot: Slot) -> list[str]:
+        """Tiers that this node must bring a slot to by itself."""
+        tiers = self._ring.tiers(slot.run)
+        if slot.sealing is not None and slot.manifest is None:
+            return [url for url in tiers.own if url.startswith("spot://")]
+        return [url for url in slot.dirty if slot.places is not None or url not in tiers.carried]
+
+    def _jobs(self, url: str) -> Iterator[Job]:
+        """Everything to do at a tier, in the order in which it should be."""
+        for manifest in self._deletions.get(url, []):
+            yield Job(Kind.DELETE, key_of(manifest), manifest)
+        for run, manifest in self._retentions.get(url, {}).items():
+            yield Job(Kind.RETAIN, run, manifest)
+        slots = [slot for slot in self._ring.slots if url in self._own(slot)]
+        sealing = [slot for slot in slots if slot.manifest is None]
+        soon_old = {slot.run for slot in sealing}
+        for slot in sorted(slots, key=lambda slot: slot.sequence):
+            if slot.manifest is not None and (
+                slot.run not in soon_old or slot.manifest.complete or slot.manifest.is_file
+            ):
+                yield Job(Kind.PUT, slot.run, slot.manifest, slot)
+        for slot in sealing:
+            if slot.sealing is not None:
+                yield Job(Kind.PUT, slot.run, slot.sealing.manifest, slot, slot.sealing)
+
+    def _paced_s(self, url: str, job: Job) -> float:
+        """When a tier may take a snapshot at the soonest, so that two are ``durable_every_s`` apart; 0 for at once."""
+        info = self._run(job.run)
+        if (
+            job.kind is not Kind.PUT
+            or job.manifest.is_file
+            or job.manifest.complete
+            or info is None
+            or url.startswith("spot://")
+            or self.hurried(job.run)
+        ):
+            return 0.0
+        return self._begun.get((url, job.run), -info.durable_every_s) + info.durable_every_s

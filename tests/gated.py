@@ -1,0 +1,194 @@
+"""A node without network over stores that can be held up or made to fail: what the tests of the ring work with."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning_spot.errors import NodeUnreachable, RingFull, SnapshotNotFound
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.sealing import Sealing
+from lightning_spot.memory.node import Node
+from lightning_spot.memory.runs import Opened, RunInfo
+from lightning_spot.tiers.local import LocalStore
+
+MIB = 2**20
+RUN_ID, OTHER_ID = "0123456789ab", "ba9876543210"
+
+
+class GatedStore(LocalStore):
+    """A local store that can be held up, slowed down, or made to fail.
+
+    Attributes:
+        open: nothing is put while this is cleared.
+        bytes_per_s: speed of puts.
+        errors: called with the kind of each request and its manifest; what it returns is raised.
+        tries: ``put NAME``, ``delete NAME``… in order.
+    """
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.open = threading.Event()
+        self.open.set()
+        self.bytes_per_s = float("inf")
+        self.errors: Callable[[str, Manifest], Exception | None] = lambda _kind, _manifest: None
+        self.tries: list[str] = []
+        self._pause = threading.Event()
+
+    def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
+        self._note("put", manifest)
+        assert self.open.wait(30)
+        self._pause.wait(manifest.nbytes / self.bytes_per_s)
+        super().put(manifest, image, attempt=attempt)
+
+    def delete(self, manifest: Manifest) -> None:
+        self._note("delete", manifest)
+        super().delete(manifest)
+
+    def puts(self) -> list[int]:
+        """Steps of the snapshots that were tried, in order."""
+        return [int(tried.split("step-")[1][:9]) for tried in self.tries if tried.startswith("put step-")]
+
+    def fail(self, error: Exception | None) -> None:
+        """Let every request fail from now on, or none."""
+        self.errors = lambda _kind, _manifest: error
+
+    def _note(self, kind: str, manifest: Manifest) -> None:
+        self.tries.append(f"{kind} {manifest.name}")
+        if (error := self.errors(kind, manifest)) is not None:
+            raise error
+
+
+class Bench:
+    """A node over gated stores, with one run or several."""
+
+    def __init__(self, root: Path, **settings: Any) -> None:
+        self.stores: dict[str, GatedStore] = {}
+        self.root = root
+        self.node = Node(**{"allow": None, "slots": 3, "memory_bytes": 64 * MIB, "open_store": self.store, **settings})
+
+    def store(self, url: str) -> GatedStore:
+        return self.stores.setdefault(url, GatedStore(url))
+
+    def open(self, *, attempt: int = 1, durable: bool = True, run_id: str = RUN_ID, **more: Any) -> Opened:
+        url = str(self.root / f"tier-{run_id}")
+        info = RunInfo(name="run", id=run_id, location=f"file://{url}", attempt=attempt, token=f"token-{attempt}")
+        return self.node.open_run(replace(info, durable_url=url if durable else None, **more))
+
+    def tier(self, run_id: str = RUN_ID) -> GatedStore:
+        return self.store(str(self.root / f"tier-{run_id}"))
+
+    def save(
+        self,
+        step: int,
+        *,
+        attempt: int = 1,
+        nbytes: int = 1000,
+        wait_s: float = 0.0,
+        run_id: str = RUN_ID,
+        destinations: list[str] | None = None,
+        **fields: Any,
+    ) -> Manifest:
+        upload = self.node.lease(f"run@{run_id}", attempt, nbytes, wait_s=wait_s)
+        with upload.slot.view(nbytes) as view:
+            view[:] = image_of(step, nbytes)
+        return self.node.seal(upload.id, manifest_of(step, attempt, nbytes, run_id, **fields), destinations)
+
+    def file(self, name: str, step: int, **more: Any) -> Manifest:
+        """Commit a user's file."""
+        return self.save(step, name=name, file="", **more)
+
+    def held(self, run_id: str = RUN_ID) -> list[int]:
+        return [slot.manifest.step for slot in self.node.held(f"run@{run_id}") if slot.manifest]
+
+    def flush(self, wait_s: float = 30.0) -> list[str]:
+        return self.node.flush(None, wait_s)
+
+    def die(self) -> None:
+        """Leave everything as ``kill -9`` does: only the files remain, and nobody holds their lock."""
+        area = self.node.ring.area
+        assert area is not None
+        self.node.routes.close()
+        self.node.flusher.close()
+        area._lock_file.close()
+
+    def close(self) -> None:
+        for store in self.stores.values():
+            store.open.set()
+            store._pause.set()
+        self.node.close()
+
+
+def image_of(step: int, nbytes: int) -> bytes:
+    """A checkpoint's bytes: those of a step, and at the end those of an empty zip."""
+    return random.Random(step).randbytes(nbytes - 22) + b"PK\x05\x06" + bytes(18)
+
+
+def manifest_of(step: int, attempt: int = 1, nbytes: int = 1000, run_id: str = RUN_ID, **fields: Any) -> Manifest:
+    name = snapshot_name(step, attempt, complete=bool(fields.get("complete")))
+    plain: dict[str, Any] = {"run": "run", "run_id": run_id, "lineage": "1" * 12, "name": name, "step": step}
+    return Manifest(**{**plain, "attempt": attempt, "nbytes": nbytes, **fields})
+
+
+class NodeBehind:
+    """The next node of a chain, in this process: what :class:`~lightning_spot.memory.remote.NodeStore` is over HTTP.
+
+    Attributes:
+        node: the node itself; ``None`` while it does not answer.
+        full: whether it has no slot.
+        sent_bytes: received so far.
+        opened: how often a run was opened.
+    """
+
+    def __init__(self, url: str, node: Node | None) -> None:
+        self.url = url
+        self.run = url.rpartition("/")[2]
+        self.node = node
+        self.full = False
+        self.sent_bytes = 0
+        self.opened = 0
+
+    def open_run(self, info: RunInfo) -> Opened:
+        self.opened += 1
+        return self._node().open_run(info)
+
+    def held(self) -> list[tuple[Manifest, list[str], list[str]]]:
+        return [(slot.manifest, slot.dirty, slot.safe) for slot in self._node().held(self.run) if slot.manifest]
+
+    def flush(self, wait_s: float) -> list[str]:
+        return self._node().flush(self.run, wait_s)
+
+    def send(self, sealing: Sealing, *, attempt: int) -> Manifest:
+        if self.full:
+            raise RingFull("no slot")
+        node = self._node()
+        upload = node.lease(self.run, attempt, sealing.manifest.nbytes, name=sealing.manifest.name, wait_s=5.0)
+        with upload.slot.view(sealing.manifest.nbytes) as view:
+            for start, stop, checksum in sealing.sealed_parts():
+                self._node()
+                view[start:stop] = sealing.image[start:stop]
+                upload.received[start] = (stop - start, checksum)
+                self.sent_bytes += stop - start
+        manifest = sealing.committed()
+        self._node().commit(upload.id, manifest)
+        return manifest
+
+    def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
+        self.send(Sealing(manifest, image), attempt=attempt)
+
+    def delete(self, manifest: Manifest) -> None:
+        with contextlib.suppress(SnapshotNotFound):
+            self._node().remove(self.run, manifest.name)
+
+    def claimed(self) -> int:
+        return self._node().claimed(self.run)
+
+    def _node(self) -> Node:
+        if self.node is None:
+            raise NodeUnreachable(f"nobody answers at {self.url}")
+        return self.node

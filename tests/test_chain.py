@@ -1,0 +1,432 @@
+"""The chain: trainer, node on its host, memory node, durable tier; who writes what, and who is left to do it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_spot.errors import Fenced, SettingsError, TierError
+from lightning_spot.image import sealing
+from lightning_spot.image.manifest import snapshot_name
+from lightning_spot.memory import chain, embedded
+from lightning_spot.memory.client import NodeClient
+from lightning_spot.memory.node import Node
+from lightning_spot.memory.prefixes import check_prefix, refusal
+from lightning_spot.memory.remote import NodeStore
+from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.wire import Address
+from lightning_spot.tiers.local import LocalStore
+from tests.conftest import RunningNode, until
+from tests.gated import MIB, RUN_ID, Bench, GatedStore, NodeBehind
+
+RUN = f"run@{RUN_ID}"
+FIRST, SECOND = "spot://first:7070", "spot://second:7070"
+
+
+class Chained(Bench):
+    """A node on a trainer's host, and memory nodes behind it; each has stores of its own over the same directories."""
+
+    def __init__(self, root: Path, allow: list[str] | None) -> None:
+        self.behind: dict[str, NodeBehind] = {}
+        self.far: dict[str, dict[str, GatedStore]] = {FIRST: {}, SECOND: {}}
+        self.nodes = {base: self.make_node(base, allow) for base in (FIRST, SECOND)}
+        super().__init__(root, slots=4)
+        for base in (FIRST, SECOND):
+            self.behind[base] = NodeBehind(f"{base}/{RUN}", self.nodes[base])
+
+    def make_node(self, base: str, allow: list[str] | None) -> Node:
+        stores = self.far[base]
+        return Node(
+            slots=None,
+            memory_bytes=64 * MIB,
+            allow=allow,
+            open_store=lambda url: stores.setdefault(url, GatedStore(url)),
+        )
+
+    def store(self, url: str) -> Any:
+        return self.behind[url.rpartition("/")[0]] if url.startswith("spot://") else super().store(url)
+
+    def by_node(self, base: str) -> GatedStore:
+        """The durable tier as a memory node sees it."""
+        url = self.tier().url
+        return self.far[base].setdefault(url, GatedStore(url))
+
+    def durable(self) -> list[int]:
+        return [manifest.step for manifest in LocalStore(self.tier().url).survey().manifests]
+
+    def start(self, *nodes: str, **more: Any) -> None:
+        self.open(nodes=nodes, **more)
+
+    def close(self) -> None:
+        for stores in self.far.values():
+            for store in stores.values():
+                store.open.set()
+        super().close()
+        for node in self.nodes.values():
+            node.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Chained]]:
+    monkeypatch.setattr(chain, "ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr(chain, "FIRST_AWAY_S", 0.1)
+    made: list[Chained] = []
+
+    def chained(allow: list[str] | None = None) -> Chained:
+        made.append(Chained(tmp_path, [str(tmp_path)] if allow is None else allow))
+        return made[-1]
+
+    yield chained
+    for each in made:
+        each.close()
+
+
+def test_the_node_behind_carries_a_run_on(make: Callable[..., Chained]) -> None:
+    bench = make()
+    bench.start(FIRST, SECOND)
+    for step in range(1, 4):
+        bench.save(step, wait_s=10)
+        assert bench.flush() == []
+        assert bench.durable()[0] == step  # "clean" is said only once it is
+    assert bench.tier().tries == []  # the bytes left this host once
+    assert bench.by_node(FIRST).puts() == [1, 2, 3]
+    assert bench.behind[FIRST].sent_bytes == 3000
+    assert bench.behind[SECOND].opened == 0
+    (newest, *_) = bench.node.held(RUN)
+    assert sorted(newest.safe) == sorted([bench.tier().url, f"{FIRST}/{RUN}"])
+    assert [run["carries"] for run in bench.nodes[FIRST].listed()] == [True]
+
+
+def test_what_reached_the_memory_node_becomes_durable_with_nobody_else_alive(make: Callable[..., Chained]) -> None:
+    bench = make()
+    bench.start(FIRST)
+    bench.by_node(FIRST).open.clear()
+    bench.save(1)
+    until(lambda: bench.nodes[FIRST].held(RUN), "the memory node to have it")
+    bench.node.close()
+    assert bench.durable() == []
+    bench.by_node(FIRST).open.set()
+    until(lambda: bench.durable() == [1], "the memory node to write it")
+
+
+def test_a_node_that_may_not_write_leaves_it_to_the_trainers_host(make: Callable[..., Chained]) -> None:
+    bench = make(allow=[])
+    bench.start(FIRST)
+    bench.save(1)
+    assert bench.flush() == []
+    assert bench.tier().puts() == [1]
+    assert [slot.manifest.step for slot in bench.nodes[FIRST].held(RUN) if slot.manifest] == [1]
+    status = bench.node.status()["runs"][RUN]
+    assert "--allow" in status["why_not"]
+    assert bench.tier().url in status["why_not"]
+
+
+def test_one_nodes_failure_moves_its_work_to_the_next(make: Callable[..., Chained]) -> None:
+    bench = make()
+    bench.start(FIRST, SECOND)
+    bench.by_node(FIRST).open.clear()
+    bench.save(1)
+    until(lambda: bench.nodes[FIRST].held(RUN), "the first node to have it")
+    bench.behind[FIRST].node = None  # with its memory, before any of it was durable
+    assert bench.flush() == []
+    assert bench.durable() == [1]
+    assert bench.by_node(SECOND).puts() == [1]
+    assert bench.tier().tries == []
+    bench.save(2)
+    assert bench.flush() == []
+    assert bench.by_node(SECOND).puts() == [1, 2]
+
+
+def test_without_any_node_the_host_writes_itself_and_hands_back(make: Callable[..., Chained]) -> None:
+    bench = make()
+    down, bench.behind[FIRST].node = bench.behind[FIRST].node, None
+    bench.start(FIRST)
+    bench.save(1)
+    assert bench.flush() == []
+    assert bench.tier().puts() == [1]
+    bench.behind[FIRST].node = down
+    until(lambda: bench.node.status()["runs"][RUN]["carried"], "the node to carry the run on", 40)
+    bench.save(2)
+    assert bench.flush() == []
+    assert bench.tier().puts() == [1]
+    assert bench.by_node(FIRST).puts()[-1] == 2
+
+
+def test_a_node_that_lost_its_memory_is_sent_the_newest_again(make: Callable[..., Chained], tmp_path: Path) -> None:
+    bench = make()
+    bench.start(FIRST)
+    bench.by_node(FIRST).open.clear()
+    bench.save(1)
+    until(lambda: bench.nodes[FIRST].held(RUN), "the node to have it")
+    until(lambda: f"{FIRST}/{RUN}" in bench.node.held(RUN)[0].safe, "the host to know")
+    lost, gate, bench.far[FIRST] = bench.nodes[FIRST], bench.by_node(FIRST).open, {}
+    bench.nodes[FIRST] = bench.behind[FIRST].node = bench.make_node(FIRST, [str(tmp_path)])
+    assert bench.flush() == []
+    assert bench.durable() == [1]
+    assert bench.tier().tries == []
+    gate.set()
+    lost.close()
+
+
+def test_a_node_whose_durable_tier_fails_is_stood_in_for(make: Callable[..., Chained]) -> None:
+    bench = make()
+    bench.start(FIRST)
+    bench.by_node(FIRST).fail(TierError("its credentials have expired"))
+    bench.save(1)
+    assert bench.flush() == []
+    assert bench.tier().puts() == [1]
+    assert "expired" in bench.node.status()["runs"][RUN]["why_not"]
+    bench.by_node(FIRST).fail(None)
+    until(lambda: bench.node.status()["runs"][RUN]["carried"], "it to be handed back", 60)
+
+
+def test_a_node_without_room_is_passed_over(make: Callable[..., Chained]) -> None:
+    bench = make()
+    bench.behind[FIRST].full = True
+    bench.start(FIRST, SECOND)
+    bench.save(1)
+    assert bench.flush() == []
+    assert bench.by_node(SECOND).puts() == [1]
+
+
+def test_a_removed_snapshot_is_gone_everywhere(make: Callable[..., Chained]) -> None:
+    bench = make()
+    bench.start(FIRST)
+    bench.save(1)
+    sealed = bench.save(2)
+    assert bench.flush() == []
+    bench.node.remove(RUN, sealed.name)
+    assert bench.flush() == []
+    bench.nodes[FIRST].flush(None, 10)
+    assert bench.durable() in ([1], [])
+    assert bench.nodes[FIRST].ring.find(RUN_ID, sealed.name) is None
+
+
+def test_old_snapshots_are_removed_by_whoever_writes(make: Callable[..., Chained]) -> None:
+    bench = make()
+    bench.start(FIRST, keep=2)
+    for step in range(1, 6):
+        bench.save(step, wait_s=10)
+        assert bench.flush() == []
+    bench.nodes[FIRST].flush(None, 10)
+    assert bench.durable() == [5, 4]
+    assert not [tried for tried in bench.tier().tries if tried.startswith("delete")]
+
+
+def test_a_later_attempt_fences_through_the_whole_chain(make: Callable[..., Chained]) -> None:
+    bench = make()
+    bench.start(FIRST)
+    bench.save(1)
+    assert bench.flush() == []
+    other = RunInfo(name="run", id=RUN_ID, location="", attempt=5, token="other", durable_url=bench.tier().url)
+    bench.nodes[FIRST].open_run(other)
+    bench.save(2)
+    bench.flush(2.0)
+    assert bench.durable()[0] == 1 or bench.tier().puts()  # never through the node
+    assert [slot.manifest.step for slot in bench.nodes[FIRST].held(RUN) if slot.manifest] == [1]
+    with pytest.raises(Fenced):
+        bench.behind[FIRST].open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="token-1"))
+
+
+def test_parts_go_on_while_later_ones_are_still_being_sealed(
+    make: Callable[..., Chained], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make()
+    bench.start(FIRST)
+    until(lambda: bench.node.status()["runs"][RUN]["node"], "the chain")
+    nbytes, sealed = 4 * 8 * MIB, []
+    real = sealing.checksum
+
+    def checksum(data: memoryview) -> str:
+        if len(sealed) == 2:  # the third part is not sealed before one has arrived behind
+            until(lambda: bench.behind[FIRST].sent_bytes, "a part to be sent on")
+        sealed.append(len(data))
+        return real(data)
+
+    monkeypatch.setattr(sealing, "checksum", checksum)
+    bench.save(1, nbytes=nbytes)
+    assert bench.flush() == []
+    assert bench.behind[FIRST].sent_bytes == nbytes
+
+
+# -- what a node may write --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "prefix", "allowed"),
+    [
+        ("s3://bucket/prefix/run-1", "s3://bucket/prefix", True),
+        ("s3://bucket/prefix/run-1", "s3://bucket/prefix/", True),
+        ("s3://bucket/prefix", "s3://bucket/prefix", True),
+        ("s3://bucket/run", "s3://bucket", True),
+        ("S3://bucket/run", "s3://bucket", True),
+        ("s3://bucket/prefix-evil/run", "s3://bucket/prefix", False),
+        ("s3://bucket-evil/prefix/run", "s3://bucket", False),
+        ("s3://bucket/prefix/../other", "s3://bucket/prefix", False),
+        ("s3://bucket/prefix/./run", "s3://bucket/prefix", False),
+        ("s3://bucket/prefix//run", "s3://bucket/prefix", False),
+        ("s3://bucket", "s3://bucket/prefix", False),
+        ("s3://bucket/prefix\\..\\other", "s3://bucket/prefix", False),
+        ("s3://bucket/prefix?x=/../y", "s3://bucket/prefix", False),
+        ("simplecache::s3://bucket/prefix/run", "s3://bucket/prefix", False),
+        ("gs://bucket/prefix/run", "s3://bucket/prefix", False),
+        ("/data/runs/run-1", "/data/runs", True),
+        ("file:///data/runs/run-1", "/data/runs", True),
+        ("/data/runs-evil/run-1", "/data/runs", False),
+        ("/data/runs/../../etc", "/data/runs", False),
+        ("data/runs/run-1", "/data/runs", False),
+        ("", "/data/runs", False),
+    ],
+)
+def test_prefixes_have_no_gaps(url: str, prefix: str, allowed: bool) -> None:
+    assert (refusal(url, [prefix]) == "") is allowed
+
+
+def test_a_symlink_does_not_lead_out_of_a_prefix(tmp_path: Path) -> None:
+    (tmp_path / "allowed").mkdir()
+    (tmp_path / "allowed" / "link").symlink_to(tmp_path)
+    assert refusal(str(tmp_path / "allowed/link/other"), [str(tmp_path / "allowed")])
+
+
+def test_a_prefix_that_cannot_be_compared_is_an_error() -> None:
+    with pytest.raises(SettingsError):
+        check_prefix("somewhere/relative")
+
+
+# -- as processes -----------------------------------------------------------------------------------------------------
+
+TRAINER = """
+import sys
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory import embedded
+from lightning_spot.memory.runs import RunInfo
+from tests.gated import image_of, manifest_of, RUN_ID
+url, node, nbytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
+host = embedded.start(url, f"run@{RUN_ID}", slots=4, memory_bytes=2**30, idle_timeout_s=60)
+info = RunInfo(name="run", id=RUN_ID, location="file://" + url, attempt=1, token="t", durable_url=url, nodes=(node,))
+host.open_run(info)
+for line in sys.stdin:
+    step = int(line)
+    lease = host.lease(nbytes, 30.0)
+    lease.map[:nbytes] = image_of(step, nbytes)
+    host.seal(lease, manifest_of(step, 1, nbytes))
+    print(step, flush=True)
+"""
+
+
+class Trainer:
+    """A process that commits snapshots at the node of its host."""
+
+    def __init__(self, durable: Path, node: str, nbytes: int) -> None:
+        command = [sys.executable, "-c", TRAINER, str(durable), node, str(nbytes)]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            cwd=Path(__file__).parents[1],
+            text=True,
+        )
+        self.durable = durable
+
+    def order(self, step: int) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{step}\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        """``kill -9`` for the trainer and for the node on its host."""
+        record = embedded.find_record(str(self.durable))
+        node = NodeClient(Address(socket_path=str(record.http))).call("GET", "/v1/status")["pid"]
+        os.kill(node, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
+        until(lambda: not record.running(), "the node on this host to be gone")
+
+
+def test_killed_the_moment_the_memory_node_has_it(start_node: Callable[..., RunningNode], tmp_path: Path) -> None:
+    durable = tmp_path / "durable"
+    node = start_node("--allow", str(tmp_path))
+    trainer = Trainer(durable, node.url, 8 * MIB)
+    trainer.order(1)
+    store = NodeStore(f"{node.url}/{RUN}")
+    until(lambda: _held(store), "the memory node to have it")
+    trainer.kill()
+    found = until(lambda: LocalStore(durable).survey().manifests, "the memory node to make it durable")
+    assert [manifest.name for manifest in found] == [snapshot_name(1, 1)]
+    buffer = bytearray(found[0].nbytes)
+    LocalStore(durable).fetch(found[0], memoryview(buffer))
+    found[0].verify(memoryview(buffer), "durable")
+
+
+def test_bytes_leave_the_trainers_host_once(start_node: Callable[..., RunningNode], tmp_path: Path) -> None:
+    nbytes = 24 * MIB
+    node = start_node("--allow", str(tmp_path))
+    line = Counter(node.url)
+    trainer = Trainer(tmp_path / "durable", line.url, nbytes)
+    try:
+        for step in (1, 2):
+            trainer.order(step)
+            name = snapshot_name(step, 1)
+            until(lambda name=name: (tmp_path / "durable" / name / "manifest.json").exists(), "it to be durable")
+        assert line.sent <= 1.02 * 2 * nbytes
+        assert line.sent >= 2 * nbytes
+    finally:
+        trainer.kill()
+        line.close()
+
+
+def _held(store: NodeStore) -> Any:
+    try:
+        return store.held()
+    except TierError:
+        return []
+
+
+class Counter:
+    """A TCP proxy that counts what goes to the node."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.removeprefix("spot://").partition(":")
+        self._target = (host, int(port))
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"spot://127.0.0.1:{self._socket.getsockname()[1]}"
+        self.sent = 0
+        self._lock = threading.Lock()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._socket.accept()
+                far = socket.create_connection(self._target)
+            except OSError:
+                return
+            threading.Thread(target=self._pump, args=(near, far, True), daemon=True).start()
+            threading.Thread(target=self._pump, args=(far, near, False), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, counted: bool) -> None:
+        try:
+            while chunk := source.recv(1 << 18):
+                with self._lock:
+                    self.sent += len(chunk) if counted else 0
+                sink.sendall(chunk)
+        except OSError:
+            pass
+        for each in (source, sink):
+            each.close()
