@@ -14,11 +14,12 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks import tier_pace
 from benchmarks.measure import scratch
 from lightning_spot.recovery.ledger import AttemptRecord
 from lightning_spot.simulation import losses
@@ -190,9 +191,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.intervals", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer runs")
     parser.add_argument("--to", type=Path, default=ROOT / "docs" / "intervals.md", help="the file to write")
+    parser.add_argument(
+        "--real",
+        type=Path,
+        metavar="JSON",
+        help="the real run, as an earlier call printed it: it needs a quiet machine",
+    )
     arguments = parser.parse_args()
     runs = 200 if arguments.quick else 2000
-    real = real_run(mean_s=20.0, epochs=20 if arguments.quick else 60)
+    if arguments.real is None:
+        real = real_run(mean_s=20.0, epochs=20 if arguments.quick else 60)
+    else:
+        real = RealRun(**json.loads(arguments.real.read_text()))
     print(f"  {real}", file=sys.stderr, flush=True)
     found = study(runs)
     exact = closed_form(10 * runs)
@@ -206,13 +216,19 @@ def main() -> int:
         verdicts=_verdicts(found),
         closed_runs=10 * runs,
         closed=", ".join(f"{ratio:.4f}" for ratio in exact),
+        mixed=", ".join(f"{ratio:.4f}" for ratio in tier_pace.mixed_closed_form(runs)),
+        node_gone=f"{tier_pace.node_gone():.2%}",
+        nodes=tier_pace.gains(runs),
+        node_speed=f"{tier_pace.NODE_BYTES_PER_S / 1e6:.0f} MB/s (5 Gbit/s)",
+        stall_per_gb=tier_pace.STALL_S_PER_GB,
+        losing=tier_pace.losing_cases(runs),
         kills=real.kills,
         predicted=real.predicted_s,
         measured=real.measured_s,
         ratio=real.predicted_s / real.measured_s,
     )
     arguments.to.write_text(text)
-    print(json.dumps({"kills": real.kills, "predicted_s": real.predicted_s, "measured_s": real.measured_s}))
+    print(json.dumps(asdict(real)))
     return 0
 
 

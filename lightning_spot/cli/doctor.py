@@ -76,7 +76,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     facts["cloud"], facts["grace_s"] = cloud, CLOUDS[cloud]().grace_s if cloud is not None else None
     outlooks = _outlooks(state_bytes, facts["copy_bytes_per_s"], tiers, location.url, arguments.lifetime)
     facts["outlook"] = {label: asdict(found) for label, found in outlooks.items()}
-    facts["advice"] = _advice(outlooks, state_bytes, location, facts["grace_s"])
+    nodes = [url for url in location.nodes if url in tiers]
+    facts["advice"] = _advice(outlooks, state_bytes, location.url, nodes, facts["grace_s"])
     facts["problems"] = problems
     if arguments.json:
         print(json.dumps(facts, indent=1))
@@ -119,7 +120,8 @@ def node_speed(run_url: str, nbytes: int) -> float:
         archive.writestr("model/data/0", bytes(nbytes))
     image = checkpoint.getvalue()
     nbytes = len(image)
-    host = start(run_url, "doctor", slots=2, memory_bytes=4 * nbytes, idle_timeout_s=1.0)
+    room = 4 * nbytes + (64 << 20)  # slots are somewhat larger than what they hold
+    host = start(run_url, "doctor", slots=2, memory_bytes=room, idle_timeout_s=1.0)
     try:
         attempt = host.open_run(run_info("doctor", [], 1, 1)).attempt
         took_s = []
@@ -155,9 +157,11 @@ def _outlooks(
     return {label: outlook(replace(job, tiers=links), lifetime_s) for label, links in chains.items()}
 
 
-def _advice(outlooks: dict[str, Outlook], state_bytes: int, location: Location, grace_s: float | None) -> list[str]:
-    memory = f", memory={list(location.nodes)!r}" if location.nodes else ""
-    advice = _of_memory(2 + 1 + bool(location.nodes), state_bytes)
+def _advice(
+    outlooks: dict[str, Outlook], state_bytes: int, url: str, nodes: list[str], grace_s: float | None
+) -> list[str]:
+    memory = f", memory={nodes!r}" if nodes else ""
+    advice = _of_memory(2 + 1 + bool(nodes), state_bytes)
     alone, with_node = outlooks.get(ALONE), outlooks.get(WITH_NODE)
     if alone is not None and with_node is not None:
         gain = alone.total - with_node.total
@@ -173,7 +177,7 @@ def _advice(outlooks: dict[str, Outlook], state_bytes: int, location: Location, 
             f"a notice leaves {grace_s:.0f} s, and a snapshot needs {best.safe_s:.0f} s until it is safe: after a"
             " notice the run resumes from its last regular snapshot"
         )
-    return [*advice, f"SpotCheckpoint({location.url!r}{memory})  # the interval finds itself"]
+    return [*advice, f"SpotCheckpoint({url!r}{memory})  # the interval finds itself"]
 
 
 def _of_memory(slots: int, state_bytes: int) -> list[str]:
