@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_spot import COCI, ConvergenceAware, OverheadBudget, YoungDaly
-from lightning_spot.capture.safety import Safety
+from lightning_spot.capture.safety import paces_of
 from lightning_spot.cli import main
-from lightning_spot.errors import NodeUnreachable, SettingsError
+from lightning_spot.errors import SettingsError
 from lightning_spot.interval.adaptive import Adaptive, young_daly_s
 from lightning_spot.interval.costs import Costs, Failure, TierPace
 from lightning_spot.memory.flusher import TierHealth
@@ -80,22 +79,9 @@ def test_no_other_interval_is_much_better(stall_s: float, mtbf_s: float, near_s:
 # -- what is measured -------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Host:
-    """Of a ring, what pacing asks."""
-
-    found: dict[str, TierHealth] | None
-
-    def tiers(self) -> dict[str, TierHealth]:
-        if self.found is None:
-            raise NodeUnreachable("gone")
-        return self.found
-
-
-def paced_by(found: dict[str, TierHealth] | None) -> float:
+def paced_by(found: dict[str, TierHealth]) -> float:
     """Seconds that the measured tiers ask to have between two snapshots."""
-    safety = Safety(SimpleNamespace(host=Host(found)))  # type: ignore[arg-type]
-    return Costs(stall_s=1.0, mtbf_s=3600.0, tiers=safety.paces()).drain_s
+    return Costs(stall_s=1.0, mtbf_s=3600.0, tiers=paces_of(found)).drain_s
 
 
 def test_the_measured_pace_is_that_of_the_memory_node_while_it_works() -> None:
@@ -107,7 +93,7 @@ def test_the_measured_pace_is_that_of_the_memory_node_while_it_works() -> None:
     assert paced_by({"s3://bucket/run": bucket, "spot://node:7070": replace(node, error="gone")}) == 12.5
     assert paced_by({"s3://bucket/run": bucket}) == 12.5
     assert paced_by({"s3://bucket/run": TierHealth()}) == 0.0
-    assert paced_by(None) == 0.0
+    assert paced_by({}) == 0.0
 
 
 # -- the simulator against closed forms -------------------------------------------------------------------------------

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import SpotError
 from lightning_spot.interval.costs import Failure, TierPace
 from lightning_spot.interval.deadline import Plan, plan_urgent
+from lightning_spot.memory.flusher import TierHealth
 
 LEAVE_S = 1.0
 """Kept of the time before a deadline for loggers and the interpreter to end."""
@@ -50,18 +51,8 @@ class Safety:
         return self.plan(None).expected_s if self._writer.committed is not None else None
 
     def paces(self) -> tuple[TierPace, ...]:
-        """How fast each working tier takes snapshots, as measured; a memory node that took none yet counts as fast."""
-        tiers = self._writer.link.ask(lambda host: host.tiers(), None) or {}
-        working = {url: tier for url, tier in tiers.items() if not tier.error}
-        paces = [
-            TierPace(drain_s=tier.flush_s / tier.flushed, survives=_survives(url))
-            for url, tier in working.items()
-            if tier.flushed
-        ]
-        nodes = any(_survives(url) == Failure.MACHINE for url in working)
-        if nodes and all(pace.survives == Failure.NODE for pace in paces):
-            paces.append(TierPace(drain_s=0.0, survives=Failure.MACHINE))
-        return tuple(paces)
+        """How fast each working tier takes snapshots, as measured."""
+        return paces_of(self._writer.link.ask(lambda host: host.tiers(), {}))
 
     def bring(self, told_s: float | None, deadline_s: float, plan: Plan, hurried: Callable[[], bool]) -> str:
         """Wait until the newest snapshot is committed, and safe at one tier below.
@@ -97,6 +88,24 @@ class Safety:
                 break
             time.sleep(_POLL_S)
         return f"{what} is committed in memory, and safe nowhere else after {time.monotonic() - started_s:.1f} s{of}"
+
+
+def paces_of(tiers: Mapping[str, TierHealth]) -> tuple[TierPace, ...]:
+    """How fast each working tier takes snapshots; a memory node counts as fast until it has taken one.
+
+    Args:
+        tiers: how each is doing, by its URL.
+    """
+    working = {url: tier for url, tier in tiers.items() if not tier.error}
+    paces = [
+        TierPace(drain_s=tier.flush_s / tier.flushed, survives=_survives(url))
+        for url, tier in working.items()
+        if tier.flushed
+    ]
+    nodes = any(_survives(url) == Failure.MACHINE for url in working)
+    if nodes and all(pace.survives == Failure.NODE for pace in paces):
+        paces.append(TierPace(drain_s=0.0, survives=Failure.MACHINE))
+    return tuple(paces)
 
 
 def _survives(url: str) -> Failure:
