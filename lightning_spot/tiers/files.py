@@ -49,6 +49,23 @@ def patiently(action: Callable[[], Result]) -> Result:
     return action()
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is anything of that name. Unlike ``os.path.lexists`` it does not take an error for a no."""
+    try:
+        patiently(lambda: os.lstat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def is_own_directory(path: Path) -> bool:
+    """Whether this is a directory and no link to one. An error is an error, and no answer."""
+    try:
+        return stat.S_ISDIR(patiently(lambda: os.lstat(path)).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def if_there(path: Path, action: Callable[[], Result]) -> Result | None:
     """Do what only reads ``path``; ``None`` if there is nothing of that name.
 
@@ -62,7 +79,7 @@ def if_there(path: Path, action: Callable[[], Result]) -> Result | None:
         try:
             return patiently(action)
         except FileNotFoundError:
-            if not os.path.lexists(path):
+            if not is_there(path):
                 return None
     raise OSError(errno.ENOLINK, "it is a link to what is not there", str(path))
 
@@ -171,8 +188,11 @@ def make_directory(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Remove a file if it is there; a link is removed, not what it leads to."""
-    with contextlib.suppress(FileNotFoundError):
+    try:
         os.unlink(path)
+    except FileNotFoundError:
+        if is_there(path):  # a file server that fails over may have said so wrongly
+            os.unlink(path)
 
 
 def sync_directory(path: Path) -> None:

@@ -142,7 +142,7 @@ class LocalStore:
         """See :meth:`Store.delete`."""
         with tier_errors(self.url):
             folder = (self.root / manifest.data_path).parent
-            if not manifest.is_file and (os.path.islink(folder) or not folder.is_dir()):
+            if not manifest.is_file and not files.is_own_directory(folder):
                 return  # not there, or a link to somebody's place
             files.remove(self.root / manifest.manifest_path)
             if manifest.is_file:
@@ -159,10 +159,10 @@ class LocalStore:
                 folder = self.root / name
                 order = snapshot_order(name)
                 try:
-                    if name == ATTEMPTS_DIR and not os.path.islink(folder):
+                    if name == ATTEMPTS_DIR and files.is_own_directory(folder):
                         self._sweep_temporaries(folder, current)
                         self._forget_attempts(folder)
-                    elif order is not None and folder.is_dir() and not os.path.islink(folder):
+                    elif order is not None and files.is_own_directory(folder):
                         self._sweep_snapshot(folder, order, current)
                 except OSError as error:  # one place that fails keeps nothing else from being swept
                     problem = error
@@ -174,11 +174,11 @@ class LocalStore:
 
     def _committed(self, name: str) -> Manifest | None:
         """Manifest of a snapshot directory, ``None`` if it has none."""
+        path = self.root / name / MANIFEST_FILE
         try:
-            data = files.read_small(self.root / name / MANIFEST_FILE)
+            manifest = store.whole(lambda: Manifest.from_json(files.read_small(path)))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        manifest = Manifest.from_json(data)
         if manifest.name != name:
             raise CorruptManifest(f"its manifest is that of {manifest.name}")
         return manifest
@@ -186,7 +186,8 @@ class LocalStore:
     def _noted(self, manifest: Manifest) -> Manifest | None:
         """What the manifest at the place of ``manifest`` says now; ``None`` if there is none that can be used."""
         try:
-            return Manifest.from_json(files.read_small(self.root / manifest.manifest_path))
+            path = self.root / manifest.manifest_path
+            return store.whole(lambda: Manifest.from_json(files.read_small(path)))
         except (FileNotFoundError, NotADirectoryError, CorruptManifest):
             return None
 
@@ -218,6 +219,8 @@ class LocalStore:
         """The bytes in a temporary file beside their place, until they are committed."""
         folder = (self.root / manifest.data_path).parent
         files.make_directory(folder)
+        if not manifest.is_file and not files.is_own_directory(folder):
+            raise TierError(f"{folder} is a link; nothing is written where it leads to", tier=self.url)
         temporary = files.write_aside(folder, parts, attempt=attempt, run_id=manifest.run_id)
         try:
             yield temporary
@@ -238,8 +241,9 @@ class LocalStore:
             try:
                 os.replace(temporary, data)
             except OSError:
-                with contextlib.suppress(FileNotFoundError):
-                    os.rename(before, commit)
+                if files.is_there(temporary):  # nothing was replaced: what was there has its manifest again
+                    with contextlib.suppress(FileNotFoundError):
+                        os.rename(before, commit)
                 raise
             files.sync_directory(data.parent)
             os.replace(noted, commit)
@@ -258,6 +262,8 @@ class LocalStore:
         if order >= current.order or MANIFEST_FILE in names or any(name != MODEL_FILE for name in names):
             return
         newest_s = max(os.lstat(path).st_mtime for path in (folder, *(folder / name for name in names)))
+        if files.is_there(folder / MANIFEST_FILE):
+            return  # a listing may be older than the manifest
         if order[0] < current.attempt or time.time() - newest_s >= store.SETTLED_S:
             self._remove_own(folder, MODEL_FILE)
 
@@ -289,7 +295,7 @@ class LocalStore:
 
 def _claim_in(path: Path) -> Claim | None:
     try:
-        return Claim.from_json(files.read_small(path))
+        return store.whole(lambda: Claim.from_json(files.read_small(path)))
     except (FileNotFoundError, CorruptManifest):
         return None
 

@@ -19,12 +19,13 @@ from lightning_spot.tiers.filesystem import check_bucket, make_parent, open_file
 from lightning_spot.tiers.lanes import Job, Lanes
 from lightning_spot.tiers.multipart import S3, abort_dead_uploads, create_object
 from lightning_spot.tiers.store import ATTEMPTS_DIR, LONGEST_MANIFEST_BYTES, Claim, Holdings, Progress
-from lightning_spot.tiers.writing import Parts, write_object
+from lightning_spot.tiers.writing import Parts, write_object, write_small
 
 logger = logging.getLogger(__name__)
 
 _READERS = 8  # small requests at once
 _PAUSES_S = (0.1, 0.5)
+_CHANGES_WITH_CONTENT = ("size", "ETag", "etag", "LastModified", "last_modified", "mtime", "generation", "ino")
 
 Result = TypeVar("Result")
 
@@ -116,7 +117,7 @@ class ObjectStore:
         with tier_errors(self.url):
             below = f"{ATTEMPTS_DIR}/{store.claim_name(claim.attempt)}"
             make_parent(self._fs, self._path(below))
-            self._create(below, claim.to_json().encode())
+            self._create(below, claim.to_json().encode(), claim)
             # Read back in any case: where the store cannot create exclusively, the last of two writers has won.
             store.check_claim(claim, self._claim_in(below))
 
@@ -201,7 +202,7 @@ class ObjectStore:
 
     def _read_small(self, below: str) -> bytes:
         path = self._path(below)
-        data = bytes(self._patiently(lambda: self._fs.cat_file(path, start=0, end=LONGEST_MANIFEST_BYTES + 1)))
+        data = bytes(self._twice(lambda: self._fs.cat_file(path, start=0, end=LONGEST_MANIFEST_BYTES + 1)))
         if len(data) > LONGEST_MANIFEST_BYTES:
             raise CorruptManifest(f"{self.url}/{below} is too long for what it should be")
         return data
@@ -209,7 +210,7 @@ class ObjectStore:
     def _committed(self, name: str) -> Manifest | str | None:
         """Manifest of a snapshot, ``None`` if it has none, or why it cannot be read."""
         try:
-            manifest = Manifest.from_json(self._twice(lambda: self._read_small(f"{name}/{MANIFEST_FILE}")))
+            manifest = store.whole(lambda: Manifest.from_json(self._read_small(f"{name}/{MANIFEST_FILE}")))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except Exception as error:  # every cloud library has errors of its own
@@ -218,19 +219,19 @@ class ObjectStore:
 
     def _noted(self, manifest: Manifest) -> Manifest | None:
         try:
-            return Manifest.from_json(self._read_small(manifest.manifest_path))
+            return store.whole(lambda: Manifest.from_json(self._read_small(manifest.manifest_path)))
         except (FileNotFoundError, CorruptManifest):
             return None
 
     def _size(self, below: str) -> int | None:
         try:
-            return int(self._patiently(lambda: self._fs.info(self._path(below)))["size"])
+            return int(self._twice(lambda: self._fs.info(self._path(below)))["size"])
         except FileNotFoundError:
             return None
 
     def _claim_in(self, below: str) -> Claim | None:
         try:
-            return Claim.from_json(self._read_small(below))
+            return store.whole(lambda: Claim.from_json(self._read_small(below)))
         except (FileNotFoundError, CorruptManifest):
             return None
 
@@ -240,7 +241,7 @@ class ObjectStore:
             with tier_errors(self.url):
                 store.check_file_fence(manifest, attempt, self._noted(manifest))
 
-    def _create(self, below: str, data: bytes) -> None:
+    def _create(self, below: str, data: bytes, claim: Claim) -> None:
         """Create an object unless there is one."""
         path = self._path(below)
         if speaks(self._fs, S3):
@@ -248,19 +249,21 @@ class ObjectStore:
                 create_object(self._fs, path, data)
                 return
         if not self._fs.exists(path):
-            self._fs.pipe_file(path, data)
+            write_small(
+                self._fs, path, data, f"{path.rpartition('/')[0]}/{temporary_name(claim.attempt, claim.run_id)}"
+            )
 
     def _commit(self, manifest: Manifest, parts: Parts, seal: Callable[[], Manifest], attempt: int) -> Manifest:
         """Write the bytes, then the manifest; whatever fails, a manifest never stands beside other bytes."""
         data, commit = self._path(manifest.data_path), self._path(manifest.manifest_path)
-        before: list[bytes] = []
+        before: list[tuple[bytes, dict[str, object]]] = []
 
         def ready() -> None:
             seal()  # what is not what was announced never becomes visible
             if manifest.is_file:
                 self._check_fences(manifest, attempt)  # again: a large file takes its time
             with contextlib.suppress(FileNotFoundError):
-                before.append(bytes(self._fs.cat_file(commit)))
+                before.append((bytes(self._fs.cat_file(commit)), self._mark(data)))
                 self._fs.rm_file(commit)
 
         with tier_errors(self.url):
@@ -271,15 +274,21 @@ class ObjectStore:
                     self._fs, data, parts, manifest.nbytes, lanes=self._lanes, temporary=temporary, ready=ready
                 )
             except BaseException:
-                if before:
+                if before:  # if nothing was replaced, what was there has its manifest again
                     with contextlib.suppress(Exception):
-                        self._fs.pipe_file(commit, before[0])
+                        if before[0][1] == self._mark(data):
+                            write_small(self._fs, commit, before[0][0], temporary)
                 raise
             sealed = seal()
             if (size := self._size(manifest.data_path)) != sealed.nbytes:
                 raise TierError(f"{self.url} shows {size} of {sealed.nbytes} bytes of {manifest.name}", tier=self.url)
-            self._fs.pipe_file(commit, sealed.to_json().encode())
+            write_small(self._fs, commit, sealed.to_json().encode(), temporary)
             return sealed
+
+    def _mark(self, path: str) -> dict[str, object]:
+        """What changes when an object is replaced."""
+        info = self._fs.info(path)
+        return {name: info[name] for name in _CHANGES_WITH_CONTENT if name in info}
 
     def _sweep_snapshot(self, name: str, held: list[str], current: Manifest) -> None:
         """Remove an uncommitted snapshot that holds nothing but our own files."""
@@ -311,8 +320,12 @@ class ObjectStore:
             return False
 
     def _remove(self, below: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._fs.rm_file(self._path(below))
+        path = self._path(below)
+        try:
+            self._fs.rm_file(path)
+        except FileNotFoundError:
+            if self._fs.exists(path):  # a file server that fails over may have said so wrongly
+                self._fs.rm_file(path)
 
     def _remove_directory(self, name: str) -> None:
         """Object stores have no directories; elsewhere one that is not empty stays."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from lightning_spot.tiers.files import temporary_name
-from lightning_spot.tiers.filesystem import make_parent, open_filesystem, speaks, tier_errors
+from lightning_spot.tiers.filesystem import make_parent, open_filesystem, tier_errors
 from lightning_spot.tiers.store import ATTEMPTS_DIR
+from lightning_spot.tiers.writing import write_small
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +36,7 @@ def write_record(run_url: str, attempt: int, record: dict[str, Any]) -> None:
         files, root = open_filesystem(run_url)
         path = f"{root}/{ATTEMPTS_DIR}/attempt-{attempt:04d}.progress.json"
         make_parent(files, path)
-        if speaks(files, frozenset({"file", "local"})):
-            temporary = Path(path).parent / temporary_name(attempt, "")
-            temporary.write_bytes(data)
-            os.replace(temporary, path)
-        else:
-            files.pipe_file(path, data)
+        write_small(files, path, data, f"{root}/{ATTEMPTS_DIR}/{temporary_name(attempt, '')}")
 
 
 def newest_record(run_url: str, before: int | None = None) -> dict[str, Any] | None:

@@ -16,13 +16,15 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot, Fenced
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.image.parts import part_ranges
 
 logger = logging.getLogger(__name__)
+
+Read = TypeVar("Read")
 
 Progress = Callable[[int], None]
 """Called with the number of bytes just moved."""
@@ -286,7 +288,7 @@ def first_readable(names: Sequence[str], read: Callable[[str], bytes], url: str)
     damage: CorruptManifest | None = None
     for attempt, name in claims[:_MOST_DAMAGED]:
         try:
-            claim = Claim.from_json(read(name))
+            claim = whole(lambda name=name: Claim.from_json(read(name)))  # type: ignore[misc]
         except FileNotFoundError:
             continue  # removed meanwhile
         except CorruptManifest as error:
@@ -298,6 +300,18 @@ def first_readable(names: Sequence[str], read: Callable[[str], bytes], url: str)
     if damage is not None:
         raise damage
     return None
+
+
+def whole(read: Callable[[], Read]) -> Read:
+    """Read a manifest or claim; what seems damaged is read once more, since a read may end early.
+
+    Raises:
+        CorruptManifest: if it is damaged.
+    """
+    try:
+        return read()
+    except CorruptManifest:
+        return read()
 
 
 def forgettable(names: Iterable[str]) -> list[str]:

@@ -61,6 +61,24 @@ def write_object(
             raise
 
 
+def write_small(files: Any, path: str, data: bytes, temporary: str) -> None:
+    """Write a manifest, claim or record, whole or not at all, in place of what is there.
+
+    Raises:
+        Exception: whatever failed.
+    """
+    if speaks(files):
+        files.pipe_file(path, data)
+        return
+    try:
+        files.pipe_file(temporary, data)
+        _rename(files, temporary, path)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            files.rm_file(temporary)
+        raise
+
+
 def _in_turn(parts: Parts) -> Iterable[memoryview]:
     return slices_of(parts, PART_BYTES) if isinstance(parts, memoryview) else parts
 

@@ -1,0 +1,227 @@
+"""Every call of a store fails once, in every way, and from there on: enumerated. Afterwards nothing reported is lost,
+what is shown is whole, and the next attempt's sweep leaves nothing of ours behind.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_spot.errors import SpotError
+from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
+from lightning_spot.memory.stores import open_store
+from lightning_spot.tiers import files, objects
+from lightning_spot.tiers.store import Store, retain
+from tests import faulty
+from tests.faulty import KINDS, Plan, faulty_calls
+from tests.oracle import claim_of
+
+PART = 200
+NBYTES = 700
+RUN_ID = "0123456789ab"
+
+
+def image_of(step: int) -> bytes:
+    return random.Random(step).randbytes(NBYTES)
+
+
+def manifest_of(step: int, attempt: int = 1, **more: Any) -> Manifest:
+    name = snapshot_name(step, attempt)
+    made = Manifest(run="run", name=name, step=step, attempt=attempt, nbytes=NBYTES, part_bytes=PART)
+    return replace(made, **{"run_id": RUN_ID, "lineage": "ba9876543210", **more}).sealed(memoryview(image_of(step)))
+
+
+def file_of(step: int, attempt: int = 1) -> Manifest:
+    return manifest_of(step, attempt, name="last.ckpt", file="")
+
+
+NONE = (0, 0, False)
+
+
+def order_of(name: str) -> tuple[int, int, bool]:
+    return snapshot_order(name) or NONE
+
+
+class Run:
+    """What a scenario was told by the store, and what must therefore hold."""
+
+    def __init__(self, store: Store, *, stale: bool) -> None:
+        self.store, self.stale = store, stale
+        self.durable: set[str] = set()
+        self.deleted: set[str] = set()
+        self.claimed = 0
+        self.file_step = 0
+
+    def play(self) -> None:
+        self._claim(1)
+        for step in (1, 2):
+            self._put(step)
+        self._worked(lambda: retain(self.store, 1, manifest_of(2)))
+        for step in (1, 2):
+            if self._worked(lambda step=step: self.store.put(file_of(step), memoryview(image_of(step)), attempt=1)):  # type: ignore[misc]
+                self.file_step = step
+        self._look()
+        self._worked(lambda: self.store.fetch(manifest_of(2), memoryview(bytearray(NBYTES))))
+        self._put(3, in_parts=True)
+        self._worked(lambda: retain(self.store, 2, manifest_of(3)))
+        self._claim(2)
+        self._put(4, attempt=2)
+        self._worked(lambda: self.store.sweep(manifest_of(4, 2)))
+        self._look()
+        self.deleted.add(manifest_of(3).name)
+        self._worked(lambda: self.store.delete(manifest_of(3)))
+
+    def _put(self, step: int, attempt: int = 1, *, in_parts: bool = False) -> None:
+        manifest, image = manifest_of(step, attempt), memoryview(image_of(step))
+
+        def put() -> None:
+            if in_parts:
+                parts = (image[start : start + PART] for start in range(0, NBYTES, PART))
+                assert self.store.put_parts(replace(manifest, checksums=()), parts, attempt=attempt) == manifest
+            else:
+                self.store.put(manifest, image, attempt=attempt)
+
+        if self._worked(put):
+            self.durable.add(manifest.name)
+
+    def _claim(self, attempt: int) -> None:
+        if self._worked(lambda: self.store.claim(claim_of(attempt, run_id=RUN_ID))):
+            self.claimed = attempt
+
+    def _look(self) -> None:
+        """No empty answer where something is: it is shown, or named as unreadable, or the whole could not be read."""
+
+        def survey() -> None:
+            found = self.store.survey()
+            shown = {manifest.name for manifest in found.manifests} | set(found.unreadable)
+            assert self.stale or self.newest() <= max(map(order_of, shown), default=NONE)
+            assert found.highest_attempt >= self.claimed or self.stale
+
+        def newest_claim() -> None:
+            claim = self.store.newest_claim()
+            assert self.stale or not self.claimed or (claim is not None and claim.attempt >= self.claimed)
+
+        self._worked(survey)
+        self._worked(newest_claim)
+
+    def newest(self) -> tuple[int, int, bool]:
+        """The newest snapshot that was reported durable and not deleted since."""
+        return max(map(order_of, self.durable - self.deleted), default=NONE)
+
+    @staticmethod
+    def _worked(action: Callable[[], Any]) -> bool:
+        """Whether it did; what fails is an error of ours."""
+        try:
+            action()
+        except SpotError:
+            return False
+        return True
+
+    def check(self, root: Path) -> None:
+        """With the tier working again."""
+        found = self.store.survey()
+        assert not found.unreadable
+        newest = max((manifest.order for manifest in found.manifests), default=NONE)
+        assert self.newest() <= newest, "what was durable is lost"
+        for manifest in found.manifests:
+            buffer = bytearray(manifest.nbytes)
+            self.store.fetch(manifest, memoryview(buffer))
+            assert bytes(buffer) == image_of(manifest.step), "what is shown is not whole"
+        assert self.store.claimed() >= self.claimed
+        self._check_file(root)
+        self.store.claim(claim_of(9))
+        last = manifest_of(9, 9)
+        self.store.put(last, memoryview(image_of(9)), attempt=9)
+        retain(self.store, 1, last)
+        allowed = {f"{last.name}/model.ckpt", f"{last.name}/manifest.json", "last.ckpt", ".last.ckpt.manifest.json"}
+        there = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+        left = {name for name in there - allowed if not name.startswith("attempts/attempt-")}
+        assert left == set(), "something of ours is left behind"
+
+    def _check_file(self, root: Path) -> None:
+        path, noted = root / "last.ckpt", root / ".last.ckpt.manifest.json"
+        assert path.exists() or not self.file_step
+        if path.exists():
+            steps = [step for step in (1, 2) if image_of(step) == path.read_bytes()]
+            assert steps, "the user's file is not whole"
+            assert steps[0] >= self.file_step, "the user's file is too old"
+        if noted.exists():
+            Manifest.from_json(noted.read_bytes()).verify(memoryview(path.read_bytes()), "its manifest")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(objects, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(files, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(files.os, "fsync", lambda _fd: None)  # thousands of them, and no power is lost here
+    yield
+    faulty.use(Plan())
+
+
+SOME = 17
+"""The everyday suite takes every so many-th call, the soak takes each."""
+
+ALL_OR_SOME = pytest.mark.parametrize(
+    ("span", "stride"),
+    [(1, SOME), *(pytest.param(span, 1, marks=pytest.mark.soak, id=f"{span}-all") for span in (1, 0))],
+)
+
+
+def each_call(tmp_path: Path, kind: str, span: int, stride: int, one: Callable[[Path, Plan], Run]) -> int:
+    """Play at every call, or every so many-th, until the fault lies behind the last one; the number of calls."""
+    for at in range(1, 3000, stride):
+        root = tmp_path / str(at) / "run"
+        fault = Plan(kind, at=at, span=span, only=("ls",) if kind == "stale" else ())
+        try:
+            run = one(root, fault)
+            run.check(root)
+        except (AssertionError, SpotError, OSError) as error:
+            raise AssertionError(f"{kind} at call {at}, span {span}: {error}") from error
+        if not fault.struck:
+            return at - 1
+    raise AssertionError("it does not end")
+
+
+@ALL_OR_SOME
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("protocol", ["faulty", "faulty-objects"])
+def test_every_call_to_a_file_system(tmp_path: Path, protocol: str, kind: str, span: int, stride: int) -> None:
+    if span == 0 and kind in ("missing", "stale"):
+        pytest.skip("a tier that says for ever that nothing is there cannot be told from an empty one")
+
+    def one(root: Path, fault: Plan) -> Run:
+        root.parent.mkdir()
+        faulty.use(fault)
+        run = Run(open_store(f"{protocol}://{root}"), stale=kind == "stale")
+        try:
+            run.play()
+        finally:
+            faulty.use(Plan())
+        return run
+
+    calls = each_call(tmp_path, kind, span, 1 if kind == "stale" else stride, one)
+    print(f"{calls} calls")
+    assert calls > (10 if kind == "stale" else 60)
+
+
+@ALL_OR_SOME
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "stale"])
+def test_every_system_call_of_a_directory(tmp_path: Path, kind: str, span: int, stride: int) -> None:
+    if span == 0 and kind == "missing":
+        pytest.skip("as above")
+
+    def one(root: Path, fault: Plan) -> Run:
+        root.parent.mkdir()
+        run = Run(open_store(str(root)), stale=False)
+        with faulty_calls(fault, root):
+            run.play()
+        return run
+
+    calls = each_call(tmp_path, kind, span, stride, one)
+    print(f"{calls} calls")
+    assert calls > 100
