@@ -12,9 +12,17 @@ from urllib.parse import quote
 
 from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES, read_environment
 from lightning_spot.errors import NodeUnreachable, ProtocolMismatch, SpotError
+from lightning_spot.image.parts import checksum
 from lightning_spot.memory.connection import Connection, Pool
 from lightning_spot.memory.part_sender import PartStream
-from lightning_spot.memory.wire import PROTOCOL_HEADER, Address, error_from_body
+from lightning_spot.memory.wire import (
+    DIGEST_HEADER,
+    LONGEST_DIGESTED_BYTES,
+    PROTOCOL_HEADER,
+    WANT_DIGEST_HEADER,
+    Address,
+    error_from_body,
+)
 
 REPLY_TIMEOUT_S = 60.0
 _LONGEST_ANSWER_BYTES = 64 * 1024 * 1024
@@ -94,6 +102,7 @@ class NodeClient:
             path=path,
             body=lambda: _slices(memoryview(data)),
             nbytes=len(data),
+            headers={DIGEST_HEADER: checksum(data)} if data else {},
             timeout_s=timeout_s,
             again=method in _IDEMPOTENT if again is None else again,
             pulse=pulse,
@@ -127,11 +136,16 @@ class NodeClient:
             path: quoted.
             start: first byte.
             into: is filled.
-            etag: of the version wanted, if any; another one is refused.
+            etag: of the version wanted; another one is refused, and bytes that were damaged on their way are an error.
+                Without, the caller checks what came.
 
         Raises:
             NodeUnreachable: if the connection breaks before all of them came.
         """
+        if etag is not None and len(into) > LONGEST_DIGESTED_BYTES:
+            for place in range(0, len(into), LONGEST_DIGESTED_BYTES):
+                self.receive(path, start + place, into[place : place + LONGEST_DIGESTED_BYTES], etag)
+            return
 
         def read(response: http.client.HTTPResponse, progress: Callable[[], None]) -> None:
             place = 0
@@ -142,9 +156,13 @@ class NodeClient:
                 place += count
                 progress()
             response.read()
+            if etag is not None and response.getheader(DIGEST_HEADER) != checksum(into):
+                raise ConnectionError("what came was damaged on its way")
 
         if len(into):
-            headers = {"Range": f"bytes={start}-{start + len(into) - 1}", **({"If-Match": etag} if etag else {})}
+            headers = {"Range": f"bytes={start}-{start + len(into) - 1}"}
+            if etag is not None:
+                headers.update({"If-Match": etag, WANT_DIGEST_HEADER: "1"})
             request = _Request(method="GET", path=path, headers=headers, by_progress=True, again=True)
             self._exchange(request, read)
 
@@ -241,6 +259,8 @@ def _read_all(response: http.client.HTTPResponse, _progress: Callable[[], None])
     answer = response.read(_LONGEST_ANSWER_BYTES + 1)
     if len(answer) > _LONGEST_ANSWER_BYTES:
         raise ConnectionError("its answer is too long")
+    if response.getheader(DIGEST_HEADER, checksum(answer)) != checksum(answer):
+        raise ConnectionError("its answer was damaged on its way")
     return answer
 
 

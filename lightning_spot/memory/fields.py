@@ -11,6 +11,8 @@ from typing import Any
 from aiohttp import web
 
 from lightning_spot.errors import NodeRefused, SettingsError
+from lightning_spot.image.parts import checksum
+from lightning_spot.memory.wire import DIGEST_HEADER
 
 SMALL_BODY_BYTES = 256 * 1024
 """Longest JSON body of a request that carries no checksums."""
@@ -28,7 +30,7 @@ async def json_body(request: web.Request, most_bytes: int = SMALL_BODY_BYTES) ->
 
     Raises:
         SettingsError: if it is none.
-        NodeRefused: if it is too long, or comes too slowly.
+        NodeRefused: if it is too long, damaged, or comes too slowly.
     """
     if (request.content_length or 0) > most_bytes:
         raise NodeRefused(f"the request's body is longer than {most_bytes} bytes", status=413)
@@ -36,6 +38,8 @@ async def json_body(request: web.Request, most_bytes: int = SMALL_BODY_BYTES) ->
         body = await asyncio.wait_for(_collect(request, most_bytes), _BODY_TIMEOUT_S)
     except asyncio.TimeoutError:  # a class of its own before Python 3.11
         raise NodeRefused(f"the request's body did not come within {_BODY_TIMEOUT_S:.0f} s", status=408) from None
+    if request.headers.get(DIGEST_HEADER, checksum(body)) != checksum(body):
+        raise NodeRefused("the request's body was damaged on its way", status=400)
     try:
         large = len(body) > SMALL_BODY_BYTES
         fields = await asyncio.to_thread(json.loads, body) if large else json.loads(body or b"{}")

@@ -16,6 +16,7 @@ from aiohttp import hdrs, web
 from lightning_spot.config import PART_BYTES, SEND_BYTES
 from lightning_spot.errors import CorruptSnapshot, NodeRefused, SettingsError, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_order
+from lightning_spot.image.parts import checksum
 from lightning_spot.memory.below import DurableDirectory, Entry
 from lightning_spot.memory.fields import MOST_BYTES
 from lightning_spot.memory.node import Node
@@ -23,6 +24,7 @@ from lightning_spot.memory.paths import LAST, file_name, held, resolve
 from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.uploads import Upload
+from lightning_spot.memory.wire import DIGEST_HEADER, LONGEST_DIGESTED_BYTES, WANT_DIGEST_HEADER
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +88,20 @@ class Files:
     async def read(self, request: web.Request) -> web.StreamResponse:
         """``GET`` and ``HEAD``: from memory, else from the tier below."""
         text, path = request.match_info["run"], request.match_info["path"].strip("/")
-        slot, manifest, directory = await self._find(text, path)
+        found = await self._find(text, path)
+        try:
+            return await self._answer(request, path, *found)
+        except SnapshotNotFound:  # it left memory just now; it may be below
+            return await self._answer(request, path, *await self._find(text, path))
+
+    async def _answer(
+        self,
+        request: web.Request,
+        path: str,
+        slot: Slot | None,
+        manifest: Manifest,
+        directory: DurableDirectory | None,
+    ) -> web.StreamResponse:
         if path.endswith("manifest.json"):
             return web.Response(text=manifest.to_json(), content_type="application/json")
         etag = f'"{xxhash.xxh3_128_hexdigest(manifest.to_json().encode())}"'
@@ -108,15 +123,22 @@ class Files:
         )
         if status == 206:
             response.headers[hdrs.CONTENT_RANGE] = f"bytes {start}-{stop - 1}/{manifest.nbytes}"
+        with_digest = WANT_DIGEST_HEADER in request.headers and stop - start <= LONGEST_DIGESTED_BYTES
         if request.method == hdrs.METH_HEAD:
             await response.prepare(request)
         elif slot is not None:
             with self._node.ring.reading(slot, manifest) as image:
+                if with_digest:
+                    response.headers[DIGEST_HEADER] = checksum(image[start:stop])
                 await response.prepare(request)
                 with _hanging_up(request):
                     await self._send(request, response, slot, image, start, stop)
         elif directory is not None:
-            await self._send_from_below(request, response, directory, manifest, start, stop)
+            parts = directory.read(manifest, start, stop)
+            if with_digest:
+                whole = b"".join(await asyncio.to_thread(list, parts))
+                parts, response.headers[DIGEST_HEADER] = iter([whole]), checksum(whole)
+            await self._send_parts(request, response, parts)
         await response.write_eof()
         return response
 
@@ -166,16 +188,7 @@ class Files:
             data = bytes(image[place : min(place + SEND_BYTES, stop)])
             await asyncio.wait_for(response.write(data), _SEND_TIMEOUT_S)
 
-    async def _send_from_below(
-        self,
-        request: web.Request,
-        response: web.StreamResponse,
-        directory: DurableDirectory,
-        manifest: Manifest,
-        start: int,
-        stop: int,
-    ) -> None:
-        parts = directory.read(manifest, start, stop)
+    async def _send_parts(self, request: web.Request, response: web.StreamResponse, parts: Iterator[bytes]) -> None:
         data = await asyncio.to_thread(next, parts, b"")  # an error shows before anything is promised
         await response.prepare(request)
         with _hanging_up(request):
@@ -201,11 +214,11 @@ class Files:
         try:
             if exclusive is not None:
                 await self._refuse_existing(text, name)
-            await self._store(request, info, name, nbytes)
+            digest = await self._store(request, info, name, nbytes)
         finally:
             if exclusive is not None:
                 self._writing.discard(exclusive)
-        return web.json_response({}, status=201)
+        return web.json_response({"xxh3_128": digest}, status=201)
 
     async def _refuse_existing(self, text: str, name: str) -> None:
         try:
@@ -225,10 +238,10 @@ class Files:
             opened = await asyncio.to_thread(self._node.open_run, info)
             return replace(info, attempt=opened.attempt)
 
-    async def _store(self, request: web.Request, info: RunInfo, name: str, nbytes: int) -> None:
+    async def _store(self, request: web.Request, info: RunInfo, name: str, nbytes: int) -> str:
         upload = await self._lease(request, info.text, info.attempt, nbytes, WAIT_FOR_SLOT_S)
         try:
-            await self._receive(request, upload)
+            digest = await self._receive(request, upload)
             manifest = Manifest(
                 run=info.name,
                 run_id=info.id,
@@ -241,12 +254,14 @@ class Files:
             )
             await asyncio.to_thread(self._seal, upload, manifest)
             self._removed.pop((info.key, name), None)
+            return digest
         except BaseException:
             self._node.abort(upload.id)
             raise
 
-    async def _receive(self, request: web.Request, upload: Upload) -> None:
-        """Take a body straight into the slot, unless it comes too slowly."""
+    async def _receive(self, request: web.Request, upload: Upload) -> str:
+        """Take a body straight into the slot, unless it comes too slowly; its xxh3-128."""
+        digest = xxhash.xxh3_128()
         place, deadline_s = 0, time.monotonic() + _QUIET_BODY_S + upload.nbytes / _SLOWEST_BYTES_PER_S
         with upload.slot.view(upload.nbytes) as view:
             while place < upload.nbytes:
@@ -260,7 +275,11 @@ class Files:
                 if self._node.find_upload(upload.id) is not upload:
                     raise SnapshotNotFound("this upload was given up; begin again")
                 view[place : place + len(chunk)] = chunk
+                digest.update(chunk)
                 place += len(chunk)
+        if request.headers.get(DIGEST_HEADER, digest.hexdigest()) != digest.hexdigest():
+            raise NodeRefused("the file was damaged on its way", status=400)
+        return digest.hexdigest()
 
     def _seal(self, upload: Upload, manifest: Manifest) -> None:
         """Commit a file that came in one body: checksum its parts here, but leave its bytes as they came."""

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
 from typing import Any
 
+import xxhash
 from fsspec.spec import AbstractFileSystem
 
-from lightning_spot.errors import NodeRefused, SettingsError, SnapshotNotFound
+from lightning_spot.errors import CorruptSnapshot, NodeRefused, SettingsError, SnapshotNotFound
+from lightning_spot.image.parts import checksum
 from lightning_spot.memory.client import NodeClient, quoted
 from lightning_spot.memory.spot_files import BLOCK_BYTES, SpotReader, SpotWriter
-from lightning_spot.memory.wire import Address, parse_spot_url
+from lightning_spot.memory.wire import DIGEST_HEADER, Address, parse_spot_url
 
 _NO_FOLDERS = "a run at a node holds files without folders; write spot://host:port/RUN/NAME"
 
@@ -148,7 +150,7 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
             FileExistsError: if there is one.
         """
         view = memoryview(value).cast("B")
-        self.store(path, lambda: [view], len(view), exclusive=mode == "create")
+        self.store(path, lambda: [view], len(view), exclusive=mode == "create", digest=checksum(view))
 
     def touch(self, path: str, truncate: bool = True, **kwargs: Any) -> None:
         """Write an empty file; with ``truncate=False`` leave one that is there as it is."""
@@ -158,16 +160,19 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
     def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
         """Copy a file, a block at a time."""
         info = self._file_info(path1)
-        size = int(info["size"])
+        size, digest = int(info["size"]), xxhash.xxh3_128()
 
         def blocks() -> Iterator[memoryview]:
             buffer = memoryview(bytearray(min(BLOCK_BYTES, size)))
             for start in range(0, size, BLOCK_BYTES):
                 piece = buffer[: min(BLOCK_BYTES, size - start)]
                 self.fill(info, start, piece)
+                digest.update(piece)
                 yield piece
 
-        self.store(path2, blocks, size)
+        if self.store(path2, blocks, size) != digest.hexdigest():
+            self.rm_file(path2)
+            raise CorruptSnapshot(f"the copy of {path1} was damaged on its way", where=self.unstrip_protocol(path2))
 
     def rm_file(self, path: str) -> None:
         """Remove a file or a snapshot, in memory and at the tiers below.
@@ -207,8 +212,14 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
         self.client.receive(f"/v1/files/{quoted(info['path'])}", start, into, info["etag"])
 
     def store(
-        self, path: str, pieces: Callable[[], Iterable[memoryview]], nbytes: int, *, exclusive: bool = False
-    ) -> None:
+        self,
+        path: str,
+        pieces: Callable[[], Iterable[memoryview]],
+        nbytes: int,
+        *,
+        exclusive: bool = False,
+        digest: str | None = None,
+    ) -> str:
         """Write a file whole from pieces.
 
         Args:
@@ -216,6 +227,10 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
             pieces: called for an iterable of ``memoryview``.
             nbytes: their sum.
             exclusive: whether to write only where there is none.
+            digest: xxh3-128 of the file, if it is known: what arrives must have it.
+
+        Returns:
+            xxh3-128 of what arrived.
 
         Raises:
             FileExistsError: if there is one, with ``exclusive``.
@@ -223,12 +238,8 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
         """
         path = self.check_file_path(path)
         try:
-            self.client.send(
-                f"/v1/files/{quoted(path)}",
-                pieces,
-                nbytes,
-                {"If-None-Match": "*"} if exclusive else None,
-            )
+            headers = {**({"If-None-Match": "*"} if exclusive else {}), **({DIGEST_HEADER: digest} if digest else {})}
+            return str(self.client.send(f"/v1/files/{quoted(path)}", pieces, nbytes, headers)["xxh3_128"])
         except NodeRefused as error:
             if error.status == 412:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self.unstrip_protocol(path)) from error
@@ -304,7 +315,7 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
                 children[child] = entry if child == name else _directory(child)
         if not children and below:
             return [self._file_info(path)]  # the alias, or nothing
-        return list(children.values())
+        return [children[name] for name in sorted(children)]
 
 
 def _directory(name: str) -> dict[str, Any]:

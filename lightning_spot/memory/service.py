@@ -44,6 +44,7 @@ from aiohttp import hdrs, web
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import NodeRefused, ProtocolMismatch, RingFull, SettingsError, SpotError
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.parts import checksum
 from lightning_spot.memory.connections import Connections
 from lightning_spot.memory.fields import (
     MANIFEST_BODY_BYTES,
@@ -60,7 +61,7 @@ from lightning_spot.memory.part_receiver import receive_parts
 from lightning_spot.memory.readiness import not_ready
 from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.memory.uploads import Upload
-from lightning_spot.memory.wire import PROTOCOL_HEADER, UPGRADE, error_body, error_status
+from lightning_spot.memory.wire import DIGEST_HEADER, PROTOCOL_HEADER, UPGRADE, error_body, error_status
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +159,8 @@ class Service:
         finally:
             if accepted is not None:
                 accepted.end_request()
+        if isinstance(response, web.Response) and isinstance(response.body, bytes) and not response.prepared:
+            response.headers[DIGEST_HEADER] = checksum(response.body)
         return response
 
     def _check_token(self, request: web.Request) -> None:

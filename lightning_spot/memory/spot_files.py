@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from fsspec.spec import AbstractBufferedFile
 
+from lightning_spot.image.parts import checksum
+
 if TYPE_CHECKING:
     from lightning_spot.memory.filesystem import SpotFileSystem
 
@@ -103,7 +105,8 @@ class SpotWriter(io.BytesIO):
         """Send what was written."""
         if self._data is not None:
             data, self._data = self._data, None
-            self.fs.store(self.path, lambda: [data], len(data), exclusive=self._exclusive)
+            pieces, digest = (lambda: [data]), checksum(data)
+            self.fs.store(self.path, pieces, len(data), exclusive=self._exclusive, digest=digest)
 
     def discard(self) -> None:
         """Forget what was written."""

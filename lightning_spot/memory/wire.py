@@ -20,6 +20,13 @@ from lightning_spot import errors
 from lightning_spot.errors import SettingsError, SpotError, TierError
 
 PROTOCOL_HEADER = "Spot-Protocol"
+DIGEST_HEADER = "Spot-Digest"
+"""xxh3-128 of a JSON body, a written file or a range that is read: neither TCP nor HTTP notices every flipped bit."""
+
+WANT_DIGEST_HEADER = "Want-Spot-Digest"
+"""Asks for it where a range is read of at most so many bytes:"""
+LONGEST_DIGESTED_BYTES = 16 * 1024 * 1024
+
 DEFAULT_PORT = 7070
 
 UPGRADE = "spot-parts"
