@@ -1,0 +1,226 @@
+"""Which run, which attempt, which lineage: two runs are never taken for one, and no restart goes back."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.errors import Fenced
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.host import InProcessHost
+from lightning_spot.memory.stores import open_store
+from lightning_spot.run.claims import begin_attempt
+from lightning_spot.run.identity import JUMP, Identity, NodeRun, identify, next_attempt
+from lightning_spot.run.location import Location
+from lightning_spot.run.survey import survey
+from lightning_spot.tiers.local import LocalStore
+from lightning_spot.tiers.store import Claim
+from tests.conftest import RunningNode
+from tests.models import Net, Probe, data, trainer
+from tests.test_fit import Stop, StopAt
+
+HERE = "file:///data/run-1"
+
+
+def claim(**more: Any) -> Claim:
+    fields = {"attempt": 3, "run_id": "a" * 12, "token": "t", "location": HERE, "started_unix_s": 0.0, "inode": 7}
+    return Claim(**{**fields, **more})
+
+
+def at_node(**more: Any) -> NodeRun:
+    return NodeRun(**{"name": "run-1", "id": "b" * 12, "location": HERE, "attempt": 5, **more})
+
+
+@pytest.mark.parametrize(
+    ("inode", "newest", "runs", "expected"),
+    [
+        (7, claim(), [], Identity(run_id="a" * 12, known=True)),
+        (9, claim(), [], Identity(run_id="a" * 12, known=True)),
+        (7, claim(location="file:///data/old"), [], Identity(run_id="a" * 12, known=True)),
+        (
+            9,
+            claim(location="file:///data/old"),
+            [at_node()],
+            Identity(run_id="new", known=False, copied_from="file:///data/old"),
+        ),
+        (0, claim(location="s3://b/old", inode=0), [], Identity(run_id="new", known=False, copied_from="s3://b/old")),
+        (9, None, [at_node()], Identity(run_id="b" * 12, known=True)),
+        (9, None, [at_node(), at_node(id="c" * 12, attempt=8)], Identity(run_id="c" * 12, known=True)),
+        (9, None, [at_node(location="file:///data/run-2"), at_node(id="")], Identity(run_id="new", known=False)),
+        (0, None, [], Identity(run_id="new", known=False)),
+    ],
+    ids=["same", "restored", "moved", "copied", "copied-object", "claims-gone", "two-there", "other-place", "nothing"],
+)
+def test_identity_is_in_the_claims_or_in_the_place(
+    inode: int, newest: Claim | None, runs: list[NodeRun], expected: Identity
+) -> None:
+    assert identify(location=HERE, inode=inode, claim=newest, runs=runs, make_id=lambda: "new") == expected
+
+
+def test_the_next_attempt_lies_above_all_that_was_seen() -> None:
+    assert next_attempt([], durable_was_read=True) == 1
+    assert next_attempt([2, 7, 3], durable_was_read=True) == 8
+    assert next_attempt([2, 7, 3], durable_was_read=False) == 7 + JUMP
+
+
+def snapshots(path: Path) -> list[Manifest]:
+    return LocalStore(path).survey().manifests
+
+
+def spot(path: Path, **more: Any) -> SpotCheckpoint:
+    settings = {"interval": EverySteps(3), "memory": None, "on_full": "wait", "notices": None}
+    return SpotCheckpoint(str(path), **{**settings, **more})
+
+
+def train(path: Path, until: int | None = None, **more: Any) -> tuple[SpotCheckpoint, int]:
+    """Train the run at ``path``; the callback, and the step it began at."""
+    callback, probe = spot(path, **more), Probe()
+    run = trainer(callback, probe, *([StopAt(until)] if until is not None else []))
+    if until is not None:
+        with pytest.raises(Stop):
+            run.fit(Net(), data())
+    else:
+        run.fit(Net(), data())
+    return callback, min(probe.states)
+
+
+def test_two_runs_whose_paths_end_alike_live_side_by_side(
+    tmp_path: Path, start_node: Callable[..., RunningNode]
+) -> None:
+    node = start_node()
+    mine, theirs = tmp_path / "teamA" / "exp-1" / "seed-1", tmp_path / "teamB" / "exp-9" / "seed-1"
+    train(mine, 25, memory=node.url)
+    other, first = train(theirs, 7, memory=node.url)
+    assert (other.resumed_from, first, other.attempt) == (None, 0, 1)
+    shutil.rmtree(mine / snapshots(mine)[0].name)  # what the node holds is needed
+    again, first = train(mine, memory=node.url)
+    assert (first, again.attempt) == (24, 2)
+    assert snapshots(mine)[0].complete
+    listed = node_runs(node)
+    assert {run["name"] for run in listed} == {"seed-1"}
+    assert len({run["id"] for run in listed}) == 2
+
+
+def node_runs(node: RunningNode) -> list[dict[str, Any]]:
+    from lightning_spot.memory.client import NodeClient
+    from lightning_spot.memory.wire import parse_spot_url
+
+    client = NodeClient(parse_spot_url(node.url)[0])
+    try:
+        return list(client.call("GET", "/v1/runs")["runs"])
+    finally:
+        client.close()
+
+
+def run_ids(path: Path) -> set[str]:
+    return {manifest.run_id for manifest in snapshots(path)}
+
+
+def test_a_copied_directory_is_a_run_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path / "run-1", 10)
+    shutil.copytree(tmp_path / "run-1", tmp_path / "fork")
+    fork, first = train(tmp_path / "fork", 20)
+    assert (first, fork.attempt) == (9, 2)
+    assert f"was copied from file://{tmp_path / 'run-1'}" in caplog.text
+    assert len(run_ids(tmp_path / "fork")) == 1
+    assert run_ids(tmp_path / "fork").isdisjoint(run_ids(tmp_path / "run-1"))
+    caplog.clear()
+    assert train(tmp_path / "fork", 30)[1] == 18
+    assert train(tmp_path / "run-1", 20)[1] == 9  # the fork did not fence it
+    assert "was copied from" not in caplog.text
+
+
+def test_a_moved_directory_is_the_same_run(tmp_path: Path) -> None:
+    train(tmp_path / "run-1", 10)
+    before = run_ids(tmp_path / "run-1")
+    (tmp_path / "run-1").rename(tmp_path / "elsewhere")
+    moved, first = train(tmp_path / "elsewhere", 20, run="run-1")
+    assert (first, moved.attempt) == (9, 2)
+    assert run_ids(tmp_path / "elsewhere") == before
+
+
+@pytest.mark.parametrize("loss", ["single-snapshot-copied", "claims-expired"])
+def test_without_claims_no_restart_goes_back(tmp_path: Path, loss: str) -> None:
+    """Attempts began at 1 again, below those of the snapshots: every restart went back to the same step."""
+    path = tmp_path / "run-1"
+    for until in (7, 13, 19):
+        train(path, until)
+    newest = snapshots(path)[0]
+    assert (newest.attempt, newest.step) == (3, 18)
+    if loss == "single-snapshot-copied":
+        path = tmp_path / "fork"
+        shutil.copytree(tmp_path / "run-1" / newest.name, path / newest.name)
+    else:
+        shutil.rmtree(path / "attempts")
+    starts = [(run.attempt, first) for run, first in (train(path, until) for until in (25, 31))]
+    assert starts == [(4, 18), (5, 24)]
+
+
+def test_attempts_that_begin_at_once_get_numbers_of_their_own(tmp_path: Path) -> None:
+    found = survey(Location.of(str(tmp_path / "run-1"), None, None))
+
+    def begin() -> int:
+        host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
+        try:
+            return begin_attempt(found, host, keep=2).attempt
+        finally:
+            host.leave(complete=True)
+
+    assert [begin() for _ in range(3)] == [1, 2, 3]  # all have seen the same
+    store = LocalStore(tmp_path / "run-1")
+    assert store.claimed() == 3
+    newest = store.newest_claim()
+    assert newest is not None
+    with pytest.raises(Fenced):
+        store.claim(replace(newest, token="another"))
+
+
+def test_a_tier_that_could_not_be_read_leaves_room_for_what_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "run-1"
+    train(path, 7)
+    found = replace(survey(Location.of(str(path), None, None)), durable=None, claim=None, answers=[])
+    host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
+    try:
+        assert begin_attempt(found, host, keep=2).attempt == JUMP
+    finally:
+        host.leave(complete=True)
+    assert LocalStore(path).claimed() == 1  # nothing is claimed where nothing was read
+
+
+def test_a_fresh_start_leaves_what_it_did_not_resume_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "run-1"
+    train(path, 10, keep=2)
+    before = snapshots(path)
+    assert len(before) == 2
+    train(path, 20, resume=False, keep=1)
+    assert re.search(r"starts afresh. 2 snapshots of it, the newest of step 9, stay", caplog.text)
+    train(path, 25, keep=1)
+    kept = snapshots(path)
+    assert [manifest.name for manifest in kept[1:]] == [manifest.name for manifest in before]
+    assert len({manifest.lineage for manifest in kept}) == 2
+    assert "" not in {manifest.lineage for manifest in kept}
+
+
+def test_lineage_is_inherited_by_who_resumes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "run-1"
+    train(path, 10, keep=10)
+    train(path, 20, keep=10)
+    (lineage,) = {manifest.lineage for manifest in snapshots(path)}
+    chosen = snapshots(path)[-1]
+    callback = spot(path, keep=10)
+    with pytest.raises(Stop):
+        trainer(callback, StopAt(12)).fit(Net(), data(), ckpt_path=str(path / chosen.data_path))
+    newest = snapshots(path)[0]
+    assert (newest.attempt, newest.lineage) == (3, lineage)
+    checkpoint = torch.load(path / newest.data_path, weights_only=True)
+    assert checkpoint["lightning_spot"]["lineage"] == lineage
