@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,14 +17,25 @@ from lightning.fabric.utilities.types import _PATH
 
 from lightning_spot._version import __version__
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.errors import NodeUnreachable, SettingsError, SnapshotNotFound, SpotError, TierError
+from lightning_spot.errors import (
+    NodeUnreachable,
+    SettingsError,
+    SnapshotNotFound,
+    SnapshotTooLarge,
+    SpotError,
+    TierError,
+)
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.embedded import start
-from lightning_spot.memory.host import Host, InProcessHost, run_info
+from lightning_spot.memory.host import Host, InProcessHost
+from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.stores import open_store
+from lightning_spot.run.files import folder_info
 from lightning_spot.run.location import AUTO, memory_limit_bytes
 
 logger = logging.getLogger(__name__)
+
+_NEW_NODE_S = 30.0
 
 
 class SpotCheckpointIO(TorchCheckpointIO):
@@ -75,7 +86,7 @@ class SpotCheckpointIO(TorchCheckpointIO):
         self.wait_timeout_s = wait_timeout_s
         self.flush_timeout_s = flush_timeout_s
         self.idle_timeout_s = idle_timeout_s
-        self._writers: dict[str, SnapshotWriter] = {}
+        self._writers: dict[str, FolderWriter] = {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
         """Commit ``checkpoint`` in memory and have it carried to ``path``.
@@ -95,22 +106,40 @@ class SpotCheckpointIO(TorchCheckpointIO):
         writer = self._writer(parent)
         self._raise_failures(writer, parent)
         manifest = Manifest(
-            run=_run_of(parent),
+            run=writer.info.name,
+            run_id=writer.info.id,
             name=name,
             file="",
             step=int(checkpoint.get("global_step", 0)),
             epoch=int(checkpoint.get("epoch", 0)),
-            attempt=writer.host.attempt if writer.host is not None else 1,
+            attempt=writer.info.attempt,
             nbytes=0,
             created_unix_s=time.time(),
             versions={"lightning_spot": __version__, "torch": str(torch.__version__)},
         )
         try:
-            future = writer.begin(checkpoint, manifest, wait_s=self.wait_timeout_s, destinations=[parent])
-            future.result()
-        except NodeUnreachable as error:
-            logger.warning("lightning_spot: %s; saving %s without it", error, path)
-            super().save_checkpoint(checkpoint, path)
+            self._commit(writer, checkpoint, manifest, parent)
+        except (NodeUnreachable, SnapshotTooLarge) as error:
+            logger.warning("lightning_spot: %s; saving %s past the memory of this host", error, path)
+            self._save_past_memory(writer, checkpoint, manifest, parent)
+
+    def _commit(self, writer: FolderWriter, checkpoint: dict[str, Any], manifest: Manifest, parent: str) -> None:
+        """Commit in memory; where the node is lost meanwhile, at the one that takes its slots over."""
+        for last_try in (False, True):
+            try:
+                writer.begin(checkpoint, manifest, wait_s=self.wait_timeout_s, destinations=[parent]).result()
+                return
+            except NodeUnreachable:
+                if last_try or writer.link.wait(_NEW_NODE_S) is None:
+                    raise
+
+    def _save_past_memory(
+        self, writer: FolderWriter, checkpoint: dict[str, Any], manifest: Manifest, parent: str
+    ) -> None:
+        """Save from this process, part by part, under an attempt of its own: what is still in memory is older."""
+        writer.info = replace(writer.info, attempt=writer.info.attempt + 1)
+        writer.store_past_memory(checkpoint, replace(manifest, attempt=writer.info.attempt), open_store(parent))
+        writer.link.ask(lambda host: host.open_run(writer.info), None)
 
     def load_checkpoint(self, path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint, waiting for it first if it is still on its way.
@@ -127,9 +156,9 @@ class SpotCheckpointIO(TorchCheckpointIO):
         """Remove a checkpoint from memory and from its path."""
         parent, name = _split(path)
         writer = self._writers.get(parent)
-        if writer is not None and writer.host is not None:
+        if writer is not None and (host := writer.link.wait(_NEW_NODE_S)) is not None:
             try:
-                writer.host.remove(name)
+                host.remove(name)
                 return
             except SnapshotNotFound:
                 logger.debug("%s has left memory already", path)
@@ -159,35 +188,36 @@ class SpotCheckpointIO(TorchCheckpointIO):
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _writer(self, parent: str) -> SnapshotWriter:
+    def _writer(self, parent: str) -> FolderWriter:
         if parent not in self._writers:
-            host = self._open(parent)
-            self._writers[parent] = SnapshotWriter(host, (lambda: self._open(parent)) if self.memory else None)
+            info = folder_info(parent)
+            reopen = (lambda: self._open(parent, self._writers[parent].info)) if self.memory else None
+            self._writers[parent] = FolderWriter(self._open(parent, info), info, reopen)
         return self._writers[parent]
 
-    def _open(self, parent: str) -> Host:
-        run = _run_of(parent)
+    def _open(self, parent: str, info: RunInfo) -> Host:
         host: Host
         if self.memory is not None and urlsplit(parent).scheme != "memory":
             try:
                 # One node for all folders of this process; its first folder names it.
                 host = start(
                     f"files:{os.getpid()}:{next(iter(self._writers), parent)}",
-                    run,
+                    info.text,
                     slots=self.slots,
                     memory_bytes=self.memory_bytes,
                     idle_timeout_s=self.idle_timeout_s,
                 )
-                host.open_run(run_info(run, [], 1, 0))
+                host.open_run(info)
                 return host
             except (NodeUnreachable, OSError) as error:
                 logger.warning("lightning_spot: no memory node on this host (%s); saving through this process", error)
         host = InProcessHost(slots=self.slots, memory_bytes=self.memory_bytes, open_store=open_store)
-        host.open_run(run_info(run, [], 1, 0))
+        host.open_run(info)
         return host
 
-    def _raise_failures(self, writer: SnapshotWriter, parent: str) -> None:
-        if writer.host is not None and (health := writer.host.tiers().get(parent)) and health.error:
+    def _raise_failures(self, writer: FolderWriter, parent: str) -> None:
+        tiers = writer.link.ask(lambda host: host.tiers(), None) or {}
+        if (health := tiers.get(parent)) is not None and health.error:
             raise TierError(f"an earlier checkpoint could not be written to {parent}: {health.error}", tier=parent)
 
     def _flush(self, parent: str) -> None:
@@ -195,11 +225,14 @@ class SpotCheckpointIO(TorchCheckpointIO):
         if writer is not None and (problems := self._try_flush(parent, writer)):
             raise TierError("; ".join(problems), tier=parent)
 
-    def _try_flush(self, parent: str, writer: SnapshotWriter) -> list[str]:
-        if writer.host is None:
-            return [f"{parent}: the memory node on this host has gone"]
+    def _try_flush(self, parent: str, writer: FolderWriter) -> list[str]:
+        if (host := writer.link.wait(self.flush_timeout_s)) is None:
+            return [f"{parent}: the memory node on this host is lost, and no new one came up"]
         try:
-            return writer.host.flush(self.flush_timeout_s)
+            return host.flush(self.flush_timeout_s)
+        except NodeUnreachable as error:
+            writer.link.lose(host, error)
+            return [f"{parent}: {error}"]
         except SpotError as error:
             return [f"{parent}: {error}"]
 
@@ -214,8 +247,21 @@ def _split(path: _PATH) -> tuple[str, str]:
     return folder, name
 
 
-def _run_of(parent: str) -> str:
-    return f"files-{os.getpid()}-{hashlib.sha256(parent.encode()).hexdigest()[:12]}"
+class FolderWriter(SnapshotWriter):
+    """Writes the files of one folder.
+
+    Args:
+        host: the ring.
+        info: what it was told of the folder.
+        reconnect: see :class:`SnapshotWriter`.
+
+    Attributes:
+        info: as above; its attempt fences writers of earlier processes.
+    """
+
+    def __init__(self, host: Host, info: RunInfo, reconnect: Callable[[], Host] | None) -> None:
+        super().__init__(host, reconnect)
+        self.info = info
 
 
 def _check_folder(parent: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
-from lightning_spot.errors import SettingsError, SnapshotTooLarge, TierError
+from lightning_spot.errors import SettingsError, TierError
+from lightning_spot.memory.client import NodeClient
+from lightning_spot.memory.embedded import EmbeddedHost
+from lightning_spot.memory.wire import Address
 from tests.conftest import until
 from tests.models import Net, data, trainer
 
@@ -128,10 +133,52 @@ def test_bad_arguments(tmp_path: Path) -> None:
         SpotCheckpointIO(slots=1)
     with pytest.raises(TypeError, match="storage_options"):
         SpotCheckpointIO().save_checkpoint({}, tmp_path / "x.ckpt", storage_options={})
-    plugin = SpotCheckpointIO(memory=None, memory_limit=100)
-    with pytest.raises(SnapshotTooLarge):
-        plugin.save_checkpoint({"w": torch.ones(1000)}, tmp_path / "x.ckpt")
+
+
+@pytest.mark.parametrize("memory", ["auto", None])
+def test_what_fits_no_memory_is_saved_past_it(tmp_path: Path, memory: str | None) -> None:
+    plugin = SpotCheckpointIO(memory=memory, memory_limit="4MiB")
+    path = tmp_path / "x.ckpt"
+    for step, elements in enumerate((10, 2_000_000, 10)):
+        plugin.save_checkpoint({"global_step": step, "w": torch.full((elements,), step)}, path)
     plugin.teardown()
+    assert torch.load(path, weights_only=True)["global_step"] == 2
+    assert subprocess.run(["unzip", "-tq", str(path)], capture_output=True, check=False).returncode == 0
+
+
+def test_a_dead_trainer_never_puts_an_older_file_over_a_newer_one(tmp_path: Path, runtime_dir: Path) -> None:
+    """Its node went on trying, and replaced what the next trainer had saved meanwhile."""
+    folder = tmp_path / "mine"
+    code = (
+        "import os, torch; from lightning_spot import SpotCheckpointIO\n"
+        "plugin = SpotCheckpointIO()\n"
+        f"plugin.save_checkpoint({{'global_step': 5}}, {str(folder / 'last.ckpt')!r})\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    (folder / "last.ckpt").mkdir(parents=True)  # in the way: the node of the one that dies has to try again
+    (folder / "last.ckpt" / "in-the-way").touch()
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    time.sleep(1.1)  # attempts are told apart by seconds
+    plugin = SpotCheckpointIO(memory=None)
+    shutil.rmtree(folder / "last.ckpt")
+    plugin.save_checkpoint({"global_step": 9}, folder / "last.ckpt")
+    plugin.teardown()
+    (http,) = runtime_dir.glob("*.http")  # the dead one's node, which now tries again
+    NodeClient(Address(socket_path=str(http))).call("POST", "/v1/flush", {"wait_s": 10.0})
+    assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == 9
+
+
+def test_a_node_killed_between_two_saves(tmp_path: Path) -> None:
+    plugin = SpotCheckpointIO()
+    plugin.save_checkpoint({"global_step": 1}, tmp_path / "a.ckpt")
+    (writer,) = plugin._writers.values()
+    host = writer.host
+    assert isinstance(host, EmbeddedHost)
+    os.kill(int(host.client.call("GET", "/v1/status")["pid"]), 9)
+    plugin.save_checkpoint({"global_step": 2}, tmp_path / "b.ckpt")
+    assert plugin.load_checkpoint(tmp_path / "b.ckpt")["global_step"] == 2
+    plugin.teardown()
+    assert files(tmp_path) == ["a.ckpt", "b.ckpt"]
 
 
 def test_it_goes_in_by_the_cli_class_path() -> None:

@@ -24,7 +24,7 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Claim
-from tests.conftest import RunningNode
+from tests.conftest import RunningNode, until
 from tests.models import Net, Probe, data, trainer
 from tests.test_fit import Stop, StopAt
 
@@ -81,11 +81,11 @@ def spot(path: Path, **more: Any) -> SpotCheckpoint:
     return SpotCheckpoint(str(path), **{**settings, **more})
 
 
-def train(path: Path, until: int | None = None, **more: Any) -> tuple[SpotCheckpoint, int]:
+def train(path: Path, stop: int | None = None, **more: Any) -> tuple[SpotCheckpoint, int]:
     """Train the run at ``path``; the callback, and the step it began at."""
     callback, probe = spot(path, **more), Probe()
-    run = trainer(callback, probe, *([StopAt(until)] if until is not None else []))
-    if until is not None:
+    run = trainer(callback, probe, *([StopAt(stop)] if stop is not None else []))
+    if stop is not None:
         with pytest.raises(Stop):
             run.fit(Net(), data())
     else:
@@ -152,8 +152,8 @@ def test_a_moved_directory_is_the_same_run(tmp_path: Path) -> None:
 def test_without_claims_no_restart_goes_back(tmp_path: Path, loss: str) -> None:
     """Attempts began at 1 again, below those of the snapshots: every restart went back to the same step."""
     path = tmp_path / "run-1"
-    for until in (7, 13, 19):
-        train(path, until)
+    for stop in (7, 13, 19):
+        train(path, stop)
     newest = snapshots(path)[0]
     assert (newest.attempt, newest.step) == (3, 18)
     if loss == "single-snapshot-copied":
@@ -161,7 +161,7 @@ def test_without_claims_no_restart_goes_back(tmp_path: Path, loss: str) -> None:
         shutil.copytree(tmp_path / "run-1" / newest.name, path / newest.name)
     else:
         shutil.rmtree(path / "attempts")
-    starts = [(run.attempt, first) for run, first in (train(path, until) for until in (25, 31))]
+    starts = [(run.attempt, first) for run, first in (train(path, stop) for stop in (25, 31))]
     assert starts == [(4, 18), (5, 24)]
 
 
@@ -171,7 +171,7 @@ def test_attempts_that_begin_at_once_get_numbers_of_their_own(tmp_path: Path) ->
     def begin() -> int:
         host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
         try:
-            return begin_attempt(found, host, keep=2).attempt
+            return begin_attempt(found, host, keep=2)[0].attempt
         finally:
             host.leave(complete=True)
 
@@ -184,16 +184,20 @@ def test_attempts_that_begin_at_once_get_numbers_of_their_own(tmp_path: Path) ->
         store.claim(replace(newest, token="another"))
 
 
-def test_a_tier_that_could_not_be_read_leaves_room_for_what_it_holds(tmp_path: Path) -> None:
+def test_a_tier_that_could_not_be_read_leaves_room_and_is_claimed_later(tmp_path: Path) -> None:
     path = tmp_path / "run-1"
     train(path, 7)
     found = replace(survey(Location.of(str(path), None, None)), durable=None, claim=None, answers=[])
     host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
+    info, late = begin_attempt(found, host, keep=2)
     try:
-        assert begin_attempt(found, host, keep=2).attempt == JUMP
+        assert info.attempt == JUMP
+        assert late is not None
+        assert LocalStore(path).claimed() == 1  # nothing is claimed at once where nothing could be read
+        until(lambda: LocalStore(path).claimed() == JUMP, "the claim")
     finally:
         host.leave(complete=True)
-    assert LocalStore(path).claimed() == 1  # nothing is claimed where nothing was read
+        late.close()
 
 
 def test_a_fresh_start_leaves_what_it_did_not_resume_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -90,7 +90,9 @@ class Attempt:
         self._last: LastState | None = None
         self._ended = False
         try:
-            self.info = begin_attempt(found, host, keep=settings.keep, durable_every_s=settings.durable_every_s)
+            self.info, self._late_claim = begin_attempt(
+                found, host, keep=settings.keep, durable_every_s=settings.durable_every_s
+            )
         except BaseException:
             leave(host)
             raise
@@ -181,6 +183,8 @@ class Attempt:
             return False
         finally:
             self.writer.close()
+            if self._late_claim is not None:
+                self._late_claim.close()
 
     def _write_past_memory(self, checkpoint: dict[str, Any], manifest: Manifest, error: SpotError) -> None:
         self.writer.say_once(

@@ -1,14 +1,18 @@
-"""Begins an attempt: its number lies above all that any tier has seen, and is claimed before training begins."""
+"""Begins an attempt: its number lies above all that any tier has seen, and is claimed before training begins.
+
+Where the durable tier cannot be claimed at that time, a thread goes on trying.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import secrets
+import threading
 import time
 from dataclasses import replace
 
-from lightning_spot.errors import Fenced, TierError
+from lightning_spot.errors import Fenced, SpotError, TierError
 from lightning_spot.memory.host import Host
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.stores import open_store
@@ -18,16 +22,16 @@ from lightning_spot.tiers.store import Claim, Store
 
 logger = logging.getLogger(__name__)
 
+_FIRST_RETRY_S, _LAST_RETRY_S, _CLOSE_S = 1.0, 30.0, 5.0
 _MOST_NUMBERS = 8  # others that start at the same moment each take one
 
 
 def begin_attempt(
     found: Survey, host: Host, *, keep: int, durable_every_s: float = 0.0, patience: Patience | None = None
-) -> RunInfo:
+) -> tuple[RunInfo, LateClaim | None]:
     """Take the next attempt of the run at this host's ring and at the durable tier.
 
-    The ring comes first: it refuses a second trainer of this host before that one fences the first. Where the durable
-    tier cannot be claimed now, the node does it before its first write there.
+    The ring comes first: it refuses a second trainer of this host before that one fences the first.
 
     Args:
         found: what the tiers hold; its durable tier may be unreadable, then the number leaves room for it.
@@ -35,6 +39,9 @@ def begin_attempt(
         keep: snapshots each tier keeps.
         durable_every_s: least seconds between two snapshots brought to the durable tier; 0 for as often as it can.
         patience: how often the durable tier is tried.
+
+    Returns:
+        what the tiers were told, and what goes on claiming the durable tier where it could not be claimed; close it.
 
     Raises:
         RunBusy: if a live trainer on this host writes the run.
@@ -54,11 +61,12 @@ def begin_attempt(
         pid=os.getpid(),
         host=os.uname().nodename,
     )
+    claimed = False
     for last in (False,) * (_MOST_NUMBERS - 1) + (True,):
         try:
             host.open_run(info)
             if found.durable is not None:
-                _claim(open_store(location.url), claim_of(info), patience or PATIENCE)
+                claimed = _claim(open_store(location.url), claim_of(info), patience or PATIENCE)
             break
         except Fenced as error:
             if last:
@@ -71,7 +79,7 @@ def begin_attempt(
             location.url,
             found.identity.copied_from,
         )
-    return info
+    return info, None if claimed else LateClaim(location.url, claim_of(info))
 
 
 def claim_of(info: RunInfo) -> Claim:
@@ -88,20 +96,56 @@ def claim_of(info: RunInfo) -> Claim:
     )
 
 
-def _claim(store: Store, claim: Claim, patience: Patience) -> None:
+def _claim(store: Store, claim: Claim, patience: Patience) -> bool:
+    """Claim the durable tier; whether that came to be, after a few tries."""
     pause_s = patience.first_pause_s
     for number in range(1, patience.tries + 1):
         try:
             store.claim(claim)
-            return
+            return True
         except TierError as error:
             if number == patience.tries:
                 logger.warning(
-                    "lightning_spot: attempt %d could not be claimed at %s (%s); it is claimed before the first write",
+                    "lightning_spot: attempt %d could not be claimed at %s (%s); it is tried again",
                     claim.attempt,
                     store.url,
                     error,
                 )
+                return False
+        time.sleep(pause_s)
+        pause_s *= 2
+    raise AssertionError("unreachable")
+
+
+class LateClaim:
+    """Goes on claiming a durable tier that could not be claimed when the attempt began, on a thread of its own.
+
+    Args:
+        url: of the durable tier.
+        claim: to make.
+    """
+
+    def __init__(self, url: str, claim: Claim) -> None:
+        self._url = url
+        self._claim = claim
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="spot-claim", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop trying."""
+        self._closed.set()
+        self._thread.join(_CLOSE_S)
+
+    def _work(self) -> None:
+        pause_s = _FIRST_RETRY_S
+        while not self._closed.wait(pause_s):
+            try:
+                open_store(self._url).claim(self._claim)
                 return
-            time.sleep(pause_s)
-            pause_s *= 2
+            except Fenced as error:
+                logger.warning("lightning_spot: %s", error)
+                return
+            except SpotError as error:
+                logger.debug("lightning_spot: %s cannot be claimed yet: %s", self._url, error)
+            pause_s = min(2 * pause_s, _LAST_RETRY_S)
