@@ -100,10 +100,10 @@ def mixed_closed_form(runs: int) -> list[float]:
         outcome = simulate(job, taken, failures, runs=runs)
         classes = []
         for kind, share in failures.shares.items():
-            drain_s = next(tier.drain_s for tier in tiers if tier.survives >= kind)
+            tier = next(tier for tier in tiers if tier.survives >= kind)
             restart_s = RESTART_S if kind >= Failure.MACHINE else 0.0
-            one = FailureClass(share=share, drain_s=drain_s, restore_s=RESTORE_S + drain_s, restart_s=restart_s)
-            classes.append(one)
+            one = FailureClass(share=share, drain_s=tier.drain_s, lag_s=tier.lag_s, restart_s=restart_s)
+            classes.append(replace(one, restore_s=RESTORE_S + tier.drain_s))
         exact_s = expected_total_s(job.work_s, interval_s, stall_s, failures.mtbf_s, classes)
         ratios.append(float(outcome.total_s.mean()) / exact_s)
     return ratios

@@ -79,21 +79,23 @@ def test_no_other_interval_is_much_better(stall_s: float, mtbf_s: float, near_s:
 # -- what is measured -------------------------------------------------------------------------------------------------
 
 
-def paced_by(found: dict[str, TierHealth]) -> float:
+def paced_by(durable_every_s: float = 0.0, **found: TierHealth) -> float:
     """Seconds that the measured tiers ask to have between two snapshots."""
-    return Costs(stall_s=1.0, mtbf_s=3600.0, tiers=paces_of(found)).drain_s
+    return Costs(stall_s=1.0, mtbf_s=3600.0, tiers=paces_of(found, durable_every_s)).drain_s
 
 
 def test_the_measured_pace_is_that_of_the_memory_node_while_it_works() -> None:
-    bucket = TierHealth(flushed=2, flushed_bytes=2 * 10**9, flush_s=25.0)
-    node = TierHealth(flushed=10, flushed_bytes=10**10, flush_s=17.0)
-    assert paced_by({"s3://bucket/run": bucket, "spot://node:7070": node}) == 1.7
-    assert paced_by({"s3://bucket/run": bucket, "spot://node:7070": TierHealth()}) == 0.0  # nothing is known of it yet
-    assert paced_by({"s3://bucket/run": bucket, "spot://a:1": node, "spot://b:1": TierHealth()}) == 1.7  # in reserve
-    assert paced_by({"s3://bucket/run": bucket, "spot://node:7070": replace(node, error="gone")}) == 12.5
-    assert paced_by({"s3://bucket/run": bucket}) == 12.5
-    assert paced_by({"s3://bucket/run": TierHealth()}) == 0.0
-    assert paced_by({}) == 0.0
+    bucket = TierHealth(kind="durable", flushed=2, drain_s=12.5)
+    node = TierHealth(kind="node", flushed=10, drain_s=1.7)
+    assert paced_by(bucket=bucket, node=node) == 1.7
+    assert paced_by(bucket=bucket, node=TierHealth(kind="node")) == 0.0  # nothing is known of it yet
+    assert paced_by(bucket=bucket, node=node, reserve=TierHealth(kind="node")) == 1.7
+    assert paced_by(bucket=bucket, node=replace(node, error="gone")) == 12.5
+    assert paced_by(bucket=bucket) == 12.5
+    assert paced_by(60.0, bucket=bucket) == 60.0  # more often, and nothing newer would leave the machine
+    assert paced_by(60.0, bucket=bucket, node=node) == 1.7
+    assert paced_by(bucket=TierHealth()) == 0.0
+    assert paced_by() == 0.0
 
 
 # -- the simulator against closed forms -------------------------------------------------------------------------------
@@ -148,9 +150,10 @@ def test_several_classes_of_failures(
     outcome = simulate(job, evenly(job.work_s, count), failures, runs=1000)
     classes = []
     for kind, share in failures.shares.items():
-        drain_s = next(tier.drain_s for tier in job.tiers if tier.survives >= kind)
+        tier = next(tier for tier in job.tiers if tier.survives >= kind)
         restart_s = 600.0 if kind >= Failure.MACHINE else 0.0
-        classes.append(FailureClass(share=share, drain_s=drain_s, restore_s=60.0 + drain_s, restart_s=restart_s))
+        found = FailureClass(share=share, drain_s=tier.drain_s, lag_s=tier.lag_s, restore_s=60.0 + tier.drain_s)
+        classes.append(replace(found, restart_s=restart_s))
     expected = expected_total_s(job.work_s, interval_s, stall_s, failures.mtbf_s, classes)
     assert outcome.total_s.mean() == pytest.approx(expected, rel=0.01)
 
@@ -188,11 +191,12 @@ def test_a_failure_goes_back_to_the_nearest_tier_that_outlives_it() -> None:
     taken = np.arange(10.0, 1000.0, 10.0)
     assert lost_by(job, taken, (99.0, Failure.PROCESS)) == 9  # 90 is in memory
     assert lost_by(job, taken, (99.0, Failure.MACHINE)) == 29  # begun at 10, 25, 40, 55, 70: that one is there since 85
-    assert lost_by(job, taken, (99.0, Failure.NODE)) == 49  # begun at 10 and 50: that one is there since 90
-    assert lost_by(job, taken, (89.0, Failure.NODE)) == 79
-    assert lost_by(job, taken, (49.0, Failure.NODE)) == 49  # the first one is not there yet
     without = replace(job, tiers=tiers(None, 40.0))
-    assert lost_by(without, taken, (99.0, Failure.MACHINE)) == 49
+    assert lost_by(without, taken, (99.0, Failure.MACHINE)) == 49  # begun at 10 and 50: that one is there since 90
+    assert lost_by(without, taken, (89.0, Failure.MACHINE)) == 79
+    assert lost_by(without, taken, (49.0, Failure.MACHINE)) == 49  # the first one is not there yet
+    assert lost_by(job, taken, (106.0, Failure.NODE)) == 56  # at the node first: begun at 25 and 65, there since 105
+    assert lost_by(job, taken, (104.0, Failure.NODE)) == 94
 
 
 def test_tiers_catch_up_while_machines_come_back() -> None:
@@ -201,7 +205,7 @@ def test_tiers_catch_up_while_machines_come_back() -> None:
     twice = ((99.0, Failure.MACHINE), (1.0, Failure.NODE))
     job = Job(work_s=1000.0, stall_s=0.0, tiers=tiers(15.0, 40.0), restart_s=60.0)
     assert lost_by(job, taken, *twice) == 29  # the node's snapshot at 70 became durable in those 60 s
-    assert lost_by(replace(job, restart_s=30.0), taken, *twice) == 49
+    assert lost_by(replace(job, restart_s=30.0), taken, *twice) == 89  # and not in 30 s
 
 
 @given(
@@ -246,8 +250,10 @@ def test_a_memory_node_never_makes_a_failure_take_more_at_the_pace_it_allows(
         policy = YoungDaly()
         policy.learn(Job(work_s=1.0, stall_s=stall_s, tiers=found).costs(mtbf_s))
         period_s = policy.interval_s(0)
-        nearest = {kind: next(tier.drain_s for tier in found if tier.survives >= kind) for kind in Failure}
-        return sum(share * lost_s(period_s, nearest[kind]) for kind, share in shares.items())
+        nearest = {kind: next(tier for tier in found if tier.survives >= kind) for kind in Failure}
+        return sum(
+            share * lost_s(period_s, nearest[kind].drain_s, nearest[kind].lag_s) for kind, share in shares.items()
+        )
 
     assert lost(tiers(durable_s / faster, durable_s)) <= lost(tiers(None, durable_s)) * (1 + 1e-9)
 
@@ -325,6 +331,7 @@ def test_a_job_needs_a_tier_that_outlives_everything() -> None:
 
 def test_a_tier_is_not_faster_than_the_one_before_it() -> None:
     assert [tier.drain_s for tier in tiers(30.0, 10.0)] == [0.0, 30.0, 30.0]
+    assert [tier.lag_s for tier in tiers(30.0, 10.0)] == [0.0, 0.0, 30.0]
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ class Attempt:
             leave(host)
             raise
         self.writer = SnapshotWriter(host, self._reopen if self.location.embedded else None)
-        self.safety = Safety(self.writer)
+        self.safety = Safety(self.writer, settings.durable_every_s)
 
     @property
     def number(self) -> int:

@@ -23,10 +23,12 @@ class Safety:
 
     Args:
         writer: of the snapshots.
+        durable_every_s: least seconds between two snapshots brought to the durable tier.
     """
 
-    def __init__(self, writer: SnapshotWriter) -> None:
+    def __init__(self, writer: SnapshotWriter, durable_every_s: float = 0.0) -> None:
         self._writer = writer
+        self._durable_every_s = durable_every_s
 
     def plan(self, deadline_s: float | None) -> Plan:
         """Plan an urgent snapshot of the size of the last one (any size fits if there was none).
@@ -52,7 +54,7 @@ class Safety:
 
     def paces(self) -> tuple[TierPace, ...]:
         """How fast each working tier takes snapshots, as measured."""
-        return paces_of(self._writer.link.ask(lambda host: host.tiers(), {}))
+        return paces_of(self._writer.link.ask(lambda host: host.tiers(), {}), self._durable_every_s)
 
     def bring(self, told_s: float | None, deadline_s: float, plan: Plan, hurried: Callable[[], bool]) -> str:
         """Wait until the newest snapshot is committed, and safe at one tier below.
@@ -90,23 +92,21 @@ class Safety:
         return f"{what} is committed in memory, and safe nowhere else after {time.monotonic() - started_s:.1f} s{of}"
 
 
-def paces_of(tiers: Mapping[str, TierHealth]) -> tuple[TierPace, ...]:
+def paces_of(tiers: Mapping[str, TierHealth], durable_every_s: float = 0.0) -> tuple[TierPace, ...]:
     """How fast each working tier takes snapshots; a memory node counts as fast until it has taken one.
 
     Args:
         tiers: how each is doing, by its URL.
+        durable_every_s: least seconds between two snapshots brought to the durable tier.
     """
-    working = {url: tier for url, tier in tiers.items() if not tier.error}
+    working = [tier for tier in tiers.values() if not tier.error]
     paces = [
-        TierPace(drain_s=tier.flush_s / tier.flushed, survives=_survives(url))
-        for url, tier in working.items()
+        TierPace(drain_s=tier.drain_s, survives=Failure.MACHINE)
+        if tier.kind == "node"
+        else TierPace(drain_s=max(tier.drain_s, durable_every_s), survives=Failure.NODE)
+        for tier in working
         if tier.flushed
     ]
-    nodes = any(_survives(url) == Failure.MACHINE for url in working)
-    if nodes and all(pace.survives == Failure.NODE for pace in paces):
+    if any(tier.kind == "node" for tier in working) and all(pace.survives == Failure.NODE for pace in paces):
         paces.append(TierPace(drain_s=0.0, survives=Failure.MACHINE))
     return tuple(paces)
-
-
-def _survives(url: str) -> Failure:
-    return Failure.MACHINE if url.startswith("spot://") else Failure.NODE

@@ -25,7 +25,8 @@ class TierPace:
     """How fast a tier takes snapshots, and what it outlives. It takes the newest one whenever it is free.
 
     Attributes:
-        drain_s: seconds it takes for one snapshot, at least 0. One is safe there every ``max(interval, drain_s)``.
+        drain_s: least seconds from one snapshot that it takes to the next. One is safe there every
+            ``max(interval, drain_s)``.
         survives: the worst failure that leaves its snapshots in place.
     """
 

@@ -19,29 +19,31 @@ class FailureClass:
     Attributes:
         share: of all failures.
         drain_s: seconds that the nearest tier which outlives it takes for a snapshot.
+        lag_s: from a snapshot's commit until that tier can begin with it.
         restore_s: from a restart until training goes on.
         restart_s: from the failure until machines run again.
     """
 
     share: float = 1.0
     drain_s: float = 0.0
+    lag_s: float = 0.0
     restore_s: float = 0.0
     restart_s: float = 0.0
 
 
-def lost_s(period_s: float, drain_s: float) -> float:
+def lost_s(period_s: float, drain_s: float, lag_s: float = 0.0) -> float:
     """Mean running time that a failure takes away, to first order.
 
     Half a period, and the time until a snapshot is safe; where the tier is always busy, half of that time again, since
     the newest one waits for the one under way.
     """
     waits_s = drain_s / 2 if drain_s > period_s else 0.0
-    return period_s / 2 + drain_s + waits_s
+    return period_s / 2 + lag_s + drain_s + waits_s
 
 
 def overhead(period_s: float, stall_s: float, mtbf_s: float, classes: Sequence[FailureClass]) -> float:
     """Share of the time that snapshots and failures take, to first order."""
-    return stall_s / period_s + sum(one.share * lost_s(period_s, one.drain_s) for one in classes) / mtbf_s
+    return stall_s / period_s + sum(one.share * lost_s(period_s, one.drain_s, one.lag_s) for one in classes) / mtbf_s
 
 
 def safe_snapshots(period_s: float, drain_s: float, mtbf_s: float) -> float:
@@ -75,6 +77,9 @@ def expected_total_s(
         classes: of failures; their shares sum to 1.
     """
     restored = sum(one.share * math.exp(-one.restore_s / mtbf_s) for one in classes)
-    safe = sum(one.share * safe_snapshots(interval_s + stall_s, one.drain_s, mtbf_s) for one in classes)
+    period_s = interval_s + stall_s
+    safe = sum(
+        one.share * math.exp(-one.lag_s / mtbf_s) * safe_snapshots(period_s, one.drain_s, mtbf_s) for one in classes
+    )
     attempts = work_s / interval_s / (restored * safe)
     return attempts * (mtbf_s + sum(one.share * one.restart_s for one in classes))

@@ -160,7 +160,7 @@ class _Tiers:
         self._committed = committed
         self._drain_s = np.array([tier.drain_s for tier in job.tiers])
         self._survives = np.array([[tier.survives] for tier in job.tiers])
-        self._deliveries = [Delivery(committed, tier.drain_s) for tier in job.tiers]
+        self._deliveries = [Delivery(committed + tier.lag_s, tier.drain_s) for tier in job.tiers]
         self._held = np.zeros((len(job.tiers), runs), dtype=np.int64)
 
     def fail(

@@ -22,18 +22,20 @@ class Tier:
     Attributes:
         name: for people.
         drain_s: seconds it takes for one snapshot, and to read it back, at least 0.
+        lag_s: from a snapshot's commit in the trainer's memory until the tier can begin with it, at least 0.
         survives: the worst failure that leaves its snapshots in place.
         price_per_hour: of having it, in any currency.
     """
 
     name: str
     drain_s: float = 0.0
+    lag_s: float = 0.0
     survives: Failure = Failure.NODE
     price_per_hour: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.drain_s >= 0:
-            raise SettingsError(f"a tier with drain_s={self.drain_s} cannot be simulated")
+        if not (self.drain_s >= 0 and self.lag_s >= 0):
+            raise SettingsError(f"a tier with drain_s={self.drain_s} and lag_s={self.lag_s} cannot be simulated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +84,14 @@ class Job:
 def chain(*tiers: Tier) -> tuple[Tier, ...]:
     """The memory of the job's own host and the given tiers behind it, nearest first.
 
-    Parts of a snapshot go on to the next tier as they arrive, so a tier takes as long as the slowest link up to it.
+    A tier gets a snapshot from the one before it, once it is whole there: so it is later by what that one takes, and
+    cannot get a new one more often.
     """
     linked: list[Tier] = [Tier(name="memory of the host", survives=Failure.PROCESS)]
     for tier in tiers:
-        linked.append(replace(tier, drain_s=max(tier.drain_s, linked[-1].drain_s)))
+        before = linked[-1]
+        lag_s = before.lag_s + before.drain_s
+        linked.append(replace(tier, drain_s=max(tier.drain_s, before.drain_s), lag_s=lag_s))
     return tuple(linked)
 
 

@@ -45,5 +45,5 @@ def outlook(job: Job, mtbf_s: float) -> Outlook:
         overhead=job.stall_s / interval_s,
         loss_s=lost_s(interval_s, near_s),
         total=overhead(interval_s, job.stall_s, mtbf_s, [FailureClass(drain_s=near_s)]),
-        behind_s={tier.name: lost_s(interval_s, tier.drain_s) for tier in job.tiers},
+        behind_s={tier.name: lost_s(interval_s, tier.drain_s, tier.lag_s) for tier in job.tiers},
     )
