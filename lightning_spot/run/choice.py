@@ -12,9 +12,11 @@ from typing import TypeVar
 
 from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.run import patience
+from lightning_spot.run.patience import Patience
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.sources import Source
-from lightning_spot.run.survey import PATIENCE, Patience, Survey
+from lightning_spot.run.survey import Survey
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ def check_readable(found: Survey) -> None:
 
 
 def open_newest(
-    found: Survey, use: Callable[[OpenSnapshot], T], patience: Patience | None = None
+    found: Survey, use: Callable[[OpenSnapshot], T], bounds: Patience | None = None
 ) -> tuple[OpenSnapshot, T] | None:
     """Use the newest snapshot whose checksums hold; ``None`` when the tiers were read and there is none.
 
@@ -57,7 +59,7 @@ def open_newest(
     Args:
         found: what the tiers hold.
         use: reads the snapshot; where it raises ``CorruptSnapshot`` or ``TierError``, the next one is tried.
-        patience: how often a tier that fails is tried again.
+        bounds: how often a tier that fails is tried again.
 
     Returns:
         the snapshot, closed, and what ``use`` made of it.
@@ -71,10 +73,11 @@ def open_newest(
     for what, why in found.unreadable.items():
         reasons.append(f"{what}: {why}")
         logger.warning("lightning_spot: snapshot %s is passed over: %s", what, why)
-    attempts_left = [(patience or PATIENCE).tries - 1]
+    bounds = bounds or patience.PATIENCE
+    attempts_left = [bounds.tries - 1]
     for manifest, source in found.candidates:
         try:
-            opened = _try(manifest, source, use, attempts_left, patience or PATIENCE)
+            opened = _try(manifest, source, use, attempts_left, bounds)
         except (CorruptSnapshot, SnapshotNotFound, TierError) as error:
             reasons.append(f"{manifest.name} at {source.tier}: {error}")
             logger.warning("lightning_spot: snapshot %s at %s is passed over: %s", manifest.name, source.tier, error)
@@ -91,10 +94,10 @@ def open_newest(
 
 
 def _try(
-    manifest: Manifest, source: Source, use: Callable[[OpenSnapshot], T], tries_left: list[int], patience: Patience
+    manifest: Manifest, source: Source, use: Callable[[OpenSnapshot], T], tries_left: list[int], bounds: Patience
 ) -> tuple[OpenSnapshot, T]:
     """Open and use one snapshot; a tier that fails is tried again a few times in all, before an older one is taken."""
-    pause_s = patience.first_pause_s
+    pause_s = bounds.first_pause_s
     while True:
         try:
             snapshot = source.open(manifest)

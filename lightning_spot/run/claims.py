@@ -16,8 +16,10 @@ from lightning_spot.errors import Fenced, SpotError, TierError
 from lightning_spot.memory.host import Host
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.stores import open_store
+from lightning_spot.run import patience
 from lightning_spot.run.identity import next_attempt
-from lightning_spot.run.survey import PATIENCE, Patience, Survey
+from lightning_spot.run.patience import Patience
+from lightning_spot.run.survey import Survey
 from lightning_spot.tiers.store import Claim, Store
 
 logger = logging.getLogger(__name__)
@@ -27,7 +29,7 @@ _MOST_NUMBERS = 8  # others that start at the same moment each take one
 
 
 def begin_attempt(
-    found: Survey, host: Host, *, keep: int, durable_every_s: float = 0.0, patience: Patience | None = None
+    found: Survey, host: Host, *, keep: int, durable_every_s: float = 0.0, bounds: Patience | None = None
 ) -> tuple[RunInfo, LateClaim | None]:
     """Take the next attempt of the run at this host's ring and at the durable tier.
 
@@ -38,7 +40,7 @@ def begin_attempt(
         host: ring on this host.
         keep: snapshots each tier keeps.
         durable_every_s: least seconds between two snapshots brought to the durable tier; 0 for as often as it can.
-        patience: how often the durable tier is tried.
+        bounds: how often the durable tier is tried.
 
     Returns:
         what the tiers were told, and what goes on claiming the durable tier where it could not be claimed; close it.
@@ -66,7 +68,7 @@ def begin_attempt(
         try:
             host.open_run(info)
             if found.durable is not None:
-                claimed = _claim(open_store(location.url), claim_of(info), patience or PATIENCE)
+                claimed = _claim(open_store(location.url), claim_of(info), bounds or patience.PATIENCE)
             break
         except Fenced as error:
             if last:
@@ -96,15 +98,15 @@ def claim_of(info: RunInfo) -> Claim:
     )
 
 
-def _claim(store: Store, claim: Claim, patience: Patience) -> bool:
+def _claim(store: Store, claim: Claim, bounds: Patience) -> bool:
     """Claim the durable tier; whether that came to be, after a few tries."""
-    pause_s = patience.first_pause_s
-    for number in range(1, patience.tries + 1):
+    pause_s = bounds.first_pause_s
+    for number in range(1, bounds.tries + 1):
         try:
             store.claim(claim)
             return True
         except TierError as error:
-            if number == patience.tries:
+            if number == bounds.tries:
                 logger.warning(
                     "lightning_spot: attempt %d could not be claimed at %s (%s); it is tried again",
                     claim.attempt,

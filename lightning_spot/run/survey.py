@@ -19,33 +19,15 @@ from lightning_spot.memory.client import NodeClient
 from lightning_spot.memory.embedded import attach
 from lightning_spot.memory.stores import open_store
 from lightning_spot.memory.wire import parse_spot_url
+from lightning_spot.run import patience
 from lightning_spot.run.identity import Identity, NodeRun, identify, runs_of
 from lightning_spot.run.location import Location
+from lightning_spot.run.patience import Patience
 from lightning_spot.run.sources import DURABLE, MEMORY, MemorySource, Source, StoreSource
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Claim, Holdings
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Patience:
-    """How long tiers are asked.
-
-    Attributes:
-        tries: how often the durable tier is asked before it counts as unreadable, at least 1.
-        first_pause_s: between the first two tries; it doubles.
-        no_more_tries_after_s: no try begins later than this.
-        answer_s: how long all answers together are waited for.
-    """
-
-    tries: int = 3
-    first_pause_s: float = 2.0
-    no_more_tries_after_s: float = 20.0
-    answer_s: float = 60.0
-
-
-PATIENCE = Patience()
 
 
 @dataclass(slots=True)
@@ -102,15 +84,15 @@ def _misses_the_newest(held: Holdings) -> bool:
     return any((snapshot_order(name) or nothing) > best for name in held.unreadable)
 
 
-def survey(location: Location, patience: Patience | None = None) -> Survey:
+def survey(location: Location, bounds: Patience | None = None) -> Survey:
     """Ask every tier of a location what it holds. Takes no longer than the slowest of them, within bounds."""
-    patience = patience or PATIENCE
+    bounds = bounds or patience.PATIENCE
     store = open_store(location.url)
     asked: dict[str, Callable[[], Any]] = {node: lambda node=node: _node_runs(node) for node in location.nodes}  # type: ignore[misc]
     if location.embedded:
         asked[MEMORY] = lambda: _embedded_runs(location)
-    asked[DURABLE] = lambda: _Durable.ask(store, patience)
-    answers, problems = ask_all(asked, patience.answer_s)
+    asked[DURABLE] = lambda: _Durable.ask(store, bounds)
+    answers, problems = ask_all(asked, bounds.answer_s)
     durable: _Durable | None = answers.pop(DURABLE, None)
     listed = {tier: answers[tier] for tier in (MEMORY, *location.nodes) if tier in answers}
     identity = identify(
@@ -121,7 +103,7 @@ def survey(location: Location, patience: Patience | None = None) -> Survey:
     )
     runs = {tier: found[0] for tier, all_runs in listed.items() if (found := runs_of(identity.run_id, all_runs))}
     sources = {tier: _node_source(location, tier, run) for tier, run in runs.items()}
-    holdings, more_problems = ask_all({tier: source.survey for tier, source in sources.items()}, patience.answer_s)
+    holdings, more_problems = ask_all({tier: source.survey for tier, source in sources.items()}, bounds.answer_s)
     found_at: list[tuple[Source, Holdings]] = [(sources[tier], holdings[tier]) for tier in sources if tier in holdings]
     if durable is not None:
         found_at.append((StoreSource(store, DURABLE), durable.holdings))
@@ -145,11 +127,11 @@ class _Durable:
     inode: int
 
     @classmethod
-    def ask(cls, store: Any, patience: Patience) -> _Durable:
+    def ask(cls, store: Any, bounds: Patience) -> _Durable:
         """Ask, again and again within the bounds, until all of it could be read."""
-        begun_s, pause_s = time.monotonic(), patience.first_pause_s
-        for number in range(1, patience.tries + 1):
-            last = number == patience.tries or time.monotonic() - begun_s + pause_s > patience.no_more_tries_after_s
+        begun_s, pause_s = time.monotonic(), bounds.first_pause_s
+        for number in range(1, bounds.tries + 1):
+            last = number == bounds.tries or time.monotonic() - begun_s + pause_s > bounds.no_more_tries_after_s
             try:
                 told = cls._once(store)
             except TierError as error:

@@ -1,0 +1,258 @@
+"""A resume that cannot read is no fresh start. The oracle is outside: what was durable, and where training began.
+
+Whatever is broken: either training goes on from the newest snapshot that can be read, or ``fit`` ends with one clear
+error that names the way on; and nothing that was there is deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.callbacks.auto_resume import AutoResume
+from lightning_spot.errors import CorruptSnapshot, SpotError, TierError
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.run import patience
+from lightning_spot.run.choice import open_newest
+from lightning_spot.run.location import Location
+from lightning_spot.run.patience import Patience
+from lightning_spot.run.reading import OpenSnapshot
+from lightning_spot.run.survey import survey
+from lightning_spot.tiers.local import LocalStore
+from tests import faulty
+from tests.faulty import Plan
+from tests.models import Net, Probe, data, trainer
+from tests.test_fit import Stop, StopAt
+
+EIO = Path("/proc/self/mem")  # reading its first byte fails with EIO, also for root
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was interrupted after step 9: snapshots of steps 3, 6 and 9."""
+    path = tmp_path_factory.mktemp("trained") / "run-1"
+    callback = SpotCheckpoint(str(path), interval=EverySteps(3), memory=None, on_full="wait", keep=3, notices=None)
+    with pytest.raises(Stop):
+        trainer(callback, StopAt(10)).fit(Net(), data())
+    assert [manifest.step for manifest in LocalStore(path).survey().manifests] == [9, 6, 3]
+    return path
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of it; tiers are asked again at once."""
+    monkeypatch.setattr(patience, "PATIENCE", Patience(tries=3, first_pause_s=0.05))
+    shutil.copytree(trained, tmp_path / "run-1", symlinks=True)
+    yield tmp_path / "run-1"
+    faulty.use(Plan())
+
+
+def begins(url: str | Path, **more: Any) -> int | type[SpotError]:
+    """The step at which ``fit`` begins to train, or the kind of error it ends with. Its own snapshots are few."""
+    settings: dict[str, Any] = {"interval": EverySteps(100), "memory": None, "notices": None, "keep": 1}
+    callback, probe = SpotCheckpoint(str(url), **{**settings, "run": "run-1", **more}), Probe()
+    try:
+        trainer(callback, probe, StopAt(11)).fit(Net(), data())
+    except Stop:
+        return min(probe.states)
+    except SpotError as error:
+        return type(error) if "resume=False" in str(error) else SpotError
+    raise AssertionError("training did not stop")
+
+
+def names(path: Path) -> list[str]:
+    return sorted(str(file.relative_to(path)) for file in path.glob("step-*/*"))
+
+
+def step_9(run: Path) -> Path:
+    (folder,) = run.glob("step-000000009-*")
+    return folder
+
+
+def fail_to_read(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(EIO)
+
+
+def of_a_newer_format(path: Path) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "manifest-eio": ("manifest.json", fail_to_read),
+    "manifest-newer-format": ("manifest.json", of_a_newer_format),
+    "manifest-cut": ("manifest.json", lambda path: os.truncate(path, 100)),
+    "manifest-names-a-petabyte": (
+        "manifest.json",
+        lambda path: path.write_text(json.dumps({**json.loads(path.read_text()), "nbytes": 10**15, "part_bytes": 1})),
+    ),
+    "data-eio": ("model.ckpt", fail_to_read),
+    "data-cut": ("model.ckpt", lambda path: os.truncate(path, 1000)),
+    "data-flipped": ("model.ckpt", flip),
+    "data-gone": ("model.ckpt", lambda path: path.unlink()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_one_bad_snapshot_is_passed_over_with_its_reason(
+    run: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, act = DAMAGE[damage]
+    act(step_9(run) / file)
+    before = names(run)
+    assert begins(run) == 6
+    assert f"{step_9(run).name} at durable" in caplog.text
+    assert "is passed over" in caplog.text
+    assert set(before) <= set(names(run))
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_when_all_are_bad_there_is_one_clear_error(run: Path, damage: str) -> None:
+    file, act = DAMAGE[damage]
+    for folder in run.glob("step-*"):
+        act(folder / file)
+    before = names(run)
+    assert begins(run) is CorruptSnapshot
+    assert names(run) == before
+    assert begins(run, resume=False, interval=EverySteps(4)) == 0
+    assert LocalStore(run).survey().manifests[0].step == 8
+    assert set(before) <= set(names(run))  # and a fresh start deletes none of them
+
+
+def loop(path: Path) -> None:
+    """A directory that cannot be listed, also by root."""
+    path.rename(path.with_name(path.name + "-aside"))
+    path.symlink_to(path)
+
+
+def test_claims_that_cannot_be_read_are_an_error(run: Path) -> None:
+    before = names(run)
+    fail_to_read(next((run / "attempts").glob("attempt-0001.json")))
+    assert begins(run) is TierError
+    shutil.rmtree(run / "attempts")
+    loop_at = run / "attempts"
+    loop_at.symlink_to(loop_at)
+    assert begins(run) is TierError
+    assert names(run) == before
+
+
+def test_claims_that_are_damaged_do_not_keep_from_resuming(run: Path) -> None:
+    (run / "attempts" / "attempt-0001.json").write_text("{")
+    assert begins(run) == 9
+
+
+def test_a_linked_directory_and_one_with_special_characters(run: Path) -> None:
+    link = run.parent / "link"
+    link.symlink_to(run)
+    assert begins(link) == 9
+    special = run.parent / "a[1]*?{b} c#d%41"
+    run.rename(special)
+    assert begins(special) >= 9
+
+
+@pytest.mark.parametrize(("scheme", "kind"), [("faulty", "EIO"), ("faulty", "EACCES"), ("faulty-objects", "ESTALE")])
+@pytest.mark.parametrize("only", [("ls",), ("cat_file",), ()], ids=["listing", "reading", "everything"])
+def test_a_tier_that_cannot_be_read_is_an_error_and_then_goes_on(
+    run: Path, scheme: str, kind: str, only: tuple[str, ...]
+) -> None:
+    before = names(run)
+    faulty.use(Plan(kind=kind, span=0, only=only))
+    assert begins(f"{scheme}://{run}") in (TierError, CorruptSnapshot)
+    faulty.use(Plan())
+    assert names(run) == before
+    assert begins(f"{scheme}://{run}") == 9
+
+
+@pytest.mark.parametrize("span", [1, 5, 9, 30])
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_tier_that_is_dead_for_some_calls_costs_no_step(run: Path, at: int, span: int) -> None:
+    """It is asked again; or it is an error, and the next start goes on from the newest."""
+    before = names(run)
+    faulty.use(Plan(kind="EIO", at=at, span=span, only=("ls", "cat_file", "info")))
+    first = begins(f"faulty://{run}")
+    faulty.use(Plan())
+    assert first in (9, TierError, CorruptSnapshot)
+    assert begins(f"faulty://{run}") in (9, 10)
+    assert set(before) <= set(names(run)) | {name for name in before if "000000003" in name or "000000006" in name}
+
+
+def test_a_memory_node_that_does_not_answer(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"memory": "spot://127.0.0.1:9", "flush_timeout_s": 0.5}
+    assert begins(run, **settings) == 9  # the durable tier has answered, and has something
+    assert "spot://127.0.0.1:9 does not answer" in caplog.text
+    for folder in run.glob("step-*"):
+        shutil.rmtree(folder)
+    assert begins(run, **settings) is TierError
+
+
+def test_auto_resume_alone_raises_as_well(run: Path) -> None:
+    loop(run)
+    with pytest.raises(SpotError, match="resume=False"):
+        trainer(AutoResume(str(run), memory=None)).fit(Net(), data())
+
+
+@pytest.mark.parametrize("what", ["cut", "flip", "eio"])
+def test_a_file_that_goes_bad_between_its_check_and_its_use_falls_back(
+    run: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Torch reads through a reader that checks each part as it is read: no SIGBUS, and no other bytes."""
+
+    def use(snapshot: OpenSnapshot) -> int:
+        path = Path(os.readlink(f"/proc/self/fd/{snapshot.fd}"))
+        if snapshot.manifest.step == 9:
+            if what == "cut":
+                os.truncate(path, snapshot.manifest.nbytes // 2)
+            elif what == "flip":
+                with open(path, "r+b") as file:
+                    file.seek(snapshot.manifest.nbytes // 2)
+                    byte = file.read(1)
+                    file.seek(snapshot.manifest.nbytes // 2)
+                    file.write(bytes([byte[0] ^ 1]))
+            else:
+                fd = os.open(EIO, os.O_RDONLY)
+                os.dup2(fd, snapshot.fd)
+                os.close(fd)
+        with snapshot.reader() as reader:
+            try:
+                return int(torch.load(reader.as_file(), weights_only=True)["global_step"])
+            except Exception:
+                if reader.problem is not None:
+                    raise reader.problem from None
+                raise
+
+    opened = open_newest(survey(Location.of(str(run), None, None)), use)
+    assert opened is not None
+    assert opened[1] == 6
+    assert f"{step_9(run).name} at durable is passed over" in caplog.text
+
+
+def test_the_reader_gives_the_very_bytes(run: Path) -> None:
+    def use(snapshot: OpenSnapshot) -> bool:
+        content = (run / snapshot.manifest.data_path).read_bytes()
+        small = Manifest.from_dict({**json.loads(snapshot.manifest.to_json()), "part_bytes": 1000, "checksums": []})
+        small = small.sealed(memoryview(content))
+        with OpenSnapshot(small, "durable", "x", snapshot.fd).reader() as reader:
+            for start, count in ((0, 5), (995, 10), (999, 1), (1000, 1000), (1500, 5000), (len(content) - 3, 10)):
+                reader.seek(start)
+                assert reader.read(count) == content[start : start + count]
+            reader.seek(0)
+            assert reader.read() == content
+            reader.seek(-22, os.SEEK_END)
+            assert reader.read() == content[-22:]
+        return True
+
+    assert open_newest(survey(Location.of(str(run), None, None)), use) is not None
