@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterable, Iterator
 
 from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES
-from lightning_spot.errors import NodeUnreachable
+from lightning_spot.errors import NodeUnreachable, SpotError
 from lightning_spot.memory.wire import (
     DIGEST_BYTES,
     FRAME,
@@ -58,11 +58,10 @@ class PartStream:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.sendall(("\r\n".join(lines) + "\r\n\r\n").encode())
             self._expect_upgrade()
-        except OSError as error:
+        except BaseException as error:
             self.close()
-            raise self._unreachable(error) from error
-        except BaseException:
-            self.close()
+            if isinstance(error, OSError) and not isinstance(error, SpotError):
+                raise self._unreachable(error) from error
             raise
 
     def send(self, parts: Iterable[tuple[int, memoryview]]) -> Iterator[tuple[int, str]]:

@@ -1,0 +1,171 @@
+"""The client of a node: its calls end in time, its connections stay its own, and nothing is asked twice by accident."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_spot.config import PROTOCOL_VERSION
+from lightning_spot.errors import NodeUnreachable, SnapshotNotFound, SpotError
+from lightning_spot.memory.client import NodeClient
+from lightning_spot.memory.wire import PROTOCOL_HEADER, Address, parse_spot_url
+from tests.conftest import RunningNode
+
+StartNode = Callable[..., RunningNode]
+GOOD = f"HTTP/1.1 200 OK\r\n{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\nContent-Length: 2\r\n\r\n{{}}".encode()
+
+
+class Peer:
+    """A server that answers as it is told, connection by connection, request by request.
+
+    Args:
+        answers: for each connection, what to answer to each of its requests; then it hangs up.
+        pause_s: between two bytes.
+    """
+
+    def __init__(self, *answers: list[bytes], pause_s: float = 0.0) -> None:
+        self.requests: list[bytes] = []
+        self._answers = answers
+        self._pause_s = pause_s
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = Address("127.0.0.1", self._socket.getsockname()[1])
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _serve(self) -> None:
+        for answers in self._answers:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with connection:
+                for answer in [*answers, b""]:
+                    if not (request := connection.recv(65536)):
+                        break
+                    self.requests.append(request.split(b" ")[0])
+                    self._send(connection, answer)
+
+    def _send(self, connection: socket.socket, answer: bytes) -> None:
+        try:
+            for place in range(0, len(answer), 1 if self._pause_s else len(answer) or 1):
+                connection.sendall(answer[place : place + (1 if self._pause_s else len(answer))])
+                time.sleep(self._pause_s)
+        except OSError:
+            return  # the client gave up
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Peer]]:
+    peers: list[Peer] = []
+
+    def make(*answers: list[bytes], pause_s: float = 0.0) -> Peer:
+        peers.append(Peer(*answers, pause_s=pause_s))
+        return peers[-1]
+
+    yield make
+    for peer in peers:
+        peer.close()
+
+
+@pytest.mark.parametrize(("method", "times"), [("POST", 1), ("GET", 2), ("DELETE", 2)])
+def test_only_harmless_requests_are_sent_twice(serve: Callable[..., Peer], method: str, times: int) -> None:
+    peer = serve([GOOD], [GOOD])  # hangs up at the second request of the first connection
+    client = NodeClient(peer.address)
+    client.call("GET", "/")
+    if times == 1:
+        with pytest.raises(NodeUnreachable):
+            client.call(method, "/")
+    else:
+        client.call(method, "/")
+    assert peer.requests[1:] == [method.encode()] * times
+    client.close()
+
+
+def test_a_connection_that_the_node_closed_meanwhile_is_not_used(serve: Callable[..., Peer]) -> None:
+    peer = serve([GOOD], [GOOD])
+    client = NodeClient(peer.address)
+    client.call("GET", "/")
+    client._pool._idle[0].sock.shutdown(socket.SHUT_WR)  # the peer sees the end and closes
+    time.sleep(0.2)
+    client.call("POST", "/")
+    client.close()
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_peer_that_drips_cannot_hold_a_call(serve: Callable[..., Peer], method: str) -> None:
+    peer = serve([GOOD + b" " * 1000], [GOOD], pause_s=0.2)
+    began_s = time.monotonic()
+    with pytest.raises(NodeUnreachable):
+        NodeClient(peer.address).call(method, "/", timeout_s=0.8)
+    assert time.monotonic() - began_s < 2.0
+
+
+def test_an_answer_that_is_damaged_or_no_json_is_an_error(serve: Callable[..., Peer]) -> None:
+    damaged = GOOD.replace(b"\r\n\r\n", b"\r\nSpot-Digest: 00\r\n\r\n")
+    for answer in (damaged, GOOD.replace(b"{}", b"[}"), b"garbage\r\n\r\n", GOOD[:-1]):
+        peer = serve([answer])
+        with pytest.raises(NodeUnreachable):
+            NodeClient(peer.address).call("GET", "/", timeout_s=5.0)
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_nothing_leaks(start_node: StartNode) -> None:
+    address = parse_spot_url(start_node().url)[0]
+    client = NodeClient(address)
+    gc.collect()
+    gc.disable()
+    try:
+        before = descriptors()
+        for _ in range(20):
+            with pytest.raises(SnapshotNotFound):
+                client.stream("none")
+            with pytest.raises(SpotError):
+                client.call("DELETE", "/v1/files/run/none")
+        threads = [threading.Thread(target=client.call, args=("GET", "/healthz")) for _ in range(30)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        client.close()
+        assert descriptors() == before
+    finally:
+        gc.enable()
+
+
+def test_a_fork_shares_no_connection(start_node: StartNode) -> None:
+    client = NodeClient(parse_spot_url(start_node().url)[0])
+    client.call("GET", "/v1/status")
+    pid = os.fork()
+    try:
+        for _ in range(50):
+            assert client.call("GET", "/v1/status")["protocol"] == PROTOCOL_VERSION
+            assert client.call("GET", "/v1/runs") == {"runs": []}
+    except BaseException:
+        if pid == 0:
+            os._exit(1)
+        raise
+    if pid == 0:
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_closing_ends_a_call_under_way(serve: Callable[..., Peer]) -> None:
+    peer = serve([b" "], pause_s=30.0)
+    client = NodeClient(peer.address)
+    threading.Timer(0.3, client.close).start()
+    began_s = time.monotonic()
+    with pytest.raises(NodeUnreachable):
+        client.call("GET", "/", timeout_s=20.0)
+    assert time.monotonic() - began_s < 5.0
