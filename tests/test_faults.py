@@ -5,10 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-import socket
 import subprocess
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from lightning_spot.memory.remote import NodeStore
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, until
 from tests.models import Net, Probe, data, trainer
+from tests.proxy import Proxy
 from tests.test_fit import Stop, StopAt, check_all
 
 MIB = 2**20
@@ -110,57 +108,6 @@ def test_no_shm_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     callback = SpotCheckpoint(str(tmp_path / "run-1"), interval=EverySteps(3), keep=1000, on_full="wait")
     trainer(callback, probe).fit(Net(), data())
     check_all(tmp_path, probe)
-
-
-class Proxy:
-    """A TCP proxy on loopback that delays, cuts or corrupts what goes to the node."""
-
-    def __init__(self, target: str, seed: int) -> None:
-        host, _, port = target.removeprefix("spot://").partition(":")
-        self._target = (host, int(port))
-        self._random = random.Random(seed)
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"spot://127.0.0.1:{self._socket.getsockname()[1]}"
-        self.delay_s = 0.0
-        self.cut_after: int | None = None  # bytes of a connection
-        self.corruptions = 0  # how many more chunks to damage
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._socket.accept()
-                far = socket.create_connection(self._target)
-            except OSError:
-                return
-            threading.Thread(target=self._pump, args=(near, far, True), daemon=True).start()
-            threading.Thread(target=self._pump, args=(far, near, False), daemon=True).start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket, towards_node: bool) -> None:
-        moved = 0
-        try:
-            while chunk := source.recv(65536):
-                time.sleep(self.delay_s)
-                moved += len(chunk)
-                if towards_node and self.cut_after is not None and moved > self.cut_after:
-                    break
-                if towards_node and self.corruptions and len(chunk) > 4000:
-                    self.corruptions -= 1
-                    place = self._random.randrange(2000, len(chunk))
-                    chunk = chunk[:place] + bytes([chunk[place] ^ 0x10]) + chunk[place + 1 :]
-                sink.sendall(chunk)
-        except OSError:
-            pass  # the other end closed first
-        for end in (source, sink):
-            try:
-                end.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue
-            finally:
-                end.close()
 
 
 @pytest.fixture

@@ -19,9 +19,11 @@ from lightning_spot.memory.wire import (
     DIGEST_HEADER,
     LONGEST_DIGESTED_BYTES,
     PROTOCOL_HEADER,
+    TARGET_HEADER,
     WANT_DIGEST_HEADER,
     Address,
     error_from_body,
+    target_of,
 )
 
 REPLY_TIMEOUT_S = 60.0
@@ -156,6 +158,8 @@ class NodeClient:
                 place += count
                 progress()
             response.read()
+            if not response.getheader("Content-Range", "").startswith(f"bytes {start}-{start + len(into) - 1}/"):
+                raise ConnectionError("another range came than was asked for")
             if etag is not None and response.getheader(DIGEST_HEADER) != checksum(into):
                 raise ConnectionError("what came was damaged on its way")
 
@@ -216,6 +220,7 @@ class NodeClient:
 
         headers = {
             PROTOCOL_HEADER: str(PROTOCOL_VERSION),
+            TARGET_HEADER: target_of(request.method, request.path),
             "Content-Length": str(request.nbytes),
             **({"Authorization": f"Bearer {self._token}"} if self._token else {}),
             **request.headers,

@@ -11,10 +11,12 @@ from lightning_spot.memory.wire import (
     DIGEST_BYTES,
     FRAME,
     PROTOCOL_HEADER,
+    TARGET_HEADER,
     UPGRADE,
     Address,
     error_from_body,
     fill,
+    target_of,
 )
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -38,12 +40,14 @@ class PartStream:
 
     def __init__(self, address: Address, token: str | None, upload: str) -> None:
         self._name = str(address)
+        path = f"/v1/uploads/{upload}/stream"
         lines = [
-            f"POST /v1/uploads/{upload}/stream HTTP/1.1",
+            f"POST {path} HTTP/1.1",
             f"Host: {address.host}:{address.port}",
             "Connection: Upgrade",
             f"Upgrade: {UPGRADE}",
             f"{PROTOCOL_HEADER}: {PROTOCOL_VERSION}",
+            f"{TARGET_HEADER}: {target_of('POST', path)}",
             "Content-Length: 0",
             *([f"Authorization: Bearer {token}"] if token else []),
         ]

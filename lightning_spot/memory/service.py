@@ -61,7 +61,15 @@ from lightning_spot.memory.part_receiver import receive_parts
 from lightning_spot.memory.readiness import not_ready
 from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.memory.uploads import Upload
-from lightning_spot.memory.wire import DIGEST_HEADER, PROTOCOL_HEADER, UPGRADE, error_body, error_status
+from lightning_spot.memory.wire import (
+    DIGEST_HEADER,
+    PROTOCOL_HEADER,
+    TARGET_HEADER,
+    UPGRADE,
+    error_body,
+    error_status,
+    target_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +157,7 @@ class Service:
                 self.last_request_s = time.monotonic()
                 self._check_token(request)
                 _check_protocol(request)
+                _check_target(request)
             response = await handler(request)
         except SpotError as error:
             status = error.status if isinstance(error, NodeRefused) and error.status else error_status(error)
@@ -352,6 +361,12 @@ def _check_protocol(request: web.Request) -> None:
             f"this node speaks protocol {PROTOCOL_VERSION}, the client {spoken[:16]}: install the same version of"
             " lightning_spot on both hosts"
         )
+
+
+def _check_target(request: web.Request) -> None:
+    target = target_of(request.method, request.path)
+    if request.headers.get(TARGET_HEADER, target) != target:
+        raise NodeRefused("the request was damaged on its way", status=400)
 
 
 def _same_host(request: web.Request) -> bool:

@@ -14,14 +14,18 @@ import struct
 import time
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from lightning_spot import errors
 from lightning_spot.errors import SettingsError, SpotError, TierError
+from lightning_spot.image.parts import checksum
 
 PROTOCOL_HEADER = "Spot-Protocol"
 DIGEST_HEADER = "Spot-Digest"
 """xxh3-128 of a JSON body, a written file or a range that is read: neither TCP nor HTTP notices every flipped bit."""
+
+TARGET_HEADER = "Spot-Target"
+"""Checksum of a request's method and path: a flipped bit there must not read, write or delete something else."""
 
 WANT_DIGEST_HEADER = "Want-Spot-Digest"
 """Asks for it where a range is read of at most so many bytes:"""
@@ -118,6 +122,11 @@ def error_from_body(status: int, body: bytes, tier: str) -> SpotError:
         return kind(message, **{name: value for name, value in facts.items() if name in _FIELDS})
     except TypeError:
         return errors.NodeRefused(message, tier=tier, status=status)
+
+
+def target_of(method: str, path: str) -> str:
+    """Value of :data:`TARGET_HEADER` for a method and a path that may be quoted."""
+    return checksum(f"{method} {unquote(path)}".encode())
 
 
 def fill(connection: socket.socket, target: memoryview, within_s: float, *, at_boundary: bool = False) -> bool:

@@ -1,0 +1,115 @@
+"""A TCP proxy on loopback that delays, cuts or corrupts what goes to a node: all of it, or one chosen message."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import socket
+import threading
+import time
+
+KINDS = ("cut before", "cut within", "cut after", "delay", "corrupt")
+"""What may happen to a message: never sent, half sent, sent but its answer lost, late, one bit flipped."""
+
+
+class Proxy:
+    """Stands before a node.
+
+    Args:
+        target: its ``spot://`` URL.
+        seed: of what is random.
+
+    Attributes:
+        url: where to connect instead.
+        delay_s: of every message.
+        cut_after: bytes of a connection towards the node after which it is cut.
+        corruptions: how many more large messages to damage.
+    """
+
+    def __init__(self, target: str, seed: int) -> None:
+        host, _, port = target.removeprefix("spot://").partition(":")
+        self._target = (host, int(port))
+        self._random = random.Random(seed)
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._messages = itertools.count(1)
+        self._strike = (0, "")
+        self.url = f"spot://127.0.0.1:{self._socket.getsockname()[1]}"
+        self.delay_s = 0.0
+        self.cut_after: int | None = None
+        self.corruptions = 0
+        self.struck = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def strike(self, number: int, kind: str) -> None:
+        """From now on count messages towards the node, and do ``kind`` to that ``number``, from 1."""
+        self._messages, self._strike, self.struck = itertools.count(1), (number, kind), False
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._socket.accept()
+                far = socket.create_connection(self._target)
+            except OSError:
+                return
+            mute = threading.Event()
+            threading.Thread(target=self._pump, args=(near, far, True, mute), daemon=True).start()
+            threading.Thread(target=self._pump, args=(far, near, False, mute), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, towards_node: bool, mute: threading.Event) -> None:
+        moved = 0
+        try:
+            while chunk := source.recv(65536):
+                time.sleep(self.delay_s)
+                moved += len(chunk)
+                if towards_node:
+                    if self.cut_after is not None and moved > self.cut_after:
+                        break
+                    chunk, goes_on = self._treat(chunk, mute)
+                    sink.sendall(chunk)
+                    if not goes_on:
+                        break
+                elif mute.is_set():
+                    break
+                else:
+                    sink.sendall(chunk)
+        except OSError:
+            pass  # the other end closed first
+        for end in (source, sink):
+            try:
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+            finally:
+                end.close()
+
+    def _treat(self, chunk: bytes, mute: threading.Event) -> tuple[bytes, bool]:
+        """What becomes of a message, and whether its connection goes on."""
+        if self.corruptions and len(chunk) > 4000:
+            self.corruptions -= 1
+            return self._flip(chunk, 2000), True
+        number, kind = self._strike
+        if next(self._messages) != number:
+            return chunk, True
+        self.struck = True
+        if kind == "cut before":
+            return b"", False
+        if kind == "cut within":
+            return chunk[: len(chunk) // 2], False
+        if kind == "cut after":
+            mute.set()
+        elif kind == "delay":
+            time.sleep(0.3)
+        elif kind == "corrupt":
+            return self._flip(chunk, 0), True
+        return chunk, True
+
+    def _flip(self, chunk: bytes, start: int) -> bytes:
+        # Another length would only make both ends wait for what never comes.
+        spared = [range(*match.span()) for match in re.finditer(rb"Content-Length: \d+", chunk)]
+        while any((place := self._random.randrange(start, len(chunk))) in span for span in [range(0), *spared]):
+            continue
+        return chunk[:place] + bytes([chunk[place] ^ 0x10]) + chunk[place + 1 :]

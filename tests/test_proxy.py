@@ -1,0 +1,133 @@
+"""Every message to a node is lost, cut, delayed or damaged once: what was told is true, and nothing is left."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from lightning_spot.errors import SpotError
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory.client import NodeClient
+from lightning_spot.memory.filesystem import SpotFileSystem
+from lightning_spot.memory.remote import NodeStore
+from lightning_spot.memory.wire import parse_spot_url
+from tests.conftest import RunningNode, until
+from tests.proxy import KINDS, Proxy
+
+NBYTES, PART_BYTES = 20_000, 6_000
+SAFE = Manifest(run="safe", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=NBYTES, part_bytes=PART_BYTES)
+
+
+def image_of(step: int) -> memoryview:
+    return memoryview(random.Random(step).randbytes(NBYTES))
+
+
+class Case:
+    """A client of a node behind a proxy, and one that asks the node directly afterwards."""
+
+    def __init__(self, node: RunningNode, proxy: Proxy) -> None:
+        self.proxy = proxy
+        self.client = NodeClient(parse_spot_url(node.url)[0])
+        self.store = NodeStore(f"{node.url}/run")
+        self.files = SpotFileSystem(*node.url.removeprefix("spot://").split(":"), skip_instance_cache=True)
+        self.client.call("POST", "/v1/runs/run/open", {"attempt": 1})
+        self.client.call("POST", "/v1/runs/safe/open", {"attempt": 1})
+        self.safe = SAFE.sealed(image_of(1))
+        NodeStore(f"{node.url}/safe").put(self.safe, image_of(1), attempt=1)
+
+    def run(self, number: int, kind: str) -> bool:
+        """Strike at message ``number`` of everything a client does; whether there were so many messages."""
+        self.proxy.strike(number, kind)
+        step = 10 + number * len(KINDS) + KINDS.index(kind)
+        name = snapshot_name(step, 1)
+        manifest = Manifest(run="run", name=name, step=step, attempt=1, nbytes=NBYTES, part_bytes=PART_BYTES)
+        self._snapshot(manifest.sealed(image_of(step)), image_of(step))
+        self._file(f"run/file-{step}", image_of(step))
+        self._nothing_else()
+        return self.proxy.struck
+
+    def _snapshot(self, manifest: Manifest, image: memoryview) -> None:
+        remote = NodeStore(f"{self.proxy.url}/run")
+        said = self._try(lambda: remote.put(manifest, image, attempt=1))
+        held = self._held("run")
+        assert manifest.name in held or not said
+        for other in held.values():
+            assert replace(other, run_id=manifest.run_id) == (manifest if other.name == manifest.name else other)
+        if manifest.name not in held:
+            remote.put(manifest, image, attempt=1)
+        buffer = bytearray(manifest.nbytes)
+        self.store.fetch(manifest, memoryview(buffer))
+        assert bytes(buffer) == image
+        if self._try(lambda: remote.fetch(manifest, memoryview(buffer))) and not self.proxy.struck:
+            assert bytes(buffer) == image
+        if self._try(lambda: remote.delete(manifest)):
+            assert manifest.name not in self._held("run")
+        elif manifest.name in self._held("run"):
+            self.store.delete(manifest)
+
+    def _file(self, path: str, image: memoryview) -> None:
+        remote = SpotFileSystem(*self.proxy.url.removeprefix("spot://").split(":"), skip_instance_cache=True)
+        if self._try(lambda: remote.pipe_file(path, bytes(image), mode="create")) or self.files.exists(path):
+            assert self.files.cat_file(path) == image
+        else:
+            self.files.pipe_file(path, bytes(image))
+        for read in (lambda: remote.cat_file(path), lambda: remote.open(path).read()):
+            got: list[bytes] = []
+            if self._try(lambda read=read, got=got: got.append(read())):  # type: ignore[misc]
+                assert got == [image]
+        found: list[list[str]] = []
+        if self._try(lambda: found.append(remote.ls("run", detail=False))):
+            assert path in found[0]
+        if self._try(lambda: remote.cp_file(path, f"{path}-copy")) or self.files.exists(f"{path}-copy"):
+            assert self.files.cat_file(f"{path}-copy") == image
+        if self._try(lambda: remote.rm_file(path)):
+            assert not self.files.exists(path)
+        for name in self.files.glob("run/file-*"):
+            self.files.rm_file(name)
+
+    def _try(self, call: Callable[[], object]) -> bool:
+        try:
+            call()
+        except (SpotError, FileExistsError):
+            return False
+        return True
+
+    def _held(self, run: str) -> dict[str, Manifest]:
+        listed = self.client.call("GET", f"/v1/runs/{run}/snapshots")["snapshots"]
+        return {item["manifest"]["name"]: Manifest.from_dict(item["manifest"]) for item in listed}
+
+    def _nothing_else(self) -> None:
+        """What was there before is there still, and no slot is held for anybody."""
+        assert list(self._held("safe")) == [self.safe.name]
+        assert {run["name"] for run in self.client.call("GET", "/v1/runs")["runs"]} == {"run", "safe"}
+
+        def filling() -> int:
+            return sum(slot["state"] == "filling" for slot in self.client.call("GET", "/v1/status")["slots"])
+
+        until(lambda: filling() == 0, "slots of broken uploads to be free", 10.0)
+
+
+@pytest.fixture
+def case(start_node: Callable[..., RunningNode], seed: int) -> Iterator[Case]:
+    node = start_node("--slots", "8", environment={"LIGHTNING_SPOT_SHM_DIR": ""})
+    proxy = Proxy(node.url, seed)
+    yield Case(node, proxy)
+    proxy.close()
+
+
+def test_every_message_meets_one_fault(case: Case) -> None:
+    number = 1
+    while case.run(number, KINDS[number % len(KINDS)]):
+        number += 1
+    assert number > 20
+
+
+@pytest.mark.soak
+def test_every_message_meets_every_fault(case: Case) -> None:
+    number = 1
+    while all([case.run(number, kind) for kind in KINDS]):
+        number += 1
+    assert number > 20
