@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,25 +12,36 @@ from typing import Any
 import fsspec
 import pytest
 
-from lightning_spot.errors import CorruptSnapshot, Fenced, SettingsError, SnapshotNotFound, SpotError, TierError
+from lightning_spot.errors import (
+    CorruptSnapshot,
+    Fenced,
+    SettingsError,
+    SnapshotNotFound,
+    SpotError,
+    TierError,
+    TornSnapshot,
+)
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_name
 from lightning_spot.memory.stores import open_store
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import Store, retain
+from lightning_spot.tiers.store import Holdings, Store, retain
 from tests.oracle import claim_of
 
+FILES = ["local", "memory", "s3"]
 
-@pytest.fixture(params=["local", "memory", "s3", "node"])
+
+@pytest.fixture(params=[*FILES, "node"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    name = f"run-{random.SystemRandom().randrange(10**9)}"
+    number = random.SystemRandom().randrange(10**9)
+    name = f"run[1]*?-{number}"  # what a shell would take for a pattern is a name like any other
     if request.param == "local":
         return open_store(str(tmp_path / name))
     if request.param == "memory":
-        return open_store(f"memory://{name}")
+        return open_store(f"memory://runs/{name}")
     if request.param == "s3":
         return open_store(f"{request.getfixturevalue('s3')}/{name}")
     node = request.getfixturevalue("start_node")("--slots", "6")
-    return open_store(f"{node.url}/{name}")
+    return open_store(f"{node.url}/run-{number}")
 
 
 def snapshot(
@@ -56,8 +67,10 @@ def fetched(store: Store, manifest: Manifest) -> bytes:
 
 
 def test_empty(store: Store) -> None:
-    assert store.survey().manifests == []
+    assert store.survey() == Holdings()
     assert store.claimed() == 0
+    assert store.newest_claim() is None
+    assert not store.holds(snapshot(1)[0])
 
 
 def test_what_is_put_is_there(store: Store) -> None:
@@ -121,6 +134,91 @@ def test_claims_fence_earlier_attempts(store: Store) -> None:
     put(store, 6, attempt=2, by=2)
 
 
+def test_of_two_claims_of_a_number_the_first_holds(store: Store) -> None:
+    mine, other = claim_of(2, token="mine"), claim_of(2, token="other")
+    store.claim(mine)
+    store.claim(mine)  # asked again: an answer may be lost
+    with pytest.raises(Fenced):
+        store.claim(other)
+    with pytest.raises(Fenced):
+        store.claim(claim_of(1))
+    assert store.claimed() == 2
+    store.claim(claim_of(3))
+    assert store.claimed() == 3
+
+
+@pytest.mark.parametrize("store", FILES, indirect=True)
+def test_the_newest_claim_says_whose_the_run_is(store: Store) -> None:
+    store.claim(claim_of(1, run_id="aaaaaaaaaaaa", location="file:///a"))
+    store.claim(claim_of(2, run_id="bbbbbbbbbbbb", location="file:///b", past={"attempts": 1}))
+    newest = store.newest_claim()
+    assert newest is not None
+    assert (newest.attempt, newest.run_id, newest.location, newest.past) == (
+        2,
+        "bbbbbbbbbbbb",
+        "file:///b",
+        {"attempts": 1},
+    )
+
+
+@pytest.mark.parametrize("store", FILES, indirect=True)
+def test_the_highest_attempt_is_that_of_claims_names_and_manifests(store: Store) -> None:
+    """A run forked by copying a snapshot, or whose claims expired, does not begin at 1 again."""
+    put(store, 5, attempt=3, by=3)
+    assert (store.claimed(), store.survey().highest_attempt) == (0, 3)
+    _write(store, f"{snapshot_name(6, 7)}/model.ckpt", b"not committed")
+    assert store.survey().highest_attempt == 7
+    store.claim(claim_of(9))
+    assert store.survey().highest_attempt == 9
+
+
+def test_parts_one_by_one(store: Store) -> None:
+    manifest, data = snapshot(4)
+    scratch = bytearray(256)
+
+    def parts() -> Iterator[memoryview]:
+        for start in range(0, len(data), 256):
+            part = data[start : start + 256]
+            scratch[: len(part)] = part  # one buffer for all: a part is done with when the next is asked for
+            yield memoryview(scratch)[: len(part)]
+
+    stored = store.put_parts(replace(manifest, checksums=()), parts(), attempt=1)
+    assert stored.checksums == manifest.checksums
+    assert store.holds(stored)
+    assert fetched(store, stored) == data
+
+
+@pytest.mark.parametrize("announced", [900, 1200])
+def test_parts_that_are_not_what_was_announced(store: Store, announced: int) -> None:
+    manifest, data = snapshot(4)
+    parts = (memoryview(data)[start : start + 256] for start in range(0, len(data), 256))
+    with pytest.raises(SpotError):
+        store.put_parts(replace(manifest, checksums=(), nbytes=announced), parts, attempt=1)
+    assert store.survey().manifests == []
+
+
+def test_a_source_of_parts_that_fails(store: Store) -> None:
+    manifest, data = snapshot(4)
+
+    def parts() -> Iterator[memoryview]:
+        yield memoryview(data)[:256]
+        raise TornSnapshot("changed meanwhile")
+
+    with pytest.raises(TornSnapshot):
+        store.put_parts(replace(manifest, checksums=()), parts(), attempt=1)
+    assert store.survey().manifests == []
+    put(store, 5)
+
+
+def test_a_later_attempts_file_is_not_overwritten_by_an_earlier_one(store: Store) -> None:
+    """A dead trainer's node put an older ``last.ckpt`` over a newer one, seconds later."""
+    newer = put(store, 9, attempt=2, by=2, name="last.ckpt", file="")
+    older, data = snapshot(7, attempt=1, name="last.ckpt", file="")
+    with pytest.raises(Fenced):
+        store.put(older, memoryview(data), attempt=1)
+    assert fetched(store, newer) == snapshot(9)[1]
+
+
 def test_a_file_of_a_users_own(store: Store) -> None:
     manifest = put(store, 7, name="epoch=3-step=7.ckpt", file="")
     assert store.survey().manifests == []  # it is no snapshot that a run resumes from by itself
@@ -140,6 +238,31 @@ def test_retention_keeps_the_newest(store: Store) -> None:
     assert [manifest.step for manifest in store.survey().manifests] == [4]
 
 
+@pytest.mark.parametrize("store", FILES, indirect=True)
+def test_retention_keeps_to_its_lineage(store: Store) -> None:
+    """A fresh start beside good snapshots deleted them."""
+    for step in (1, 2, 3):
+        put(store, step, lineage="aaaaaaaaaaaa")
+    newest = put(store, 1, attempt=2, by=2, lineage="bbbbbbbbbbbb")
+    retain(store, 1, newest)
+    assert len(store.survey().manifests) == 4
+    retain(store, 1, put(store, 2, attempt=2, by=2, lineage="bbbbbbbbbbbb"))
+    assert [(item.attempt, item.step) for item in store.survey().manifests] == [(2, 2), (1, 3), (1, 2), (1, 1)]
+
+
+@pytest.mark.parametrize("store", FILES, indirect=True)
+def test_retention_leaves_what_is_newer_and_what_cannot_be_read(store: Store) -> None:
+    for step in (1, 2, 3, 8):
+        put(store, step)
+    _write(store, f"{snapshot_name(2, 1)}/{MANIFEST_FILE}", b"garbage")
+    _write(store, f"{snapshot_name(4, 1)}/{MANIFEST_FILE}", b'{"format": 99}')
+    retain(store, 1, put(store, 5))
+    found = store.survey()
+    assert [manifest.step for manifest in found.manifests] == [8, 5]
+    assert set(found.unreadable) == {snapshot_name(2, 1), snapshot_name(4, 1)}
+    assert "upgrade" in found.unreadable[snapshot_name(4, 1)]
+
+
 def test_retention_deletes_nothing_where_the_newest_is_missing(store: Store) -> None:
     store.claim(claim_of(1, keep=100))
     for step in (1, 2, 3):
@@ -152,11 +275,14 @@ Breaker = Callable[[Store, Manifest], None]
 
 
 def _write(store: Store, below: str, data: bytes) -> None:
-    with fsspec.open(f"{store.url}/{below}", "wb") as file:
-        file.write(data)
+    files, root = fsspec.core.url_to_fs(store.url)
+    path = f"{root}/{below}"
+    if "s3" not in files.protocol:
+        files.makedirs(path.rpartition("/")[0], exist_ok=True)
+    files.pipe_file(path, data)
 
 
-@pytest.mark.parametrize("store", ["local", "memory", "s3"], indirect=True)
+@pytest.mark.parametrize("store", FILES, indirect=True)
 def test_what_a_crash_left_does_not_count_and_is_swept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_spot.tiers.store.SETTLED_S", 0.0)
     _write(store, f"{snapshot_name(1, 1)}/model.ckpt", b"half")
@@ -169,6 +295,47 @@ def test_what_a_crash_left_does_not_count_and_is_swept(store: Store, monkeypatch
     fs.invalidate_cache()
     left = {path.split("/")[-2] for path in fs.find(root) if path.endswith("model.ckpt")}
     assert left == {newest.name, snapshot_name(9, 1)}  # what is newer may be on its way
+
+
+@pytest.mark.parametrize("store", FILES, indirect=True)
+def test_a_sweep_touches_nothing_that_it_does_not_understand(store: Store) -> None:
+    """Uncommitted and older, of an earlier attempt: ours goes, what holds anything else stays as it is."""
+    ours, with_more, unreadable = (snapshot_name(step, 1) for step in (1, 2, 3))
+    stay = [f"{with_more}/model.ckpt", f"{with_more}/notes.txt", f"{unreadable}/{MANIFEST_FILE}"]
+    stay += [f"{unreadable}/model.ckpt", "step-1/model.ckpt", "notes.txt", "logs/model.ckpt", "attempts/mine.txt"]
+    stay += [f"{snapshot_name(1, 3)}/model.ckpt"]  # of a later attempt
+    for below in (f"{ours}/model.ckpt", *stay):
+        _write(store, below, b"?")
+    retain(store, 1, put(store, 5, attempt=2, by=2))
+    files, root = fsspec.core.url_to_fs(store.url)
+    files.invalidate_cache()
+    there = {path.removeprefix(f"{root}/") for path in files.find(root)}
+    assert set(stay) <= there
+    assert f"{ours}/model.ckpt" not in there
+
+
+@pytest.mark.parametrize("store", FILES, indirect=True)
+def test_a_delete_leaves_what_others_put_beside(store: Store) -> None:
+    manifest = put(store, 5)
+    _write(store, f"{manifest.name}/notes.txt", b"mine")
+    store.delete(manifest)
+    files, root = fsspec.core.url_to_fs(store.url)
+    files.invalidate_cache()
+    assert [path.removeprefix(f"{root}/") for path in files.find(root)] == [f"{manifest.name}/notes.txt"]
+
+
+@pytest.mark.parametrize("store", FILES, indirect=True)
+def test_claims_and_records_of_old_attempts_are_forgotten(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_spot.tiers.store.KEPT_ATTEMPTS", 3)
+    for attempt in range(1, 7):
+        store.claim(claim_of(attempt))
+        _write(store, f"attempts/attempt-{attempt:04d}.progress.json", b"{}")
+    store.sweep(put(store, 5, attempt=6, by=6))
+    files, root = fsspec.core.url_to_fs(store.url)
+    files.invalidate_cache()
+    left = sorted(path.rpartition("/")[2] for path in files.find(f"{root}/attempts"))
+    assert left == sorted(f"attempt-{attempt:04d}{end}" for attempt in (4, 5, 6) for end in (".json", ".progress.json"))
+    assert store.claimed() == 6
 
 
 def test_local_store_says_what_the_system_said(tmp_path: Path) -> None:

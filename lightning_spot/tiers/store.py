@@ -33,7 +33,7 @@ ATTEMPTS_DIR = "attempts"
 KEPT_ATTEMPTS = 100
 """Claims and records of so many attempts stay listed."""
 
-_MOST_FORGOTTEN = 200
+_MOST_FORGOTTEN = 20
 _MOST_DAMAGED = 8
 _CLAIM = re.compile(r"attempt-(\d{1,9})\.json")
 _OF_ATTEMPT = re.compile(r"attempt-(\d{1,9})(?:\.progress)?\.json")
@@ -317,7 +317,7 @@ def whole(read: Callable[[], Read]) -> Read:
 def forgettable(names: Iterable[str]) -> list[str]:
     """Claims and records of attempts too old to be needed: a later claim fences as well, a later record sums them up.
 
-    At most some 200 of them at a time, so that no sweep takes long.
+    At most 20 of them at a time, so that no sweep takes long.
     """
     numbered = sorted((int(match[1]), name) for name in names if (match := _OF_ATTEMPT.fullmatch(name)))
     if not numbered:

@@ -96,9 +96,11 @@ def _write_to_s3(
         blocks = slices_of(parts, size) if isinstance(parts, memoryview) else regrouped(parts, size)
         upload(files, path, blocks, size, lanes=lanes, ready=ready)
         return
-    data = b"".join(_in_turn(parts))
+    data = bytearray()
+    for part in _in_turn(parts):
+        data += part
     ready()
-    files.pipe_file(path, data)
+    files.pipe_file(path, bytes(data))
 
 
 def _write_in_turn(files: Any, path: str, parts: Parts, ready: Callable[[], None]) -> None:
@@ -111,7 +113,8 @@ def _write_in_turn(files: Any, path: str, parts: Parts, ready: Callable[[], None
         # Closing would complete the object with what came so far.
         with contextlib.suppress(Exception):
             file.discard()
-        file.closed = True
+        with contextlib.suppress(AttributeError):  # a plain file: its temporary is removed
+            file.closed = True
         raise
     file.close()
 
