@@ -220,10 +220,11 @@ def use_file(root: Path, tell: Tell) -> None:
             tell("file", step)
 
 
-def run_info(root: Path, *, keep: int = 2, session: str = "") -> RunInfo:
-    """A run without an identity that is kept in ``root/durable``; the node chooses its attempt."""
+def run_info(root: Path, *, attempt: int = 1, keep: int = 2, session: str = "") -> RunInfo:
+    """A run without an identity that is kept in ``root/durable``."""
     url = str(root / "durable")
-    return RunInfo(name="run", id="", location=url, attempt=0, token="", keep=keep, durable_url=url, session=session)
+    run = RunInfo(name="run", id="", location=url, attempt=attempt, token=f"token-{attempt}")
+    return replace(run, keep=keep, durable_url=url, session=session)
 
 
 def use_node(root: Path, tell: Tell) -> None:
@@ -233,7 +234,7 @@ def use_node(root: Path, tell: Tell) -> None:
     except OSError:
         tell("refused", "node")  # the program ends then, and says why
         return
-    attempt = node.open_run(run_info(root, keep=1)).attempt
+    attempt = node.open_run(run_info(root, attempt=node.claimed("run") + 1, keep=1)).attempt
     for step in range(1, STEPS + 1):
         if _worked(tell, _seal, node, attempt, step):
             tell("committed", step)

@@ -430,7 +430,7 @@ def test_a_seal_in_progress_when_its_trainer_is_killed_leaves_the_next_snapshot_
         sealing.start()
         time.sleep(0.01)
         node.end_session("killed")
-        attempt = node.open_run(run_info(tmp_path, session="next")).attempt
+        attempt = node.open_run(run_info(tmp_path, attempt=2, session="next")).attempt
         following = node.lease("run", attempt, len(second), wait_s=20.0)
         with following.slot.view(len(second)) as view:
             view[:] = second

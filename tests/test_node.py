@@ -350,7 +350,7 @@ def test_it_outlives_its_trainer(tmp_path: Path) -> None:
     host = embedded.attach(str(tmp_path), "run")
     assert host is not None
     until(lambda: not client_status(host)["runs"]["run"]["live"], "the node to see that its trainer has gone")
-    assert host.open_run(run_info("run", [], 2, 0)).attempt == 2
+    assert host.open_run(run_info("run", [], 2, 2)).attempt == 2
 
 
 def client_status(host: embedded.EmbeddedHost) -> dict[str, Any]:

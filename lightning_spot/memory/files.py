@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import xxhash
 from aiohttp import hdrs, web
@@ -23,6 +22,7 @@ from lightning_spot.memory.node import Node
 from lightning_spot.memory.paths import LAST, file_name, held, resolve
 from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.memory.slots import Slot
+from lightning_spot.memory.stores import open_store
 from lightning_spot.memory.uploads import Upload
 from lightning_spot.memory.wire import DIGEST_HEADER, LONGEST_DIGESTED_BYTES, WANT_DIGEST_HEADER
 
@@ -234,9 +234,15 @@ class Files:
             return self._node.find_run(text).info
         except SnapshotNotFound:
             name, identity = parse_run(text)
-            info = RunInfo(name=name, id=identity, location="", attempt=0, token="")
-            opened = await asyncio.to_thread(self._node.open_run, info)
-            return replace(info, attempt=opened.attempt)
+            attempt = max(1, await asyncio.to_thread(self._claimed, text))
+            info = RunInfo(name=name, id=identity, location="", attempt=attempt, token="")
+            await asyncio.to_thread(self._node.open_run, info)
+            return info
+
+    def _claimed(self, text: str) -> int:
+        """Highest attempt of a run that this node does not know, by what it holds and by the tier below."""
+        url = self._node.durable_directory(text)
+        return max(self._node.claimed(text), open_store(url).claimed() if url is not None else 0)
 
     async def _store(self, request: web.Request, info: RunInfo, name: str, nbytes: int) -> str:
         upload = await self._lease(request, info.text, info.attempt, nbytes, WAIT_FOR_SLOT_S)

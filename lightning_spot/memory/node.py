@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spot.config import check_run_name
-from lightning_spot.errors import SettingsError, SnapshotNotFound, SpotError, TierError
+from lightning_spot.errors import SettingsError, SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.flusher import Flusher
 from lightning_spot.memory.registry import Registry
@@ -24,7 +24,7 @@ from lightning_spot.memory.route import Routes
 from lightning_spot.memory.runs import Opened, Run, RunInfo
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.uploads import Uploads
-from lightning_spot.tiers.store import Claim, Store
+from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,6 @@ class Node:
         self.streaming = self.uploads.streaming
         self._lock = self.registry.lock
         self._noted: set[str] = set()  # runs of which deletions are noted in the area
-        self._open_store = open_store
         self.flusher = Flusher(self.ring, open_store, self.registry.info, self._heard)
         self.routes = Routes(self.ring, self.flusher, open_store, flush_to=flush_to, allow=allow)
         self._take_over()
@@ -90,7 +89,8 @@ class Node:
         check_run_name(info.name)
         if self.draining and info.key not in self.registry.runs:
             raise TierError("this node is shutting down and takes no new runs")
-        info = replace(info, attempt=info.attempt or self._choose(info))
+        if info.attempt < 1:
+            raise SettingsError(f"attempt {info.attempt} of run {info.name!r}: attempts are counted from 1")
         with self._lock:
             run, _before = self.registry.take(info)
             self.routes.open(run.info)
@@ -230,21 +230,6 @@ class Node:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _choose(self, info: RunInfo) -> int:
-        """The next attempt of a run whose opener has not chosen one."""
-        taken = [self.registry.highest(info.key)]
-        urls = [f"{node}/{info.text}" for node in info.nodes]
-        for url in [*urls, *([info.durable_url] if info.durable_url is not None else [])]:
-            try:
-                taken.append(self._open_store(url).claimed())
-                if url == info.durable_url:
-                    self._open_store(url).claim(_claim_of(info, url, max(taken) + 1))
-            except SettingsError:
-                raise
-            except SpotError as error:
-                logger.warning("%s does not answer (%s); going on without it for now", url, error)
-        return max(taken) + 1
-
     def _committed(self, key: str, manifest: Manifest) -> None:
         self.flusher.keep(key, manifest.name)  # a file of that name may have been removed just before
         info = self.registry.info(key)
@@ -277,16 +262,3 @@ class Node:
             self.routes.open(left.info)
             for url, manifest in left.deletions:
                 self.flusher.delete(url, manifest)
-
-
-def _claim_of(info: RunInfo, url: str, attempt: int) -> Claim:
-    return Claim(
-        attempt=attempt,
-        run_id=info.id,
-        token=info.token,
-        location=info.location or url,
-        started_unix_s=time.time(),
-        host=info.host,
-        pid=info.pid,
-        keep=info.keep,
-    )

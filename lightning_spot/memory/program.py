@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -23,6 +22,7 @@ from aiohttp import web
 
 from lightning_spot.config import format_bytes, read_environment
 from lightning_spot.errors import SpotError
+from lightning_spot.memory.area import remove_abandoned
 from lightning_spot.memory.channel import DescriptorChannel
 from lightning_spot.memory.connections import allow_descriptors
 from lightning_spot.memory.node import Node
@@ -93,6 +93,7 @@ async def _serve(settings: NodeSettings, listener: socket.socket) -> int:
     node = Node(
         slots=settings.slots,
         memory_bytes=settings.memory_bytes,
+        run_memory_bytes=settings.run_memory_bytes,
         open_store=open_store,
         flush_to=settings.flush_to,
         area=_area(settings, environment.shm_dir),
@@ -131,8 +132,9 @@ def _announce(settings: NodeSettings, listener: socket.socket) -> None:
     if settings.allow:
         flushing = f"{flushing}; trainers may name directories below {', '.join(settings.allow)}"
     print(
-        f"node listening on spot://{settings.host}:{listener.getsockname()[1]}, {settings.slots} slots in"
-        f" {format_bytes(settings.memory_bytes)}, {flushing}",
+        f"node listening on spot://{settings.host}:{listener.getsockname()[1]},"
+        f" {f'{settings.slots} slots in ' if settings.slots is not None else ''}{format_bytes(settings.memory_bytes)},"
+        f" {flushing}",
         flush=True,
     )
 
@@ -225,14 +227,14 @@ def _area(settings: NodeSettings, shm_dir: Path | None) -> Path | None:
 
 def _sweep(shm_dir: Path | None, records: Path) -> None:
     """Remove what embedded nodes left when they were killed and whose runs nobody carried on for a day."""
-    for area in shm_dir.glob("lightning-spot-" + "[0-9a-f]" * 16) if shm_dir is not None else ():
-        key = area.name.removeprefix("lightning-spot-")
+    for area in shm_dir.glob("lightning-spot-" + "[0-9a-f]" * 16 + "*") if shm_dir is not None else ():
+        key = area.name.removeprefix("lightning-spot-")[:16]
         with contextlib.suppress(OSError):  # another node may be sweeping it too
             latest_s = max([area.stat().st_mtime, *(path.stat().st_mtime for path in area.iterdir())])
             owned = area.stat().st_uid == os.getuid()
-            if owned and time.time() - latest_s > _ABANDONED_S and not Record(records, key).running():
-                logger.info("removing %s, abandoned for a day", area)
-                shutil.rmtree(area)
+            old = owned and time.time() - latest_s > _ABANDONED_S and not Record(records, key).running()
+            if old and remove_abandoned(area):
+                logger.info("removed %s, abandoned for a day", area)
     sweep(records)
 
 

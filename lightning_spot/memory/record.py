@@ -81,7 +81,7 @@ class Record:
         except OSError:
             return None
 
-    def note(self, alive: int, *, slots: int, memory_bytes: int, idle_timeout_s: float) -> None:
+    def note(self, alive: int, *, slots: int | None, memory_bytes: int, idle_timeout_s: float) -> None:
         """Write into the held ``alive`` file which process this is and how it is run, for whoever must replace it."""
         process = ProcessId.of(os.getpid())
         how = {"slots": slots, "memory_bytes": memory_bytes, "idle_timeout_s": idle_timeout_s}

@@ -26,7 +26,8 @@ class NodeSettings:
         flush_to: URL below which runs are flushed.
         allow: prefixes of durable URLs that trainers may have this node write to.
         memory_bytes: limit of the slots' memory.
-        slots: slots of the ring.
+        run_memory_bytes: limit of the slots' memory of one run; ``None`` for no such limit.
+        slots: most slots of the ring; ``None`` for as many as fit the memory.
         idle_timeout_s: an embedded node ends after so long without a trainer.
         drain_timeout_s: how long SIGTERM waits for trainers and for dirty slots.
     """
@@ -37,7 +38,8 @@ class NodeSettings:
     flush_to: str | None = None
     allow: tuple[str, ...] = ()
     memory_bytes: int = 8 * 2**30
-    slots: int = 4
+    run_memory_bytes: int | None = None
+    slots: int | None = None
     idle_timeout_s: float = 900.0
     drain_timeout_s: float = 300.0
 
@@ -59,7 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " several times",
     )
     parser.add_argument("--memory", default="8GiB", metavar="SIZE", help="most memory for slots (default: %(default)s)")
-    parser.add_argument("--slots", type=int, default=4, metavar="N", help="slots of the ring (default: %(default)s)")
+    parser.add_argument(
+        "--run-memory", metavar="SIZE", help="most memory for the slots of one run (default: all)"
+    )
+    parser.add_argument("--slots", type=int, metavar="N", help="most slots (default: as many as fit the memory)")
     parser.add_argument(
         "--drain-timeout",
         type=float,
@@ -77,10 +82,11 @@ def settings_from(arguments: argparse.Namespace) -> NodeSettings:
     Raises:
         SettingsError: naming the flag and what is wrong with it.
     """
-    if arguments.slots < 1:
+    if arguments.slots is not None and arguments.slots < 1:
         raise SettingsError(f"--slots {arguments.slots}: a ring has at least one slot")
     shared = {
         "memory_bytes": parse_bytes(arguments.memory),
+        "run_memory_bytes": parse_bytes(arguments.run_memory) if arguments.run_memory is not None else None,
         "slots": arguments.slots,
         "idle_timeout_s": arguments.idle_timeout,
         "drain_timeout_s": arguments.drain_timeout,
