@@ -491,13 +491,6 @@ def test_a_zombie_is_fenced_and_trains_on(tmp_path: Path, caplog: pytest.LogCapt
     assert max(manifest.step for manifest in manifests(tmp_path)) <= 21
 
 
-def test_snapshot_larger_than_the_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = trainer(spot(tmp_path, memory=None, memory_limit=1000))
-    run.fit(Net(), data())
-    assert run.global_step == 40
-    assert caplog.text.count("cannot fit this node's memory") == 1
-
-
 def test_the_embedded_node_is_killed_in_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = str(tmp_path / "run-1")
 

@@ -65,11 +65,6 @@ class Location:
         """What claims and nodes call this location: ``file:///abs/path`` with links resolved, else the URL."""
         return self.url if "://" in self.url else f"file://{os.path.realpath(self.url)}"
 
-    @property
-    def destinations(self) -> list[str]:
-        """URLs of the run at every tier below this host."""
-        return [*(f"{node}/{self.name}" for node in self.nodes), self.url]
-
     def check(self) -> None:
         """Make sure the durable tier can be written to, if it is a directory.
 
@@ -108,7 +103,14 @@ class Location:
         """
         if self.embedded:
             try:
-                return start(self.url, self.name, slots=slots, memory_bytes=memory_bytes, idle_timeout_s=idle_timeout_s)
+                return start(
+                    self.url,
+                    self.name,
+                    slots=slots,
+                    memory_bytes=memory_bytes,
+                    idle_timeout_s=idle_timeout_s,
+                    max_stall_s=max_stall_s,
+                )
             except (NodeUnreachable, TierError, OSError) as error:
                 if strict:
                     raise

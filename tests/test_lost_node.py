@@ -1,0 +1,172 @@
+"""The node on the trainer's host dies, hangs or is too small: training goes on, and its end is durable or is named."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_spot import SpotCheckpoint
+from lightning_spot.capture.streaming import stream_parts
+from lightning_spot.image.archive import write_crcs
+from lightning_spot.image.layout import lay_out, lay_out_plain
+from lightning_spot.memory.embedded import EmbeddedHost, find_record
+from lightning_spot.tiers.local import LocalStore
+from tests.conftest import until
+from tests.models import Net, Probe, data, trainer
+from tests.test_fit import Stop, StopAt, check_all, spot
+
+
+def node_pid(callback: SpotCheckpoint) -> int:
+    assert callback._current is not None
+    host = callback._current.writer.host
+    assert isinstance(host, EmbeddedHost)
+    return int(host.client.call("GET", "/v1/status")["pid"])
+
+
+class Strike(pl.Callback):
+    """Sends the node a signal at a step, before the last snapshot, or after it. Notes how long each batch took."""
+
+    def __init__(self, callback: SpotCheckpoint, number: int, when: int | str) -> None:
+        self.callback, self.number, self.when = callback, number, when
+        self.struck: list[int] = []
+        self.longest_s = 0.0
+        self._last_s: float | None = None
+
+    def strike(self) -> None:
+        if not self.struck:
+            self.struck.append(node_pid(self.callback))
+            os.kill(self.struck[0], self.number)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        now_s = time.monotonic()
+        self.longest_s = max(self.longest_s, now_s - self._last_s if self._last_s is not None else 0.0)
+        if trainer.global_step == self.when:
+            self.strike()
+        self._last_s = time.monotonic()
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.when == "before the last":
+            self.strike()
+
+    def on_fit_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.when == "after the last":
+            self.strike()
+
+
+def ended(pid: int) -> bool:
+    """Whether a process is gone, or a zombie of this one."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize("memory_file", [False, True], ids=["tmpfs", "memory-file"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("when", ["before the last", "after the last"])
+def test_the_end_is_durable_although_the_node_is_lost(
+    tmp_path: Path,
+    when: str,
+    number: int,
+    memory_file: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Step 40 of 40 was lost without a word, and ``fit`` returned."""
+    if memory_file:
+        monkeypatch.setenv("LIGHTNING_SPOT_SHM_DIR", "")  # what the node held goes with it
+    caplog.set_level("INFO")
+    probe, callback = Probe(), spot(tmp_path, max_stall_s=1.0, notices=None)
+    strike = Strike(callback, number, when)
+    trainer(callback, probe, strike).fit(Net(), data())
+    assert check_all(tmp_path, probe)[0].complete
+    assert "is complete at step 40; its last snapshot is in" in caplog.text
+    until(lambda: ended(strike.struck[0]), "the lost node to be gone")
+    again = spot(tmp_path, notices=None)
+    trainer(again).fit(Net(), data())
+    assert again.resumed_from is not None
+    assert again.resumed_from.step == 40
+
+
+def test_a_node_that_hangs_keeps_training_no_longer_than_max_stall_s(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It kept it for 120 s."""
+    probe, callback = Probe(), spot(tmp_path, max_stall_s=1.0, notices=None)
+    strike = Strike(callback, signal.SIGSTOP, 20)
+    run = trainer(callback, probe, strike, max_epochs=4)
+    run.fit(Net(), data())
+    assert run.global_step == 80
+    assert strike.longest_s < 5.0
+    assert "did not answer within max_stall_s=1.0 s" in caplog.text
+    assert check_all(tmp_path, probe)[0].complete
+    until(lambda: ended(strike.struck[0]), "the node that hung to be gone")
+
+
+@pytest.mark.parametrize("memory", ["auto", None])
+def test_a_state_that_fits_no_memory_is_streamed(
+    tmp_path: Path, memory: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    probe, callback = Probe(), spot(tmp_path, memory=memory, memory_limit=1000, notices=None)
+    with pytest.raises(Stop):
+        trainer(callback, probe, StopAt(31)).fit(Net(), data())
+    found = check_all(tmp_path, probe)
+    assert found[0].step == 30
+    for manifest in found[:2]:
+        path = tmp_path / "run-1" / manifest.data_path
+        tested = subprocess.run(["unzip", "-tq", str(path)], capture_output=True, text=True, check=False)
+        assert tested.returncode == 0, tested.stdout
+    assert caplog.text.count("cannot fit this node's memory") == 1
+    assert caplog.text.count("part by part") == 1
+    caplog.set_level("INFO")
+    again = spot(tmp_path, memory=memory, memory_limit=1000, keep=2, notices=None)
+    trainer(again).fit(Net(), data())
+    assert again.resumed_from is not None
+    assert again.resumed_from.step == 30
+    assert [manifest.step for manifest in LocalStore(tmp_path / "run-1").survey().manifests] == [40, 39]
+    assert "is complete at step 40" in caplog.text
+
+
+def test_streamed_parts_are_the_file_with_right_checksums() -> None:
+    state = {
+        "weights": [torch.randn(701, 13), torch.arange(5), torch.zeros(0), torch.randn(3_000_000).to(torch.bfloat16)],
+        "tied": (shared := torch.randn(64, 64), shared),
+        "words": "x" * 5000,
+    }
+    for layout in (lay_out(state), lay_out_plain(state)):
+        image = bytearray(layout.nbytes)
+        for offset, content in layout.frame:
+            image[offset : offset + len(content)] = content
+        for piece in layout.pieces:
+            whole = torch.empty(0, dtype=torch.uint8).set_(piece.storage)
+            image[piece.offset : piece.offset + piece.nbytes] = whole.numpy().tobytes()
+        write_crcs(memoryview(image))
+        for part_bytes in (1000, 4096, 2**20, 2**24):
+            parts = [bytes(part) for part in stream_parts(layout, part_bytes)]
+            assert {len(part) for part in parts[:-1]} <= {part_bytes}
+            assert b"".join(parts) == bytes(image)
+        loaded = torch.load(io.BytesIO(bytes(image)), weights_only=True)
+        assert torch.equal(loaded["weights"][3], state["weights"][3])
+
+
+def test_nothing_of_ours_is_left_after_fit(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    callback = spot(tmp_path, max_stall_s=1.0, notices=None)
+    strike = Strike(callback, signal.SIGKILL, 30)
+    trainer(callback, strike).fit(Net(), data())
+
+    def left() -> list[threading.Thread]:
+        return [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("spot-")]
+
+    until(lambda: not left(), "our threads to end")
+    until(lambda: not find_record(str(tmp_path / "run-1")).running(), "the node to end")
