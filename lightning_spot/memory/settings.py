@@ -61,9 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " several times",
     )
     parser.add_argument("--memory", default="8GiB", metavar="SIZE", help="most memory for slots (default: %(default)s)")
-    parser.add_argument(
-        "--run-memory", metavar="SIZE", help="most memory for the slots of one run (default: all)"
-    )
+    parser.add_argument("--run-memory", metavar="SIZE", help="most memory for the slots of one run (default: all)")
     parser.add_argument("--slots", type=int, metavar="N", help="most slots (default: as many as fit the memory)")
     parser.add_argument(
         "--drain-timeout",
