@@ -26,7 +26,7 @@ from lightning_spot import (
     SpotCheckpoint,
     YoungDaly,
 )
-from lightning_spot.callbacks.pacing import Pacing
+from lightning_spot.callbacks.pacing import Pacing, starts_between
 from lightning_spot.cli import main
 from lightning_spot.errors import SettingsError
 from lightning_spot.recovery.ledger import AttemptRecord, lost_steps, spent, total
@@ -232,6 +232,14 @@ def test_what_was_measured_survives_a_restart(tmp_path: Path) -> None:
     assert spot._pacing._rate.events == 1
     assert spot._pacing._rate.exposure_s > 0.1
     assert spot._pacing._stall.value is not None
+
+
+@pytest.mark.parametrize(
+    ("earlier", "attempt", "starts"), [(3, 4, 1), (3, 7, 4), (3, 1003, 1), (3, 1005, 3), (4, 4, 0)]
+)
+def test_an_attempt_far_above_the_last_one_is_one_failure(earlier: int, attempt: int, starts: int) -> None:
+    """Numbers are left free where the durable tier could not be read; snapshots every stall / 3 % were the price."""
+    assert starts_between(earlier, attempt) == starts
 
 
 def test_a_monitor_that_is_not_logged_is_named(tmp_path: Path) -> None:

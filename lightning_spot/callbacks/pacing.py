@@ -14,6 +14,7 @@ from lightning_spot.callbacks.readings import LossReadings, logged_value
 from lightning_spot.interval.adaptive import Adaptive
 from lightning_spot.interval.costs import Costs, FailureRate, RobustMean, TierPace
 from lightning_spot.interval.policy import Hastened, IntervalPolicy
+from lightning_spot.run.identity import JUMP
 
 Tiers = tuple[TierPace, ...]
 
@@ -70,7 +71,7 @@ class Pacing:
         self._total_steps = total if 0 < total < float("inf") else None
         if saved is not None:
             self._rate.load_state_dict(saved["rate"])
-            self._rate.failed(attempt - saved["attempt"])
+            self._rate.failed(starts_between(saved["attempt"], attempt))
             self._stall.load_state_dict(saved["stall"])
             if saved["policy"] == type(self.policy).__name__:
                 self.policy.load_state_dict(saved["state"])
@@ -194,3 +195,12 @@ class Pacing:
 
 def _agree(trainer: pl.Trainer, said: Any) -> Any:
     return trainer.strategy.broadcast(said) if trainer.world_size > 1 else said
+
+
+def starts_between(earlier: int, attempt: int) -> int:
+    """How often a run was started after attempt ``earlier``, ``attempt`` included.
+
+    Each start takes the next number, or one far above what was seen where the durable tier could not be read.
+    """
+    jumps, steps = divmod(max(0, attempt - earlier), JUMP)
+    return jumps + steps
