@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,6 +93,18 @@ def text(fields: Mapping[str, Any], name: str, default: str | None = "") -> str:
     value = fields.get(name, default)
     if not isinstance(value, str) or len(value) > _LONGEST_TEXT or "\0" in value:
         raise SettingsError(f"malformed request: {name} is no text of at most {_LONGEST_TEXT} characters")
+    return value
+
+
+def identifier(fields: Mapping[str, Any], name: str) -> str:
+    """32 hexadecimal digits, ``""`` if there are none.
+
+    Raises:
+        SettingsError: if it is something else.
+    """
+    value = text(fields, name)
+    if value and not re.fullmatch(r"[0-9a-f]{32}", value):
+        raise SettingsError(f"malformed request: {name} is not made of 32 hexadecimal digits")
     return value
 
 

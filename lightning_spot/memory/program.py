@@ -35,6 +35,7 @@ logger = logging.getLogger("lightning_spot.node")
 
 _CHECK_S = 0.25
 _THREADS = 64
+_EMBEDDED_SLOTS = 4
 _HOLD_S = 1.0
 _ABANDONED_S = 24 * 3600.0
 _READ_BUFFER_BYTES = 256 * 1024
@@ -64,7 +65,7 @@ def run_node(settings: NodeSettings) -> int:
     try:
         record.note(
             alive,
-            slots=settings.slots,
+            slots=settings.slots or _EMBEDDED_SLOTS,
             memory_bytes=settings.memory_bytes,
             idle_timeout_s=settings.idle_timeout_s,
         )
@@ -98,6 +99,7 @@ async def _serve(settings: NodeSettings, listener: socket.socket) -> int:
         flush_to=settings.flush_to,
         area=_area(settings, environment.shm_dir),
         allow=None if settings.record is not None else settings.allow,
+        run_memory_bytes=settings.run_memory_bytes,
     )
     if settings.flush_to is not None:
         await asyncio.to_thread(open_store(f"{settings.flush_to}/probe").claimed)  # a wrong URL shows at start
@@ -128,15 +130,15 @@ async def _serve(settings: NodeSettings, listener: socket.socket) -> int:
 
 
 def _announce(settings: NodeSettings, listener: socket.socket) -> None:
-    flushing = f"flushes to {settings.flush_to}" if settings.flush_to else "flushes nowhere: memory only"
+    facts = [f"{format_bytes(settings.memory_bytes)} of memory"]
+    if settings.slots is not None:
+        facts.append(f"at most {settings.slots} slots")
+    if settings.run_memory_bytes is not None:
+        facts.append(f"at most {format_bytes(settings.run_memory_bytes)} for one run")
+    facts.append(f"flushes to {settings.flush_to}" if settings.flush_to else "flushes nowhere by itself")
     if settings.allow:
-        flushing = f"{flushing}; trainers may name directories below {', '.join(settings.allow)}"
-    print(
-        f"node listening on spot://{settings.host}:{listener.getsockname()[1]},"
-        f" {f'{settings.slots} slots in ' if settings.slots is not None else ''}{format_bytes(settings.memory_bytes)},"
-        f" {flushing}",
-        flush=True,
-    )
+        facts.append(f"writes where trainers say below {' and '.join(settings.allow)}")
+    print(f"node listening on spot://{settings.host}:{listener.getsockname()[1]}, {', '.join(facts)}", flush=True)
 
 
 class _Signals:

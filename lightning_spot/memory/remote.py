@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -77,8 +78,9 @@ class NodeStore:
 
     def survey(self) -> Holdings:
         """See :meth:`Store.survey`."""
-        manifests = newest_first([held[0] for held in self.held() if not held[0].is_file])
-        return Holdings(manifests=manifests, highest_attempt=highest_attempt(self.claimed(), (), manifests))
+        listing = self._listing()
+        manifests = newest_first([held[0] for held in _held(listing) if not held[0].is_file])
+        return Holdings(manifests=manifests, highest_attempt=highest_attempt(int(listing["attempt"]), (), manifests))
 
     def holds(self, manifest: Manifest) -> bool:
         """See :meth:`Store.holds`."""
@@ -109,7 +111,7 @@ class NodeStore:
 
     def claimed(self) -> int:
         """See :meth:`Store.claimed`."""
-        return int(self.client.call("GET", f"/v1/runs/{quoted(self.run)}/claimed")["attempt"])
+        return int(self._listing()["attempt"])
 
     def newest_claim(self) -> Claim | None:
         """A node keeps the number of the attempt that holds a run, and no claim."""
@@ -144,9 +146,7 @@ class NodeStore:
 
     def held(self) -> list[tuple[Manifest, list[str], list[str]]]:
         """See :meth:`NodeTier.held`."""
-        path = f"/v1/runs/{quoted(self.run)}/snapshots"
-        listed = self.client.call("GET", path, timeout_s=_ASK_S)["snapshots"]
-        return [(Manifest.from_dict(item["manifest"]), item["dirty"], item["safe"]) for item in listed]
+        return _held(self._listing())
 
     def flush(self, wait_s: float) -> list[str]:
         """See :meth:`NodeTier.flush`."""
@@ -177,6 +177,9 @@ class NodeStore:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
+    def _listing(self) -> dict[str, Any]:
+        return self.client.call("GET", f"/v1/runs/{quoted(self.run)}/snapshots", timeout_s=_ASK_S)
+
     def _named(self, manifest: Manifest) -> Manifest:
         """The manifest as the node knows its run."""
         name, identity = parse_run(self.run)
@@ -185,7 +188,9 @@ class NodeStore:
     def _lease(self, manifest: Manifest, attempt: int) -> str:
         """Begin an upload; a node that was restarted and knows the run no more is told of it again."""
         path = f"/v1/runs/{quoted(self.run)}"
+        upload = uuid.uuid4().hex
         request: dict[str, Any] = {
+            "upload": upload,
             "attempt": max(1, attempt),
             "nbytes": manifest.nbytes,
             "name": manifest.name,
@@ -193,12 +198,17 @@ class NodeStore:
         }
         timeout_s = _WAIT_FOR_SLOT_S + 4 * _ASK_S
         try:
-            return str(self.client.call("POST", f"{path}/uploads", request, timeout_s=timeout_s)["upload"])
-        except SnapshotNotFound:
-            name, identity = parse_run(self.run)
-            info = self._info or RunInfo(name=name, id=identity, location="", attempt=max(1, attempt), token="")
-            self.open_run(info)
-            return str(self.client.call("POST", f"{path}/uploads", request, timeout_s=timeout_s)["upload"])
+            try:
+                self.client.call("POST", f"{path}/uploads", request, timeout_s=timeout_s, again=True)
+            except SnapshotNotFound:
+                name, identity = parse_run(self.run)
+                info = self._info or RunInfo(name=name, id=identity, location="", attempt=max(1, attempt), token="")
+                self.open_run(info)
+                self.client.call("POST", f"{path}/uploads", request, timeout_s=timeout_s, again=True)
+        except BaseException:
+            self._give_up(upload)  # it may have begun, and only its answer be lost
+            raise
+        return upload
 
     def _send_lane(self, upload: str, parts: _Shared, image: memoryview) -> None:
         """Send parts over one connection; what arrives damaged, or not at all, is sent again a few times."""
@@ -260,3 +270,7 @@ class _Shared:
     def stop(self) -> None:
         """Hand out no more."""
         self._stopped = True
+
+
+def _held(listing: dict[str, Any]) -> list[tuple[Manifest, list[str], list[str]]]:
+    return [(Manifest.from_dict(item["manifest"]), item["dirty"], item["safe"]) for item in listing["snapshots"]]

@@ -116,6 +116,13 @@ class Ring:
             self._make_memory(slot, capacity)
         return slot
 
+    @property
+    def full(self) -> bool:
+        """Whether there is no room now for one more snapshot as large as those that are here."""
+        with self.changed:
+            nbytes = max((slot.manifest.nbytes for slot in self.slots if slot.manifest is not None), default=1)
+            return find_room(self.slots, "", max(1, nbytes), self._capacity(nbytes), self._limits) is None
+
     def commit(self, slot: Slot, manifest: Manifest, places: tuple[str, ...] | None = None) -> None:
         """Make the filled slot a committed snapshot; an older one of the same run and name is dropped.
 

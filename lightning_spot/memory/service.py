@@ -9,8 +9,7 @@ GET        /v1/status                          slots, runs, tiers
 GET        /v1/runs                            the runs this node knows
 POST       /v1/runs/RUN/open                   let an attempt write
 POST       /v1/runs/RUN/close                  the trainer leaves
-GET        /v1/runs/RUN/claimed                the attempt that holds the run
-GET        /v1/runs/RUN/snapshots              what is committed in memory, newest first
+GET        /v1/runs/RUN/snapshots              the attempt that writes, and what is in memory, newest first
 GET        /v1/runs/RUN/files                  every file of the run, in memory and at the tier below
 POST       /v1/runs/RUN/uploads                take a slot
 POST       /v1/uploads/ID/stream               fill it, over a connection of its own: see :mod:`.wire`
@@ -42,13 +41,14 @@ from dataclasses import asdict
 from aiohttp import hdrs, web
 
 from lightning_spot.config import PROTOCOL_VERSION
-from lightning_spot.errors import NodeRefused, ProtocolMismatch, RingFull, SettingsError, SpotError
+from lightning_spot.errors import NodeRefused, ProtocolMismatch, SettingsError, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.connections import Connections
 from lightning_spot.memory.fields import (
     MANIFEST_BODY_BYTES,
     MOST_BYTES,
+    identifier,
     integer,
     json_body,
     seconds,
@@ -61,6 +61,7 @@ from lightning_spot.memory.part_receiver import receive_parts
 from lightning_spot.memory.readiness import not_ready
 from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.memory.uploads import Upload
+from lightning_spot.memory.waiting import Waiting
 from lightning_spot.memory.wire import (
     DIGEST_HEADER,
     PROTOCOL_HEADER,
@@ -78,12 +79,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 LONGEST_WAIT_S = 3600.0
 MOST_STREAMS = 64
 _MOST_STREAMS_OF_AN_UPLOAD = 16
-_MOST_WAITING = 256
 _MOST_ATTEMPTS = 10**9
 _MOST_KEPT = 10**6
 _MOST_NODES = 64
 _MOST_PID = 2**31
-_LOOK_AGAIN_S = 0.05
 _OPEN_TO_ALL = ("/healthz", "/readyz")
 
 
@@ -96,15 +95,15 @@ class Service:
 
     Attributes:
         last_request_s: when the last request came (monotonic).
-        last_upload_s: when a trainer last asked for a slot, or committed one (monotonic).
+        committed_s: when a snapshot was committed last (monotonic), 0 for never.
     """
 
     def __init__(self, node: Node, token: str | None) -> None:
         self.node = node
         self.last_request_s = time.monotonic()
-        self.last_upload_s = 0.0
+        self.committed_s = 0.0
         self._token = token
-        self._waiting = 0
+        self._waiting: Waiting | None = None
         self._streams = 0
         self._stream_threads = ThreadPoolExecutor(MOST_STREAMS, thread_name_prefix="spot-stream")
         self._connections: Connections | None = None
@@ -122,7 +121,6 @@ class Service:
                 web.get("/v1/runs", self._runs),
                 web.post("/v1/runs/{run}/open", self._open),
                 web.post("/v1/runs/{run}/close", self._close),
-                web.get("/v1/runs/{run}/claimed", self._claimed),
                 web.get("/v1/runs/{run}/snapshots", self._snapshots),
                 web.get("/v1/runs/{run}/files", files.listing),
                 web.post("/v1/runs/{run}/uploads", self._lease),
@@ -146,6 +144,11 @@ class Service:
     def close(self) -> None:
         """Stop receiving parts. Call it once the uploads were given up."""
         self._stream_threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def last_upload_s(self) -> float:
+        """When a trainer asked for a slot, or committed a snapshot, last (monotonic), 0 for never."""
+        return max(self.committed_s, self._waiting.asked_s if self._waiting is not None else 0.0)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -231,17 +234,14 @@ class Service:
         self.node.close_run(request.match_info["run"], complete=body.get("complete") is True)
         return web.json_response({})
 
-    async def _claimed(self, request: web.Request) -> web.Response:
-        claimed = await asyncio.to_thread(self.node.claimed, request.match_info["run"])
-        return web.json_response({"attempt": claimed})
-
     async def _snapshots(self, request: web.Request) -> web.Response:
         listed = [
             {"manifest": json.loads(slot.manifest.to_json()), "dirty": slot.dirty, "safe": slot.safe}
             for slot in self.node.ring.committed(self.node.key(request.match_info["run"]))
             if slot.manifest is not None
         ]
-        return web.json_response({"snapshots": listed})
+        claimed = await asyncio.to_thread(self.node.claimed, request.match_info["run"])
+        return web.json_response({"attempt": claimed, "snapshots": listed})
 
     # -- uploads --------------------------------------------------------------------------------------------------
 
@@ -253,8 +253,9 @@ class Service:
             integer(body, "attempt", None, 0, _MOST_ATTEMPTS),
             integer(body, "nbytes", None, 0, MOST_BYTES),
             seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
-            text(body, "session") if _same_host(request) else "",
-            text(body, "name"),
+            session=text(body, "session") if _same_host(request) else "",
+            name=text(body, "name"),
+            upload_id=identifier(body, "upload"),
         )
         slot = upload.slot
         return web.json_response(
@@ -269,39 +270,13 @@ class Service:
         )
 
     async def _wait_for_slot(
-        self,
-        request: web.Request,
-        run: str,
-        attempt: int,
-        nbytes: int,
-        wait_s: float,
-        session: str = "",
-        name: str = "",
+        self, request: web.Request, run: str, attempt: int, nbytes: int, wait_s: float, **more: str
     ) -> Upload:
-        """Lease a slot. What waits for one holds no thread, and waits no longer than its connection lives."""
-        self.last_upload_s = time.monotonic()
         accepted = self._connections.of(request.transport) if self._connections is not None else None
         gone = accepted.gone if accepted is not None else asyncio.get_running_loop().create_future()
-        if self._waiting >= _MOST_WAITING:
-            raise RingFull(f"{self._waiting} requests wait for a slot already")
-        deadline_s = time.monotonic() + wait_s
-        self._waiting += 1
-        try:
-            while True:
-                try:
-                    upload = await asyncio.to_thread(self.node.lease, run, attempt, nbytes, session=session, name=name)
-                    break
-                except RingFull:
-                    left_s = deadline_s - time.monotonic()
-                    if left_s <= 0 or gone.done():
-                        raise
-                await asyncio.wait([gone], timeout=min(left_s, _LOOK_AGAIN_S))
-        finally:
-            self._waiting -= 1
-        if gone.done():  # nobody will ever fill it
-            self.node.abort(upload.id)
-            raise ConnectionResetError("the trainer has gone")
-        return upload
+        if self._waiting is None:
+            self._waiting = Waiting(self.node)
+        return await self._waiting.lease(gone, run, attempt, nbytes, wait_s, **more)
 
     async def _stream(self, request: web.Request) -> web.Response:
         """Hand the connection over to a thread that receives straight into the slot."""
@@ -327,7 +302,7 @@ class Service:
         return web.Response()
 
     async def _commit(self, request: web.Request) -> web.Response:
-        self.last_upload_s = time.monotonic()
+        self.committed_s = time.monotonic()
         body = await json_body(request, MANIFEST_BODY_BYTES)
         manifest = await asyncio.to_thread(Manifest.from_dict, body.get("manifest"))
         done = await asyncio.to_thread(self.node.commit, request.match_info["upload"], manifest)

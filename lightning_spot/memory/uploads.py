@@ -104,6 +104,7 @@ class Uploads:
         name: str = "",
         wait_s: float = 0.0,
         session: str = "",
+        upload_id: str = "",
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Upload:
         """Take a slot for a new snapshot; see :meth:`Ring.lease` for what else it raises.
@@ -115,6 +116,8 @@ class Uploads:
             name: of the snapshot; if given, nothing else can be committed in the slot.
             wait_s: how long to wait for a slot.
             session: live connection of the trainer, if it is on this host. When it closes the slot is freed.
+            upload_id: 32 hexadecimal digits chosen by who asks, so that it can ask once more, or give the upload up,
+                when the answer was lost; ``""`` has one made.
             cancelled: asked while waiting: whether nobody wants the slot any more.
 
         Raises:
@@ -126,8 +129,11 @@ class Uploads:
             return cancelled() or self.closing or bool(session and session not in self._registry.sessions)
 
         key = self._admit(run, attempt)
+        if (known := self._uploads.get(upload_id)) is not None:
+            return self._same(known, key, attempt, nbytes, name)
         slot = self._ring.lease(key, nbytes, wait_s, cancelled=gone)
-        return self._begin(slot, key, attempt, nbytes, name, session, gone)
+        upload = Upload(upload_id or uuid.uuid4().hex, key, attempt, slot, nbytes, name, session, time.monotonic())
+        return self._begin(upload, gone)
 
     def try_lease(self, run: str, attempt: int, nbytes: int, *, name: str = "", session: str = "") -> Upload | None:
         """Take a slot if one can be had now, see :meth:`lease`; ``None`` otherwise: try again when something changed.
@@ -140,7 +146,9 @@ class Uploads:
 
         key = self._admit(run, attempt)
         slot = self._ring.try_lease(key, nbytes)
-        return self._begin(slot, key, attempt, nbytes, name, session, gone) if slot is not None else None
+        if slot is None:
+            return None
+        return self._begin(Upload(uuid.uuid4().hex, key, attempt, slot, nbytes, name, session, time.monotonic()), gone)
 
     def find(self, upload_id: str) -> Upload:
         """The upload of that id, marked as alive.
@@ -254,17 +262,23 @@ class Uploads:
         self._expire()
         return known.info.key
 
-    def _begin(
-        self, slot: Slot, key: str, attempt: int, nbytes: int, name: str, session: str, gone: Callable[[], bool]
-    ) -> Upload:
-        """Make an upload of a leased slot, unless who asked for it has ended meanwhile."""
-        upload = Upload(uuid.uuid4().hex, key, attempt, slot, nbytes, name, session, time.monotonic())
+    def _begin(self, upload: Upload, gone: Callable[[], bool]) -> Upload:
+        """Note an upload whose slot was leased, unless who asked for it has ended, or has asked twice, meanwhile."""
         with self._lock:
-            if not gone():
+            known = self._uploads.get(upload.id)
+            if known is None and not gone():
                 self._uploads[upload.id] = upload
                 return upload
-        self._ring.abort(slot)
+        self._ring.abort(upload.slot)
+        if known is not None:
+            return self._same(known, upload.run, upload.attempt, upload.nbytes, upload.name)
         raise SnapshotNotFound("who asked for this slot has ended")
+
+    def _same(self, known: Upload, key: str, attempt: int, nbytes: int, name: str) -> Upload:
+        """The upload that was begun under an id before, if the very same is asked for once more."""
+        if (known.run, known.attempt, known.nbytes, known.name) != (key, attempt, nbytes, name):
+            raise SettingsError(f"upload {known.id} was begun for something else")
+        return known
 
     def _offer(self, slot: Slot, sealing: Sealing | None) -> None:
         """Let the parts of a snapshot that is being sealed go to the next node, or no longer."""

@@ -1,0 +1,98 @@
+"""Waits for slots on the event loop: however many trainers wait, they hold no thread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from lightning_spot.errors import RingFull
+from lightning_spot.memory.node import Node
+from lightning_spot.memory.uploads import Upload
+
+_MOST_WAITING = 256
+_LOOK_AGAIN_S = 0.02  # what changes often is looked at now and then
+
+
+class Waiting:
+    """Who waits for a slot of a node. Make it on the event loop; its methods are called there.
+
+    Args:
+        node: whose slots.
+
+    Attributes:
+        asked_s: when a slot was asked for last (monotonic), 0 for never.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self.asked_s = 0.0
+        self._node = node
+        self._loop = asyncio.get_running_loop()
+        self._count = 0
+        self._woken = False
+        self._changed: asyncio.Future[None] = self._loop.create_future()
+        node.watch(self._notice)
+
+    async def lease(
+        self,
+        gone: asyncio.Future[None],
+        run: str,
+        attempt: int,
+        nbytes: int,
+        wait_s: float,
+        *,
+        session: str = "",
+        name: str = "",
+        upload_id: str = "",
+    ) -> Upload:
+        """Take a slot, see :meth:`Uploads.lease`.
+
+        Args:
+            gone: done once whoever asks has hung up: then nothing is taken.
+            run: the run.
+            attempt: who writes.
+            nbytes: size of the snapshot.
+            wait_s: how long to wait.
+            session: live connection of the trainer, if it is on this host.
+            name: of the snapshot.
+            upload_id: chosen by who asks.
+
+        Raises:
+            RingFull: if no slot became free in time, or too many wait.
+            ConnectionResetError: if nobody waits for the answer any more.
+        """
+        self.asked_s = time.monotonic()
+        if self._count >= _MOST_WAITING:
+            raise RingFull(f"{self._count} requests wait for a slot already")
+        deadline_s = time.monotonic() + wait_s
+        self._count += 1
+        try:
+            while True:
+                changed = self._changed
+                try:
+                    upload = await asyncio.to_thread(
+                        self._node.lease, run, attempt, nbytes, session=session, name=name, upload_id=upload_id
+                    )
+                    break
+                except RingFull:
+                    left_s = deadline_s - time.monotonic()
+                    if left_s <= 0 or gone.done():
+                        raise
+                await asyncio.wait([gone, changed], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.sleep(_LOOK_AGAIN_S)
+        finally:
+            self._count -= 1
+        if gone.done():  # nobody will ever fill it
+            self._node.abort(upload.id)
+            raise ConnectionResetError("the trainer has gone")
+        return upload
+
+    def _notice(self) -> None:
+        """Something changed at the ring. Called on any thread."""
+        if self._count and not self._woken and not self._loop.is_closed():
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._woken = False
+        changed, self._changed = self._changed, self._loop.create_future()
+        changed.set_result(None)
