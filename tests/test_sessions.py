@@ -34,6 +34,7 @@ from tests.small_trainer import PHASES, image_of, info_of, manifest_of, reach, t
 
 NBYTES = 3 * 2**20
 STALL_S = 1.0
+SEALED = ("committed", "flushing", "leaving")
 KILL, STOP, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
 
 
@@ -102,20 +103,20 @@ def _alive(pid: int) -> bool:
     return False
 
 
-def go_on_and_end(dirpath: Path, runtime_dir: Path, committed: set[int], attempt: int, pids: set[int]) -> None:
-    """The next trainer comes: it finds what was committed, takes another snapshot, and leaves nothing behind."""
+def go_on_and_end(dirpath: Path, runtime_dir: Path, newest: int, attempt: int, pids: set[int]) -> None:
+    """The next trainer comes: it finds the newest that was committed, takes another, and leaves nothing behind."""
     host = start(dirpath)
     host.open_run(info_of(str(dirpath), attempt))
     pids.add(node_pid(host))
     reader = start(dirpath)  # what it looks at stays in memory until it leaves
     reader.run = host.run
-    assert committed <= set(safe_everywhere(dirpath, reader))
+    assert max(safe_everywhere(dirpath, reader)) >= newest
     reader.disconnect()
     until(lambda: filling(host) == 0, "slots of the dead to be free")
     take(host, 100, NBYTES)
     assert host.flush(20.0) == []
     host.leave(complete=True)
-    assert committed | {100} <= set(safe_everywhere(dirpath, None))
+    assert max(safe_everywhere(dirpath, None)) == 100
     nothing_is_left(runtime_dir, pids)
 
 
@@ -129,7 +130,7 @@ def test_a_trainer_is_killed(tmp_path: Path, runtime_dir: Path, phase: str) -> N
     assert pid is not None
     trainer.kill()
     try:
-        go_on_and_end(tmp_path, runtime_dir, {1, 2}, 2, {pid.pid})
+        go_on_and_end(tmp_path, runtime_dir, 3 if phase in SEALED else 2, 2, {pid.pid})
     finally:
         if trainer.worker:
             os.kill(trainer.worker, KILL)
@@ -160,7 +161,7 @@ def test_a_node_is_struck(tmp_path: Path, runtime_dir: Path, blow: signal.Signal
             assert not thread.is_alive(), "a call to the node did not end"
     assert time.monotonic() - began_s < 8 * STALL_S
     host.disconnect()
-    go_on_and_end(tmp_path, runtime_dir, {1, 2}, 1, {pid})
+    go_on_and_end(tmp_path, runtime_dir, 3 if phase in SEALED else 2, 1, {pid})
 
 
 def test_a_stopped_trainer_keeps_its_run_and_goes_on(tmp_path: Path, runtime_dir: Path) -> None:
@@ -175,7 +176,7 @@ def test_a_stopped_trainer_keeps_its_run_and_goes_on(tmp_path: Path, runtime_dir
     pid = node_pid(host)
     until(lambda: filling(host) == 0, "its slot to be free")
     host.disconnect()
-    go_on_and_end(tmp_path, runtime_dir, {1, 2}, 2, {pid})
+    go_on_and_end(tmp_path, runtime_dir, 2, 2, {pid})
 
 
 # -- a node that does not answer --------------------------------------------------------------------------------------
@@ -357,7 +358,7 @@ def test_an_embedded_node_serves_its_trainer_after_sigterm(tmp_path: Path, runti
     assert _alive(pid)
     host.leave(complete=False)
     until(lambda: not _alive(pid), "the node to end")
-    assert set(safe_everywhere(tmp_path, None)) == {1, 2}
+    assert max(safe_everywhere(tmp_path, None)) == 2
     nothing_is_left(runtime_dir, {pid})
 
 
@@ -408,7 +409,7 @@ def test_a_memory_node_that_ends_takes_no_new_runs_and_serves_the_others(
     _commit(client, upload, 1)  # was under way
     _send(client, 2)  # is urgent
     assert node.process.wait(30) == 0
-    assert [item.step for item in LocalStore(tmp_path / "durable" / "run").survey().manifests] == [2, 1]
+    assert LocalStore(tmp_path / "durable" / "run").survey().manifests[0].step == 2
 
 
 def _ready(client: NodeClient) -> bool:
