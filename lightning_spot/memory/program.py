@@ -99,7 +99,6 @@ async def _serve(settings: NodeSettings, listener: socket.socket) -> int:
         flush_to=settings.flush_to,
         area=_area(settings, environment.shm_dir),
         allow=None if settings.record is not None else settings.allow,
-        run_memory_bytes=settings.run_memory_bytes,
     )
     if settings.flush_to is not None:
         await asyncio.to_thread(open_store(f"{settings.flush_to}/probe").claimed)  # a wrong URL shows at start
