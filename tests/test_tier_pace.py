@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lightning_spot import COCI, ConvergenceAware, OverheadBudget, YoungDaly
+from lightning_spot import COCI, ConvergenceAware, EverySeconds, OverheadBudget, RemoteSnapshot, YoungDaly
 from lightning_spot.capture.safety import paces_of
 from lightning_spot.cli import main
 from lightning_spot.errors import SettingsError
@@ -24,6 +27,8 @@ from lightning_spot.simulation.closed_form import FailureClass, expected_total_s
 from lightning_spot.simulation.engine import Outcome, simulate
 from lightning_spot.simulation.failures import Event, Exponential, Failures, Fleet, Mixed, Weibull
 from lightning_spot.simulation.job import Job, Tier, chain
+from tests.conftest import RunningNode
+from tests.models import Net, data, trainer
 
 DAY_S = 86400.0
 
@@ -96,6 +101,41 @@ def test_the_measured_pace_is_that_of_the_memory_node_while_it_works() -> None:
     assert paced_by(60.0, bucket=bucket, node=node) == 1.7
     assert paced_by(bucket=TierHealth()) == 0.0
     assert paced_by() == 0.0
+
+
+class Learning(EverySeconds):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__(0.3)
+        self.costs: list[Costs] = []
+
+    def learn(self, costs: Costs) -> None:
+        self.costs.append(costs)
+
+
+def test_a_training_tells_its_policy_how_fast_its_memory_node_is(
+    tmp_path: Path, start_node: Callable[..., RunningNode]
+) -> None:
+    policy = Learning()
+    snapshots = RemoteSnapshot(
+        str(tmp_path / "run-1"), memory=start_node().url, interval=policy, durable_every_s=3600.0, idle_timeout_s=10.0
+    )
+    trainer(snapshots, Pause(0.05), max_epochs=2).fit(Net(), data())
+    told = policy.costs[-1]
+    (node,) = [tier for tier in told.tiers if tier.survives == Failure.MACHINE]
+    assert 0 < node.drain_s < 30
+    assert told.drain_s == node.drain_s  # and not the hour of the durable tier
+
+
+class Pause(pl.Callback):
+    """Makes a step last."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        time.sleep(self.seconds)
 
 
 # -- the simulator against closed forms -------------------------------------------------------------------------------
