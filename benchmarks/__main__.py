@@ -13,10 +13,18 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import blocking, guard, ingest, layout, memory, restore
+from benchmarks import blocking, chain, guard, ingest, layout, memory, restore
 from benchmarks.measure import Result
 
-ALL = {"layout": layout, "blocking": blocking, "ingest": ingest, "restore": restore, "memory": memory, "guard": guard}
+ALL = {
+    "layout": layout,
+    "blocking": blocking,
+    "ingest": ingest,
+    "restore": restore,
+    "memory": memory,
+    "guard": guard,
+    "chain": chain,
+}
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import chain as benchmark
 from lightning_spot.errors import Fenced, SettingsError, TierError
 from lightning_spot.image import sealing
 from lightning_spot.image.manifest import snapshot_name
@@ -386,6 +388,25 @@ def test_bytes_leave_the_trainers_host_once(start_node: Callable[..., RunningNod
     finally:
         trainer.kill()
         line.close()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_1_gb_over_5_gbit_s_is_safe_within_its_bytes_over_bandwidth() -> None:
+    """From the first copied byte on, the copy and the checksums included; `benchmarks/chain.py` says how."""
+    try:
+        with benchmark.Link(f"ls-test-{os.getpid()}") as link:
+            found = benchmark.measure(link, rounds=7)
+    except benchmark.NotPermitted as reason:
+        pytest.skip(f"no shaped link here: {reason}")
+    finally:
+        assert f"ls-test-{os.getpid()}" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+    ideal_s = found["nbytes"] * 8 / benchmark.BITS_PER_S
+    raw, safe = min(found["raw_s"]) / ideal_s, statistics.median(found["safe_s"]) / ideal_s
+    print(f"plain sockets {raw:.2f}, safe {safe:.2f} x bytes / bandwidth")
+    if raw > 1.08:
+        pytest.skip(f"this machine is too busy to move 5 Gbit/s: plain sockets take {raw:.2f} x")
+    assert safe <= benchmark.TARGET
 
 
 def _held(store: NodeStore) -> Any:

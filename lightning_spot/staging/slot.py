@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import mmap
@@ -20,6 +21,8 @@ PROC_CGROUP = Path("/proc/self/cgroup")
 
 _PAGE = 2 * 1024 * 1024
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+_MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None)
 
 
 def slot_capacity(nbytes: int) -> int:
@@ -28,8 +31,20 @@ def slot_capacity(nbytes: int) -> int:
 
 
 def map_shared(fd: int, nbytes: int) -> mmap.mmap:
-    """Map ``nbytes`` of an open file for reading and writing, shared, with its page tables filled at once."""
-    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | _POPULATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    """Map ``nbytes`` of an open file for reading and writing, shared, with its page tables filled at once.
+
+    Other threads go on meanwhile: ``mmap`` with ``MAP_POPULATE`` would hold Python's lock for the second or two that
+    gigabytes take, and with it the event loop of a node and the training thread of a trainer.
+    """
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    shared = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=protection)
+    first = ctypes.c_char.from_buffer(shared)
+    failed = _libc.madvise(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
+    del first
+    if failed:  # a kernel before 5.14
+        shared.close()
+        return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | _POPULATE, prot=protection)
+    return shared
 
 
 class SlotMemory:

@@ -1,0 +1,92 @@
+"""The trainer's end of ``benchmarks/chain.py``: commits snapshots, and waits until the memory node has them.
+
+``receive ADDRESS`` is the other end of its comparison: takes bytes over plain sockets.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+
+from benchmarks.measure import training_state
+from lightning_spot.image.layout import lay_out
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory import embedded
+from lightning_spot.memory.runs import RunInfo
+from lightning_spot.staging.copier import Copier, SlotView
+
+RUN_ID = "00c0ffee0000"
+PORT = 7071
+CONNECTIONS = 4
+CHUNK = 2**20
+WAITS = {"idle_timeout_s": 60.0, "max_stall_s": 60.0}
+
+
+def main(node: str, durable: str, rounds: int) -> dict[str, object]:
+    layout = lay_out(training_state())
+    host = embedded.start(durable, f"run-1@{RUN_ID}", slots=4, memory_bytes=6 * 2**30, **WAITS)
+    info = RunInfo(name="run-1", id=RUN_ID, location=f"file://{durable}", attempt=1, token="t", nodes=(node,))
+    host.open_run(info)  # without a durable tier: what is measured is the way to the memory node
+    copier, views, safe_s, committed_s = Copier(), {}, [], []
+    for step in range(rounds + 2):  # the first ones make the slots
+        lease = host.lease(layout.nbytes, 60.0)
+        view = views.setdefault(lease.slot, SlotView(lease.map))
+        name = snapshot_name(step, 1)
+        fields = {"run": "run-1", "run_id": RUN_ID, "name": name, "step": step, "attempt": 1}
+        began = time.perf_counter()
+        for offset, data in layout.frame:
+            lease.map[offset : offset + len(data)] = data
+        copier.start(layout.pieces, view).wait()
+        copied = time.perf_counter()
+        host.seal(lease, Manifest(**fields, nbytes=layout.nbytes))
+        sealed = time.perf_counter()
+        while not any(safe for manifest, _, safe in host.held() if manifest.name == name):
+            time.sleep(0.005)
+        safe_s.append(time.perf_counter() - began)
+        committed_s.append((copied - began, sealed - copied))
+    raw_s = [_send(node.removeprefix("spot://").partition(":")[0], layout.nbytes) for _ in range(3)]
+    host.leave(complete=True)
+    return {"nbytes": layout.nbytes, "safe_s": safe_s[2:], "copy_and_seal_s": committed_s[2:], "raw_s": raw_s}
+
+
+def _send(address: str, nbytes: int) -> float:
+    data = memoryview(bytes(nbytes // CONNECTIONS))
+
+    def lane() -> None:
+        with socket.create_connection((address, PORT)) as connection:
+            for start in range(0, len(data), CHUNK):
+                connection.sendall(data[start : start + CHUNK])
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1)
+
+    lanes = [threading.Thread(target=lane) for _ in range(CONNECTIONS)]
+    began = time.perf_counter()
+    for thread in lanes:
+        thread.start()
+    for thread in lanes:
+        thread.join()
+    return time.perf_counter() - began
+
+
+def receive(address: str) -> None:
+    def lane(connection: socket.socket) -> None:
+        target = bytearray(CHUNK)
+        with connection:
+            while connection.recv_into(target):
+                pass
+            connection.sendall(b"k")
+
+    server = socket.create_server((address, PORT))
+    while True:
+        connection, _ = server.accept()
+        threading.Thread(target=lane, args=(connection,), daemon=True).start()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "receive":
+        receive(sys.argv[2])
+    else:
+        print(json.dumps(main(sys.argv[1], sys.argv[2], int(sys.argv[3]))))
