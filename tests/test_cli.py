@@ -88,6 +88,43 @@ def test_verify(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pull", str(run_dir), "--to", str(run_dir / "pulled.ckpt")]) == 0
 
 
+def test_what_cannot_be_read_is_listed_with_its_reason(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_dir / LocalStore(run_dir).survey().manifests[-1].name
+    manifest = folder / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
+    capsys.readouterr()
+    assert main(["ls", str(run_dir)]) == 0
+    assert f"unreadable: {folder.name} at durable: a manifest has format 99" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert main(["ls", str(run_dir), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[-1]["state"] == "unreadable"
+    assert main(["verify", str(run_dir)]) == 1
+    assert f"BAD  {folder.name} at durable" in capsys.readouterr().out
+    assert main(["show", str(run_dir)]) == 0
+    said = capsys.readouterr().out
+    assert "run-1@" in said
+    assert "lineage" in said
+
+
+def test_two_runs_of_one_name_at_a_node(
+    start_node: Callable[..., RunningNode], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = start_node()
+    for team in "ab":
+        callback = SpotCheckpoint(str(tmp_path / team / "run-1"), memory=node.url, interval=EverySteps(5), notices=None)
+        with pytest.raises(Stop):
+            trainer(callback, StopAt(11)).fit(Net(), data())
+    capsys.readouterr()
+    assert main(["ls", f"{node.url}/run-1"]) == 2
+    listed = capsys.readouterr().err
+    names = sorted({word.strip(",;.") for word in listed.split() if word.startswith("run-1@")})
+    assert len(names) == 2
+    for name in names:
+        assert main(["ls", f"{node.url}/{name}"]) == 0
+        assert "step-000000010" in capsys.readouterr().out
+
+
 def test_a_node(start_node: Callable[..., RunningNode], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     node = start_node()
     callback = SpotCheckpoint(str(tmp_path / "run-1"), memory=node.url, interval=EverySteps(5))

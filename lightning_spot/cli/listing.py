@@ -16,7 +16,8 @@ def ls(arguments: argparse.Namespace) -> int:
     """List the snapshots of a run at every tier, newest first."""
     found = ask(arguments)
     if arguments.json:
-        print(json.dumps([_facts(entry) for entry in found.entries], indent=1))
+        unreadable = [{"name": name, "state": "unreadable", "reason": why} for name, why in found.unreadable.items()]
+        print(json.dumps([*(_facts(entry) for entry in found.entries), *unreadable], indent=1))
         return 0
     console = wide_console()
     headings = ("SNAPSHOT", "STEP", "EPOCH", "ATTEMPT", "SIZE", "AGE", "TIER", "STATE")
@@ -30,6 +31,8 @@ def ls(arguments: argparse.Namespace) -> int:
         console.print(table)
     else:
         console.print("no snapshots", highlight=False)
+    for name, why in found.unreadable.items():
+        console.print(f"unreadable: {name}: {why}", style="yellow", markup=False, highlight=False)
     for problem in found.problems:
         console.print(problem, style="yellow", markup=False, highlight=False)
     return 0
@@ -45,7 +48,8 @@ def show(arguments: argparse.Namespace) -> int:
     console = wide_console()
     lines = {
         "snapshot": manifest.name,
-        "run": manifest.run,
+        "run": f"{manifest.run}@{manifest.run_id}" if manifest.run_id else manifest.run,
+        "lineage": manifest.lineage or "unknown",
         "tier": f"{entry.source.tier} ({entry.state})",
         "step": manifest.step,
         "epoch": manifest.epoch,

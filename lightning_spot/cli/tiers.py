@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 from lightning_spot.errors import SettingsError, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.embedded import attach
 from lightning_spot.memory.remote import NodeStore
-from lightning_spot.memory.stores import open_store
 from lightning_spot.memory.wire import parse_spot_url
 from lightning_spot.run.location import AUTO, Location
-from lightning_spot.run.sources import DURABLE, MEMORY, MemorySource, Source, StoreSource
+from lightning_spot.run.patience import Patience
+from lightning_spot.run.sources import DURABLE, MemorySource, Source, StoreSource
+from lightning_spot.run.survey import survey
+from lightning_spot.tiers.store import Holdings
 
 
 @dataclass(slots=True)
@@ -36,10 +37,12 @@ class Found:
 
     Attributes:
         entries: snapshots, newest first.
+        unreadable: snapshots that are there but cannot be used, with tier and reason.
         problems: one line for each tier that did not answer.
     """
 
     entries: list[Entry] = field(default_factory=list)
+    unreadable: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
@@ -47,20 +50,10 @@ def ask(arguments: argparse.Namespace) -> Found:
     """Ask every tier the command line names.
 
     Raises:
-        SettingsError: if a URL is malformed.
-        SnapshotNotFound: if the only tier asked does not answer or there is no such run.
+        SettingsError: if a URL is malformed, or names one of several runs of that name.
+        SnapshotNotFound: if no tier that was asked answers, or the only one knows no such run.
     """
-    found = Found()
-    sources = _sources(arguments)
-    for source in sources:
-        try:
-            found.entries.extend(_entries(source, arguments))
-        except SettingsError:
-            raise
-        except SpotError as error:
-            found.problems.append(f"{source.tier}: {error}")
-    if len(found.problems) == len(sources):
-        raise SnapshotNotFound("; ".join(found.problems))
+    found = _ask_nodes(arguments) if str(arguments.url).startswith("spot:") else _ask_run(arguments)
     found.entries.sort(key=lambda entry: entry.manifest.order, reverse=True)
     return found
 
@@ -76,37 +69,52 @@ def pick(found: Found, wanted: str | None) -> Entry:
             return entry
     names = ", ".join(sorted({entry.manifest.name for entry in found.entries})) or "nothing"
     what = f"no snapshot {wanted!r}" if wanted is not None else "no snapshot"
-    raise SnapshotNotFound("; ".join([f"{what} at any tier; there is {names}", *found.problems]))
+    bad = [f"{item} cannot be used ({why})" for item, why in found.unreadable.items()]
+    raise SnapshotNotFound("; ".join([f"{what} at any tier; there is {names}", *bad, *found.problems]))
 
 
-def _sources(arguments: argparse.Namespace) -> list[Source]:
-    url = str(arguments.url)
-    if url.startswith("spot:"):
-        address, path = parse_spot_url(url)
-        run = arguments.run or path.split("/")[0]
-        if not run:
-            raise SettingsError(f"{url!r} names no run; write {address}/RUN")
-        nodes = [str(address), *(str(parse_spot_url(item)[0]) for item in arguments.memory)]
-        return [StoreSource(NodeStore(f"{node}/{run}"), node) for node in nodes]
-    location = Location.of(url, arguments.memory or AUTO, arguments.run)
-    sources: list[Source] = [MemorySource(location.url, location.name)]
-    sources += [StoreSource(NodeStore(f"{node}/{location.name}"), node) for node in location.nodes]
-    return [*sources, StoreSource(open_store(location.url), DURABLE)]
-
-
-def _entries(source: Source, arguments: argparse.Namespace) -> list[Entry]:
-    if isinstance(source, StoreSource) and isinstance(source.store, NodeStore):
-        return [Entry(manifest, source, _state(dirty, safe)) for manifest, dirty, safe in source.store.held()]
-    if source.tier == MEMORY:
-        location = Location.of(arguments.url, AUTO, arguments.run)
-        host = attach(location.url, location.name, revive=False)
-        if host is None:
-            return []
+def _ask_nodes(arguments: argparse.Namespace) -> Found:
+    """Ask nodes for a run by its name (``RUN``, or ``RUN@ID`` where several have it)."""
+    address, path = parse_spot_url(str(arguments.url))
+    run = arguments.run or path.split("/")[0]
+    if not run:
+        raise SettingsError(f"{arguments.url!r} names no run; write {address}/RUN")
+    found = Found()
+    nodes = [str(address), *(str(parse_spot_url(item)[0]) for item in arguments.memory)]
+    for node in nodes:
+        source = StoreSource(NodeStore(f"{node}/{run}"), node)
         try:
-            return [Entry(manifest, source, _state(dirty, safe)) for manifest, dirty, safe in host.held()]
-        finally:
-            host.session.close()
-    return [Entry(manifest, source, DURABLE) for manifest in source.survey().manifests]
+            found.entries.extend(_entries(source, source.survey()))
+        except SettingsError:
+            raise
+        except SpotError as error:
+            found.problems.append(f"{node}: {error}")
+    if len(found.problems) == len(nodes):
+        raise SnapshotNotFound("; ".join(found.problems))
+    return found
+
+
+def _ask_run(arguments: argparse.Namespace) -> Found:
+    """Ask the tiers of a run by its durable directory, as a trainer does."""
+    seen = survey(Location.of(arguments.url, arguments.memory or AUTO, arguments.run), Patience(tries=1))
+    found = Found(unreadable=seen.unreadable, problems=[f"{tier}: {why}" for tier, why in seen.problems.items()])
+    for source, held in seen.answers:
+        try:
+            found.entries.extend(_entries(source, held))
+        except SpotError as error:
+            found.problems.append(f"{source.tier}: {error}")
+    if not seen.answers and found.problems:
+        raise SnapshotNotFound("; ".join(found.problems))
+    return found
+
+
+def _entries(source: Source, held: Holdings) -> list[Entry]:
+    """The snapshots a tier holds, with their state; a node says of each where it is safe."""
+    node = source if isinstance(source, MemorySource) else getattr(source, "store", None)
+    if isinstance(node, (MemorySource, NodeStore)):
+        listed = [item for item in node.held() if not item[0].is_file]
+        return [Entry(manifest, source, _state(dirty, safe)) for manifest, dirty, safe in listed]
+    return [Entry(manifest, source, DURABLE) for manifest in held.manifests]
 
 
 def _state(dirty: list[str], safe: list[str]) -> str:

@@ -36,9 +36,12 @@ def verify(arguments: argparse.Namespace) -> int:
     if arguments.snapshot is not None:
         name = pick(found, arguments.snapshot).manifest.name
         found.entries = [entry for entry in found.entries if entry.manifest.name == name]
-    if not found.entries:
+        found.unreadable = {what: why for what, why in found.unreadable.items() if what.startswith(f"{name} at ")}
+    if not found.entries and not found.unreadable:
         raise SnapshotNotFound("; ".join(["no snapshot to verify", *found.problems]))
-    bad = 0
+    bad = len(found.unreadable)
+    for what, why in found.unreadable.items():
+        print(f"BAD  {what}: {why}")
     for entry in found.entries:
         label = f"{entry.manifest.name} at {entry.source.tier}"
         try:
@@ -90,8 +93,8 @@ def _copy(snapshot: OpenSnapshot, target: Path) -> None:
     try:
         with _progress() as progress, open(temporary, "wb") as file:
             task = progress.add_task(f"writing {target}", total=nbytes)
-            for start in range(0, nbytes, PART_BYTES):
-                part = os.pread(snapshot.fd, min(PART_BYTES, nbytes - start), start)
+            reader = snapshot.reader()  # which checks again what it reads
+            while part := reader.read(PART_BYTES):
                 file.write(part)
                 progress.update(task, advance=len(part))
             file.flush()

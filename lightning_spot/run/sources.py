@@ -13,7 +13,7 @@ from lightning_spot.image.parts import verify_file
 from lightning_spot.memory.embedded import attach
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import Holdings, Progress, Store
+from lightning_spot.tiers.store import Holdings, Progress, Store, newest_first
 
 MEMORY = "memory"
 DURABLE = "durable"
@@ -61,16 +61,20 @@ class MemorySource:
 
     def survey(self) -> Holdings:
         """See :meth:`Source.survey`; empty if no node lives."""
+        manifests = newest_first([manifest for manifest, _, _ in self.held() if not manifest.is_file])
+        return Holdings(manifests, {}, max((manifest.attempt for manifest in manifests), default=0))
+
+    def held(self) -> list[tuple[Manifest, list[str], list[str]]]:
+        """Everything the node holds of the run: manifest, tiers it is dirty for, tiers it is safe at."""
         host = attach(self._url, self._run)
         if host is None:
-            return Holdings()
+            return []
         try:
-            manifests = host.manifests()
+            return host.held()
         except SnapshotNotFound:  # the node does not know the run
-            return Holdings()
+            return []
         finally:
-            host.session.close()
-        return Holdings(manifests, {}, max((manifest.attempt for manifest in manifests), default=0))
+            host.disconnect()
 
     def open(self, manifest: Manifest, progress: Progress | None = None) -> OpenSnapshot:
         """See :meth:`Source.open`. The slot is shared, not copied, and stays pinned until closed."""
@@ -80,9 +84,9 @@ class MemorySource:
         try:
             fd = host.open_snapshot(manifest)
         except BaseException:
-            host.session.close()
+            host.disconnect()
             raise
-        return _checked(OpenSnapshot(manifest, MEMORY, "this host's memory", fd, host.session.close), progress)
+        return _checked(OpenSnapshot(manifest, MEMORY, "this host's memory", fd, host.disconnect), progress)
 
 
 class StoreSource:

@@ -166,8 +166,7 @@ def _embedded_runs(location: Location) -> list[NodeRun]:
     try:
         return _listed(host.client)
     finally:
-        host.session.close()
-        host.client.close()
+        host.disconnect()
 
 
 def _node_runs(node: str) -> list[NodeRun]:
