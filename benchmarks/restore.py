@@ -12,8 +12,8 @@ from benchmarks.measure import Result, scratch, seconds, training_state
 from lightning_spot.image.layout import lay_out
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import embedded
-from lightning_spot.memory.host import run_info
 from lightning_spot.memory.remote import NodeStore
+from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.sources import MemorySource, Source, StoreSource
 from lightning_spot.staging.copier import Copier, SlotView
 
@@ -26,7 +26,10 @@ def run(quick: bool) -> list[Result]:
     plain: list[float] = []
     with scratch() as folder, node(folder) as url:
         host = embedded.start(str(folder / "run"), "run", slots=2, memory_bytes=3 * 2**30, idle_timeout_s=300)
-        host.open_run(run_info("run", [f"{url}/run", str(folder / "run")], 1, 1))
+        durable = str(folder / "run")
+        host.open_run(
+            RunInfo(name="run", id="", location=durable, attempt=1, token="", durable_url=durable, nodes=(url,))
+        )
         layout = lay_out(state)
         lease = host.lease(layout.nbytes, 0)
         copier, view = Copier(), SlotView(lease.map)
@@ -55,9 +58,9 @@ def run(quick: bool) -> list[Result]:
 
 
 def _restore(source: Source) -> None:
-    snapshot = source.open(source.manifests()[0])
-    with snapshot.reader() as file:
-        torch.load(file, weights_only=True)
+    snapshot = source.open(source.survey().manifests[0])
+    with snapshot.reader() as reader:
+        torch.load(reader.as_file(), weights_only=True)
     snapshot.close()
 
 

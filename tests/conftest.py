@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from lightning_spot.memory.process import ProcessId
+from lightning_spot.memory.runs import RunInfo
 
 DEADLINE_S = 30.0
 
@@ -62,6 +63,13 @@ def until(holds: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -
             return value
         time.sleep(0.02)
     raise AssertionError(f"waited {deadline_s:.0f} s in vain for: {what}")
+
+
+def named_run(name: str, durable: Path | str | None = None, **more: Any) -> RunInfo:
+    """A run without an identity, by its name, and where it is durable."""
+    url = str(durable) if durable is not None else None
+    fields = {"id": "", "location": url or "", "attempt": 1, "token": "", "durable_url": url, "pid": os.getpid()}
+    return RunInfo(name=name, **{**fields, **more})
 
 
 class RunningNode:

@@ -36,14 +36,13 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import client as client_module
 from lightning_spot.memory import embedded
 from lightning_spot.memory.client import NodeClient
-from lightning_spot.memory.host import run_info
 from lightning_spot.memory.part_sender import PartStream
 from lightning_spot.memory.program import main
 from lightning_spot.memory.remote import NodeStore
 from lightning_spot.memory.settings import add_arguments, settings_from
 from lightning_spot.memory.wire import parse_spot_url
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import RunningNode, until
+from tests.conftest import RunningNode, named_run, until
 
 StartNode = Callable[..., RunningNode]
 
@@ -318,7 +317,7 @@ def test_two_trainers_at_once_get_one_node(tmp_path: Path) -> None:
 def test_it_ends_when_the_run_ends(tmp_path: Path) -> None:
     host = embedded.start(str(tmp_path), "run", **SETTINGS)
     record = embedded.find_record(str(tmp_path))
-    host.open_run(run_info("run", [str(tmp_path)], 2, 1))
+    host.open_run(named_run("run", tmp_path))
     assert record.running()
     host.leave(complete=True)
     until(lambda: not record.running(), "the node to end")
@@ -327,7 +326,7 @@ def test_it_ends_when_the_run_ends(tmp_path: Path) -> None:
 def test_it_ends_when_idle(tmp_path: Path) -> None:
     host = embedded.start(str(tmp_path), "run", **{**SETTINGS, "idle_timeout_s": 0.5})
     record = embedded.find_record(str(tmp_path))
-    host.open_run(run_info("run", [str(tmp_path)], 2, 1))
+    host.open_run(named_run("run", tmp_path))
     time.sleep(1.0)
     assert record.running()  # a connected trainer keeps it
     host.session.close()
@@ -338,8 +337,8 @@ def test_it_outlives_its_trainer(tmp_path: Path) -> None:
     code = (
         "import sys, time; from lightning_spot.memory import embedded\n"
         f"host = embedded.start({str(tmp_path)!r}, 'run', slots=2, memory_bytes=2**26, idle_timeout_s=60)\n"
-        "from lightning_spot.memory.host import run_info\n"
-        "host.open_run(run_info('run', [], 2, 1)); print('up', flush=True); time.sleep(60)"
+        "from tests.conftest import named_run\n"
+        "host.open_run(named_run('run')); print('up', flush=True); time.sleep(60)"
     )
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
     assert trainer.stdout is not None
@@ -350,7 +349,7 @@ def test_it_outlives_its_trainer(tmp_path: Path) -> None:
     host = embedded.attach(str(tmp_path), "run")
     assert host is not None
     until(lambda: not client_status(host)["runs"]["run"]["live"], "the node to see that its trainer has gone")
-    assert host.open_run(run_info("run", [], 2, 2)).attempt == 2
+    assert host.open_run(named_run("run", attempt=2)).attempt == 2
 
 
 def client_status(host: embedded.EmbeddedHost) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from lightning_spot.capture.tensors import storage_address
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import NodeUnreachable, SnapshotTooLarge, TornSnapshot
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.host import InProcessHost, run_info
+from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.stores import open_store
 from lightning_spot.staging.copier import Copier
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import until
+from tests.conftest import named_run, until
 
 
 class Desk:
@@ -26,7 +26,7 @@ class Desk:
     def __init__(self, root: Path, memory_bytes: int = 2**28) -> None:
         self.store = LocalStore(root / "run")
         self.host = InProcessHost(slots=3, memory_bytes=memory_bytes, open_store=open_store)
-        self.host.open_run(run_info("run", [self.store.url], 100, 1))
+        self.host.open_run(named_run("run", self.store.url, keep=100))
         self.writer = SnapshotWriter(self.host, lambda: self.host)
         self.weights = [torch.randn(300, 100) for _ in range(5)]
         self.buffer = torch.zeros(10)

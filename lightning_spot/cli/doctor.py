@@ -24,7 +24,7 @@ from lightning_spot.config import format_bytes, format_seconds, parse_bytes, rea
 from lightning_spot.errors import SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.embedded import start
-from lightning_spot.memory.host import run_info
+from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.stores import open_store
 from lightning_spot.notices.detect import CLOUDS, detect_cloud
 from lightning_spot.run.location import AUTO, Location
@@ -123,7 +123,7 @@ def node_speed(run_url: str, nbytes: int) -> float:
     room = 4 * nbytes + (64 << 20)  # slots are somewhat larger than what they hold
     host = start(run_url, "doctor", slots=2, memory_bytes=room, idle_timeout_s=1.0)
     try:
-        attempt = host.open_run(run_info("doctor", [], 1, 1)).attempt
+        attempt = host.open_run(RunInfo(name="doctor", id="", location="", attempt=1, token="")).attempt
         took_s = []
         for step in range(4):  # the first ones make the slots
             lease = host.lease(nbytes, 30.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -161,21 +160,3 @@ class InProcessHost:
 
     def disconnect(self) -> None:
         """See :meth:`Host.disconnect`; there is no connection."""
-
-
-def run_info(run: str, destinations: list[str], keep: int, attempt: int) -> RunInfo:
-    """What this process says of a run without an identity, by the URLs of its directories at each tier."""
-    nodes = tuple(url.rpartition("/")[0] for url in destinations if url.startswith("spot://"))
-    durable = [url for url in destinations if not url.startswith("spot://")]
-    return RunInfo(
-        name=run,
-        id="",
-        location=durable[0] if durable else "",
-        attempt=attempt,
-        token="",
-        keep=keep,
-        durable_url=durable[0] if durable else None,
-        nodes=nodes,
-        pid=os.getpid(),
-        host=os.uname().nodename,
-    )

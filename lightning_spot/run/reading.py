@@ -25,6 +25,8 @@ class OpenSnapshot:
         tier: ``"memory"`` (this host's node), ``"durable"``, or the URL of a memory node.
         url: where it came from, for people.
         fd: descriptor of its file; closed by :meth:`close`.
+        in_memory: whether it is a pinned slot or memory of this process: what was checked stays as it is. A file on a
+            disk may not.
         release: lets go of what keeps its slot from being reused, if it is one.
     """
 
@@ -32,11 +34,12 @@ class OpenSnapshot:
     tier: str
     url: str
     fd: int
+    in_memory: bool = False
     release: Callable[[], None] | None = None
 
     def reader(self) -> SnapshotReader:
         """The file, of exactly ``manifest.nbytes`` bytes, for ``torch.load``. Close it before the snapshot."""
-        return SnapshotReader(self.fd, self.manifest, self.url)
+        return SnapshotReader(self.fd, self.manifest, self.url, check=not self.in_memory)
 
     def close(self) -> None:
         """Let the file, and the slot, go."""
@@ -56,17 +59,19 @@ class SnapshotReader(io.BufferedIOBase):
         fd: the file; it may be longer than the snapshot (a slot). Not closed.
         manifest: sealed.
         where: what to call the place in errors.
+        check: whether to check what is read; not needed where it cannot have changed since it was checked.
 
     Attributes:
         problem: what a read has raised, ``None`` while all is well. A library in between may wrap or lose it.
     """
 
-    def __init__(self, fd: int, manifest: Manifest, where: str) -> None:
+    def __init__(self, fd: int, manifest: Manifest, where: str, *, check: bool = True) -> None:
         super().__init__()
         self.problem: SpotError | None = None
         self._fd = fd
         self._manifest = manifest
         self._where = where
+        self._check = check
         self._place = 0
         self._parts: OrderedDict[int, memoryview] = OrderedDict()
 
@@ -120,6 +125,9 @@ class SnapshotReader(io.BufferedIOBase):
 
     def _read_some(self, into: memoryview) -> int:
         """Read from the part at the present place; straight into ``into`` where it takes all of that part."""
+        if not self._check:
+            self._fill(self._place, into)
+            return len(into)
         size = self._manifest.part_bytes
         index, within = divmod(self._place, size)
         start = index * size
@@ -139,6 +147,15 @@ class SnapshotReader(io.BufferedIOBase):
         return count
 
     def _read_part(self, index: int, start: int, into: memoryview) -> None:
+        self._fill(start, into)
+        if checksum(into) != self._manifest.checksums[index]:
+            raise CorruptSnapshot(
+                f"{self._where}: part {index} (from byte {start}) is not what was committed",
+                where=self._where,
+                part=index,
+            )
+
+    def _fill(self, start: int, into: memoryview) -> None:
         got = 0
         while got < len(into):
             try:
@@ -150,9 +167,3 @@ class SnapshotReader(io.BufferedIOBase):
             if count == 0:
                 raise CorruptSnapshot(f"{self._where} was cut short at byte {start + got}", where=self._where)
             got += count
-        if checksum(into) != self._manifest.checksums[index]:
-            raise CorruptSnapshot(
-                f"{self._where}: part {index} (from byte {start}) is not what was committed",
-                where=self._where,
-                part=index,
-            )

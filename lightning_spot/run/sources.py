@@ -7,7 +7,7 @@ import os
 import tempfile
 from typing import Protocol
 
-from lightning_spot.errors import SnapshotNotFound, SpotError, TierError
+from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import verify_file
 from lightning_spot.memory.embedded import attach
@@ -86,7 +86,8 @@ class MemorySource:
         except BaseException:
             host.disconnect()
             raise
-        return _checked(OpenSnapshot(manifest, MEMORY, "this host's memory", fd, host.disconnect), progress)
+        snapshot = OpenSnapshot(manifest, MEMORY, "this host's memory", fd, in_memory=True, release=host.disconnect)
+        return _checked(snapshot, progress)
 
 
 class StoreSource:
@@ -116,7 +117,7 @@ class StoreSource:
             except OSError as error:
                 raise TierError(f"{url}: {error.strerror}", tier=self.store.url) from error
             return _checked(OpenSnapshot(manifest, self.tier, url, fd), progress)
-        snapshot = OpenSnapshot(manifest, self.tier, url, _memory_file(manifest.nbytes, url))
+        snapshot = OpenSnapshot(manifest, self.tier, url, _memory_file(manifest.nbytes, url), in_memory=True)
         try:
             if manifest.nbytes:
                 with mmap.mmap(snapshot.fd, manifest.nbytes) as shared, memoryview(shared) as view:
@@ -137,11 +138,27 @@ def _checked(snapshot: OpenSnapshot, progress: Progress | None) -> OpenSnapshot:
     manifest = snapshot.manifest
     where = f"{manifest.run}/{manifest.name} at {snapshot.url}"
     try:
-        verify_file(snapshot.fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, where, progress)
+        if not snapshot.in_memory:
+            verify_file(snapshot.fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, where, progress)
+        else:
+            _verify_memory(snapshot, where)
+            if progress is not None:
+                progress(manifest.nbytes)
     except BaseException:
         snapshot.close()
         raise
     return snapshot
+
+
+def _verify_memory(snapshot: OpenSnapshot, where: str) -> None:
+    """Memory may be mapped, which saves a copy; files on a disk are read."""
+    manifest = snapshot.manifest
+    size = os.fstat(snapshot.fd).st_size
+    if size < manifest.nbytes:
+        raise CorruptSnapshot(f"{where} is cut short: {size} of {manifest.nbytes} bytes are there", where=where)
+    if manifest.nbytes:
+        with mmap.mmap(snapshot.fd, manifest.nbytes, access=mmap.ACCESS_READ) as shared, memoryview(shared) as view:
+            manifest.verify(view, where)
 
 
 def _memory_file(nbytes: int, url: str) -> int:
