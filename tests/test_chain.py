@@ -19,7 +19,7 @@ from benchmarks import chain as benchmark
 from lightning_spot.errors import Fenced, SettingsError, TierError
 from lightning_spot.image import sealing
 from lightning_spot.image.manifest import snapshot_name
-from lightning_spot.memory import chain, embedded
+from lightning_spot.memory import chain, embedded, remote
 from lightning_spot.memory.client import NodeClient
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.prefixes import check_prefix, refusal
@@ -371,6 +371,58 @@ def test_killed_the_moment_the_memory_node_has_it(start_node: Callable[..., Runn
     buffer = bytearray(found[0].nbytes)
     LocalStore(durable).fetch(found[0], memoryview(buffer))
     found[0].verify(memoryview(buffer), "durable")
+
+
+class OverHttp(Bench):
+    """A node on a trainer's host whose memory nodes are processes."""
+
+    def store(self, url: str) -> Any:
+        if url.startswith("spot://"):
+            return NodeStore(url)
+        return super().store(url)
+
+
+def test_a_memory_node_that_was_stopped_is_passed_over(
+    start_node: Callable[..., RunningNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGSTOP breaks no connection."""
+    monkeypatch.setattr(chain, "ASK_AGAIN_S", 0.5)
+    monkeypatch.setattr(remote, "_ASK_S", 2.0)
+    first, second = (start_node("--allow", str(tmp_path)) for _ in range(2))
+    bench = OverHttp(tmp_path, slots=4)
+    try:
+        bench.open(nodes=(first.url, second.url))
+        until(lambda: bench.node.status()["runs"][RUN]["node"], "the chain")
+        bench.save(1)
+        assert bench.flush(60) == []
+        first.process.send_signal(signal.SIGSTOP)
+        bench.save(2)
+        assert bench.flush(60) == []
+        assert LocalStore(bench.tier().url).survey().manifests[0].step == 2
+        assert bench.tier().tries == []
+        assert bench.node.status()["runs"][RUN]["node"].startswith(second.url)
+    finally:
+        first.process.send_signal(signal.SIGCONT)
+        bench.close()
+
+
+def test_a_restarted_memory_node_is_told_of_the_run_again(
+    start_node: Callable[..., RunningNode], tmp_path: Path
+) -> None:
+    node = start_node("--allow", str(tmp_path))
+    bench = OverHttp(tmp_path, slots=4)
+    try:
+        bench.open(nodes=(node.url,))
+        bench.save(1)
+        assert bench.flush(60) == []
+        node.stop(signal.SIGKILL)
+        start_node("--allow", str(tmp_path), listen=node.url.removeprefix("spot://"))
+        bench.save(2)
+        assert bench.flush(60) == []
+        assert LocalStore(bench.tier().url).survey().manifests[0].step == 2
+        assert NodeStore(f"{node.url}/{RUN}").claimed() == 1
+    finally:
+        bench.close()
 
 
 def test_bytes_leave_the_trainers_host_once(start_node: Callable[..., RunningNode], tmp_path: Path) -> None:

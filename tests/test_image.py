@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import random
 import subprocess
+import threading
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_spot.config import parse_bytes
-from lightning_spot.errors import CorruptManifest, CorruptSnapshot, LayoutUnsupported, SettingsError
-from lightning_spot.image.archive import read_records, write_crcs
+from lightning_spot.errors import CorruptManifest, CorruptSnapshot, LayoutUnsupported, SettingsError, SnapshotNotFound
+from lightning_spot.image.archive import read_records
+from lightning_spot.image.crc import combine
 from lightning_spot.image.layout import Layout, lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
-from lightning_spot.image.parts import checksum_parts, part_ranges, verify_parts
+from lightning_spot.image.parts import checksum, checksum_parts, part_ranges, verify_parts
+from lightning_spot.image.sealing import Sealing
+from tests.gated import write_crcs
 
 
 def fill(layout: Layout) -> bytearray:
@@ -105,6 +111,70 @@ def test_layout_holds_each_storage_once() -> None:
     weight = torch.randn(100)
     layout = lay_out({"a": weight, "b": weight[3:], "c": weight.detach()})
     assert [piece.nbytes for piece in layout.pieces] == [400]
+
+
+@given(st.binary(max_size=2000), st.binary(max_size=2000))
+def test_crcs_of_pieces_combine_to_that_of_the_whole(first: bytes, second: bytes) -> None:
+    assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("part_bytes", [1000, 4096, 2**20])
+@pytest.mark.parametrize("streamed", [True, False], ids=["torch's", "CRCs before the data"])
+def test_a_file_sealed_in_parts_is_the_file(threads: int, part_bytes: int, streamed: bool) -> None:
+    """By several threads, with records over many parts, and CRC fields after their data or before it."""
+    whole = _archive(streamed)
+    image = bytearray(whole)
+    for record in read_records(whole):
+        for place in record.crc_at if record.nbytes else ():
+            image[place : place + 4] = bytes(4)
+    manifest = Manifest(run="r", name="x", step=1, attempt=1, nbytes=len(image), part_bytes=part_bytes)
+    sealing = Sealing(manifest, memoryview(image))
+    taken: list[tuple[int, int, str]] = []
+
+    def take() -> None:
+        for start, stop, digest in sealing.sealed_parts():
+            assert checksum(memoryview(whole)[start:stop]) == digest  # what is taken never changes any more
+            assert image[start:stop] == whole[start:stop]
+            taken.append((start, stop, digest))
+
+    taking = threading.Thread(target=take)
+    taking.start()
+    sealed = sealing.run(threads)
+    taking.join()
+    assert image == whole
+    assert [digest for _, _, digest in sorted(taken)] == list(sealed.checksums)
+    sealed.verify(memoryview(whole), "here")
+
+
+def _archive(streamed: bool) -> bytes:
+    buffer = io.BytesIO()
+    if streamed:
+        torch.save([torch.randn(70_000), torch.randn(3), *(torch.randn(10) for _ in range(50)), torch.zeros(0)], buffer)
+        return buffer.getvalue()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for number, nbytes in enumerate((5, 300_000, 0, 7_000)):
+            archive.writestr(f"model/data/{number}", random.Random(number).randbytes(nbytes))
+    return buffer.getvalue()
+
+
+def test_a_record_that_reaches_beyond_the_file_is_refused() -> None:
+    image = bytearray(_archive(streamed=False))
+    central = image.rfind(b"PK\x01\x02")
+    image[central + 20 : central + 28] = (2**31).to_bytes(4, "little") * 2
+    manifest = Manifest(run="r", name="x", step=1, attempt=1, nbytes=len(image))
+    with pytest.raises(LayoutUnsupported, match="beyond the end"):
+        Sealing(manifest, memoryview(image)).run(1)
+
+
+def test_who_waits_for_parts_of_a_file_that_is_given_up_is_told() -> None:
+    image = memoryview(bytearray(_archive(streamed=True)))
+    sealing = Sealing(Manifest(run="r", name="x", step=1, attempt=1, nbytes=len(image)), image)
+    sealing.give_up()
+    with pytest.raises(SnapshotNotFound, match="given up"):
+        list(sealing.sealed_parts())
+    with pytest.raises(SnapshotNotFound, match="given up"):
+        sealing.committed()
 
 
 shapes = st.lists(st.integers(0, 5), max_size=3)

@@ -27,7 +27,7 @@ from lightning_spot.memory.embedded import start
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.stores import open_store
 from lightning_spot.notices.detect import CLOUDS, detect_cloud
-from lightning_spot.run.location import AUTO, Location
+from lightning_spot.run.location import AUTO, Location, memory_limit_bytes
 from lightning_spot.tiers.store import Store
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _advice(
 def _of_memory(slots: int, state_bytes: int) -> list[str]:
     """What is to be said of the memory for the slots: two, and one for each tier below."""
     need = slots * state_bytes
-    half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    half = memory_limit_bytes(None)
     advice = []
     if need > half:
         told = f"{slots} slots need {format_bytes(need)}, half of this host's memory is {format_bytes(half)}"

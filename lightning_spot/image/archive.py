@@ -1,4 +1,4 @@
-"""Reads the record table of a checkpoint file (a ZIP64 archive with stored records) and writes its CRCs.
+"""Reads the record table of a checkpoint file (a ZIP64 archive with stored records), and where its CRCs are.
 
 ``torch.save`` writes a zip whose records are never compressed, so every tensor lies in one run of bytes. This module
 finds those runs, and the places of the CRC fields, with the published zip format alone (APPNOTE.TXT 4.3): it needs no
@@ -8,8 +8,7 @@ private torch reader, and no torch at all, so that a memory node can use it.
 from __future__ import annotations
 
 import struct
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_spot.errors import LayoutUnsupported
@@ -23,7 +22,6 @@ _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 _CENTRAL_CRC = 16  # offset of the CRC in a central record
 _LOCAL_CRC = 14  # and in a local header
-_CRC_CHUNK = 4 * 1024 * 1024
 _STREAMED = 0x08  # flag: CRC and sizes follow the data in a descriptor
 
 
@@ -57,21 +55,6 @@ def read_records(image: Buffer) -> list[Record]:
         return list(_walk(memoryview(image)))
     except struct.error as error:
         raise LayoutUnsupported(f"the checkpoint file's record table cannot be read: {error}") from error
-
-
-def write_crcs(image: memoryview, crc32: Callable[[memoryview, int], int] = zlib.crc32) -> None:
-    """Compute every record's CRC-32 and write it where the archive keeps it, so that ``unzip -t`` passes.
-
-    Args:
-        image: the whole, filled file; changed in place.
-        crc32: checksum function ``(data, start) -> crc``.
-    """
-    for record in read_records(image):
-        crc = 0
-        for start in range(record.offset, record.offset + record.nbytes, _CRC_CHUNK):
-            crc = crc32(image[start : min(start + _CRC_CHUNK, record.offset + record.nbytes)], crc)
-        for place in record.crc_at:
-            struct.pack_into("<L", image, place, crc & 0xFFFFFFFF)
 
 
 def _walk(image: memoryview) -> Iterator[Record]:

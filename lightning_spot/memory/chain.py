@@ -188,8 +188,9 @@ class Chain:
             # One failed put may be a broken connection: the node is lost only if it does not answer either.
             return _FIRST_LOOK_S if self._open(candidate) else 0.0
         waiting = self._waiting(candidate)
-        since_s = time.monotonic() - self._asked_s
-        if (waiting or not self.carries) and since_s >= ASK_AGAIN_S and not self._open(candidate):
+        # A node that was stopped in the middle of a snapshot breaks no connection: it is asked whether it is there.
+        asking = bool(waiting) or self._sending(candidate) or not self.carries
+        if asking and time.monotonic() - self._asked_s >= ASK_AGAIN_S and not self._open(candidate):
             return 0.0
         if not waiting:
             return ASK_AGAIN_S
@@ -214,6 +215,11 @@ class Chain:
                 and candidate.url in slot.safe
                 and self.info.durable_url in slot.dirty
             ]
+
+    def _sending(self, candidate: _Candidate) -> bool:
+        """Whether the node is owed something."""
+        with self._ring.changed:
+            return any(candidate.url in slot.dirty for slot in self._ring.committed(self.info.key))
 
     def _learn(self, candidate: _Candidate, waiting: list[tuple[Slot, Manifest]]) -> None:
         node, durable_url = self._node(candidate), self.info.durable_url

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lightning_spot.errors import CorruptSnapshot, Fenced, SnapshotNotFound, SpotError
@@ -91,6 +91,13 @@ class Flusher:
         with self._ring.changed:
             self.work.delete(url, manifest)
             self._ring.notify()
+
+    def forget(self, urls: Iterable[str]) -> None:
+        """Forget how tiers did that nothing goes to any more."""
+        with self._ring.changed:
+            for url in urls:
+                if url not in self._threads:
+                    self.health.pop(url, None)
 
     def keep(self, run: str, name: str) -> None:
         """Delete nothing of that name any more: it is committed anew, and will be written over."""
@@ -177,8 +184,11 @@ class Flusher:
                     if job.slot is not None:
                         job.slot.readers += 1
                     return job
-                if due_s is None and now >= idle_until:
-                    break
+                if due_s is None:
+                    self.health[url].error = ""  # what failed is not wanted any more
+                    if now >= idle_until:
+                        self.work.rest(url)
+                        break
                 idle_until = now + _IDLE_S if due_s is not None else idle_until
                 self._ring.changed.wait((due_s if due_s is not None else idle_until) - now)
             self._threads.pop(url, None)

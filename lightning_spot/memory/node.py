@@ -96,7 +96,7 @@ class Node:
             self.routes.open(run.info)
             self._remember(run)
             for key in self.registry.stale():
-                self.routes.forget(key)
+                self._forget(key)
         return self.routes.opened(run.info)
 
     def close_run(self, run: str, *, complete: bool) -> None:
@@ -234,6 +234,15 @@ class Node:
         self.flusher.keep(key, manifest.name)  # a file of that name may have been removed just before
         info = self.registry.info(key)
         self.ring.trim(key, info.keep if info is not None else 2)
+
+    def _forget(self, key: str) -> None:
+        """A run of which nothing is held has not been opened for long: keep nothing of it."""
+        tiers = self.ring.tiers(key)
+        self.routes.forget(key)
+        self.ring.set_tiers(key, None)
+        self.flusher.forget((*tiers.own, *tiers.carried))
+        if self.ring.area is not None:
+            self.ring.area.forget_run(key)
 
     def _heard(self, url: str, error: Exception | None) -> None:
         self.routes.heard(url, error)

@@ -25,7 +25,7 @@ CONNECTIONS = 4
 """Connections a snapshot is sent over: a cloud VM gets about 5 Gbit/s per flow outside a placement group."""
 
 _ASK_S = 5.0
-_WAIT_FOR_SLOT_S = 30.0
+_WAIT_FOR_SLOT_S = 10.0
 _SENDS_OF_A_PART = 3
 
 _Part = tuple[int, int, str]  # first byte, end, checksum

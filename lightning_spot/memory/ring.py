@@ -165,11 +165,13 @@ class Ring:
 
     # -- what is committed ----------------------------------------------------------------------------------------
 
-    def set_tiers(self, run: str, tiers: Tiers) -> None:
-        """Say where a run's snapshots go from now on; what is owed follows from it."""
+    def set_tiers(self, run: str, tiers: Tiers | None) -> None:
+        """Say where a run's snapshots go from now on (``None``: it is forgotten); what is owed follows from it."""
         with self.changed:
             if self._tiers.get(run) != tiers:
-                self._tiers[run] = tiers
+                self._tiers.pop(run, None)
+                if tiers is not None:
+                    self._tiers[run] = tiers
                 self._refresh(run)
                 self.notify()
 

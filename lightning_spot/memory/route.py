@@ -14,7 +14,7 @@ from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Tiers
 from lightning_spot.tiers.store import Store
 
-_JOIN_S = 2.0
+_JOIN_S = 6.0  # a request to a node that does not answer takes 5 s
 
 
 class Routes:

@@ -131,6 +131,12 @@ class Work:
         self.backoff(url).failed(job.key, time.monotonic())
         self._errors.setdefault(url, {})[job.key] = text
 
+    def rest(self, url: str) -> None:
+        """Nothing is to be done at a tier: what it is to be given time for is past."""
+        self._backoffs.pop(url, None)
+        self._errors.pop(url, None)
+        self._begun = {key: begun_s for key, begun_s in self._begun.items() if key[0] != url or self._paced(key[1])}
+
     def error(self, url: str) -> str:
         """What fails at a tier at present, for people."""
         return "; ".join(list(self._errors.get(url, {}).values())[-3:])
@@ -177,6 +183,11 @@ class Work:
         for slot in sealing:
             if slot.sealing is not None:
                 yield Job(Kind.PUT, slot.run, slot.sealing.manifest, slot, slot.sealing)
+
+    def _paced(self, run: str) -> bool:
+        """Whether a run's snapshots are to be some time apart at its durable tier."""
+        info = self._run(run)
+        return info is not None and info.durable_every_s > 0
 
     def _paced_s(self, url: str, job: Job) -> float:
         """When a tier may take a snapshot at the soonest, so that two are ``durable_every_s`` apart; 0 for at once."""

@@ -14,6 +14,7 @@ from lightning_spot.memory.embedded import start
 from lightning_spot.memory.host import MAX_STALL_S, Host, InProcessHost
 from lightning_spot.memory.stores import open_store
 from lightning_spot.memory.wire import parse_spot_url
+from lightning_spot.staging.slot import host_memory_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -123,10 +124,10 @@ class Location:
 
 
 def memory_limit_bytes(limit: str | int | None) -> int:
-    """The limit of slot memory: as given, or half of this host's memory."""
+    """The limit of slot memory: as given, or half of what this host, or its container, has."""
     if limit is not None:
         return parse_bytes(limit)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return host_memory_bytes() // 2
 
 
 def _node_url(url: str) -> str:
