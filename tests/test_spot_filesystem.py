@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_spot.errors import CorruptSnapshot, SpotError
+from lightning_spot.errors import CorruptSnapshot, SettingsError, SpotError
 from lightning_spot.memory.client import NodeClient
 from lightning_spot.memory.filesystem import SpotFileSystem
 from lightning_spot.memory.wire import parse_spot_url
@@ -221,6 +221,39 @@ def test_folders_within_a_run_are_refused_by_name(shared: RunningNode, run: str)
         with pytest.raises(NotImplementedError, match="'wb'"):
             fs.open(f"{run}/file", mode)
     assert fs.ls(run, detail=False) == [f"{run}/file"]
+
+
+def test_names_that_a_run_needs_itself_are_refused_and_others_may_be_odd(shared: RunningNode, run: str) -> None:
+    fs = file_system(shared)
+    for name in ("attempts", "step-000000001-attempt-0001", ".hidden", "x" * 300):
+        with pytest.raises(SpotError, match="cannot name a file"):
+            fs.pipe_file(f"{run}/{name}", b"x")
+    for name in ("modèle=1 é.ckpt", "epoch=3-step=40%.ckpt", "a&b#c?d.ckpt", "日本.ckpt"):
+        fs.pipe_file(f"{run}/{name}", b"text")
+        assert fs.cat_file(f"{run}/{name}") == fs.open(f"{run}/{name}").read() == b"text"
+        assert fs.ls(run, detail=False) == [f"{run}/{name}"]
+        settle(shared)
+        fs.rm_file(f"{run}/{name}")
+    assert not fs.exists(f"{run}-never-written")
+
+
+def test_runs_of_one_name_are_told_apart_by_their_identity(shared: RunningNode, run: str) -> None:
+    fs, client = file_system(shared), NodeClient(parse_spot_url(shared.url)[0])
+    name = run[-40:]
+    one, two = f"{name}@0123456789ab", f"{name}@ba9876543210"
+    for text in (one, two):
+        client.call("POST", f"/v1/runs/{text}/open", {"attempt": 1, "token": "t"})
+        fs.pipe_file(f"{text}/file", text.encode())
+    assert {one, two} <= set(fs.ls("", detail=False))
+    for text in (one, two):
+        assert fs.cat_file(f"{text}/file") == text.encode()
+        with fsspec.open(f"{shared.url}/{text}/file") as file:
+            assert file.read() == text.encode()
+    with pytest.raises(SettingsError, match=f"{one}.*{two}|{two}.*{one}"):
+        fs.ls(name)
+    listed = {item["id"]: item for item in client.call("GET", "/v1/runs")["runs"] if item["name"] == name}
+    assert set(listed) == {"0123456789ab", "ba9876543210"}
+    assert all(item["attempt"] == 1 and not item["live"] for item in listed.values())
 
 
 def test_a_snapshot_is_not_removed_by_its_alias(shared: RunningNode, run: str) -> None:

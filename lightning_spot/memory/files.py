@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from urllib.parse import quote
 
 import xxhash
 from aiohttp import hdrs, web
@@ -59,7 +60,7 @@ class Files:
         text = request.match_info["run"]
         key, directory = self._node.key(text), self._directory(text)
         entries = {} if directory is None else await asyncio.to_thread(self._below, directory, key)
-        known = bool(entries) or directory is not None or key in self._node.registry.runs
+        known = bool(entries) or key in self._node.registry.runs
         listed = {path: _as_json(entry, [], ["below"]) for path, entry in entries.items()}
         for slot, manifest in held(self._node.ring, key):
             entry = Entry(manifest.data_path, manifest.nbytes, manifest.created_unix_s)
@@ -70,9 +71,11 @@ class Files:
         return web.json_response({"files": [listed[path] for path in sorted(listed)], "last": last})
 
     def _below(self, directory: DurableDirectory, key: str) -> dict[str, Entry]:
-        now_s = time.monotonic()
-        self._removed = {item: until_s for item, until_s in self._removed.items() if until_s > now_s}
-        return {entry.path: entry for entry in directory.entries() if (key, _name(entry.path)) not in self._removed}
+        return {entry.path: entry for entry in directory.entries() if not self._hidden(key, _name(entry.path))}
+
+    def _hidden(self, key: str, name: str) -> bool:
+        """Whether something was removed here, and perhaps not below yet."""
+        return time.monotonic() < self._removed.get((key, name), 0.0)
 
     def _newest(self, paths: list[str]) -> str | None:
         snapshots = [path for path in paths if "/" in path and snapshot_order(_name(path))]
@@ -117,8 +120,8 @@ class Files:
                 hdrs.ACCEPT_RANGES: "bytes",
                 hdrs.ETAG: etag,
                 "Spot-Created": str(manifest.created_unix_s),
-                "Spot-Path": manifest.data_path,
-                "Spot-Snapshot": manifest.name,
+                "Spot-Path": quote(manifest.data_path),  # a header holds ASCII only
+                "Spot-Snapshot": quote(manifest.name),
             }
         )
         if status == 206:
@@ -151,7 +154,7 @@ class Files:
             missing = error
         if path == LAST and (alias := await self._alias(key, directory)) is not None:
             return await self._find(text, alias)
-        if directory is None or (key, _name(path)) in self._removed:
+        if directory is None or self._hidden(key, _name(path)):
             raise missing
         manifest = await asyncio.to_thread(directory.manifest, path)
         return None, manifest, directory
@@ -312,7 +315,9 @@ class Files:
             await asyncio.to_thread(self._node.remove, text, manifest.name)
         elif directory is not None:
             self._node.flusher.delete(directory.url, manifest)
-        self._removed[key, manifest.name] = time.monotonic() + _HIDDEN_S
+        now_s = time.monotonic()
+        self._removed = {item: until_s for item, until_s in self._removed.items() if until_s > now_s}
+        self._removed[key, manifest.name] = now_s + _HIDDEN_S
         return web.json_response({})
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
 from typing import Any
+from urllib.parse import unquote
 
 import xxhash
 from fsspec.spec import AbstractFileSystem
@@ -94,8 +95,8 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
             headers = self.client.head(f"/v1/files/{quoted(path)}")
         except SnapshotNotFound:
             headers = {}
-        real = headers.get("spot-path", "")
-        if real and (real == below or ("/" not in below and headers.get("spot-snapshot") != below)):
+        real = unquote(headers.get("spot-path", ""))
+        if real and (real == below or ("/" not in below and unquote(headers["spot-snapshot"]) != below)):
             return {
                 "name": path,
                 "size": int(headers["content-length"]),
