@@ -6,6 +6,7 @@ import asyncio
 import json
 import resource
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,13 +16,18 @@ from typing import Any
 
 import psutil
 import pytest
+from aiohttp import web
 
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import NodeRefused, RingFull, SettingsError, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory import fields, files, part_receiver
 from lightning_spot.memory.client import NodeClient
 from lightning_spot.memory.connections import Connections
-from lightning_spot.memory.wire import FRAME, parse_spot_url
+from lightning_spot.memory.node import Node
+from lightning_spot.memory.service import Service
+from lightning_spot.memory.stores import open_store
+from lightning_spot.memory.wire import FRAME, Address, parse_spot_url
 from tests.conftest import RunningNode, until
 
 StartNode = Callable[..., RunningNode]
@@ -179,6 +185,82 @@ def test_when_there_are_too_many_the_longest_idle_one_goes() -> None:
         server.close()
 
     asyncio.run(run())
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Node, NodeClient]]:
+    """A node in this process that gives nobody more than half a second."""
+    for module, name in (
+        (fields, "_BODY_TIMEOUT_S"),
+        (files, "_QUIET_BODY_S"),
+        (files, "_SEND_TIMEOUT_S"),
+        (part_receiver, "FRAME_WAIT_S"),
+    ):
+        monkeypatch.setattr(module, name, 0.5)
+    node = Node(slots=2, memory_bytes=2**28, open_store=open_store)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    async def begin() -> int:
+        service = Service(node, None)
+        runner = web.AppRunner(service.application())
+        await runner.setup()
+        assert runner.server is not None
+        server = await loop.create_server(service.connections(runner.server), "127.0.0.1", 0)
+        return int(server.sockets[0].getsockname()[1])
+
+    port = asyncio.run_coroutine_threadsafe(begin(), loop).result(10)
+    client = NodeClient(Address("127.0.0.1", port))
+    open_run(client)
+    yield node, client
+    client.close()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    node.close()
+
+
+def _connect(client: NodeClient, sent: bytes) -> socket.socket:
+    connection = socket.create_connection((client.address.host, client.address.port), timeout=5)
+    connection.sendall(sent)
+    return connection
+
+
+def _nobody_holds_a_slot(node: Node) -> bool:
+    return not len(node.uploads) and not any(slot.readers for slot in node.ring.slots)
+
+
+def test_a_body_that_does_not_come_frees_its_slot(hasty: tuple[Node, NodeClient]) -> None:
+    node, client = hasty
+    with _connect(client, request("POST", OPEN, b"{", nbytes=100)) as connection:
+        assert b" 408 " in connection.recv(4096)
+    with _connect(client, request("PUT", "/v1/files/run/x", b"begun", nbytes=10**6)) as connection:
+        assert b" 408 " in connection.recv(4096)
+    until(lambda: _nobody_holds_a_slot(node), "the slot to be free")
+
+
+def test_a_stream_that_goes_quiet_is_hung_up_on(hasty: tuple[Node, NodeClient]) -> None:
+    node, client = hasty
+    upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 1000})["upload"]
+    stream = client.stream(upload)
+    stream._socket.sendall(FRAME.pack(0, 1000) + b"half")
+    stream._socket.settimeout(5)
+    assert stream._socket.recv(16) == b""
+    stream.close()
+    client.call("DELETE", f"/v1/uploads/{upload}")
+    until(lambda: _nobody_holds_a_slot(node), "the slot to be free")
+
+
+def test_a_reader_that_does_not_read_lets_go_of_its_slot(hasty: tuple[Node, NodeClient]) -> None:
+    node, client = hasty
+    data = memoryview(bytes(50 * 2**20))
+    client.send("/v1/files/run/large", lambda: [data], len(data))
+    with _connect(client, request("GET", "/v1/files/run/large")) as connection:
+        until(lambda: any(slot.readers for slot in node.ring.slots), "the reader to begin")
+        until(lambda: _nobody_holds_a_slot(node), "the slot to be let go", 10.0)
+        with suppress(ConnectionResetError):
+            while connection.recv(2**20):
+                pass
 
 
 # -- numbers that lie -------------------------------------------------------------------------------------------------
