@@ -392,6 +392,16 @@ def test_abandoned_slots_are_removed_after_a_day(tmp_path: Path) -> None:
     assert fresh.exists()
 
 
+def test_files_of_a_node_that_was_killed_are_removed_after_a_day(tmp_path: Path, runtime_dir: Path) -> None:
+    for key, age in (("0" * 16, 0.0), ("1" * 16, time.time())):
+        for ending in ("http", "fds", "log", "alive"):
+            (runtime_dir / f"{key}.{ending}").touch()
+            os.utime(runtime_dir / f"{key}.{ending}", (age, age))
+    embedded.start(str(tmp_path), "run", **SETTINGS)
+    assert not list(runtime_dir.glob("0000*"))
+    assert len(list(runtime_dir.glob("1111*"))) == 4
+
+
 def test_a_runtime_dir_that_others_can_write_to(runtime_dir: Path) -> None:
     runtime_dir.chmod(0o777)
     with pytest.raises(SettingsError, match="others can write"):
