@@ -11,12 +11,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_spot.callbacks.dump import KEY, Dump
 from lightning_spot.callbacks.fit_state import FitState
 from lightning_spot.callbacks.pacing import Pacing
-from lightning_spot.callbacks.run_start import RunStart, on_rank_zero
+from lightning_spot.callbacks.run_start import RunStart, on_rank_zero, refuse_sharded, say_end
 from lightning_spot.callbacks.seams import Seam, Seams
 from lightning_spot.capture.attempt import Attempt, RingSettings, open_host
 from lightning_spot.capture.host_link import leave
@@ -97,10 +96,8 @@ class RemoteSnapshot(Checkpoint):
             raise SettingsError(f"slots={slots}: a ring needs 2 slots, one stays whole while the other is filled")
         if on_full not in ("skip", "wait"):
             raise SettingsError(f"on_full={on_full!r}: it is 'skip' or 'wait'")
-        if not durable_every_s >= 0:
-            raise SettingsError(f"durable_every_s={durable_every_s}: it is 0 or more seconds")
-        if not max_stall_s > 0:
-            raise SettingsError(f"max_stall_s={max_stall_s}: it is more than 0 seconds")
+        if not (durable_every_s >= 0 and max_stall_s > 0):
+            raise SettingsError(f"{durable_every_s=} is 0 or more seconds, {max_stall_s=} more than 0")
         self.location = Location.of(dirpath, memory, run)
         if DRILL_VARIABLE in os.environ:
             interval = EverySeconds(1.0)  # a drill is short, and wants something to resume from
@@ -118,15 +115,15 @@ class RemoteSnapshot(Checkpoint):
         )
         self.attempt = 0
         self._current: Attempt | None = None
+        self._last_committed: Manifest | None = None
         self._host: Host | None = None
         self._found: Survey | None = None
         self._lineage: str | None = None
-        self._step = -1
+        self._step, self._begun_step = -1, -1
         self._warmed = False
         self._hooked: list[Callable[[], None]] = []
         self.holds = False
         self._held: Dump | None = None
-        self._begun_step = -1
         self._deadline_s: float | None = None
 
     @property
@@ -150,22 +147,19 @@ class RemoteSnapshot(Checkpoint):
         committed = self._current.writer.committed if self._current is not None else self._last_committed
         return committed.step if committed is not None else None
 
-    _last_committed: Manifest | None = None
-
     # -- Lightning's hooks, in the order in which they are called -------------------------------------------------
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Open the ring and begin the next attempt of the run (rank 0)."""
         if stage != "fit" or getattr(trainer, "fast_dev_run", False):
             return
-        _refuse_sharded(trainer)
+        refuse_sharded(trainer)
         FitState.of(trainer).attach()
         self._warmed, self._last_committed = False, None
         self._held, self._begun_step, self._deadline_s = None, -1, None
         self._lineage, self._found = None, None
         start = RunStart.of(trainer)
-        resumes = start.resumes
-        start.clear()
+        resumes = start.begin()
         unreadable = trainer.strategy.broadcast(on_rank_zero(trainer, lambda: self._look(start)))
         if unreadable and resumes:
             # No attempt begins before it is known that no resume depends on the tier that cannot be read.
@@ -309,9 +303,8 @@ class RemoteSnapshot(Checkpoint):
         checkpoint = dump.gathered(trainer)
         checkpoint[KEY]["interval"] = self._pacing.state_dict()
         self._begun_step = trainer.global_step
-        if self._current is not None:
-            checkpoint[KEY]["lineage"] = self._current.lineage
         if self._current is not None and not self._current.fenced:
+            checkpoint[KEY]["lineage"] = self._current.lineage
             self._current.write(
                 checkpoint,
                 owned=optimizer_owned(trainer.optimizers),
@@ -375,9 +368,9 @@ class RemoteSnapshot(Checkpoint):
     def _finish(self, trainer: pl.Trainer, *, complete: bool) -> None:
         """Bring everything to safety, within the time allowed, and close. The second call does nothing."""
         attempt, self._current = self._current, None
-        host, self._host = self._host, None
-        if host is not None:
-            leave(host)
+        if self._host is not None:  # no attempt has begun
+            leave(self._host)
+            self._host = None
         if attempt is None:
             return
         wait_s = self.flush_timeout_s
@@ -385,16 +378,8 @@ class RemoteSnapshot(Checkpoint):
             wait_s = max(0.0, min(wait_s, self._deadline_s - LEAVE_S - time.monotonic()))
         durable = attempt.finish(wait_s, complete=complete)
         self._last_committed = attempt.writer.committed
-        if durable:
-            rank_zero_info(
-                f"lightning_spot: run {self.location.name!r} is complete at step {trainer.global_step};"
-                f" its last snapshot is in {self.location.url}"
-            )
-        elif durable is not None:
-            rank_zero_warn(
-                f"lightning_spot: run {self.location.name!r} has ended at step {trainer.global_step}, but its last"
-                f" snapshot was not seen in {self.location.url}: see the warnings above for the reason"
-            )
+        if durable is not None:
+            say_end(self.location, trainer.global_step, durable=durable)
 
     # -- where Lightning has no hook ------------------------------------------------------------------------------
 
@@ -413,14 +398,3 @@ class RemoteSnapshot(Checkpoint):
 def snapshots_of(trainer: pl.Trainer) -> list[RemoteSnapshot]:
     """The trainer's :class:`RemoteSnapshot` callbacks; :class:`SpotCheckpoint` is one."""
     return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, RemoteSnapshot)]
-
-
-def _refuse_sharded(trainer: pl.Trainer) -> None:
-    """Sharded strategies write their checkpoints themselves, in pieces that one rank cannot gather."""
-    sharded = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
-    names = {kind.__name__ for kind in type(trainer.strategy).__mro__}
-    if found := names.intersection(sharded):
-        raise SettingsError(
-            f"{found.pop()} is not supported yet: snapshots work on a single device and with DDP. Use Lightning's"
-            " ModelCheckpoint with this strategy"
-        )

@@ -1,4 +1,4 @@
-"""What is found out once when ``fit`` begins, for the callbacks that need it: the survey of all tiers."""
+"""What is found out once when ``fit`` begins, for the callbacks that need it, and what is said when it ends."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_spot.callbacks.per_trainer import PerTrainer
-from lightning_spot.errors import SpotError
+from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey, survey
 
@@ -47,6 +48,12 @@ class RunStart(PerTrainer):
         while self._then:
             self._then.pop(0)()
 
+    def begin(self) -> bool:
+        """Forget what an earlier ``fit`` left; whether a callback is to resume the run in this one."""
+        resumes = self.resumes
+        self.clear()
+        return resumes
+
     def clear(self) -> None:
         """Forget what an earlier ``fit`` left."""
         self.resumes, self._found = False, None
@@ -69,3 +76,27 @@ def on_rank_zero(trainer: pl.Trainer, find: Callable[[], T]) -> T | None:
     if (shared := trainer.strategy.broadcast(str(error) if error is not None else None)) is not None:
         raise error if error is not None else SpotError(shared)
     return found
+
+
+def refuse_sharded(trainer: pl.Trainer) -> None:
+    """Sharded strategies write their checkpoints themselves, in pieces that one rank cannot gather."""
+    sharded = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
+    names = {kind.__name__ for kind in type(trainer.strategy).__mro__}
+    if found := names.intersection(sharded):
+        raise SettingsError(
+            f"{found.pop()} is not supported yet: snapshots work on a single device and with DDP. Use Lightning's"
+            " ModelCheckpoint with this strategy"
+        )
+
+
+def say_end(location: Location, step: int, *, durable: bool) -> None:
+    """Say that a run has ended, and where its last snapshot is: of what was seen there only."""
+    if durable:
+        rank_zero_info(
+            f"lightning_spot: run {location.name!r} is complete at step {step}; its last snapshot is in {location.url}"
+        )
+    else:
+        rank_zero_warn(
+            f"lightning_spot: run {location.name!r} has ended at step {step}, but its last snapshot was not seen in"
+            f" {location.url}: see the warnings above for the reason"
+        )
