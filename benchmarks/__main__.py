@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import blocking, chain, guard, ingest, layout, memory, restore
+from benchmarks import blocking, chain, guard, ingest, layout, memory, objects, restore
 from benchmarks.measure import Result
 
 ALL = {
@@ -24,6 +24,7 @@ ALL = {
     "memory": memory,
     "guard": guard,
     "chain": chain,
+    "objects": objects,
 }
 
 

@@ -1,8 +1,8 @@
 """Tiers that fail on demand: an fsspec file system ``faulty://`` over a directory, and the system calls of a store.
 
-``faulty:///path`` has real folders, ``faulty-objects:///path`` behaves like an object store: an object appears when it
-is complete. Both count their calls and strike by a :class:`Plan`. In another process (a node) :func:`environment` makes
-them known and names a file with the plan.
+``faulty:///path`` has real folders, ``faulty-objects:///path`` behaves like an object store (an object appears when it
+is complete), ``faulty-s3://bucket`` is S3 itself. All count their calls and strike by a :class:`Plan`. In another
+process (a node) :func:`environment` makes them known and names a file with the plan.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
+import s3fs
+from fsspec.asyn import sync_wrapper
 from fsspec.spec import AbstractFileSystem
 
 ERRORS = {"EIO": errno.EIO, "EACCES": errno.EACCES, "ESTALE": errno.ESTALE, "ENOSPC": errno.ENOSPC}
@@ -228,6 +230,29 @@ class FaultyObjects(FaultyFileSystem):
         return False
 
 
+class FaultyS3(s3fs.S3FileSystem):
+    """S3, whose requests are counted and fail by plan, as if the library had given up on them."""
+
+    protocol = ("s3", "s3a", "faulty-s3")
+
+    async def _call_s3(self, method: str, *arguments: Any, **more: Any) -> Any:
+        return await self._struck(method, super()._call_s3, method, *arguments, **more)
+
+    async def _lsdir(self, path: str, *arguments: Any, **more: Any) -> Any:
+        return await self._struck("ls", super()._lsdir, path, *arguments, **more)
+
+    async def _struck(self, name: str, act: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+        kind = plan.strike(name)
+        if kind and kind not in ("lost", "slow"):
+            raise raised(kind, name)
+        done = await act(*arguments, **more)
+        if kind == "lost":
+            raise raised("EIO", name)
+        return done
+
+    call_s3 = sync_wrapper(_call_s3)
+
+
 class _Written:
     """A file opened for writing."""
 
@@ -352,7 +377,7 @@ def _short(name: str, real: Callable[..., Any], arguments: tuple[Any, ...]) -> A
 
 
 def _register() -> None:
-    for name, made in (("faulty", FaultyFileSystem), ("faulty-objects", FaultyObjects)):
+    for name, made in (("faulty", FaultyFileSystem), ("faulty-objects", FaultyObjects), ("faulty-s3", FaultyS3)):
         fsspec.register_implementation(name, made, clobber=True)
     if named := os.environ.get(_PLAN_VARIABLE):
         values = json.loads(Path(named).read_text())

@@ -16,17 +16,26 @@ from lightning_spot.errors import Fenced, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.stores import open_store
 from lightning_spot.tiers import lanes
+from lightning_spot.tiers.multipart import _Block
 from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.store import Store, retain
 from tests.oracle import claim_of
+from tests.proxy import Proxy
 
-MIB = 2**20
+KIB = 2**10
+BLOCK_BYTES = 8 * KIB
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uploads in blocks, with little data."""
+    monkeypatch.setattr("lightning_spot.tiers.multipart.BLOCK_BYTES", BLOCK_BYTES)
 
 
 def sealed(step: int, nbytes: int, **more: Any) -> tuple[Manifest, memoryview]:
     image = memoryview(random.Random(step).randbytes(nbytes))
     name = snapshot_name(step, more.get("attempt", 1))
-    made = Manifest(run="run", name=name, step=step, attempt=1, nbytes=nbytes, part_bytes=MIB)
+    made = Manifest(run="run", name=name, step=step, attempt=1, nbytes=nbytes, part_bytes=KIB)
     return replace(made, **more).sealed(image), image
 
 
@@ -67,10 +76,10 @@ def uploads_of(raw: s3fs.S3FileSystem, bucket: str) -> list[str]:
 
 def test_many_blocks_over_many_connections(bucket: str) -> None:
     store = ObjectStore(f"{bucket}/run-1")
-    manifest = put(store, 1, 42 * MIB + 1)
+    manifest = put(store, 1, 42 * KIB + 1)
     manifest.verify(fetched(store, manifest), "s3")
-    again, image = sealed(2, 33 * MIB)
-    assert store.put_parts(replace(again, checksums=()), parts_of(image, MIB), attempt=1) == again
+    again, image = sealed(2, 33 * KIB)
+    assert store.put_parts(replace(again, checksums=()), parts_of(image, KIB), attempt=1) == again
     again.verify(fetched(store, again), "s3")
 
 
@@ -78,10 +87,10 @@ def test_many_blocks_over_many_connections(bucket: str) -> None:
 def test_an_error_in_the_middle_leaves_what_was_there(bucket: str, raw: s3fs.S3FileSystem, fail_at: int) -> None:
     """Leaving ``with fs.open(…)`` by an exception completed the object: 67 of 105 MB replaced the good file."""
     store = ObjectStore(f"{bucket}/checkpoints")
-    first = put(store, 1, 30 * MIB, name="last.ckpt", file="")
-    second, image = sealed(2, 40 * MIB, name="last.ckpt", file="")
+    first = put(store, 1, 30 * KIB, name="last.ckpt", file="")
+    second, image = sealed(2, 40 * KIB, name="last.ckpt", file="")
     with pytest.raises(SpotError, match="source is gone"):
-        store.put_parts(replace(second, checksums=()), parts_of(image, MIB, fail_at), attempt=1)
+        store.put_parts(replace(second, checksums=()), parts_of(image, KIB, fail_at), attempt=1)
     assert store.holds(first)
     first.verify(fetched(store, first), "s3")
     assert uploads_of(raw, bucket) == []
@@ -89,9 +98,9 @@ def test_an_error_in_the_middle_leaves_what_was_there(bucket: str, raw: s3fs.S3F
 
 def test_parts_that_are_not_those_announced_never_appear(bucket: str, raw: s3fs.S3FileSystem) -> None:
     store = ObjectStore(f"{bucket}/run-1")
-    manifest, image = sealed(1, 30 * MIB)
+    manifest, image = sealed(1, 30 * KIB)
     with pytest.raises(SpotError, match="not committed"):
-        store.put_parts(replace(manifest, checksums=()), parts_of(image[: 25 * MIB], MIB), attempt=1)
+        store.put_parts(replace(manifest, checksums=()), parts_of(image[: 25 * KIB], KIB), attempt=1)
     assert raw.find(f"{bucket}/run-1") == []
     assert uploads_of(raw, bucket) == []
 
@@ -186,3 +195,45 @@ def test_no_lane_is_left_running_after_an_error() -> None:
         lanes.Lanes().run(((1, lambda index=index: job(index)) for index in range(100)), 1)  # type: ignore[misc]
     assert sorted(running) == sorted(done)
     assert len(done) < 30
+
+
+def test_a_block_whose_connection_breaks_is_sent_again_from_its_beginning(
+    s3: str, s3_server: str, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr("lightning_spot.tiers.multipart.BLOCK_BYTES", 256 * KIB)
+    proxy = Proxy(s3_server.replace("http://", "spot://"), seed)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url.replace("spot://", "http://"))
+    s3fs.S3FileSystem.clear_instance_cache()
+    try:
+        store = ObjectStore(f"{s3}/run-1")
+        assert store.survey().manifests == []
+        proxy.cut_after = 100 * KIB
+        healing = threading.Timer(0.5, setattr, (proxy, "cut_after", None))
+        healing.start()
+        manifest = put(store, 1, 900 * KIB)
+        healing.join()
+        manifest.verify(fetched(store, manifest), "s3")
+    finally:
+        proxy.close()
+
+
+def test_a_place_that_is_asked_for_after_a_read_is_the_beginning_again() -> None:
+    """botocore seeks before it repeats a request, s3fs does not."""
+    block = _Block(memoryview(b"0123456789"))
+    assert (block.tell(), block.read(4), block.tell(), block.read()) == (0, b"0123", 0, b"0123456789")
+    assert (block.seek(2), block.tell(), block.read(3), block.tell()) == (2, 2, b"234", 0)
+    assert block.seek(0, 2) == block.tell() == 10
+
+
+@pytest.mark.soak
+def test_a_store_that_limits_each_connection_is_used_over_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 10 MB/s a connection instead of the benchmark's 40, so that it is not the processor that is measured."""
+    from benchmarks.objects import measured
+
+    monkeypatch.undo()
+    nbytes = 160 * 10**6
+    speeds = measured(nbytes, 10.0)
+    print(speeds)
+    assert speeds.put >= 5 * speeds.put_over_one
+    assert speeds.get >= 5 * speeds.get_over_one
+    assert speeds.put_extra_bytes < 0.5 * nbytes

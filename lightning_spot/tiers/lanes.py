@@ -14,13 +14,13 @@ FEWEST = 4
 FIRST = 8  # S3 gives 45–90 MB/s per stream
 MOST = 32
 _FASTER = 1.1  # what more lanes have to bring to be kept
-_IN_FLIGHT_BYTES = 256 * 1024 * 1024
+_IN_FLIGHT_BYTES = 128 * 1024 * 1024
 
 
 class Lanes:
     """Moves parts over several connections at once; keeps adding lanes while that makes it faster. Thread-safe.
 
-    What was found is kept for the next transfer. At most 32 lanes, and 256 MiB of parts, are under way.
+    What was found is kept for the next transfer. At most 32 lanes, and 128 MiB of parts, are under way.
     """
 
     def __init__(self) -> None:
