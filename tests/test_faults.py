@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.errors import SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory import embedded
+from lightning_spot.memory.record import find_record
 from lightning_spot.memory.remote import NodeStore
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, until
@@ -170,12 +171,17 @@ def test_training_over_a_line_that_breaks_and_heals(
     with pytest.raises(Stop):
         trainer(callback, Break(31)).fit(Net(), data())
     assert LocalStore(tmp_path / "run-1").survey().manifests[0].step == 30
-    assert NodeStore(f"{node.url}/run-1").survey().manifests[0].step == 30
+    reached = NodeStore(f"{node.url}/run-1")
+    until(lambda: reached.survey().manifests[0].step == 30, "the node on this host to try the line again", 60.0)
     # This host is lost with its memory and its disk: the node elsewhere still has it.
-    host = embedded.attach(str(tmp_path / "run-1"), "run-1")
-    assert host is not None
-    os.kill(int(host.client.call("GET", "/v1/status")["pid"]), 9)
-    again = SpotCheckpoint(str(tmp_path / "elsewhere" / "run-1"), memory=node.url, interval=EverySteps(3))
+    record = find_record(str(tmp_path / "run-1"))
+    process = record.process()
+    assert process is not None
+    assert process.kill(10.0)
+    record.remove()
+    for lost in (tmp_path / "run-1", record.area(Path(os.environ["LIGHTNING_SPOT_SHM_DIR"]))):
+        shutil.rmtree(lost)
+    again = SpotCheckpoint(str(tmp_path / "run-1"), memory=node.url, interval=EverySteps(3))
     trainer(again).fit(Net(), data())
     assert again.resumed_from is not None
     assert (again.resumed_from.step, again.resumed_from.tier) == (30, node.url)
