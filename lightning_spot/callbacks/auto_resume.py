@@ -17,11 +17,12 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.callbacks.fit_state import FitState
 from lightning_spot.callbacks.run_start import RunStart, on_rank_zero
-from lightning_spot.errors import ModelChanged, NotSerialisable, SettingsError
+from lightning_spot.errors import CorruptSnapshot, ModelChanged, NotSerialisable, SettingsError
 from lightning_spot.recovery.position import REWINDS, Rewind
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
+from lightning_spot.run.survey import look_again
 
 _MOST_KEYS_NAMED = 5
 
@@ -155,7 +156,17 @@ class AutoResume(pl.Callback):
         def use(snapshot: OpenSnapshot) -> tuple[dict[str, Any], bytes | None]:
             return _load(snapshot, safe, many)
 
-        opened = on_rank_zero(trainer, lambda: open_newest(RunStart.of(trainer).found(self.location), use))
+        def newest() -> tuple[OpenSnapshot, tuple[dict[str, Any], bytes | None]] | None:
+            found = RunStart.of(trainer).found(self.location)
+            try:
+                return open_newest(found, use)
+            except CorruptSnapshot:
+                again = look_again(found)
+                if [item[0] for item in again.candidates] == [item[0] for item in found.candidates]:
+                    raise
+                return open_newest(again, use)  # a write that was under way when the run was claimed took their place
+
+        opened = on_rank_zero(trainer, newest)
         facts = trainer.strategy.broadcast(_facts(opened[0]) if opened is not None else None)
         if facts is None:
             rank_zero_info(f"lightning_spot: no snapshot of run {self.location.name!r} at any tier; starting afresh")

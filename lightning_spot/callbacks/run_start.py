@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_spot.callbacks.per_trainer import PerTrainer
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.run.location import Location
-from lightning_spot.run.survey import Survey, survey
+from lightning_spot.run.survey import Survey, look_again, survey
 
 T = TypeVar("T")
 
@@ -35,9 +35,11 @@ class RunStart(PerTrainer):
         return self._found
 
     def found(self, location: Location) -> Survey:
-        """What another callback has found at this start, or what is there now. On rank 0."""
+        """What is there now; what another callback has found at nodes at this start is kept. On rank 0."""
         found, self._found = self._found, None
-        return found if found is not None and found.location == location else survey(location)
+        if found is None or found.location != location:
+            return survey(location)
+        return look_again(found) if found.durable is not None else found
 
     def after_decision(self, action: Callable[[], None]) -> None:
         """Have ``action`` called when it is decided what to resume from, on every rank."""

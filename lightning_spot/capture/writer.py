@@ -322,6 +322,8 @@ class SnapshotWriter:
             if self.committed is None or pending.manifest.order >= self.committed.order:
                 self.committed = pending.manifest
             pending.done.set_result(pending.manifest)
+            if pending.lease.backing != "process":
+                self._say_failing()
 
     def _failed(self, host: Host, pending: Pending, error: BaseException) -> None:
         if isinstance(error, NodeUnreachable):
@@ -336,6 +338,14 @@ class SnapshotWriter:
         else:
             logger.warning("lightning_spot: snapshot %s was not committed: %s", pending.manifest.name, error)
         pending.done.set_exception(error)
+
+    def _say_failing(self) -> None:
+        """Say here what a node says in its own log only: a tier below fails, or refuses this attempt."""
+        for url, tier in (self.link.ask(lambda host: host.tiers(), None) or {}).items():
+            if tier.error:
+                self.say_once(f"{url} fails", "%s fails (%s); the node on this host goes on trying", url, tier.error)
+            if tier.refused:
+                self.say_once(f"{url} refuses", "%s takes nothing of this attempt any more: %s", url, tier.refused)
 
     def _lost(self, host: Host, error: SpotError) -> None:
         if isinstance(error.__cause__, TimeoutError):

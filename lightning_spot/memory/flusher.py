@@ -34,6 +34,7 @@ class TierHealth:
     Attributes:
         kind: ``"node"`` or ``"durable"``.
         error: what fails there at present, ``""`` while everything works.
+        refused: why the tier refused something for good (a later attempt has taken over), ``""`` if it never did.
         failures: failures in a row.
         failures_total: failures so far, of every kind.
         flushed: snapshots and files brought there so far.
@@ -44,6 +45,7 @@ class TierHealth:
 
     kind: str = "durable"
     error: str = ""
+    refused: str = ""
     failures: int = 0
     failures_total: int = 0
     flushed: int = 0
@@ -305,6 +307,7 @@ class Flusher:
         logger.warning("%s", error)
         with self._ring.changed:
             self.work.done(url, job)
+            self.health[url].refused = str(error)
             if job.slot is not None and job.kind is Kind.PUT:
                 self._ring.mark_refused(job.slot, job.manifest, url)
             self._ring.notify()

@@ -170,7 +170,8 @@ def find_record(dirpath: str) -> Record:
             f"the runtime directory {folder} cannot be used ({error}); set LIGHTNING_SPOT_RUNTIME_DIR to a private,"
             " writable one"
         ) from error
-    record = Record(folder, run_key(dirpath))
+    place = os.path.realpath(dirpath) if dirpath.startswith("/") else dirpath  # one node, whatever links lead there
+    record = Record(folder, run_key(place))
     if len(str(record.http)) > _LONGEST_SOCKET_PATH:
         raise SettingsError(
             f"{folder} is too long for a socket's path; set LIGHTNING_SPOT_RUNTIME_DIR to a shorter one"

@@ -10,10 +10,15 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from lightning_spot.errors import SettingsError
 from lightning_spot.tiers.store import Claim
 
 JUMP = 1000
 """Attempts left free above everything seen when the durable tier could not be read: what it holds lies below."""
+
+
+HIGHEST_ATTEMPT = 10**9 - 1
+"""Names of claims and snapshots hold nine digits of it."""
 
 
 def new_id() -> str:
@@ -95,5 +100,15 @@ def next_attempt(seen: Iterable[int], *, durable_was_read: bool) -> int:
     Args:
         seen: attempts seen at the tiers that answered: of claims, names of snapshots, manifests and runs at nodes.
         durable_was_read: whether the durable tier was among them; otherwise the number lies above what it may hold.
+
+    Raises:
+        SettingsError: if there is no such number: a snapshot of it would have a name that nobody finds again.
     """
-    return max(seen, default=0) + (1 if durable_was_read else JUMP)
+    number = max(seen, default=0) + (1 if durable_was_read else JUMP)
+    if number > HIGHEST_ATTEMPT:
+        raise SettingsError(
+            f"the next attempt would be {number}, and names hold numbers up to {HIGHEST_ATTEMPT}: something in the"
+            " run's directory (a claim in attempts/, or a snapshot) has a number that no attempt of this run can have"
+            " had. Move it away, or choose another dirpath"
+        )
+    return number

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_spot.errors import CorruptManifest, SettingsError, SnapshotNotFound, SpotError, TierError
@@ -116,6 +116,23 @@ def survey(location: Location, bounds: Patience | None = None) -> Survey:
         answers=found_at,
         problems={**problems, **more_problems},
     )
+
+
+def look_again(found: Survey, bounds: Patience | None = None) -> Survey:
+    """The same with what the durable tier holds by now.
+
+    An earlier attempt, whose node lives on elsewhere, writes there until this one has claimed it: what became durable
+    between the first look and the claim is seen only after it.
+    """
+    bounds = bounds or patience.PATIENCE
+    store = open_store(found.location.url)
+    answers, problems = ask_all({DURABLE: lambda: _Durable.ask(store, bounds)}, bounds.answer_s)
+    told: _Durable | None = answers.get(DURABLE)
+    nodes = [(source, held) for source, held in found.answers if source.tier != DURABLE]
+    if told is None:
+        return replace(found, durable=None, answers=nodes, problems={**found.problems, **problems})
+    durable: tuple[Source, Holdings] = (StoreSource(store, DURABLE), told.holdings)
+    return replace(found, durable=told.holdings, claim=told.claim, answers=[*nodes, durable])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,117 @@
+"""Starts beside what an earlier attempt still writes, with odd numbers and paths; what trainers hear of tiers."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_spot.errors import SettingsError
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory import embedded
+from lightning_spot.run.identity import HIGHEST_ATTEMPT, next_attempt
+from lightning_spot.tiers.local import LocalStore
+from lightning_spot.tiers.store import Claim, retain
+from tests.conftest import until
+from tests.models import Net, Probe, data, trainer
+from tests.test_fit import Stop, StopAt
+from tests.test_identity import spot, train
+
+
+class LateWriter(Net):
+    """Its set-up takes long, and meanwhile the node of an earlier attempt ends a write that it had begun."""
+
+    def __init__(self, run: Path, newest: Manifest, image: bytes) -> None:
+        super().__init__()
+        begun, self._go, self._done = threading.Event(), threading.Event(), threading.Event()
+
+        def parts() -> Any:
+            begun.set()
+            self._go.wait(30)
+            yield memoryview(image)
+
+        def write() -> None:
+            store = LocalStore(run)
+            retain(store, 1, store.put_parts(newest, parts(), attempt=newest.attempt))
+            self._done.set()
+
+        threading.Thread(target=write, daemon=True).start()
+        assert begun.wait(30)
+
+    def setup(self, stage: str) -> None:
+        self._go.set()
+        assert self._done.wait(30)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_what_becomes_durable_while_an_attempt_begins_is_resumed_from(tmp_path: Path, keep: int) -> None:
+    run = tmp_path / "run-1"
+    train(run, 10, keep=3)
+    store = LocalStore(run)
+    newest = store.survey().manifests[0]
+    image = (run / newest.data_path).read_bytes()
+    store.delete(newest)
+    if keep == 1:
+        store.delete(store.survey().manifests[-1])
+    probe = Probe()
+    with pytest.raises(Stop):
+        trainer(spot(run, keep=keep), probe, StopAt(11)).fit(LateWriter(run, newest, image), data())
+    assert min(probe.states) == newest.step == 9
+
+
+@pytest.mark.parametrize("stray", ["step-000000001-attempt-999999999", "attempts/attempt-999999999.json"])
+def test_a_number_above_which_there_is_none_is_an_error_not_a_snapshot_that_nobody_finds(
+    tmp_path: Path, stray: str
+) -> None:
+    (tmp_path / "run-1" / stray).mkdir(parents=True)
+    with pytest.raises(SettingsError, match="999999999"):
+        trainer(spot(tmp_path / "run-1")).fit(Net(), data())
+    assert next_attempt([HIGHEST_ATTEMPT - 1], durable_was_read=True) == HIGHEST_ATTEMPT
+
+
+def test_a_run_has_one_node_whatever_links_lead_to_it(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "link").symlink_to("data")
+    assert embedded.find_record(f"{tmp_path}/link/run") == embedded.find_record(f"{tmp_path}/data/run")
+
+
+class Between(pl.Callback):
+    """Does something after step 4, and gives the node time to find out; what was said by step 19 is kept."""
+
+    def __init__(self, act: Any, caplog: pytest.LogCaptureFixture) -> None:
+        self.act, self.caplog, self.said = act, caplog, ""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            until(lambda: LocalStore(trainer.checkpoint_callbacks[0].location.url).survey().manifests, "a flush")
+            self.act()
+        if trainer.global_step in (8, 11, 14):
+            time.sleep(0.5)
+        if trainer.global_step == 19:
+            self.said = self.caplog.text
+
+
+@pytest.mark.parametrize("what", ["fails", "fenced"])
+def test_what_a_node_finds_out_the_trainer_says(tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str) -> None:
+    run = tmp_path / "run-1"
+
+    def act() -> None:
+        if what == "fails":
+            shutil.rmtree(run)
+            run.write_text("no directory")
+        else:
+            newest = LocalStore(run).newest_claim()
+            assert newest is not None
+            later = Claim(
+                attempt=2, run_id=newest.run_id, token="x", location=newest.location, started_unix_s=time.time()
+            )
+            LocalStore(run).claim(later)
+
+    between = Between(act, caplog)
+    trainer(spot(run, memory="auto", flush_timeout_s=1.0), between, max_epochs=1).fit(Net(), data())
+    assert ("Not a directory" if what == "fails" else "attempt 2 has taken over") in between.said
