@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 import struct
 import threading
-import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_spot.errors import LayoutUnsupported, SnapshotNotFound
 from lightning_spot.image.archive import Record, read_records
-from lightning_spot.image.crc import combine
+from lightning_spot.image.crc import combine, crc32
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum, part_ranges
 
@@ -146,7 +145,7 @@ class _Plan:
 
     def finish(self, index: int, image: memoryview) -> list[int]:
         """Compute the CRCs of a part's pieces, write those that are complete, and return the parts that are ready."""
-        crcs = [(number, start, stop, zlib.crc32(image[start:stop])) for number, start, stop in self._pieces[index]]
+        crcs = [(number, start, stop, crc32(image[start:stop])) for number, start, stop in self._pieces[index]]
         with self._lock:
             ready = self._no_longer_waits([index])
             for number, start, stop, crc in crcs:
