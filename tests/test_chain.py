@@ -503,3 +503,29 @@ class Counter:
             pass
         for each in (source, sink):
             each.close()
+
+
+def test_what_no_node_takes_is_owed_and_outlives_an_orderly_end(
+    make: Callable[..., Chained], runtime_dir: Path
+) -> None:
+    def middle() -> Node:
+        return Node(
+            slots=None,
+            memory_bytes=8 * MIB,
+            allow=(),
+            flush_to="spot://nobody:7070",
+            area=runtime_dir / "middle",
+            open_store=lambda url: NodeBehind(url, None),
+        )
+
+    bench = make(None)
+    node, bench.node = bench.node, middle()
+    node.close()
+    bench.open()
+    bench.save(1)
+    until(lambda: bench.node.routes.status(RUN_ID)["why_not"].startswith("spot://nobody"), "the node to be away")
+    assert bench.flush(0.1)
+    assert not bench.node.settled
+    bench.node.close(keep_dirty=True)
+    bench.node = middle()
+    assert bench.held() == [1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +24,10 @@ from lightning_spot.errors import (
     TierError,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.node import Node
+from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.slots import Slot
 from lightning_spot.staging import slot as slot_module
 from lightning_spot.staging.slot import SlotMemory, host_memory_bytes
 from lightning_spot.tiers.local import LocalStore
@@ -680,3 +685,85 @@ def test_a_node_without_slots_is_bounded_by_memory_only(tmp_path: Path) -> None:
         bench.save(step)
     assert len(bench.held()) == 20
     node.close()
+
+
+def test_a_put_that_failed_is_not_put_off_by_the_pace(bench: Bench) -> None:
+    bench.open(durable_every_s=3600.0)
+    failures = iter([TierError("once", tier="x")])
+    bench.tier().errors = lambda kind, _manifest: next(failures, None) if kind == "put" else None
+    sealed = bench.save(1)
+    until(lambda: bench.tier().survey().manifests == [sealed], "the put to be tried again", 10)
+
+
+def test_a_file_killed_while_it_is_replaced_is_there_in_one_version(
+    make: Callable[..., Bench], runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(_area: SlotArea, _slot: Slot) -> None:
+        raise Killed
+
+    bench = make(area=runtime_dir / "area")
+    bench.open()
+    bench.tier().open.clear()
+    bench.file("best.ckpt", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotArea, "record", die)
+        with pytest.raises(Killed):
+            bench.file("best.ckpt", 2)
+    left = shutil.copytree(runtime_dir / "area", runtime_dir / "left")
+    (left / "lock").unlink()
+    assert make(area=left).held() == [1]
+
+
+def test_a_node_is_not_settled_while_a_deletion_is_owed(bench: Bench) -> None:
+    bench.open()
+    bench.file("best.ckpt", 1)
+    assert bench.flush() == []
+    bench.tier().errors = lambda kind, _manifest: TierError("down", tier="x") if kind == "delete" else None
+    bench.node.remove(RUN, "best.ckpt")
+    assert not bench.node.settled
+    bench.tier().fail(None)
+    assert bench.flush() == []
+    assert bench.node.settled
+
+
+def test_opening_a_run_without_saying_where_it_goes_changes_nothing_of_that(bench: Bench) -> None:
+    bench.open(keep=7)
+    bench.tier().open.clear()
+    bench.save(1)
+    bench.node.open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token=""))
+    assert bench.node.held(RUN)[0].dirty == [bench.tier().url]
+    assert bench.node.find_run(RUN).info.keep == 7
+
+
+def test_a_deletion_that_is_owed_outlives_an_orderly_end(make: Callable[..., Bench], runtime_dir: Path) -> None:
+    bench = make(area=runtime_dir / "area")
+    bench.open()
+    sealed = bench.file("best.ckpt", 1)
+    assert bench.flush() == []
+    bench.tier().errors = lambda kind, _manifest: TierError("down", tier="x") if kind == "delete" else None
+    bench.node.remove(RUN, "best.ckpt")
+    assert bench.flush(0.0)
+    bench.node.close(keep_dirty=True)
+    heir = make(area=runtime_dir / "area")
+    until(lambda: not heir.tier().holds(sealed), "the file to be deleted")
+
+
+def test_one_writer_never_undoes_what_another_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = memoryview(image_of(1, 1000))
+    sealed = manifest_of(1).sealed(image)
+    first, second = LocalStore(tmp_path / "run"), LocalStore(tmp_path / "run")
+    aside = first._aside
+
+    @contextlib.contextmanager
+    def overtaken(*arguments: Any) -> Iterator[Path]:
+        with aside(*arguments) as temporary:
+            second.put(sealed, image, attempt=1)
+            monkeypatch.setattr(os, "rename", lambda *_: pytest.fail("the manifest was taken away"))
+            yield temporary
+
+    monkeypatch.setattr(first, "_aside", overtaken)
+    first.put(sealed, image, attempt=1)
+    assert second.holds(sealed)

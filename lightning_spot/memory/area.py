@@ -124,8 +124,8 @@ class SlotArea:
         return sorted(slots, key=lambda slot: slot.index)
 
     def close(self) -> None:
-        """Let the directory go, and remove it if no slot is left in it."""
-        if not any(self.path.glob("slot-*")):
+        """Let the directory go, and remove it if no slot is left in it, and nothing is still to be deleted."""
+        if not any(self.path.glob("slot-*")) and not any(left.deletions for left in self.runs()):
             for path in self.path.glob("run-*.json"):
                 path.unlink(missing_ok=True)
             (self.path / _LOCK).unlink(missing_ok=True)

@@ -265,6 +265,8 @@ class Chain:
                 carried.append(self.info.durable_url)
             elif self._may_write:
                 own.append(self.info.durable_url)
+        if not own and not carried and self._candidates:
+            carried.append(self._candidates[0].url)  # nobody takes it now: it is owed to whoever will
         self._ring.set_tiers(self.info.key, Tiers(tuple(own), tuple(carried)))
 
     def _say(self, candidate: _Candidate, carries: bool, why_not: str) -> None:

@@ -36,7 +36,6 @@ _QUIET_BODY_S = 30.0
 _SLOWEST_BYTES_PER_S = 64 * 1024
 _SEND_TIMEOUT_S = 60.0
 _SENDFILE_BYTES = 16 * 1024 * 1024  # a reader that takes longer than the timeout for so much is hung up on
-_HIDDEN_S = 600.0
 
 
 class Files:
@@ -51,7 +50,6 @@ class Files:
         self._node = node
         self._lease = lease
         self._writing: set[tuple[str, str]] = set()
-        self._removed: dict[tuple[str, str], float] = {}
 
     # -- listing --------------------------------------------------------------------------------------------------
 
@@ -71,11 +69,12 @@ class Files:
         return web.json_response({"files": [listed[path] for path in sorted(listed)], "last": last})
 
     def _below(self, directory: DurableDirectory, key: str) -> dict[str, Entry]:
-        return {entry.path: entry for entry in directory.entries() if not self._hidden(key, _name(entry.path))}
+        hidden = self._hidden(key)  # before it is listed: what is gone meanwhile may be listed still
+        return {entry.path: entry for entry in directory.entries() if _name(entry.path) not in hidden}
 
-    def _hidden(self, key: str, name: str) -> bool:
-        """Whether something was removed here, and perhaps not below yet."""
-        return time.monotonic() < self._removed.get((key, name), 0.0)
+    def _hidden(self, key: str) -> set[str]:
+        """Names of what was removed here, and not below yet."""
+        return {manifest.name for _url, manifest in self._node.flusher.deletions(key)}
 
     def _newest(self, paths: list[str]) -> str | None:
         snapshots = [path for path in paths if "/" in path and snapshot_order(_name(path))]
@@ -154,7 +153,7 @@ class Files:
             missing = error
         if path == LAST and (alias := await self._alias(key, directory)) is not None:
             return await self._find(text, alias)
-        if directory is None or self._hidden(key, _name(path)):
+        if directory is None or _name(path) in self._hidden(key):
             raise missing
         manifest = await asyncio.to_thread(directory.manifest, path)
         return None, manifest, directory
@@ -262,7 +261,6 @@ class Files:
                 created_unix_s=time.time(),
             )
             await asyncio.to_thread(self._seal, upload, manifest)
-            self._removed.pop((info.key, name), None)
             return digest
         except BaseException:
             self._node.abort(upload.id)
@@ -305,7 +303,6 @@ class Files:
     async def remove(self, request: web.Request) -> web.Response:
         """``DELETE``: a snapshot or file, in memory and below; never through the alias ``last.ckpt``."""
         text, path = request.match_info["run"], request.match_info["path"].strip("/")
-        key = self._node.key(text)
         slot, manifest, directory = await self._find(text, path)
         if path not in (manifest.name, manifest.data_path):
             raise NodeRefused(
@@ -315,9 +312,6 @@ class Files:
             await asyncio.to_thread(self._node.remove, text, manifest.name)
         elif directory is not None:
             self._node.flusher.delete(directory.url, manifest)
-        now_s = time.monotonic()
-        self._removed = {item: until_s for item, until_s in self._removed.items() if until_s > now_s}
-        self._removed[key, manifest.name] = now_s + _HIDDEN_S
         return web.json_response({})
 
 

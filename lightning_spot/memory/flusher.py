@@ -116,6 +116,11 @@ class Flusher:
         with self._ring.changed:
             return self.work.hurried(run)
 
+    def owed(self) -> set[str]:
+        """Tiers that wait for something, see :meth:`Work.owed`."""
+        with self._ring.changed:
+            return self.work.owed(None)
+
     def wait_clean(self, run: str | None, wait_s: float) -> list[str]:
         """Retry failing tiers now and wait until nothing of ``run`` (``None``: of any run) is owed to any tier.
 

@@ -159,8 +159,8 @@ class Node:
 
     @property
     def settled(self) -> bool:
-        """Whether no upload is under way and nothing waits for a tier."""
-        return not len(self.uploads) and not any(slot.dirty for slot in self.ring.committed())
+        """Whether no upload is under way and nothing waits for a tier, deletions neither."""
+        return not len(self.uploads) and not self.flusher.owed()
 
     @property
     def busy(self) -> bool:

@@ -16,6 +16,8 @@ from lightning_spot.tiers.store import check_fence
 _FORGOTTEN_S = 24 * 3600.0
 """A run of which nothing is held, and which nobody opened for so long, is forgotten."""
 
+_OF_TIERS = ("location", "keep", "durable_url", "durable_every_s", "nodes")
+
 
 class Registry:
     """Runs by their key, and the connections of trainers on this host. Methods may be called from any thread.
@@ -45,6 +47,8 @@ class Registry:
         known = self.runs.get(info.key)
         if known is not None:
             self._check_free(known.info, info)
+            if info.durable_url is None and not info.token:  # a file is written, no trainer: nothing is said of tiers
+                info = replace(info, **{name: getattr(known.info, name) for name in _OF_TIERS})
         check_fence(info.name, info.attempt, self.highest(info.key))
         self.runs[info.key] = Run(replace(info, keep=max(1, info.keep)), opened_s=time.monotonic())
         return self.runs[info.key], known

@@ -136,7 +136,8 @@ class Ring:
         """
         with self.changed:
             safe: list[str] = []
-            for other in self._named(slot.run, manifest.name):
+            older = self._named(slot.run, manifest.name)
+            for other in older:
                 if other.manifest is not None and _file_order(other.manifest) > _file_order(manifest):
                     raise Fenced(
                         f"{manifest.name} of attempt {manifest.attempt} is older than the one that is there",
@@ -146,14 +147,15 @@ class Ring:
                     )
                 if other.manifest == manifest:
                     safe = other.safe  # the same once more: a sender that never heard it had arrived
-                self._forget(other)
             self._sequence += 1
             slot.safe = list(safe)
             slot.manifest, slot.sequence, slot.places = manifest, self._sequence, places
             slot.state = SlotState.COMMITTED
-            self._refresh(slot.run)
             if self.area is not None:
                 self.area.record(slot)
+            for other in older:  # only now: killed between the two, both are left, never none
+                self._forget(other)
+            self._refresh(slot.run)
             self.notify()
 
     def abort(self, slot: Slot) -> None:

@@ -127,7 +127,9 @@ class Work:
             del self._retentions[url][job.run]
 
     def failed(self, url: str, job: Job, text: str) -> None:
-        """A job failed."""
+        """A job failed. A put that did is not counted as taken: it is tried again with back-off, not at its pace."""
+        if job.kind is Kind.PUT:
+            self._begun.pop((url, job.run), None)
         self.backoff(url).failed(job.key, time.monotonic())
         self._errors.setdefault(url, {})[job.key] = text
 

@@ -236,8 +236,11 @@ class LocalStore:
         try:
             if manifest.is_file:
                 self._check_fences(manifest, attempt)  # again: a large file takes its time
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(commit, before)
+            # Another writer, to whom the run was handed over, may have just committed the very same bytes: its manifest
+            # is not taken away, or being killed in the middle would undo what was said to be durable.
+            if self._noted(manifest) != manifest:
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(commit, before)
             try:
                 os.replace(temporary, data)
             except OSError:
