@@ -157,6 +157,9 @@ class NodeBehind:
         self.opened += 1
         return self._node().open_run(info)
 
+    def know(self, info: RunInfo) -> None:
+        """It is told again by nobody."""
+
     def held(self) -> list[tuple[Manifest, list[str], list[str]]]:
         return [(slot.manifest, slot.dirty, slot.safe) for slot in self._node().held(self.run) if slot.manifest]
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks import chain as benchmark
-from lightning_spot.errors import Fenced, SettingsError, TierError
+from lightning_spot.errors import Fenced, SettingsError, SnapshotNotFound, TierError
 from lightning_spot.image import sealing
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.memory import chain, embedded, remote
@@ -28,7 +28,7 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.wire import Address
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, until
-from tests.gated import MIB, RUN_ID, Bench, GatedStore, NodeBehind
+from tests.gated import MIB, RUN_ID, Bench, GatedStore, NodeBehind, manifest_of
 
 RUN = f"run@{RUN_ID}"
 FIRST, SECOND = "spot://first:7070", "spot://second:7070"
@@ -503,6 +503,24 @@ class Counter:
             pass
         for each in (source, sink):
             each.close()
+
+
+def test_a_node_that_forgot_a_run_is_told_all_of_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = NodeStore(f"{FIRST}/{RUN}")
+    told: list[Any] = []
+
+    def call(_method: str, path: str, body: Any = None, **_more: Any) -> dict[str, Any]:
+        if path.endswith("/open"):
+            told.append(body)
+            return {"attempt": 3, "carries": True, "why_not": ""}
+        if path.endswith("/uploads") and not told:
+            raise SnapshotNotFound("this node does not know the run")
+        return {}
+
+    monkeypatch.setattr(store.client, "call", call)
+    store.know(RunInfo(name="run", id=RUN_ID, location="", attempt=3, token="t", keep=7, durable_url="s3://b/run"))
+    store._lease(manifest_of(1), 3)
+    assert [(body["keep"], body["durable_url"], body["token"]) for body in told] == [(7, "s3://b/run", "t")]
 
 
 def test_what_no_node_takes_is_owed_and_outlives_an_orderly_end(

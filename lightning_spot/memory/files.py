@@ -216,7 +216,7 @@ class Files:
         try:
             if exclusive is not None:
                 await self._refuse_existing(text, name)
-            digest = await self._store(request, info, name, nbytes)
+            digest = await self._store(request, info, name, nbytes, exclusive=exclusive is not None)
         finally:
             if exclusive is not None:
                 self._writing.discard(exclusive)
@@ -246,10 +246,12 @@ class Files:
         url = self._node.durable_directory(text)
         return max(self._node.claimed(text), open_store(url).claimed() if url is not None else 0)
 
-    async def _store(self, request: web.Request, info: RunInfo, name: str, nbytes: int) -> str:
+    async def _store(self, request: web.Request, info: RunInfo, name: str, nbytes: int, *, exclusive: bool) -> str:
         upload = await self._lease(request, info.text, info.attempt, nbytes, WAIT_FOR_SLOT_S)
         try:
             digest = await self._receive(request, upload)
+            if exclusive:  # again: somebody may have written it meanwhile, not exclusively
+                await self._refuse_existing(info.text, name)
             manifest = Manifest(
                 run=info.name,
                 run_id=info.id,

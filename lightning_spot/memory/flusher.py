@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_spot.errors import CorruptSnapshot, Fenced, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import Manifest
@@ -221,6 +221,8 @@ class Flusher:
         assert slot is not None
         info = self._run(job.run)
         attempt = max(info.attempt if info is not None else 0, manifest.attempt)
+        if isinstance(store, NodeTier) and info is not None and slot.places is None:
+            store.know(replace(info, nodes=(), session=""))
         if job.sealing is not None and isinstance(store, NodeTier):
             try:
                 manifest = store.send(job.sealing, attempt=attempt)

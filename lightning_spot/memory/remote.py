@@ -144,6 +144,10 @@ class NodeStore:
         self._info = info
         return Opened(int(opened["attempt"]), bool(opened["carries"]), str(opened["why_not"]))
 
+    def know(self, info: RunInfo) -> None:
+        """See :meth:`NodeTier.know`."""
+        self._info = info
+
     def held(self) -> list[tuple[Manifest, list[str], list[str]]]:
         """See :meth:`NodeTier.held`."""
         return _held(self._listing())

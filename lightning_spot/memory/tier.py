@@ -21,6 +21,9 @@ class NodeTier(Protocol):
             TierError: if the node does not answer, or refuses.
         """
 
+    def know(self, info: RunInfo) -> None:
+        """Take note of the run, so that a node which was restarted, and knows it no more, is told all of it again."""
+
     def held(self) -> list[tuple[Manifest, list[str], list[str]]]:
         """Everything it holds of the run: manifest, tiers it is dirty for, tiers it is safe at."""
 
