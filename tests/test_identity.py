@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.errors import Fenced
+from lightning_spot.errors import Fenced, SettingsError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import InProcessHost
+from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.stores import open_store
+from lightning_spot.memory.tier import NodeTier
 from lightning_spot.run.claims import begin_attempt
 from lightning_spot.run.identity import JUMP, Identity, NodeRun, identify, next_attempt
 from lightning_spot.run.location import Location
@@ -56,14 +58,28 @@ def at_node(**more: Any) -> NodeRun:
         (9, None, [at_node()], Identity(run_id="b" * 12, known=True)),
         (9, None, [at_node(), at_node(id="c" * 12, attempt=8)], Identity(run_id="c" * 12, known=True)),
         (9, None, [at_node(location="file:///data/run-2"), at_node(id="")], Identity(run_id="new", known=False)),
+        (9, None, [at_node(host="me")], Identity(run_id="b" * 12, known=True)),
+        (9, None, [at_node(host="other")], Identity(run_id="new", known=False, unsure=at_node(host="other"))),
         (0, None, [], Identity(run_id="new", known=False)),
     ],
-    ids=["same", "restored", "moved", "copied", "copied-object", "claims-gone", "two-there", "other-place", "nothing"],
+    ids=[
+        "same",
+        "restored",
+        "moved",
+        "copied",
+        "copied-object",
+        "claims-gone",
+        "two-there",
+        "other-place",
+        "this-machine",
+        "other-machine",
+        "nothing",
+    ],
 )
 def test_identity_is_in_the_claims_or_in_the_place(
     inode: int, newest: Claim | None, runs: list[NodeRun], expected: Identity
 ) -> None:
-    assert identify(location=HERE, inode=inode, claim=newest, runs=runs, make_id=lambda: "new") == expected
+    assert identify(location=HERE, inode=inode, claim=newest, runs=runs, host="me", make_id=lambda: "new") == expected
 
 
 def test_the_next_attempt_lies_above_all_that_was_seen() -> None:
@@ -123,6 +139,28 @@ def node_runs(node: RunningNode) -> list[dict[str, Any]]:
 
 def run_ids(path: Path) -> set[str]:
     return {manifest.run_id for manifest in snapshots(path)}
+
+
+def test_a_directory_of_the_same_path_on_another_machine_is_not_taken_for_this_one(
+    tmp_path: Path, start_node: Callable[..., RunningNode]
+) -> None:
+    """Two jobs in containers, each with a volume of its own at the same path, share a memory node."""
+    node, path = start_node(), tmp_path / "run-1"
+    other = RunInfo(name="run-1", id="b" * 12, location=f"file://{path}", attempt=4, token="t", host="another-machine")
+    store = open_store(f"{node.url}/{other.text}")
+    assert isinstance(store, NodeTier)
+    store.open_run(other)
+
+    def spot(**more: Any) -> SpotCheckpoint:
+        return SpotCheckpoint(str(path), interval=EverySteps(3), memory=node.url, notices=None, **more)
+
+    for _ in range(2):  # the first refusal has not made it a run of its own
+        with pytest.raises(SettingsError, match=r"run-1@b+.*another-machine.*run='run-1'.*resume=False"):
+            trainer(spot()).fit(Net(), data())
+    named = spot(run="run-1")
+    with pytest.raises(Stop):
+        trainer(named, StopAt(2)).fit(Net(), data())
+    assert named.attempt == 5
 
 
 def test_a_copied_directory_is_a_run_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.callbacks.auto_resume import AutoResume
+from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import CorruptSnapshot, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.parts import checksum
 from lightning_spot.run import patience
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
@@ -256,3 +260,35 @@ def test_the_reader_gives_the_very_bytes(run: Path) -> None:
         return True
 
     assert open_newest(survey(Location.of(str(run), None, None)), use) is not None
+
+
+def test_a_memory_node_is_asked_as_patiently_as_the_durable_tier(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With tiers at their own pace it may be minutes ahead: one lost answer must not send the run back."""
+    with socket.socket() as listener:  # takes connections and says nothing, twice
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        port = listener.getsockname()[1]
+        place = Location.of(tmp_path / "run-1", f"spot://127.0.0.1:{port}", None)
+
+        def answer() -> None:
+            for _ in range(2):
+                listener.accept()[0].close()
+            with listener.accept()[0] as connection:
+                connection.recv(65536)
+                body = b'{"runs": []}'
+                lines = [
+                    "HTTP/1.1 200 OK",
+                    f"Spot-Protocol: {PROTOCOL_VERSION}",
+                    f"Spot-Digest: {checksum(body)}",
+                    f"Content-Length: {len(body)}",
+                ]
+                connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        found = survey(place, Patience(tries=3, first_pause_s=0.05))
+        thread.join()
+    assert found.problems == {}
+    assert "asking again" in caplog.text

@@ -160,19 +160,19 @@ class RemoteSnapshot(Checkpoint):
         self._lineage, self._found = None, None
         start = RunStart.of(trainer)
         resumes = start.begin()
-        unreadable = trainer.strategy.broadcast(on_rank_zero(trainer, lambda: self._look(start)))
-        if unreadable and resumes:
-            # No attempt begins before it is known that no resume depends on the tier that cannot be read.
+        doubtful = trainer.strategy.broadcast(on_rank_zero(trainer, lambda: self._look(start)))
+        if doubtful and resumes:
+            # No attempt begins, and claims the directory, before it is known that no resume depends on what is in doubt.
             start.after_decision(lambda: self._begin(trainer))
         else:
             self._begin(trainer)
 
     def _look(self, start: RunStart) -> bool:
-        """Open the ring, and ask all tiers what they hold; whether the durable one could not be read."""
+        """Open the ring, and ask all tiers what they hold; whether that leaves a doubt."""
         self.location.check()
         self._host = open_host(self.location, self._ring)  # first: it takes over what a killed node left in memory
         self._found = start.survey(self.location)
-        return self._found.durable is None
+        return self._found.is_doubtful
 
     def _begin(self, trainer: pl.Trainer) -> None:
         """Begin the next attempt (rank 0)."""

@@ -141,6 +141,7 @@ class Registry:
                 "name": run.info.name,
                 "id": run.info.id,
                 "location": run.info.location,
+                "host": run.info.host,
                 "attempt": self.highest(key),
                 "live": live,
                 "complete": run.complete,

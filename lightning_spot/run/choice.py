@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, TierError
+from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run import patience
 from lightning_spot.run.patience import Patience
@@ -30,6 +30,7 @@ def check_readable(found: Survey) -> None:
 
     Raises:
         TierError: if the durable tier could not be read, or if no tier has a snapshot and one could not be asked.
+        SettingsError: if a memory node holds a run of this path, but of another machine.
     """
     for tier, reason in found.problems.items():
         logger.warning("lightning_spot: %s does not answer (%s)", tier, reason)
@@ -39,6 +40,13 @@ def check_readable(found: Survey) -> None:
             f"it is not known what to resume from: {found.location.url} could not be read ({reason}). Start again when"
             f" it can be, or {WAY_ON}",
             tier=found.location.url,
+        )
+    other = found.identity.unsure
+    if other is not None and not found.candidates and not found.unreadable:
+        raise SettingsError(
+            f"{found.location.url} holds nothing, but a memory node holds a run of this path, {other.name}@{other.id},"
+            f" that was trained on another machine, {other.host} (attempt {other.attempt}). If it is this one, whose"
+            f" disk was lost, say so with run={other.name!r}; if not, choose another dirpath, or pass resume=False"
         )
     if found.problems and not found.candidates and not found.unreadable:
         raise TierError(

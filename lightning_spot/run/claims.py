@@ -100,23 +100,17 @@ def claim_of(info: RunInfo) -> Claim:
 
 def _claim(store: Store, claim: Claim, bounds: Patience) -> bool:
     """Claim the durable tier; whether that came to be, after a few tries."""
-    pause_s = bounds.first_pause_s
-    for number in range(1, bounds.tries + 1):
-        try:
-            store.claim(claim)
-            return True
-        except TierError as error:
-            if number == bounds.tries:
-                logger.warning(
-                    "lightning_spot: attempt %d could not be claimed at %s (%s); it is tried again",
-                    claim.attempt,
-                    store.url,
-                    error,
-                )
-                return False
-        time.sleep(pause_s)
-        pause_s *= 2
-    raise AssertionError("unreachable")
+    try:
+        patience.patiently(lambda: store.claim(claim), bounds, store.url)
+    except TierError as error:
+        logger.warning(
+            "lightning_spot: attempt %d could not be claimed at %s (%s); it is tried again",
+            claim.attempt,
+            store.url,
+            error,
+        )
+        return False
+    return True
 
 
 class LateClaim:

@@ -36,6 +36,7 @@ class NodeRun:
         location: its durable directory, see :attr:`~lightning_spot.run.location.Location.canonical`.
         attempt: highest attempt the node knows of.
         live: whether a trainer on the node's host writes it now.
+        host: name of the machine that trained it; ``""`` if the node does not know, or is on this machine.
     """
 
     name: str
@@ -43,6 +44,7 @@ class NodeRun:
     location: str
     attempt: int = 0
     live: bool = False
+    host: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,11 +55,14 @@ class Identity:
         run_id: 12 hexadecimal digits.
         known: whether a tier knew the run.
         copied_from: location of the run whose directory was copied here; ``""`` if it was not.
+        unsure: a run of a directory of this path on another machine: this one, or a stranger's; ``None`` if there is
+            none, or the tiers told which run this is.
     """
 
     run_id: str
     known: bool
     copied_from: str = ""
+    unsure: NodeRun | None = None
 
 
 def identify(
@@ -66,6 +71,8 @@ def identify(
     inode: int,
     claim: Claim | None,
     runs: Sequence[NodeRun],
+    host: str = "",
+    named: bool = False,
     make_id: Callable[[], str] = new_id,
 ) -> Identity:
     """Decide which run the directory at ``location`` is.
@@ -75,6 +82,8 @@ def identify(
         inode: of its attempts directory, 0 where there is none.
         claim: newest claim in it, if there is one.
         runs: what nodes hold.
+        host: name of this machine.
+        named: whether the user named the run, who then answers for it.
         make_id: makes the identity of a new run.
     """
     if claim is not None and claim.run_id:
@@ -83,10 +92,12 @@ def identify(
             return Identity(run_id=claim.run_id, known=True)
         return Identity(run_id=make_id(), known=False, copied_from=claim.location)
     # No claims: never there, or expired by a lifecycle rule. A node that holds a run of this very place knows.
-    here = [run for run in runs if run.id and run.location == location]
-    if here:
-        return Identity(run_id=max(here, key=lambda run: run.attempt).id, known=True)
-    return Identity(run_id=make_id(), known=False)
+    here = sorted((run for run in runs if run.id and run.location == location), key=lambda run: run.attempt)
+    # But a directory of this path on another machine is another place, unless its disk was lost with that machine.
+    sure = [run for run in here if named or not location.startswith("file://") or run.host in ("", host)]
+    if sure:
+        return Identity(run_id=sure[-1].id, known=True)
+    return Identity(run_id=make_id(), known=False, unsure=here[-1] if here else None)
 
 
 def runs_of(run_id: str, runs: Iterable[NodeRun]) -> list[NodeRun]:

@@ -30,12 +30,14 @@ class Location:
         url: durable directory: an absolute path or an fsspec URL.
         nodes: ``spot://host:port`` of memory nodes on other hosts, in order of preference.
         embedded: whether a node on this host stands in front of them.
+        named: whether the user named the run.
     """
 
     name: str
     url: str
     nodes: tuple[str, ...]
     embedded: bool
+    named: bool = False
 
     @classmethod
     def of(cls, dirpath: str | os.PathLike[str], memory: str | Sequence[str] | None, run: str | None) -> Location:
@@ -59,7 +61,8 @@ class Location:
         else:
             nodes = tuple(_node_url(item) for item in ([memory] if isinstance(memory, str) else memory))
         # A memory:// file system lives in one process only, so its flusher must run in the trainer's.
-        return cls(name=name, url=url, nodes=nodes, embedded=memory is not None and scheme != "memory")
+        embedded = memory is not None and scheme != "memory"
+        return cls(name=name, url=url, nodes=nodes, embedded=embedded, named=run is not None)
 
     @property
     def canonical(self) -> str:

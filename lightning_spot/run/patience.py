@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
+
+from lightning_spot.errors import TierError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -10,7 +20,7 @@ class Patience:
     """Bounds.
 
     Attributes:
-        tries: how often the durable tier is asked before it counts as unreadable, at least 1.
+        tries: how often a tier is asked before it counts as unreadable, at least 1.
         first_pause_s: between the first two tries; it doubles.
         no_more_tries_after_s: no try begins later than this.
         answer_s: how long all answers together are waited for.
@@ -24,3 +34,27 @@ class Patience:
 
 PATIENCE = Patience()
 """What holds unless a caller says otherwise."""
+
+
+def patiently(action: Callable[[], T], bounds: Patience, where: str) -> T:
+    """Ask a tier, again and again within the bounds while it fails.
+
+    Args:
+        action: asks it.
+        bounds: how often, and for how long.
+        where: what to call the tier in the log.
+
+    Raises:
+        TierError: of the last try.
+    """
+    begun_s, pause_s = time.monotonic(), bounds.first_pause_s
+    for number in range(1, bounds.tries + 1):
+        try:
+            return action()
+        except TierError as error:
+            if number == bounds.tries or time.monotonic() - begun_s + pause_s > bounds.no_more_tries_after_s:
+                raise
+            logger.warning("lightning_spot: %s does not answer (%s); asking again in %.1f s", where, error, pause_s)
+        time.sleep(pause_s)
+        pause_s *= 2
+    raise AssertionError("unreachable")

@@ -6,7 +6,9 @@ as unreadable, and what follows from that is decided in ``choice`` and ``claims`
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -67,6 +69,12 @@ class Survey:
         }
 
     @property
+    def is_doubtful(self) -> bool:
+        """Whether what was read does not tell what to resume from; ``choice`` then raises."""
+        nothing = not self.candidates and not self.unreadable
+        return self.durable is None or (nothing and (bool(self.problems) or self.identity.unsure is not None))
+
+    @property
     def seen_attempts(self) -> list[int]:
         """Highest attempt at each tier that answered."""
         claimed = [self.claim.attempt] if self.claim is not None else []
@@ -88,7 +96,7 @@ def survey(location: Location, bounds: Patience | None = None) -> Survey:
     """Ask every tier of a location what it holds. Takes no longer than the slowest of them, within bounds."""
     bounds = bounds or patience.PATIENCE
     store = open_store(location.url)
-    asked: dict[str, Callable[[], Any]] = {node: lambda node=node: _node_runs(node) for node in location.nodes}  # type: ignore[misc]
+    asked: dict[str, Callable[[], Any]] = {node: functools.partial(_node_runs, node, bounds) for node in location.nodes}
     if location.embedded:
         asked[MEMORY] = lambda: _embedded_runs(location)
     asked[DURABLE] = lambda: _Durable.ask(store, bounds)
@@ -100,6 +108,8 @@ def survey(location: Location, bounds: Patience | None = None) -> Survey:
         inode=durable.inode if durable is not None else 0,
         claim=durable.claim if durable is not None else None,
         runs=[run for runs in listed.values() for run in runs],
+        host=os.uname().nodename,
+        named=location.named,
     )
     runs = {tier: found[0] for tier, all_runs in listed.items() if (found := runs_of(identity.run_id, all_runs))}
     sources = {tier: _node_source(location, tier, run) for tier, run in runs.items()}
@@ -181,15 +191,16 @@ def _embedded_runs(location: Location) -> list[NodeRun]:
     if host is None:
         return []
     try:
-        return _listed(host.client)
+        return [replace(run, host="") for run in _listed(host.client)]
     finally:
         host.disconnect()
 
 
-def _node_runs(node: str) -> list[NodeRun]:
+def _node_runs(node: str, bounds: patience.Patience) -> list[NodeRun]:
+    """Ask a memory node as patiently as the durable tier: it may be minutes ahead of that."""
     client = NodeClient(parse_spot_url(node)[0])
     try:
-        return _listed(client)
+        return patience.patiently(lambda: _listed(client), bounds, node)
     finally:
         client.close()
 
@@ -202,6 +213,7 @@ def _listed(client: NodeClient) -> list[NodeRun]:
             location=str(item["location"]),
             attempt=int(item["attempt"]),
             live=bool(item["live"]),
+            host=str(item["host"]),
         )
         for item in client.call("GET", "/v1/runs")["runs"]
     ]
