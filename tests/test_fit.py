@@ -456,8 +456,7 @@ def test_unreachable_node(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
         trainer(spot(tmp_path, **settings)).fit(Net(), data())  # that node may hold what there is to resume from
     caplog.clear()
     trainer(spot(tmp_path, resume=False, **settings)).fit(Net(), data())
-    assert manifests(tmp_path)[0].complete  # the durable tier is served
-    assert "not everything is durable" in caplog.text
+    assert manifests(tmp_path)[0].complete  # the durable tier is served, by this host itself
     assert "127.0.0.1:9" in caplog.text
 
 

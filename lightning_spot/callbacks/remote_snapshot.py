@@ -162,7 +162,7 @@ class RemoteSnapshot(Checkpoint):
         resumes = start.begin()
         doubtful = trainer.strategy.broadcast(on_rank_zero(trainer, lambda: self._look(start)))
         if doubtful and resumes:
-            # No attempt begins, and claims the directory, before it is known that no resume depends on what is in doubt.
+            # No attempt begins, and claims the directory, before it is known that no resume depends on it.
             start.after_decision(lambda: self._begin(trainer))
         else:
             self._begin(trainer)
