@@ -242,7 +242,7 @@ def use_node(root: Path, tell: Tell) -> None:
                 left = node.flush("run", 10.0)
                 assert not left, f"never clean again: {left}"
                 tell("durable", step)
-    node.close(keep_dirty=True)
+    node.close(keep_unsafe=True)
 
 
 def _seal(node: Node, attempt: int, step: int) -> None:

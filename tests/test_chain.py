@@ -544,6 +544,6 @@ def test_what_no_node_takes_is_owed_and_outlives_an_orderly_end(
     until(lambda: bench.node.routes.status(RUN_ID)["why_not"].startswith("spot://nobody"), "the node to be away")
     assert bench.flush(0.1)
     assert not bench.node.settled
-    bench.node.close(keep_dirty=True)
+    bench.node.close(keep_unsafe=True)
     bench.node = middle()
     assert bench.held() == [1]

@@ -557,6 +557,18 @@ def test_a_restarted_node_knows_the_attempts_of_what_it_holds(make: Callable[...
     assert [(run["name"], run["id"], run["attempt"]) for run in listed] == [("run", RUN_ID, 8)]
 
 
+def test_an_orderly_end_keeps_what_is_safe_nowhere_else(make: Callable[..., Bench], runtime_dir: Path) -> None:
+    """A memory node without a tier below holds the only copy; after SIGTERM the next node has it, as after SIGKILL."""
+    ended = make(area=runtime_dir / "area", allow=[])
+    ended.open(attempt=7)
+    ended.save(4, attempt=7)
+    ended.save(5, attempt=7)
+    ended.node.close(keep_unsafe=True)
+    heir = make(area=runtime_dir / "area", allow=[])
+    assert heir.held() == [5]
+    assert heir.node.claimed(RUN) == 7
+
+
 def test_what_is_to_be_deleted_survives_the_node(make: Callable[..., Bench], runtime_dir: Path) -> None:
     killed = make(area=runtime_dir / "area")
     killed.open()
@@ -746,7 +758,7 @@ def test_a_deletion_that_is_owed_outlives_an_orderly_end(make: Callable[..., Ben
     bench.tier().errors = lambda kind, _manifest: TierError("down", tier="x") if kind == "delete" else None
     bench.node.remove(RUN, "best.ckpt")
     assert bench.flush(0.0)
-    bench.node.close(keep_dirty=True)
+    bench.node.close(keep_unsafe=True)
     heir = make(area=runtime_dir / "area")
     until(lambda: not heir.tier().holds(sealed), "the file to be deleted")
 

@@ -201,12 +201,12 @@ class Node:
         """Bring everything dirty to the tiers below; see :meth:`Flusher.wait_clean`."""
         return self.flusher.wait_clean(self.registry.key(run) if run else None, wait_s)
 
-    def close(self, *, keep_dirty: bool = False) -> None:
+    def close(self, *, keep_unsafe: bool = False) -> None:
         """Stop flushing and give the memory back."""
         self.closing = True
         self.routes.close()
         self.flusher.close()
-        self.ring.close(keep_dirty=keep_dirty)
+        self.ring.close(keep_unsafe=keep_unsafe)
 
     def status(self) -> dict[str, Any]:
         """Everything a person wants to see, as JSON-ready values."""

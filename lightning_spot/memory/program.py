@@ -211,7 +211,7 @@ async def _end(
     service.close()
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(runner.cleanup(), _SHUTDOWN_S)
-    await asyncio.to_thread(lambda: node.close(keep_dirty=True))
+    await asyncio.to_thread(lambda: node.close(keep_unsafe=True))
     if record is not None:
         if not keep_files:
             record.log.unlink(missing_ok=True)

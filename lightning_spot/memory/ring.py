@@ -13,6 +13,7 @@ Memory is made, checked and given back outside the lock: gigabytes take seconds.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,10 +26,12 @@ from lightning_spot.errors import Fenced, RingFull, SnapshotNotFound, SnapshotTo
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.room import Limits, find_room
-from lightning_spot.memory.slots import Slot, SlotState, Tiers, newest_of_lineages, owed, reusable
+from lightning_spot.memory.slots import Slot, SlotState, Tiers, newest_of_lineages, only_here, owed, reusable
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
 
 _LOOK_S = 0.25  # how often who waits for a slot looks whether it should go on waiting
+
+logger = logging.getLogger(__name__)
 
 
 class Ring:
@@ -291,12 +294,15 @@ class Ring:
         with self.changed:
             return {"memory_bytes": self.memory_bytes, "slots": [slot.status() for slot in self.slots]}
 
-    def close(self, *, keep_dirty: bool) -> None:
-        """Give all memory back; with ``keep_dirty``, leave dirty slots in tmpfs for the next node to adopt."""
+    def close(self, *, keep_unsafe: bool) -> None:
+        """Give all memory back; with ``keep_unsafe``, leave what is safe nowhere else in tmpfs for the next node."""
         released = []
         with self.changed:
+            unsafe = only_here(self.slots) if keep_unsafe else set()
             for slot in self.slots:
-                if keep_dirty and slot.dirty and slot.memory is not None and slot.memory.path is not None:
+                if slot in unsafe and slot.memory is not None and slot.memory.path is not None:
+                    assert slot.manifest is not None
+                    logger.info("%s stays in %s for the next node here", slot.manifest.name, slot.memory.path)
                     continue
                 self._forget(slot)
                 released.append(self._take_memory(slot))

@@ -115,6 +115,17 @@ def newest_of_lineages(slots: Iterable[Slot]) -> set[Slot]:
     return set(newest.values())
 
 
+def only_here(slots: list[Slot]) -> set[Slot]:
+    """The slots whose snapshot or file is still owed to a tier, or is the newest and safe nowhere."""
+    newest = newest_of_lineages(slots)
+    return {
+        slot
+        for slot in slots
+        if slot.manifest is not None
+        and (slot.dirty or (not slot.safe and not slot.refused and (slot in newest or slot.manifest.is_file)))
+    }
+
+
 def owed(slot: Slot, tiers: Tiers, *, newest: bool) -> list[str]:
     """URLs at which a committed snapshot is owed: what was superseded is not, unless it ended the run or is a file."""
     manifest = slot.manifest
