@@ -127,6 +127,20 @@ class Evaluating(Model):
         return (self.weight + 0.01 * self.seen) * loss
 
 
+class Caching(Model):
+    """Makes something at its first step that no checkpoint can hold, and a number that belongs to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cached, self.cache = 0, None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.cached < 4:
+            self.cached, self.cache = 4, Shift()
+        assert self.cache is not None
+        return super().training_step(batch, batch_idx)
+
+
 class Gathering(Model):
     """Gathers what its steps returned, and lets the next epoch depend on it, as many modules do."""
 
@@ -360,6 +374,29 @@ class Shift:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return x + 0.1 * self.rng.random()
+
+
+class Epochs(Rows):
+    """Is told the epoch by a hook, and yields other samples then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = 0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = super().__getitem__(index)
+        return x + self.epoch, y
+
+
+def tell_the_epoch(trainer: pl.Trainer, _: Any) -> None:
+    trainer.train_dataloader.dataset.epoch = trainer.current_epoch
+
+
+class Generating(DataLoader[Any]):
+    """Iterates in its own way."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
 
 
 class Collate:

@@ -53,7 +53,8 @@ class Case:
         data: makes a data module instead of both.
         callbacks: makes callbacks of Lightning or of a user, besides ours.
         settings: of the Trainer.
-        says: what the warning says before training where a resume is not exact; empty where it is.
+        says: what the warning of a resumed run says before training, where it may not be exact.
+        differs: whether it is not exact indeed; then this is not asked.
         ignored: parts of entries' names that cannot be equal, being clocks.
         stops: batches (or validation batches, if negative) of each attempt after which it is stopped.
         covers: names of Lightning's that this case stands for.
@@ -67,6 +68,7 @@ class Case:
     callbacks: Callable[[], list[pl.Callback]] = _nothing
     settings: Mapping[str, Any] = field(default_factory=dict)
     says: str = ""
+    differs: bool = False
     ignored: tuple[str, ...] = ()
     stops: tuple[int, ...] = (13, 6)
     covers: tuple[str, ...] = ()
@@ -181,6 +183,7 @@ CALLBACKS: dict[str, Case] = {
     "on-exception": Case(
         callbacks=lambda: [shipped.OnExceptionCheckpoint(tempfile.gettempdir(), f"spot-table-{os.getpid()}")],
         says="OnExceptionCheckpoint",
+        differs=True,
         covers=("OnExceptionCheckpoint",),
     ),
     "timer": Case(callbacks=lambda: [shipped.Timer("01:00:00:00")], covers=("Timer",)),
@@ -299,7 +302,9 @@ LOADERS: dict[str, Case] = {
     "two-for-validation": Case(
         model=m.Several, loaders=m.combined("max_size_cycle"), val=lambda: [validation(), validation()]
     ),
-    "out-of-order": Case(loaders=lambda: rows(num_workers=2, in_order=False), says="in_order", covers=("in_order",)),
+    "out-of-order": Case(
+        loaders=lambda: rows(num_workers=2, in_order=False), says="in_order", differs=True, covers=("in_order",)
+    ),
     "weighted": Case(
         loaders=lambda: rows(
             shuffle=False,
@@ -322,7 +327,7 @@ LOADERS: dict[str, Case] = {
     ),
     "generator-deeper-down": Case(loaders=lambda: rows(shuffle=False, sampler=m.Holding())),
     "counting-sampler": Case(loaders=lambda: rows(shuffle=False, sampler=m.Counting())),
-    "popping-sampler": Case(loaders=lambda: rows(shuffle=False, sampler=m.Popping())),
+    "popping-sampler": Case(loaders=lambda: rows(shuffle=False, sampler=m.Popping()), says="Popping", differs=True),
     "batch-sampler": Case(loaders=lambda: DataLoader(Rows(), batch_sampler=m.Batches()), covers=("batch_sampler",)),
     "batch-sampler-around": Case(
         loaders=lambda: DataLoader(Rows(), batch_sampler=BatchSampler(m.Own(random.Random(1)), 5, drop_last=True)),
@@ -355,12 +360,25 @@ LOADERS: dict[str, Case] = {
     ),
     "combined-streams": Case(model=m.Several, loaders=m.streams("max_size_cycle"), says=STREAM),
     "loader-of-ones-own": Case(loaders=m.HandMade, says=STREAM),
+    "loader-that-iterates-in-its-own-way": Case(loaders=lambda: m.Generating(Rows(), BATCH, shuffle=True)),
+    "loader-that-iterates-in-its-own-way-persistent": Case(
+        loaders=lambda: m.Generating(Rows(), BATCH, shuffle=True, num_workers=1, persistent_workers=True),
+        says="workers persist",
+        differs=True,
+        soak=True,
+    ),
+    "epoch-of-the-data": Case(
+        loaders=lambda: DataLoader(m.Epochs(), BATCH, shuffle=True),
+        callbacks=lambda: [shipped.LambdaCallback(on_train_epoch_start=m.tell_the_epoch)],
+    ),
     "stream": Case(loaders=lambda: DataLoader(m.Stream(), BATCH), says=STREAM),
     "stream-with-a-length": Case(loaders=lambda: DataLoader(m.Sized(), BATCH), says=STREAM, soak=True),
     "stream-with-a-generator": Case(loaders=lambda: DataLoader(m.Shuffling(), BATCH), says=STREAM),
     "stream-with-workers": Case(loaders=lambda: DataLoader(m.Stream(), BATCH, num_workers=2), says=STREAM),
     "stream-with-workers-that-persist": Case(
-        loaders=lambda: DataLoader(m.Stream(), BATCH, num_workers=2, persistent_workers=True), says=STREAM
+        loaders=lambda: DataLoader(m.Stream(), BATCH, num_workers=2, persistent_workers=True),
+        says="workers persist",
+        differs=True,
     ),
 }
 
@@ -392,6 +410,7 @@ LOOPS: dict[str, Case] = {
         soak=True,
     ),
     "epoch-start-hooks": Case(model=m.Evaluating),
+    "cache-of-the-module": Case(model=m.Caching),
     "gathered-outputs": Case(model=m.Gathering),
     "skipped-batches": Case(model=m.Skipping, stops=(9, 6)),
     "iterator-step": Case(model=m.Fetching),
@@ -401,8 +420,15 @@ LOOPS: dict[str, Case] = {
 CASES: dict[str, Case] = {**CALLBACKS, **SETTINGS, **LOADERS, **LOOPS}
 
 
-def train(case: Case, root: Path, *callbacks: pl.Callback, seed: int) -> list[str]:
+def train(case: Case, root: Path, *callbacks: pl.Callback, seed: int, told: list[str] | None = None) -> list[str]:
     """Train a case to its end, or go on with it; every process begins with another ``seed``.
+
+    Args:
+        case: what to train.
+        root: directory of everything it writes.
+        *callbacks: in front of its own.
+        seed: of this process.
+        told: takes all our warnings, also of a run that is stopped.
 
     Returns:
         our warnings, up to the first training batch.
@@ -433,5 +459,9 @@ def train(case: Case, root: Path, *callbacks: pl.Callback, seed: int) -> list[st
             on_train_batch_start=lambda *_: said.extend(str(item.message) for item in caught) if not said else None
         )
         trainer.callbacks.insert(0, first)  # type: ignore[attr-defined] # not a part of the run
-        trainer.fit(module, loaders, val, datamodule=data)
+        try:
+            trainer.fit(module, loaders, val, datamodule=data)
+        finally:
+            if told is not None:
+                told += [str(item.message) for item in caught]
     return [text for text in said if text.startswith("lightning_spot:")]

@@ -3,13 +3,14 @@
 A resumed run does not call ``on_train_epoch_start`` of the epoch it goes on in, and never those of earlier epochs. So
 what they did is kept: which parameters are frozen, plain attributes of modules (``training``, a dropout's ``p``, a
 counter, a list of outputs), settings of the Trainer. What did not change is not kept: there the program's word counts.
+A module that also made anything else meanwhile (a cache, a file) keeps its attributes for itself: they belong together.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -24,8 +25,9 @@ MOST_BYTES = 2**24
 
 _MOST_ITEMS = 100_000
 _DEEPEST = 8
-_SCALARS = frozenset((bool, int, float, str, type(None)))
-_CONTAINERS = frozenset((list, tuple, dict, deque))
+_SCALARS: frozenset[type] = frozenset((bool, int, float, str, type(None)))
+_CONTAINERS: frozenset[type] = frozenset((list, tuple, dict, deque))
+_KEPT: frozenset[type] = _CONTAINERS | {torch.Tensor}
 _SETTINGS = (
     "accumulate_grad_batches",
     "check_val_every_n_epoch",
@@ -35,7 +37,6 @@ _SETTINGS = (
     "limit_val_batches",
     "log_every_n_steps",
     "reload_dataloaders_every_n_epochs",
-    "val_check_batch",
     "val_check_interval",
 )
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
@@ -46,23 +47,20 @@ class ChangedValues:
 
     def __init__(self) -> None:
         self._trains: dict[str, bool] = {}
-        self._attributes: dict[str, State] = {}
-        self._gathered: State = {}
+        self._modules: dict[str, _Attributes] = {}
         self._settings: State = {}
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Note how everything is, after all ``on_train_start``: a resumed run calls those, too."""
         module = trainer.lightning_module
         self._trains = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-        self._attributes = {name: _scalars(part) for name, part in _parts(module)}
-        self._gathered = {name: _mark(value) for name, value in _own(module)}
+        self._modules = {name: _Attributes(part) for name, part in _parts(module)}
         self._settings = _settings(trainer)
 
     def capture(self, trainer: pl.Trainer) -> State:
         """What differs by now, as values that load with ``weights_only=True``."""
         module = trainer.lightning_module
-        changed = {name: _changed(self._attributes.get(name, {}), _scalars(part)) for name, part in _parts(module)}
-        now = _settings(trainer)
+        changed = {name: self._modules[name].changed(part) for name, part in _parts(module) if name in self._modules}
         return {
             "trains": {
                 name: parameter.requires_grad
@@ -70,8 +68,7 @@ class ChangedValues:
                 if self._trains.get(name, parameter.requires_grad) != parameter.requires_grad
             },
             "attributes": {name: values for name, values in changed.items() if values},
-            "gathered": dict(self._changed_of(module)),
-            "settings": _changed(self._settings, now),
+            "settings": _changed(self._settings, _settings(trainer)),
         }
 
     def restore(self, trainer: pl.Trainer, saved: State) -> None:
@@ -84,20 +81,65 @@ class ChangedValues:
         parts = dict(_parts(module))
         for name, values in saved["attributes"].items():
             for attribute, value in values.items():
-                if name in parts and type(getattr(parts[name], attribute, None)) in _SCALARS:
-                    setattr(parts[name], attribute, value)
-        for name, value in saved["gathered"].items():
-            _put(module, name, value)
+                if name in parts:
+                    _put(parts[name], attribute, value, module.device)
         for name, value in saved["settings"].items():
             if hasattr(trainer, name):
                 setattr(trainer, name, value)
 
-    def _changed_of(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
-        for name, value in _own(module):
-            if name in self._gathered and _same(self._gathered[name], _mark(value)):
-                continue
-            with suppress(_NotPlain):
-                yield name, _copy(value, [MOST_BYTES, _MOST_ITEMS])
+
+class _Attributes:
+    """The attributes of one module as they were.
+
+    Args:
+        part: the module.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
+        self._names = _own_names() if isinstance(part, pl.LightningModule) else _OF_MODULES
+        # Modules of torch keep nothing that their numbers would have to agree with.
+        self._is_torchs = type(part).__module__.startswith("torch.nn")
+        self._scalars = dict(self._of_kind(part, _SCALARS))
+        self._marks = {} if self._is_torchs else {name: _mark(value) for name, value in self._of_kind(part, _KEPT)}
+        self._others = {} if self._is_torchs else self._not_plain(part)
+
+    def changed(self, part: nn.Module) -> State:
+        """Copies of what has changed; of ``training`` only, where not all of it is plain."""
+        changed = _changed(self._scalars, dict(self._of_kind(part, _SCALARS)))
+        if self._is_torchs:
+            return changed
+        try:
+            others = self._not_plain(part)
+            if others.keys() != self._others.keys() or any(others[name] is not self._others[name] for name in others):
+                raise _NotPlain
+            left = [MOST_BYTES, _MOST_ITEMS]
+            for name, value in self._of_kind(part, _KEPT):
+                if name not in self._marks or not _same(self._marks[name], _mark(value)):
+                    changed[name] = _copy(value, left)
+        except _NotPlain:
+            return {name: value for name, value in changed.items() if name == "training"}
+        return changed
+
+    def _of_kind(self, part: nn.Module, kinds: frozenset[type]) -> Iterator[tuple[str, Any]]:
+        return (item for item in vars(part).items() if type(item[1]) in kinds and item[0] not in self._names)
+
+    def _not_plain(self, part: nn.Module) -> State:
+        """Everything else, and the shapes of buffers that no checkpoint holds."""
+        found = {
+            name: value
+            for name, value in vars(part).items()
+            if name not in self._names and type(value) not in _SCALARS and type(value) not in _KEPT
+        }
+        for name in part._non_persistent_buffers_set:
+            buffer = part._buffers.get(name)
+            found[f"{name} of a shape"] = _shape(buffer.shape) if buffer is not None else None
+        return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _shape(shape: torch.Size) -> torch.Size:
+    """The one object that stands for a shape."""
+    return shape
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -108,11 +150,6 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             metrics += (f"{name}.",)
         elif not metrics or not name.startswith(metrics):
             yield name, part
-
-
-def _scalars(part: nn.Module) -> State:
-    own = _own_names() if isinstance(part, pl.LightningModule) else _OF_MODULES
-    return {name: value for name, value in vars(part).items() if type(value) in _SCALARS and name not in own}
 
 
 def _own_names() -> frozenset[str]:
@@ -134,13 +171,7 @@ def _settings(trainer: pl.Trainer) -> State:
     return {name: value for name, value in values.items() if type(value) in _SCALARS}
 
 
-# -- tensors and containers of the LightningModule itself -----------------------------------------------------------
-
-
-def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, value in list(vars(module).items()):
-        if (type(value) in _CONTAINERS or type(value) is torch.Tensor) and name not in _own_names():
-            yield name, value
+# -- tensors and containers -----------------------------------------------------------------------------------------
 
 
 def _mark(value: Any, depth: int = 0) -> Any:
@@ -212,9 +243,9 @@ def _copy(value: Any, left: list[int], depth: int = 0) -> Any:
 _STACKED = "lightning_spot.stacked"
 
 
-def _put(module: pl.LightningModule, name: str, saved: Any) -> None:
+def _put(part: nn.Module, name: str, saved: Any, device: torch.device) -> None:
     """Give an attribute its value back, in place where others may hold it, too."""
-    value, present = _whole(saved, module.device), getattr(module, name, None)
+    value, present = _whole(saved, device), getattr(part, name, None)
     if isinstance(present, (list, deque)) and isinstance(value, (list, tuple)):
         present.clear()
         present.extend(value)
@@ -222,7 +253,7 @@ def _put(module: pl.LightningModule, name: str, saved: Any) -> None:
         present.clear()
         present.update(value)
     elif type(present) in {*_SCALARS, torch.Tensor, type(value)}:
-        setattr(module, name, value)
+        setattr(part, name, value)
 
 
 def _whole(saved: Any, device: torch.device) -> Any:

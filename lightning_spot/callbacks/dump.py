@@ -15,7 +15,8 @@ State = dict[str, Any]
 KEY = "lightning_spot"
 """Key of the exact state in a checkpoint."""
 
-VERSION = 1
+VERSION = 2
+"""Of the exact state's form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import RunningStage
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_spot.callbacks import logged_values, loggers, progress, pruned, shipped
 from lightning_spot.callbacks.changed_values import ChangedValues
 from lightning_spot.callbacks.dump import KEY, VERSION, Dump, versions_of
 from lightning_spot.callbacks.gradient_order import GradientOrder
+from lightning_spot.callbacks.loaders import Loaders
 from lightning_spot.callbacks.per_trainer import PerTrainer
 from lightning_spot.callbacks.seams import Seams, is_tuning
 from lightning_spot.capture.tensors import storage_address
-from lightning_spot.recovery.position import PositionedLoader, Rewind, position_of, restore_owners, why_not_exact
+from lightning_spot.recovery.position import PositionedLoader, Rewind, why_not_exact
 from lightning_spot.recovery.randomness import State, capture_random, restore_random
 
 T = TypeVar("T")
@@ -40,6 +40,7 @@ class FitState(PerTrainer):
         self._changed: set[str] = set()
         self._order = GradientOrder()
         self._hooked = ChangedValues()
+        self._loaders: Loaders | None = None
         self._off: set[str] = set()
         self._callbacks: list[pl.Callback] = []
         self._saved: State | None = None
@@ -55,17 +56,9 @@ class FitState(PerTrainer):
         """Follow the training loaders, from ``setup`` on. A second call does nothing."""
         if self._undo:
             return
-        strategy = self._trainer.strategy
-        original = strategy.process_dataloader
-
-        def process_dataloader(loader: object) -> object:
-            processed = original(loader)
-            if self._trainer.state.stage != RunningStage.TRAINING:
-                return processed
-            return PositionedLoader(processed, self._position_for, self._restore_step, self.rewind)
-
-        strategy.process_dataloader = process_dataloader  # type: ignore[method-assign,assignment] # taken back in detach
-        self._undo.append(lambda: strategy.__dict__.pop("process_dataloader", None))
+        self._loaders = Loaders(self._trainer, self._position_for, self._restore_step, lambda: self.rewind)
+        self._undo.append(self._loaders.end)
+        self._try("requests for loaders", self._loaders.follow_requests)
         self._callbacks = list(self._trainer.callbacks)  # type: ignore[attr-defined] # Lightning's Trainer has it
         self._begin_after_hooks()
         seams = Seams.of(self._trainer)
@@ -84,6 +77,7 @@ class FitState(PerTrainer):
         self._order.end()
         self._order, self._hooked = GradientOrder(), ChangedValues()
         self._off.clear()
+        self._loaders = None
 
     def _begin_after_hooks(self) -> None:
         """Have :meth:`_begin` called after ``on_train_start`` of all callbacks and of the module: they run anew."""
@@ -105,21 +99,29 @@ class FitState(PerTrainer):
         self._begun = True
         trainer, values = self._trainer, self._values
         if values is not None:
-            self._try("ModelPruning", lambda: pruned.restore(trainer, values["pruned"]))
+            self._try("ModelPruning", lambda: pruned.restore(trainer, values["pruned"] or {}))
         self._try("what hooks changed", lambda: self._hooked.begin(trainer))
         if values is not None:
+            if values["around_loaders"] is not None:
+                self._try("loaders", lambda: self._followed.restore(values["around_loaders"]))
             _put(trainer.lightning_module, self._precise)
             for key, part in shipped.PARTS.items():
                 if key in values["shipped"]:
                     self._try(part.what, lambda part=part, key=key: part.restore(trainer, values["shipped"][key]))  # type: ignore[misc]
-            self._try("what hooks changed", lambda: self._hooked.restore(trainer, values["hooked"]))
+            if values["hooked"] is not None:
+                self._try("what hooks changed", lambda: self._hooked.restore(trainer, values["hooked"]))
         self._steady = {name: _mark(buffer) for name, buffer in trainer.lightning_module.named_buffers()}
         self._order.begin(trainer, values["gradient_order"] if values is not None else [])
-        say_what_is_not_exact(trainer, resumed=values is not None)
+        say_what_is_not_exact(trainer, self._followed.training, resumed=values is not None)
         if values is not None and values["should_stop"] and self._val_total is None:
             # Maybe not one more batch is fetched: what would wait for that is put back now.
             restore_random(values["random"], trainer.strategy.root_device)
             self.go_on()
+
+    @property
+    def _followed(self) -> Loaders:
+        assert self._loaders is not None  # made in attach
+        return self._loaders
 
     def _try(self, what: str, do: Callable[[], T]) -> T | None:
         """Do a part of the work that leans on Lightning's inside: if it fails, training goes on without that part."""
@@ -165,11 +167,12 @@ class FitState(PerTrainer):
         """
         trainer = self._trainer
         module = trainer.lightning_module
-        loaders, ahead = _training_loaders(trainer), _fetched_ahead(trainer)
+        loaders = self._loaders  # None in a fit that takes no snapshots, such as fast_dev_run
         done = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
         return {
             "random": capture_random(trainer.strategy.root_device),
-            "loaders": [position_of(loader, ahead, epoch_done=done, at_end=at_end) for loader in loaders],
+            "loaders": loaders.positions(epoch_done=done, at_end=at_end) if loaders is not None else [],
+            "around_loaders": self._try("loaders", loaders.capture) if loaders is not None else None,
             "buffers": self._buffers(module),
             "gradients": _gradients(trainer) if self._has_live_gradients() and not at_end else {},
             "gradient_order": self._order.saved(),
@@ -210,7 +213,7 @@ class FitState(PerTrainer):
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Take the exact state of a checkpoint, if it has one; it is put back when training reaches its place."""
         shared, trainer = checkpoint.get(KEY), self._trainer
-        if self._loaded or is_tuning(trainer, self._callbacks):
+        if self._loaded or self._loaders is None or shipped.is_of_a_tuner(trainer):
             return
         self._loaded = True
         if shared is None:
@@ -219,14 +222,18 @@ class FitState(PerTrainer):
         loggers.continue_in(trainer, shared["loggers"])
         if shared["version"] != VERSION or shared["world_size"] != trainer.world_size:
             rank_zero_warn(
-                f"lightning_spot: the snapshot was taken by {shared['world_size']} ranks, {trainer.world_size} go on:"
-                " weights, optimizers and loops are restored; random numbers and the position in the data are not exact"
+                f"lightning_spot: the snapshot was taken by {shared['world_size']} ranks (state {shared['version']}),"
+                f" {trainer.world_size} go on (state {VERSION}): weights, optimizers and loops are restored; random"
+                " numbers and the position in the data are not exact"
             )
             return
         warnings.filterwarnings("ignore", message=".*ended before the epoch ended and your dataloader is")
         self._saved = self._values = shared["ranks"][trainer.global_rank]
         self._random = self._saved["random"]
         self._val_total = shared["validation_progress"]
+        around = self._saved["around_loaders"]
+        if around is not None:
+            self._try("loaders", lambda: self._followed.resume(around))
         self._precise = _more_precise(trainer.lightning_module, checkpoint)
         found = self._saved["shipped"].get("found", {})
         self._try("SpikeDetection", lambda: shipped.before_loading(trainer, checkpoint))
@@ -234,7 +241,7 @@ class FitState(PerTrainer):
 
     def _position_for(self, loader: PositionedLoader) -> State | None:
         """Position at which ``loader`` begins its epoch: the saved one for the first epoch after a resume."""
-        loaders = _training_loaders(self._trainer)
+        loaders = self._followed.training
         index = next((number for number, item in enumerate(loaders) if item is loader), None)
         if index is None or self._saved is None or self._random is None:
             return None
@@ -265,8 +272,8 @@ class FitState(PerTrainer):
         trainer = self._trainer
         module = trainer.lightning_module
         logged_values.restore(trainer, values)
-        for loader in _training_loaders(trainer):
-            restore_owners(loader)
+        if values["around_loaders"] is not None:
+            self._try("loaders", lambda: self._followed.go_on(values["around_loaders"]))
         self._try("skipped batches", lambda: progress.restore(trainer, values["added"]))
         trainer.should_stop = values["should_stop"]
         _put(module, values["buffers"])
@@ -294,24 +301,15 @@ class FitState(PerTrainer):
         self._order.stepped(trainer)
 
 
-def say_what_is_not_exact(trainer: pl.Trainer, *, resumed: bool) -> None:
+def say_what_is_not_exact(trainer: pl.Trainer, loaders: list[Any], *, resumed: bool) -> None:
     """One warning for each thing that does not come back to where it was, with what to do."""
-    reasons = [*filter(None, map(why_not_exact, _training_loaders(trainer)))]
+    reasons = [reason for loader in loaders for reason in why_not_exact(loader)]
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         reasons.append("val_check_interval by time: validations come when the clock says, not where they came before")
     if resumed:
         reasons += shipped.what_begins_anew(trainer)
     for reason in dict.fromkeys(reasons):
         rank_zero_warn(f"lightning_spot: {reason}")
-
-
-def _training_loaders(trainer: pl.Trainer) -> list[Any]:
-    combined = trainer.fit_loop._combined_loader
-    return list(combined.flattened) if combined is not None else []
-
-
-def _fetched_ahead(trainer: pl.Trainer) -> int:
-    return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
 
 
 def _more_precise(module: pl.LightningModule, checkpoint: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ Each has a function that captures and one that puts back; :data:`PARTS` lists th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -193,6 +194,11 @@ def what_begins_anew(trainer: pl.Trainer) -> Iterator[str]:
     """One sentence for each callback that cannot go on where it was."""
     if any(True for _ in _callbacks(trainer, ThroughputMonitor)):
         yield "ThroughputMonitor measures this attempt only: its totals begin at 0 after a resume"
+
+
+def is_of_a_tuner(trainer: pl.Trainer) -> bool:
+    """Whether the checkpoint that is being loaded is what a tuner saved before its trial."""
+    return os.path.basename(str(trainer.ckpt_path)).startswith((".lr_find_", ".scale_batch_size_"))
 
 
 def why_without_exact_state(trainer: pl.Trainer) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_spot.recovery.randomness import State, capture_own, capture_random, restore_own, restore_random
+from lightning_spot.recovery.indices import Indices, draws_at_once, is_known, is_stateful, replacing, sampler_name
+from lightning_spot.recovery.own_state import OwnState
+from lightning_spot.recovery.randomness import State, capture_random, restore_random
+from lightning_spot.recovery.workers import LastingWorkers, lasts, why_not_asked
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +23,42 @@ workers (exact, too) and replays where there are."""
 REWINDS = ("auto", "replay", "skip")
 
 
-class PositionedLoader:
-    """Stands in for a training loader and counts what it yields; in everything else it *is* that loader.
+class FollowedLoader:
+    """Stands in for a loader; in everything it *is* that loader, but that its own state can be had and set.
+
+    Args:
+        loader: a ``DataLoader`` or any other iterable.
+        before: called with it just before an epoch begins.
+    """
+
+    def __init__(self, loader: Any, before: Callable[[FollowedLoader], None] | None = None) -> None:
+        own = OwnState.of(loader)
+        # Past __setattr__, which belongs to the loader.
+        self.__dict__.update(_loader=loader, _before=before, _own=own, _epoch=None, _why=why_not_asked(loader))
+        self.__dict__["_workers"] = LastingWorkers(loader, own) if lasts(loader) and self._why is None else None
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # isinstance(loader, DataLoader) stays true
+        return type(self.__dict__["_loader"])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loader"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_loader"], name, value)
+
+    def __len__(self) -> int:
+        return len(self.__dict__["_loader"])
+
+    def __iter__(self) -> Iterator[Any]:
+        own = self.__dict__
+        if own["_before"] is not None:
+            own["_before"](self)
+        return _begin_epoch(own["_loader"], own["_workers"])
+
+
+class PositionedLoader(FollowedLoader):
+    """Stands in for a training loader and counts what it yields.
 
     In a resumed epoch nothing is drawn before the first batch is asked for: only then are samplers at the right epoch.
 
@@ -41,39 +77,35 @@ class PositionedLoader:
         restore_step: Callable[[], bool],
         rewind: Rewind = "auto",
     ) -> None:
-        # Past __setattr__, which belongs to the loader.
-        self.__dict__.update(_loader=loader, _resume=resume, _restore_step=restore_step, _rewind=rewind, _epoch=None)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # isinstance(loader, DataLoader) stays true
-        return type(self.__dict__["_loader"])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_loader"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["_loader"], name, value)
-
-    def __len__(self) -> int:
-        return len(self.__dict__["_loader"])
+        super().__init__(loader)
+        self.__dict__.update(_resume=resume, _restore_step=restore_step, _rewind=rewind)
 
     def __iter__(self) -> Iterator[Any]:
         own = self.__dict__
         position = own["_resume"](self)
+        parts = own["_loader"], own["_own"], own["_workers"]
         own["_epoch"] = (
-            _Epoch(own["_loader"])
+            _Epoch(*parts)
             if position is None
-            else _ResumedEpoch(own["_loader"], position, own["_restore_step"], own["_rewind"])
+            else _ResumedEpoch(*parts, position, own["_restore_step"], own["_rewind"])
         )
         return own["_epoch"]  # type: ignore[no-any-return]
+
+
+def _begin_epoch(loader: Any, workers: LastingWorkers | None, indices: Indices | None = None) -> Iterator[Any]:
+    if workers is not None:
+        return workers.begin_epoch()
+    if indices is None:
+        return iter(loader)
+    with replacing(loader, {sampler_name(loader): indices}):
+        return iter(loader)
 
 
 class _Epoch:
     """One pass over a loader, from its start."""
 
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-        self.owners = owners_of(loader)
+    def __init__(self, loader: Any, own: OwnState, workers: LastingWorkers | None) -> None:
+        self.loader, self.own, self.workers = loader, own, workers
         self.yielded = 0
         self.exhausted = False
         self.at_iter = self._random()
@@ -81,7 +113,8 @@ class _Epoch:
         # Lightning fetches one batch ahead of loaders without a length: where they were before it must be known.
         self._ahead: Callable[[], State] | None = None if _has_length(loader) else self._state
         self.before: State | None = None
-        self.inner = iter(loader)
+        self.indices = _indices(loader, workers)
+        self.inner = _begin_epoch(loader, workers, self.indices)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -99,13 +132,18 @@ class _Epoch:
         self.yielded += 1
         return batch
 
-    def position(self, ahead: int) -> State:
+    def position(self, ahead: int, *, epoch_done: bool = False) -> State:
         """See :func:`position_of`."""
         state = self.before if ahead and self.before is not None else self._state()
-        return {**state, "at_iter": self.at_iter, "at_first": self.at_first, "ahead": ahead}
+        done = state["exhausted"] or epoch_done
+        workers = self.workers.saved(now=done) if self.workers is not None else None
+        position = {"at_iter": self.at_iter, "at_first": self.at_first, "ahead": ahead, "workers": workers}
+        along = self.indices is not None and self.indices.draws_along
+        lost = self.workers is not None and self.workers.is_lost
+        return {**state, **position, "exhausted": done, "draws_along": along, "workers_lost": lost}
 
     def _state(self) -> State:
-        state: State = {"yielded": self.yielded, "exhausted": self.exhausted, "own": capture_own(self.owners)}
+        state: State = {"yielded": self.yielded, "exhausted": self.exhausted, "own": self.own.capture()}
         if self._ahead is not None:
             state["random"] = capture_random()
         if is_stateful(self.loader):
@@ -113,15 +151,28 @@ class _Epoch:
         return state
 
     def _random(self) -> State:
-        return {**capture_random(), "own": capture_own(self.owners)}
+        return {**capture_random(), "own": self.own.capture()}
 
 
 class _ResumedEpoch(_Epoch):
     """The rest of a pass over a loader: the same draws for samplers and workers, and as many batches passed over."""
 
-    def __init__(self, loader: Any, resume: State, restore_step: Callable[[], bool], rewind: Rewind) -> None:
-        self.loader = loader
-        self.owners = owners_of(loader)
+    def __init__(
+        self,
+        loader: Any,
+        own: OwnState,
+        workers: LastingWorkers | None,
+        resume: State,
+        restore_step: Callable[[], bool],
+        rewind: Rewind,
+    ) -> None:
+        self.loader, self.own, self.workers = loader, own, workers
+        self.indices = _indices(loader, workers)
+        if self.indices is not None:
+            self.indices.draws_along = resume.get("draws_along", False)
+        if workers is not None:
+            workers.resume(resume.get("workers"))
+            workers.is_lost = resume.get("workers_lost", False)
         self.yielded = resume.get("yielded", 0)
         self.exhausted = resume.get("exhausted", False)
         self.at_iter, self.at_first = resume.get("at_iter", {}), resume.get("at_first")
@@ -141,18 +192,20 @@ class _ResumedEpoch(_Epoch):
             self._restore_step()
         return super().__next__()
 
-    def position(self, ahead: int) -> State:
+    def position(self, ahead: int, *, epoch_done: bool = False) -> State:
         """See :func:`position_of`."""
-        return self.resume if self.resume is not None else super().position(ahead)
+        if self.resume is None:
+            return super().position(ahead, epoch_done=epoch_done)
+        return {**self.resume, "exhausted": self.resume.get("exhausted", False) or epoch_done}
 
     def _begin(self, resume: State) -> None:
         present = capture_random()
         if "at_iter" not in resume:  # the end of an epoch: the next one begins as it would have
             if not self._restore_step():
                 restore_random(present)
-            restore_own(resume["own"], self.owners)
+            self.own.restore(resume["own"])
             self.at_iter = self._random()
-            self.inner = iter(self.loader)
+            self.inner = _begin_epoch(self.loader, self.workers, self.indices)
             return
         if "state" in resume and is_stateful(self.loader):
             self.loader.load_state_dict(resume["state"])
@@ -163,7 +216,7 @@ class _ResumedEpoch(_Epoch):
         else:
             self._random_was(self.at_iter)
             self.inner = self._iter_from(resume["yielded"])
-        restore_own(resume["own"], self.owners)
+        self.own.restore(resume["own"])
 
         if resume["ahead"]:  # this batch was fetched before the step ended, the next one after it
             restore_random(resume["random"])
@@ -173,9 +226,9 @@ class _ResumedEpoch(_Epoch):
 
     def _iter_from(self, batches: int) -> Iterator[Any]:
         workers = getattr(self.loader, "num_workers", 0)
-        if is_map_style(self.loader) and (self._rewind == "skip" or (self._rewind == "auto" and workers == 0)):
+        if draws_at_once(self.loader) and (self._rewind == "skip" or (self._rewind == "auto" and workers == 0)):
             return self._iter_by_index(batches)
-        inner: Iterator[Any] = iter(self.loader)
+        inner = _begin_epoch(self.loader, self.workers, self.indices)
         if self.at_first is not None:
             self._random_was(self.at_first)
         for passed in range(batches):
@@ -185,49 +238,23 @@ class _ResumedEpoch(_Epoch):
         return inner
 
     def _iter_by_index(self, batches: int) -> Iterator[Any]:
-        loader = self.loader
-        name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-        sampler = loader.__dict__[name]
-        rest = _Rest(sampler, batches)
-        loader.__dict__[name] = rest  # past DataLoader.__setattr__, which forbids it; an iterator keeps what is there
+        indices = self.indices or Indices(getattr(self.loader, sampler_name(self.loader)))
+        indices.first = batches
         try:
-            inner: Iterator[Any] = iter(loader)
+            inner = _begin_epoch(self.loader, self.workers, indices)
+            if self.at_first is not None and self.loader.num_workers == 0:
+                self._random_was(self.at_first)
+            indices.pass_over()  # now, where no worker has made it draw: with the generators as they were there
         finally:
-            loader.__dict__[name] = sampler
-        if self.at_first is not None:
-            self._random_was(self.at_first)
-        rest.pass_over()  # now, since samplers draw their seed where they begin
+            indices.first = 0
         return inner
 
     def _random_was(self, state: State) -> None:
         restore_random(state)
-        restore_own(state["own"], self.owners)
+        self.own.restore(state["own"])
 
 
 _END = object()
-
-
-class _Rest:
-    """What a sampler draws after its first draws. Those are drawn when it is first asked, or told to be drawn."""
-
-    def __init__(self, sampler: Any, first: int) -> None:
-        self._sampler = sampler
-        self._first = first
-        self._draws: Iterator[Any] | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self.pass_over())
-
-    def pass_over(self) -> Iterator[Any]:
-        """Draw the first draws, once."""
-        if self._draws is None:
-            self._draws = iter(self._sampler)
-            for _ in itertools.islice(self._draws, self._first):
-                pass
-        return self._draws
 
 
 def position_of(loader: Any, ahead: int = 0, *, epoch_done: bool = False, at_end: bool = False) -> State | None:
@@ -243,58 +270,80 @@ def position_of(loader: Any, ahead: int = 0, *, epoch_done: bool = False, at_end
     if epoch is None:
         return None
     if at_end:
-        return {"own": capture_own(epoch.owners)}
-    position: State = epoch.position(ahead)
-    return {**position, "exhausted": position["exhausted"] or epoch_done}
+        return state_of(loader)
+    position: State = epoch.position(ahead, epoch_done=epoch_done)
+    return position
+
+
+def state_of(loader: Any) -> State | None:
+    """State of a :class:`FollowedLoader` between two epochs, as plain values; ``None`` for other loaders."""
+    if type(loader) not in (FollowedLoader, PositionedLoader):
+        return None
+    own, workers = loader.__dict__["_own"], loader.__dict__["_workers"]
+    return {"own": own.capture(), "workers": workers.saved(now=True) if workers is not None else None}
+
+
+def restore_state(loader: Any, state: State | None) -> None:
+    """Set what :func:`state_of` returned."""
+    if state is not None and type(loader) in (FollowedLoader, PositionedLoader):
+        loader.__dict__["_own"].restore(state["own"])
+        if loader.__dict__["_workers"] is not None:
+            loader.__dict__["_workers"].resume(state["workers"])
 
 
 def restore_owners(loader: Any) -> None:
     """Set the generators around a loader that is to be resumed: its epoch may have no batch left to ask it for."""
     epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
     if isinstance(epoch, _ResumedEpoch) and epoch.resume is not None:
-        restore_own(epoch.resume["own"], epoch.owners)
+        epoch.own.restore(epoch.resume["own"])
 
 
-def why_not_exact(loader: Any) -> str | None:
-    """Why this loader may not come back to its exact position, with what to do; ``None`` if it can."""
-    inner = loader.__dict__["_loader"] if type(loader) is PositionedLoader else loader
+def why_not_exact(loader: Any) -> Iterator[str]:
+    """Why this training loader may not come back to its exact position, with what to do; nothing if it can."""
+    followed = type(loader) in (FollowedLoader, PositionedLoader)
+    inner = loader.__dict__["_loader"] if followed else loader
     if is_stateful(inner):
-        return None
+        return
     if isinstance(getattr(inner, "dataset", None), IterableDataset) or not isinstance(inner, DataLoader):
-        return (
+        yield (
             "the data position after a resume is not exact unless this stream yields the same samples each time: a"
             " resumed epoch begins it again and drops as many batches as were trained on. Use torchdata's"
             " StatefulDataLoader (any loader with state_dict and load_state_dict), or a map-style data set"
         )
-    if inner.num_workers > 0 and inner.persistent_workers:
-        return (
-            "workers persist over epochs, so random augmentation inside them goes on from draws that a resumed run"
-            " cannot repeat. Set persistent_workers=False if samples are augmented at random"
+    if getattr(inner, "num_workers", 0) > 0 and not getattr(inner, "in_order", True):
+        yield "with in_order=False the order of batches is that of the workers' speed, which no resume can repeat"
+    if followed and (reason := loader.__dict__["_why"]) is not None:
+        yield (
+            f"workers persist over epochs, and cannot be asked which random numbers they go on with, since {reason}:"
+            " random augmentation in them is not exact. Set persistent_workers=False"
         )
-    return None
+    if followed and loader.__dict__["_workers"] is not None and loader.__dict__["_workers"].is_lost:
+        yield (
+            "workers persist over epochs, and the loader makes them in a way of its own, so that they cannot be asked"
+            " which random numbers they go on with: random augmentation in them is not exact. Set"
+            " persistent_workers=False"
+        )
+    epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
+    if epoch is not None and epoch.indices is not None and epoch.indices.draws_along:
+        yield (
+            f"{_kind(epoch.loader)} draws from the random numbers of the process while training draws from them, too:"
+            " the order of the rest of an epoch is not exact. Give it a generator of its own"
+        )
 
 
-def is_map_style(loader: Any) -> bool:
-    """Whether a loader draws indices into a data set."""
-    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+def _kind(loader: Any) -> str:
+    sampler = getattr(loader, sampler_name(loader))
+    while type(sampler).__module__.startswith("torch.") and hasattr(sampler, "sampler"):
+        sampler = sampler.sampler
+    return type(sampler).__name__
 
 
-def is_stateful(loader: Any) -> bool:
-    """Whether a loader keeps its position itself, as torchdata's ``StatefulDataLoader`` does."""
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
-
-
-def owners_of(loader: Any) -> list[Any]:
-    """The objects around a loader that may have generators of their own."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    found = [
-        loader,
-        getattr(loader, "sampler", None),
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-        getattr(loader, "dataset", None),
-    ]
-    return [owner for owner in found if owner is not None]
+def _indices(loader: Any, workers: LastingWorkers | None) -> Indices | None:
+    """What stands in for the loader's sampler; none where that is torch's."""
+    if workers is not None:
+        return workers.indices
+    sampler = getattr(loader, sampler_name(loader)) if draws_at_once(loader) else None
+    return None if sampler is None or is_known(sampler) else Indices(sampler)
 
 
 def _has_length(loader: Any) -> bool:

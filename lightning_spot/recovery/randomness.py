@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
 
 State = dict[str, Any]
 
@@ -38,47 +36,8 @@ def restore_random(state: State, device: torch.device | None = None) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def capture_own(owners: Sequence[Any]) -> State:
-    """What objects (a loader, its samplers, its data set) draw from of their own.
-
-    Returns:
-        states of the generators that are their attributes, in order, and the seeds of those that make a new generator
-        for each epoch (``DistributedSampler.seed``, which Lightning sets from the seed of the process).
-    """
-    return {
-        "generators": [_capture(generator) for generator in _generators(owners)],
-        "seeds": [owner.seed for owner in owners if _is_seeded(owner)],
-    }
-
-
-def restore_own(state: State, owners: Sequence[Any]) -> None:
-    """Set what :func:`capture_own` returned; owners that have more or fewer generators by now keep theirs."""
-    own = list(_generators(owners))
-    if len(own) == len(state["generators"]):
-        for generator, saved in zip(own, state["generators"], strict=True):
-            _restore(generator, saved)
-    seeded = [owner for owner in owners if _is_seeded(owner)]
-    if len(seeded) == len(state["seeds"]):
-        for owner, seed in zip(seeded, state["seeds"], strict=True):
-            owner.seed = seed
-
-
-def _is_seeded(owner: Any) -> bool:
-    return isinstance(owner, Sampler) and isinstance(getattr(owner, "seed", None), int)
-
-
-def _generators(owners: Sequence[Any]) -> Iterator[Any]:
-    """Generators that are attributes of the owners, each once, in the order of their definition."""
-    seen: set[int] = set()
-    for owner in owners:
-        for value in vars(owner).values() if hasattr(owner, "__dict__") else ():
-            kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-            if isinstance(value, kinds) and id(value) not in seen:
-                seen.add(id(value))
-                yield value
-
-
-def _capture(generator: Any) -> Any:
+def capture_generator(generator: Any) -> Any:
+    """State of a generator of torch, numpy or python, as values that load with ``weights_only=True``."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
@@ -88,7 +47,8 @@ def _capture(generator: Any) -> Any:
     return _plain(generator.getstate())
 
 
-def _restore(generator: Any, state: Any) -> None:
+def restore_generator(generator: Any, state: Any) -> None:
+    """Set what :func:`capture_generator` returned."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, np.random.Generator):

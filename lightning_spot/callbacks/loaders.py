@@ -1,0 +1,198 @@
+"""The loaders of a trainer's ``fit``: followed from where Lightning asks for them, and asked for again as they were.
+
+``train_dataloader()`` of a resumed run is called in another epoch, and after other numbers were drawn, than it was at
+first; with ``reload_dataloaders_every_n_epochs`` Lightning would also count from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import RunningStage
+
+from lightning_spot.recovery.position import (
+    FollowedLoader,
+    PositionedLoader,
+    Rewind,
+    position_of,
+    restore_owners,
+    restore_state,
+    state_of,
+)
+from lightning_spot.recovery.randomness import State, capture_random, restore_random
+
+
+class Loaders:
+    """The loaders of one fit.
+
+    Args:
+        trainer: whose they are.
+        position_for: position at which a training loader begins its epoch, ``None`` for its start.
+        restore_step: see :class:`PositionedLoader`.
+        rewind: how a training loader gets to its position.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        position_for: Callable[[PositionedLoader], State | None],
+        restore_step: Callable[[], bool],
+        rewind: Callable[[], Rewind],
+    ) -> None:
+        self._trainer = trainer
+        self._requests: dict[str, State] = {}
+        self._due: dict[str, State] = {}
+        self._states: list[State | None] = []
+        self._has_begun = False
+        self._undo: list[Callable[[], object]] = []
+        strategy = trainer.strategy
+        original = strategy.process_dataloader
+
+        def process_dataloader(loader: object) -> object:
+            processed = original(loader)
+            if trainer.state.stage == RunningStage.TRAINING:
+                return PositionedLoader(processed, position_for, restore_step, rewind())
+            if trainer.state.stage in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING):
+                return FollowedLoader(processed, self._before_validation)
+            return processed
+
+        strategy.process_dataloader = process_dataloader  # type: ignore[method-assign,assignment] # taken back in end
+        self._undo.append(lambda: strategy.__dict__.pop("process_dataloader", None))
+
+    def end(self) -> None:
+        """Let the trainer go."""
+        while self._undo:
+            self._undo.pop()()
+
+    @property
+    def training(self) -> list[Any]:
+        """Loaders that training draws from by now."""
+        return _flat(self._trainer.fit_loop)
+
+    @property
+    def validation(self) -> list[Any]:
+        """Loaders that validation draws from by now."""
+        return _flat(self._trainer.fit_loop.epoch_loop.val_loop)
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def follow_requests(self) -> None:
+        """Note the epoch and the random numbers with which Lightning asks for loaders."""
+        fit_loop = self._trainer.fit_loop
+        for name, loop in (("training", fit_loop), ("validation", fit_loop.epoch_loop.val_loop)):
+            self._follow(name, loop, loop._data_source)
+
+    def _follow(self, name: str, loop: Any, source: Any) -> None:
+        original = source.dataloader
+
+        def dataloader() -> Any:
+            saved = self._due.pop(name, None)
+            if saved is None or (self._has_begun and self._is_reload_due(saved)):
+                self._requests[name] = self._request()
+                if name == "validation":
+                    self._states = []
+                return original()
+            if name == "validation":
+                loop._last_val_dl_reload_epoch = saved["reloaded"]
+            return self._as_it_was(saved, original)
+
+        source.dataloader = dataloader
+        self._undo.append(lambda: vars(source).pop("dataloader", None))
+
+    def _request(self) -> State:
+        return {"epoch": self._trainer.current_epoch, "random": capture_random(), "data": self._data_state()}
+
+    def _data_state(self) -> State:
+        data = self._trainer.datamodule  # type: ignore[attr-defined] # Lightning's Trainer has it
+        try:
+            return dict(data.state_dict()) if data is not None else {}
+        except Exception:  # it may be about loaders that are not made yet
+            return {}
+
+    def _set_data_state(self, state: State) -> None:
+        if state:
+            with suppress(Exception):
+                self._trainer.datamodule.load_state_dict(dict(state))  # type: ignore[attr-defined]
+
+    def _is_reload_due(self, saved: State) -> bool:
+        every = self._trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        return bool(every) and self._trainer.current_epoch - saved["reloaded"] >= every
+
+    def _as_it_was(self, saved: State, request: Callable[[], Any]) -> Any:
+        """Ask in the epoch, with the random numbers and the state of the data module, of the first time."""
+        present = self._request()
+        progress = self._trainer.fit_loop.epoch_progress.current
+        restore_random(saved["random"])
+        progress.completed, epoch = saved["epoch"], progress.completed  # it is trainer.current_epoch
+        self._set_data_state(saved["data"])
+        try:
+            return request()
+        finally:
+            progress.completed = epoch
+            restore_random(present["random"])
+            self._set_data_state(present["data"])
+
+    # -- capture and resume -----------------------------------------------------------------------------------------
+
+    def capture(self) -> State:
+        """What is not a position: requests, loaders for validation, which of several loaders has ended once."""
+        fit_loop = self._trainer.fit_loop
+        reloaded = {
+            "training": fit_loop._last_train_dl_reload_epoch,
+            "validation": fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
+        }
+        consumed = getattr(_iterator(self._trainer), "_consumed", None)
+        return {
+            "requests": {
+                name: request if name in self._due else {**request, "reloaded": reloaded[name]}
+                for name, request in self._requests.items()
+            },
+            "validation": [state_of(loader) for loader in self.validation] or list(self._states),
+            "consumed": list(consumed) if consumed is not None else None,
+        }
+
+    def positions(self, *, epoch_done: bool, at_end: bool) -> list[State | None]:
+        """Where each training loader is, see :func:`position_of`."""
+        ahead = len(getattr(self._trainer.fit_loop._data_fetcher, "batches", ()))
+        return [position_of(loader, ahead, epoch_done=epoch_done, at_end=at_end) for loader in self.training]
+
+    def resume(self, saved: State) -> None:
+        """Before loaders are asked for: ask as it was done when :meth:`capture` was called."""
+        self._requests, self._due = dict(saved["requests"]), dict(saved["requests"])
+
+    def restore(self, saved: State) -> None:
+        """When training begins: count epochs from where loaders were asked for, and know which has ended."""
+        self._has_begun = True
+        request = saved["requests"].get("training")
+        if request is not None:
+            self._trainer.fit_loop._last_train_dl_reload_epoch = request["reloaded"]
+        consumed = getattr(_iterator(self._trainer), "_consumed", None)
+        if consumed is not None and saved["consumed"] is not None and len(consumed) == len(saved["consumed"]):
+            consumed[:] = saved["consumed"]
+
+    def go_on(self, saved: State) -> None:
+        """Just before the step: set what loaders draw from of their own."""
+        for loader in self.training:
+            restore_owners(loader)
+        self._states = list(saved["validation"])
+        for loader in self.validation:
+            self._before_validation(loader)
+
+    def _before_validation(self, loader: FollowedLoader) -> None:
+        """Set the own state of a loader for validation, once: it may be made long after training went on."""
+        number = next((number for number, item in enumerate(self.validation) if item is loader), len(self._states))
+        if number < len(self._states):
+            restore_state(loader, self._states[number])
+            self._states[number] = None
+
+
+def _flat(loop: Any) -> list[Any]:
+    combined = loop._combined_loader
+    return list(combined.flattened) if combined is not None else []
+
+
+def _iterator(trainer: pl.Trainer) -> Any:
+    return getattr(trainer.fit_loop._combined_loader, "_iterator", None)

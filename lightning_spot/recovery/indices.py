@@ -1,0 +1,118 @@
+"""Indices in a sampler's place: a loader draws them, and some are passed over, held back, or watched."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+_WATCHED = 4
+
+
+class Indices:
+    """Stands in for a loader's (batch) sampler, and can yield less than it, or questions to the workers.
+
+    Attributes:
+        first: draws of the next pass that are passed over.
+        rest: whether a pass yields nothing.
+        questions: to yield instead of indices.
+        draws_along: whether the sampler was seen to draw from the generators of the process after its first draw: then
+            its order depends on what else is drawn meanwhile, and cannot be drawn again.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._draws: Iterator[Any] = iter(())
+        self._due = 0
+        self.first = 0
+        self.rest = False
+        self.questions = 0
+        self.draws_along = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.questions:
+            return iter([[] for _ in range(self.questions)])
+        draws: Iterator[Any] = iter(self._sampler)  # also where nothing is yielded: samplers may draw here
+        if self.rest:
+            return iter(())
+        if not self.first:
+            return draws if self.draws_along or is_known(self._sampler) else self._watched(draws)
+        self._draws, self._due = draws, self.first
+        return self._remaining()
+
+    def _remaining(self) -> Iterator[Any]:
+        self.pass_over()
+        yield from self._draws
+
+    def pass_over(self) -> None:
+        """Draw what is passed over now, if it was not drawn yet."""
+        while self._due:
+            self._due -= 1
+            if next(self._draws, _END) is _END:
+                self._due = 0
+
+    def _watched(self, draws: Iterator[Any]) -> Iterator[Any]:
+        for number in range(_WATCHED):
+            before = _random() if number else None
+            drawn = next(draws, _END)
+            if drawn is _END:
+                return
+            self.draws_along |= before is not None and before != _random()
+            yield drawn
+        yield from draws
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_sampler"], name)
+
+
+_END = object()
+
+
+def _random() -> tuple[Any, ...]:
+    return random.getstate(), torch.get_rng_state().numpy().tobytes(), repr(np.random.get_state(legacy=False)["state"])
+
+
+def is_known(sampler: Any) -> bool:
+    """Whether a sampler, and the one in it, is of torch, which draws where a pass begins."""
+    inner = getattr(sampler, "sampler", None)
+    return type(sampler).__module__.startswith("torch.") and (inner is None or is_known(inner))
+
+
+def sampler_name(loader: DataLoader[Any]) -> str:
+    """Name of the attribute that a loader draws its indices from."""
+    return "batch_sampler" if loader.batch_sampler is not None else "sampler"
+
+
+@contextmanager
+def replacing(loader: DataLoader[Any], values: Mapping[str, Any]) -> Iterator[None]:
+    """Attributes of a loader have other values meanwhile. An iterator that is made in there keeps them."""
+    attributes = vars(loader)
+    before = {name: attributes[name] for name in values}
+    attributes.update(values)  # past DataLoader.__setattr__, which forbids it
+    try:
+        yield
+    finally:
+        attributes.update(before)
+
+
+def draws_at_once(loader: Any) -> bool:
+    """Whether a loader draws indices into a data set, from the sampler that it has when ``iter`` is called."""
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and not is_stateful(loader)
+        and type(loader).__iter__ is DataLoader.__iter__
+    )
+
+
+def is_stateful(loader: Any) -> bool:
+    """Whether a loader keeps its position itself, as torchdata's ``StatefulDataLoader`` does."""
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))

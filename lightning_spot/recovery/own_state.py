@@ -1,0 +1,198 @@
+"""What a loader draws from of its own: generators of its samplers, its data set, its transforms; counters, orders.
+
+Found by a walk through attributes, so that each has a path (``"dataset.transform.rng"``) under which another process
+finds it again. In a worker the walk begins at the data set and the collate function.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import types
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lightning_spot.recovery.randomness import State, capture_generator, restore_generator
+
+MOST_NUMBERS = 2**17
+"""Longest order (list, array or tensor of whole numbers) of a sampler that is kept where it changes."""
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_SCALARS = frozenset((bool, int, float, str, type(None)))
+_CLOSED = (str, bytes, bytearray, torch.Tensor, np.ndarray, torch.nn.Module, type, types.ModuleType, weakref.ref)
+_EPOCHS = frozenset(("epoch", "_epoch", "current_epoch"))
+_PACKAGES = frozenset(("multiprocessing", "threading", "logging", "pathlib", "torch.multiprocessing"))
+_DEEPEST = 6
+_MOST_ITEMS = 64
+_MOST_OBJECTS = 2000
+
+
+class OwnState:
+    """The own state of one loader, in this process.
+
+    Args:
+        roots: where the walk begins, by name.
+    """
+
+    def __init__(self, roots: Mapping[str, Any]) -> None:
+        self._roots = dict(roots)
+        self._first = {path: _copies(_values(item)) for path, item in self._walk() if _is_holder(path, item)}
+
+    @classmethod
+    def of(cls, loader: Any) -> OwnState:
+        """The state of ``loader``; what changed is measured from the first time this process asked for it."""
+        own = cls({"": loader})
+        with suppress(TypeError):  # it cannot be a key
+            own._first = _KNOWN.setdefault(loader, own._first)
+        return own
+
+    def capture(self) -> State:
+        """Generators, seeds of samplers that make a new generator for each epoch, and values that have changed."""
+        state: State = {"generators": {}, "seeds": {}, "values": {}}
+        for path, item in self._walk():
+            if _is_generator(item):
+                state["generators"][path] = capture_generator(item)
+            elif _is_holder(path, item):
+                if _is_seeded(item):
+                    state["seeds"][path] = item.seed
+                if changed := _changed(self._first.get(path, {}), _values(item)):
+                    state["values"][path] = changed
+        return state
+
+    def restore(self, state: State) -> None:
+        """Set what :meth:`capture` returned, as far as it is still there."""
+        for path, item in self._walk():
+            if _is_generator(item):
+                if path in state["generators"]:
+                    restore_generator(item, state["generators"][path])
+                continue
+            if path in state["seeds"] and _is_seeded(item):
+                item.seed = state["seeds"][path]
+            for name, value in state["values"].get(path, {}).items():
+                _put(item, name, value)
+
+    def _walk(self) -> Iterator[tuple[str, Any]]:
+        """Every object within reach, each once, nearest first."""
+        seen: set[int] = set()
+        waiting = [(name, root, 0) for name, root in self._roots.items()]
+        while waiting and len(seen) < _MOST_OBJECTS:
+            path, item, depth = waiting.pop(0)
+            if type(item) in _SCALARS or id(item) in seen or (isinstance(item, _CLOSED) and depth):
+                continue
+            seen.add(id(item))
+            yield path, item
+            if depth < _DEEPEST and not _is_generator(item):
+                waiting += [(f"{path}.{name}" if path else name, part, depth + 1) for name, part in _parts(item)]
+
+
+_KNOWN: weakref.WeakKeyDictionary[Any, dict[str, State]] = weakref.WeakKeyDictionary()
+
+
+def _parts(item: Any) -> Iterator[tuple[str, Any]]:
+    """What belongs to an object: its attributes, or its items where they are few."""
+    if isinstance(item, (list, tuple)):
+        if len(item) <= _MOST_ITEMS:
+            yield from ((str(number), part) for number, part in enumerate(item))
+    elif isinstance(item, dict):
+        if len(item) <= _MOST_ITEMS:
+            yield from ((str(key), part) for key, part in item.items())
+    elif isinstance(item, functools.partial):
+        yield from (("func", item.func), ("args", item.args), ("keywords", item.keywords))
+    elif isinstance(item, types.MethodType):
+        yield "self", item.__self__
+    elif not isinstance(item, (types.FunctionType, types.BuiltinFunctionType)) and _is_open(type(item)):
+        attributes = getattr(item, "__dict__", None)
+        if isinstance(attributes, dict):
+            yield from ((name, part) for name, part in list(attributes.items()) if not _is_iterator(item, name))
+
+
+def _is_iterator(item: Any, name: str) -> bool:
+    return isinstance(item, DataLoader) and name in ("_iterator", "multiprocessing_context")
+
+
+def _is_open(kind: type) -> bool:
+    module = kind.__module__
+    if module.startswith(("lightning.", "pytorch_lightning.")):
+        return issubclass(kind, (Sampler, Dataset, DataLoader))
+    return module.split(".")[0] not in _PACKAGES
+
+
+def _is_generator(item: Any) -> bool:
+    return isinstance(item, _GENERATORS)
+
+
+def _is_holder(path: str, item: Any) -> bool:
+    return isinstance(item, (Sampler, Dataset)) or path.rpartition(".")[2] in ("sampler", "batch_sampler")
+
+
+def _is_seeded(holder: Any) -> bool:
+    return isinstance(holder, Sampler) and isinstance(getattr(holder, "seed", None), int)
+
+
+# -- plain values of samplers and data sets ---------------------------------------------------------------------------
+
+
+def _values(holder: Any) -> State:
+    """Numbers, strings and orders of samplers; of data sets the epoch only: the rest may belong to an open file."""
+    attributes = getattr(holder, "__dict__", {}).items()
+    if isinstance(holder, Dataset):
+        return {name: value for name, value in attributes if name in _EPOCHS and type(value) is int}
+    kept = {name: value for name, value in attributes if type(value) in _SCALARS or _is_order(value)}
+    if _is_seeded(holder):
+        kept.pop("seed", None)  # kept in any case, see capture
+    return kept
+
+
+def _is_order(value: Any) -> bool:
+    if isinstance(value, list):
+        return 0 < len(value) <= MOST_NUMBERS and type(value[0]) is int
+    if isinstance(value, np.ndarray):
+        return 0 < value.size <= MOST_NUMBERS and value.dtype.kind == "i"
+    return isinstance(value, torch.Tensor) and 0 < value.numel() <= MOST_NUMBERS and value.dtype == torch.int64
+
+
+def _copies(values: State) -> State:
+    return {
+        name: copy.copy(value) if not isinstance(value, torch.Tensor) else value.clone()
+        for name, value in values.items()
+    }
+
+
+def _changed(first: State, now: State) -> State:
+    changed = {name: value for name, value in now.items() if name not in first or not _same(first[name], value)}
+    return {name: value if type(value) in _SCALARS else _tensor(value) for name, value in changed.items()}
+
+
+def _same(left: Any, right: Any) -> bool:
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    return bool(np.array_equal(left, right)) if isinstance(left, np.ndarray) else bool(left == right)
+
+
+def _tensor(order: Any) -> torch.Tensor:
+    if isinstance(order, torch.Tensor):
+        return order.detach().cpu().clone()
+    return torch.from_numpy(np.array(order, dtype=np.int64))
+
+
+def _put(holder: Any, name: str, value: Any) -> None:
+    """Set a value, in place where an iterator may hold it."""
+    present = getattr(holder, "__dict__", {}).get(name)
+    if not isinstance(value, torch.Tensor):
+        if type(present) in _SCALARS:
+            setattr(holder, name, value)
+    elif isinstance(present, list):
+        present[:] = value.tolist()
+    elif isinstance(present, np.ndarray) and present.shape == tuple(value.shape):
+        present[...] = value.numpy()
+    elif isinstance(present, torch.Tensor) and present.shape == value.shape:
+        present.copy_(value)

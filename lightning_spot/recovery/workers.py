@@ -1,0 +1,192 @@
+"""Workers that persist: processes of a loader that go on from epoch to epoch, with the generators they hold.
+
+Their seeds are drawn once, where the first epoch begins, and what they draw later nobody else sees. So they are asked
+for it between epochs, by a batch of no samples, and made anew after a resume with the same seeds and generators.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from lightning_spot.recovery.indices import Indices, is_stateful, replacing, sampler_name
+from lightning_spot.recovery.own_state import OwnState
+from lightning_spot.recovery.randomness import State, capture_random, restore_random
+
+logger = logging.getLogger(__name__)
+
+
+class LastingWorkers:
+    """The workers of one loader with ``persistent_workers``, as this process knows them.
+
+    Args:
+        loader: that has them, or will.
+        own: what the loader draws from of its own.
+
+    Attributes:
+        indices: stand in for its sampler.
+        is_lost: whether the loader makes them behind our back, when it is asked for a batch: none can answer then.
+    """
+
+    def __init__(self, loader: DataLoader[Any], own: OwnState) -> None:
+        self._loader, self._own = loader, own
+        self._name = sampler_name(loader)
+        self.indices = Indices(vars(loader)[self._name])
+        self._answering = _Answering(loader.collate_fn)
+        self._made: State | None = None
+        self._states: list[State] | None = None
+        self.is_lost = False
+        self._asked = False
+        self._is_known = False
+        self._pending: State | None = None
+
+    def resume(self, saved: State | None) -> None:
+        """Have them made as they were when :meth:`saved` was called, where the next epoch begins."""
+        self._pending = saved
+
+    def saved(self, *, now: bool) -> State | None:
+        """How to make them again, as plain values; ``None`` if they are to be made where an epoch begins.
+
+        Args:
+            now: as they are now, between epochs; otherwise as they were when this epoch began.
+        """
+        if self._pending is not None:
+            return self._pending
+        if now:
+            self._ask()
+        return {"made": self._made, "workers": self._states} if self._made is not None and self._asked else None
+
+    def begin_epoch(self) -> Iterator[Any]:
+        """``iter(loader)``, with workers as they are to be."""
+        pending, self._pending = self._pending, None
+        if self._is_made:
+            self._ask()
+        elif pending is not None:
+            self._make(pending)
+        else:
+            made = self._random()
+            iterator = self._make_iterator(None)
+            self.is_lost = not self._is_made
+            self._made = made if self._is_made else None
+            return iterator
+        self._is_known = False
+        return iter(self._loader)
+
+    @property
+    def _is_made(self) -> bool:
+        return vars(self._loader).get("_iterator") is not None
+
+    def _random(self) -> State:
+        return {**capture_random(), "own": self._own.capture()}
+
+    def _make(self, saved: State) -> None:
+        """Make them without an epoch, from the numbers they were made from."""
+        present = self._random()
+        restore_random(saved["made"])
+        self._own.restore(saved["made"]["own"])
+        self.indices.rest = True
+        try:
+            self._make_iterator(saved["workers"])
+        finally:
+            self.indices.rest = False
+            restore_random(present)
+            self._own.restore(present["own"])
+        if self._is_made:
+            self._made, self._states, self._asked = saved["made"], saved["workers"], True
+
+    def _make_iterator(self, states: list[State] | None) -> Iterator[Any]:
+        """``iter(loader)`` for the first time: its iterator keeps our sampler, and its workers our function."""
+        replaced = {self._name: self.indices, "collate_fn": self._answering}
+        if states is not None:
+            replaced["worker_init_fn"] = _Going(self._loader.worker_init_fn, states, self._answering)
+        with replacing(self._loader, replaced):
+            return iter(self._loader)
+
+    def _ask(self) -> None:
+        """Learn their generators, between two epochs. Batches of the last epoch that are on their way are dropped."""
+        if self._is_known or not self._is_made or self._made is None:
+            return
+        self._asked = self._is_known = True
+        self.indices.questions = self._loader.num_workers
+        try:
+            answers = list(DataLoader.__iter__(self._loader))
+            self._states = [_own_copy(answer[_STATE]) for answer in sorted(answers, key=lambda item: item["worker"])]
+        except Exception as error:
+            self._states = None
+            logger.warning(
+                "lightning_spot: workers that persist do not say which random numbers they go on with (%s: %s): with"
+                " random augmentation in them a resume is not exact. Set persistent_workers=False",
+                type(error).__name__,
+                error,
+            )
+        finally:
+            self.indices.questions = 0
+
+
+_STATE = "lightning_spot.worker"
+
+
+class _Answering:
+    """Stands in for a collate function, in workers: a batch of no samples is a question for their generators."""
+
+    def __init__(self, collate: Any) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        info = get_worker_info()
+        if info is None or not isinstance(samples, list) or samples:
+            return self.collate(samples)
+        return {"worker": info.id, _STATE: {**capture_random(), "own": self.own(info.dataset).capture()}}
+
+    def own(self, dataset: Any) -> OwnState:
+        """What this worker's copies draw from."""
+        return OwnState({"dataset": dataset, "collate_fn": self.collate})
+
+
+class _Going:
+    """Stands in for a ``worker_init_fn``: a new worker goes on with the generators that its predecessor had."""
+
+    def __init__(self, init: Any, states: list[State], answering: _Answering) -> None:
+        self.init, self.states, self.answering = init, states, answering
+
+    def __call__(self, worker: int) -> None:
+        if self.init is not None:
+            self.init(worker)
+        info = get_worker_info()
+        if info is not None and worker < len(self.states):
+            restore_random(self.states[worker])
+            self.answering.own(info.dataset).restore(self.states[worker]["own"])
+
+
+def _own_copy(state: Any) -> Any:
+    """Tensors from another process lie in memory that it shares by a descriptor."""
+    if isinstance(state, torch.Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {key: _own_copy(item) for key, item in state.items()}
+    return [_own_copy(item) for item in state] if isinstance(state, list) else state
+
+
+def lasts(loader: Any) -> bool:
+    """Whether the loader's workers persist over epochs, and it does not keep its state by itself."""
+    return (
+        isinstance(loader, DataLoader)
+        and loader.num_workers > 0
+        and loader.persistent_workers
+        and not is_stateful(loader)
+    )
+
+
+def why_not_asked(loader: Any) -> str | None:
+    """Why workers that persist cannot be asked for their generators; ``None`` if they can, or do not persist."""
+    if not lasts(loader):
+        return None
+    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        return "they read a stream"
+    if loader.batch_sampler is None:
+        return "they load without batch_size"
+    return "they were at work before the training" if vars(loader).get("_iterator") is not None else None

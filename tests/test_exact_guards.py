@@ -1,0 +1,87 @@
+"""What an exact resume leans on inside Lightning may change: then that part is off, with one warning, and no more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_spot.callbacks import progress, pruned, shipped
+from lightning_spot.callbacks.changed_values import ChangedValues
+from lightning_spot.callbacks.loaders import Loaders
+from lightning_spot.recovery.indices import Indices
+from lightning_spot.recovery.own_state import OwnState
+from tests import exact_models as m
+from tests.exact_table import Case, train
+from tests.test_exact import Stop, StopAt
+
+PARTS = [
+    (ChangedValues, "begin", "what hooks changed"),
+    (ChangedValues, "capture", "what hooks changed"),
+    (Loaders, "capture", "loaders"),
+    (Loaders, "follow_requests", "requests for loaders"),
+    (progress, "even_out", "skipped batches"),
+    (pruned, "capture", "ModelPruning"),
+    (shipped, "_checkpoints", "ModelCheckpoint's last score"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "what"), PARTS, ids=[f"{name}-{what}" for _, name, what in PARTS])
+def test_a_part_that_fails_is_off(
+    owner: Any, name: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: Any, **__: Any) -> None:
+        raise AttributeError("'_FitLoop' object has no attribute '_renamed'")
+
+    if owner is shipped:
+        parts = {**shipped.PARTS, "checkpoints": shipped.Part(what, gone, gone)}
+        monkeypatch.setattr(shipped, "PARTS", parts)
+    else:
+        monkeypatch.setattr(owner, name, gone)
+    case = Case(settings={"max_epochs": 2})
+    told: list[str] = []
+    with pytest.raises(Stop):
+        train(case, tmp_path, StopAt(7), seed=11, told=told)
+    assert len([text for text in told if f"lightning_spot: {what}:" in text and "_renamed" in text]) == 1, told
+    train(case, tmp_path, seed=12)
+
+
+def test_own_state_is_found_at_any_depth_and_put_back() -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(m.Noisy(), 4, sampler=m.Holding(), collate_fn=m.Collate())
+
+    first, second = loader(), loader()
+    one, two = OwnState.of(first), OwnState.of(second)
+    list(first)
+    two.restore(one.capture())
+    found = {"collate_fn.generator", "dataset.rng", "dataset.transform.rng", "sampler.state.rng.0"}
+    assert set(one.capture()["generators"]) == found
+    assert all(torch.equal(*pair) for pair in zip(*map(_tensors, (list(first), list(second))), strict=True))
+
+
+def _tensors(batches: Any) -> list[torch.Tensor]:
+    return [tensor for batch in batches for tensor in batch]
+
+
+def test_indices_pass_over_hold_back_and_ask() -> None:
+    indices = Indices([[0], [1], [2]])
+    assert list(indices) == [[0], [1], [2]]
+    indices.first = 2
+    assert list(indices) == [[2]]
+    indices.first = 5
+    assert list(indices) == []
+    indices.first, indices.rest = 0, True
+    assert list(indices) == []
+    indices.rest, indices.questions = False, 2
+    assert list(indices) == [[], []]
+    assert len(indices) == 3
+
+
+def test_a_sampler_that_draws_along_is_found() -> None:
+    for sampler, draws_along in ((m.Popping(), True), (m.Own(torch.Generator()), False), (m.Counting(), False)):
+        indices = Indices(sampler)
+        list(indices)
+        assert indices.draws_along == draws_along
