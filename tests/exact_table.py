@@ -119,6 +119,7 @@ CALLBACKS: dict[str, Case] = {
     "pruning-at-validation": Case(
         callbacks=partial(m.prune, prune_on_train_epoch_end=False, use_lottery_ticket_hypothesis=False),
         settings={"val_check_interval": 5},
+        soak=True,
     ),
     "pruning-local-resampled": Case(
         callbacks=partial(m.prune, use_global_unstructured=False, resample_parameters=True), soak=True
@@ -150,12 +151,14 @@ CALLBACKS: dict[str, Case] = {
         covers=("ModelCheckpoint",),
     ),
     "model-checkpoint-steps": Case(
-        callbacks=lambda: [shipped.ModelCheckpoint(every_n_train_steps=3, save_top_k=-1, save_on_train_epoch_end=True)]
+        callbacks=lambda: [shipped.ModelCheckpoint(every_n_train_steps=3, save_top_k=-1, save_on_train_epoch_end=True)],
+        soak=True,
     ),
     "progress-bar": Case(
         callbacks=lambda: [shipped.TQDMProgressBar()],
         settings={"enable_progress_bar": True},
         covers=("TQDMProgressBar",),
+        soak=True,
     ),
     "rich-progress-bar": Case(
         callbacks=lambda: [shipped.RichProgressBar(), shipped.RichModelSummary()],
@@ -194,6 +197,7 @@ SETTINGS: dict[str, Case] = {
     "clip-by-value": Case(
         settings={"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
         covers=("gradient_clip_val", "gradient_clip_algorithm"),
+        soak=True,
     ),
     "bf16": Case(settings={"precision": "bf16-mixed"}, covers=("precision",)),
     "double": Case(settings={"precision": "64-true"}, loaders=lambda: rows(False), soak=True),
@@ -234,7 +238,7 @@ SETTINGS: dict[str, Case] = {
     "sanity-check-whole": Case(
         settings={"num_sanity_val_steps": -1}, stops=(-1, 13), covers=("num_sanity_val_steps",), soak=True
     ),
-    "no-sanity-check": Case(settings={"num_sanity_val_steps": 0}, stops=(13, 6)),
+    "no-sanity-check": Case(settings={"num_sanity_val_steps": 0}, stops=(13, 6), soak=True),
     "no-validation": Case(val=None, settings={"limit_val_batches": 0}),
     "max-steps": Case(
         settings={"max_steps": 21, "max_epochs": -1, "val_check_interval": 5}, covers=("max_steps", "max_epochs")
@@ -243,14 +247,15 @@ SETTINGS: dict[str, Case] = {
         callbacks=lambda: [shipped.EarlyStopping("val_loss", patience=0, min_delta=10.0)],
         settings={"min_epochs": 3, "min_steps": 26, "max_epochs": 5},
         covers=("min_epochs", "min_steps"),
+        soak=True,
     ),
-    "max-time": Case(settings={"max_time": "01:00:00:00"}, covers=("max_time",)),
+    "max-time": Case(settings={"max_time": "01:00:00:00"}, covers=("max_time",), soak=True),
     "anomalies": Case(settings={"detect_anomaly": True}, covers=("detect_anomaly",), soak=True),
     "no-inference-mode": Case(settings={"inference_mode": False}, covers=("inference_mode",), soak=True),
     "own-sampler-kept": Case(
         settings={"use_distributed_sampler": False}, covers=("use_distributed_sampler",), soak=True
     ),
-    "logged-seldom": Case(settings={"log_every_n_steps": 5}, covers=("log_every_n_steps",)),
+    "logged-seldom": Case(settings={"log_every_n_steps": 5}, covers=("log_every_n_steps",), soak=True),
     "no-logger": Case(settings={"logger": False}, covers=("logger",), soak=True),
     "profiler": Case(settings={"profiler": "simple"}, covers=("profiler",), soak=True),
     "deterministic": Case(settings={"deterministic": True}, covers=("deterministic",), soak=True),
@@ -290,7 +295,9 @@ LOADERS: dict[str, Case] = {
         settings={"limit_val_batches": 3, "val_check_interval": 4},
         stops=(13, 6),
     ),
-    "workers-for-validation": Case(val=lambda: validation(num_workers=1, generator=torch.Generator().manual_seed(3))),
+    "workers-for-validation": Case(
+        val=lambda: validation(num_workers=1, generator=torch.Generator().manual_seed(3)), soak=True
+    ),
     "shuffled-validation": Case(
         model=Model,
         val=lambda: DataLoader(Rows(), 8, shuffle=True, generator=torch.Generator().manual_seed(3)),
@@ -300,7 +307,7 @@ LOADERS: dict[str, Case] = {
         val=lambda: DataLoader(m.Noisy(), 16, sampler=m.Own(random.Random(3))), settings={"val_check_interval": 5}
     ),
     "two-for-validation": Case(
-        model=m.Several, loaders=m.combined("max_size_cycle"), val=lambda: [validation(), validation()]
+        model=m.Several, loaders=m.combined("max_size_cycle"), val=lambda: [validation(), validation()], soak=True
     ),
     "out-of-order": Case(
         loaders=lambda: rows(num_workers=2, in_order=False), says="in_order", differs=True, covers=("in_order",)
@@ -319,9 +326,11 @@ LOADERS: dict[str, Case] = {
         soak=True,
     ),
     "subset-random": Case(loaders=lambda: rows(shuffle=False, sampler=SubsetRandomSampler(range(SAMPLES))), soak=True),
-    "own-numpy-generator": Case(loaders=lambda: rows(shuffle=False, sampler=m.Own(np.random.default_rng(5)))),
+    "own-numpy-generator": Case(
+        loaders=lambda: rows(shuffle=False, sampler=m.Own(np.random.default_rng(5))), soak=True
+    ),
     "own-numpy-state": Case(loaders=lambda: rows(shuffle=False, sampler=m.Own(np.random.RandomState(5), eager=True))),
-    "own-python-random": Case(loaders=lambda: rows(shuffle=False, sampler=m.Own(random.Random(5)))),
+    "own-python-random": Case(loaders=lambda: rows(shuffle=False, sampler=m.Own(random.Random(5))), soak=True),
     "own-torch-generator": Case(
         loaders=lambda: rows(shuffle=False, num_workers=1, sampler=m.Own(torch.Generator().manual_seed(5), eager=True))
     ),
@@ -332,6 +341,7 @@ LOADERS: dict[str, Case] = {
     "batch-sampler-around": Case(
         loaders=lambda: DataLoader(Rows(), batch_sampler=BatchSampler(m.Own(random.Random(1)), 5, drop_last=True)),
         stops=(9, 4),
+        soak=True,
     ),
     "without-batches": Case(
         loaders=lambda: DataLoader(m.Chunks(), batch_size=None, shuffle=True),
@@ -346,8 +356,10 @@ LOADERS: dict[str, Case] = {
         stops=(15, 8),
     ),
     "combined-max-size-cycle": Case(model=m.Several, loaders=m.combined("max_size_cycle"), covers=("max_size_cycle",)),
-    "combined-min-size": Case(model=m.Several, loaders=m.combined("min_size"), stops=(4, 2), covers=("min_size",)),
-    "combined-max-size": Case(model=m.Several, loaders=m.combined("max_size"), covers=("max_size",)),
+    "combined-min-size": Case(
+        model=m.Several, loaders=m.combined("min_size"), stops=(4, 2), covers=("min_size",), soak=True
+    ),
+    "combined-max-size": Case(model=m.Several, loaders=m.combined("max_size"), covers=("max_size",), soak=True),
     "combined-in-a-dictionary": Case(
         model=m.Listed, loaders=lambda: {"first": rows(), "more": [rows(), rows(num_workers=1)]}
     ),
@@ -373,7 +385,7 @@ LOADERS: dict[str, Case] = {
     ),
     "stream": Case(loaders=lambda: DataLoader(m.Stream(), BATCH), says=STREAM),
     "stream-with-a-length": Case(loaders=lambda: DataLoader(m.Sized(), BATCH), says=STREAM, soak=True),
-    "stream-with-a-generator": Case(loaders=lambda: DataLoader(m.Shuffling(), BATCH), says=STREAM),
+    "stream-with-a-generator": Case(loaders=lambda: DataLoader(m.Shuffling(), BATCH), says=STREAM, soak=True),
     "stream-with-workers": Case(loaders=lambda: DataLoader(m.Stream(), BATCH, num_workers=2), says=STREAM),
     "stream-with-workers-that-persist": Case(
         loaders=lambda: DataLoader(m.Stream(), BATCH, num_workers=2, persistent_workers=True),
@@ -389,7 +401,7 @@ _Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
 LOOPS: dict[str, Case] = {
     "manual": Case(model=Gan),
     "manual-clipped": Case(model=Gan, callbacks=lambda: [shipped.EMAWeightAveraging(decay=0.5)], soak=True),
-    "lbfgs": Case(model=lambda: m.Optimized(partial(torch.optim.LBFGS, lr=0.01, max_iter=2))),
+    "lbfgs": Case(model=lambda: m.Optimized(partial(torch.optim.LBFGS, lr=0.01, max_iter=2)), soak=True),
     "adagrad": Case(model=lambda: m.Optimized(partial(torch.optim.Adagrad, lr=0.01)), soak=True),
     "fused-adam": Case(model=lambda: m.Optimized(partial(torch.optim.AdamW, lr=0.01, fused=True)), soak=True),
     "step-schedule": Case(model=lambda: m.Scheduled(partial(_Step, step_size=1), interval="step", frequency=3)),
@@ -401,7 +413,8 @@ LOOPS: dict[str, Case] = {
     "plateau-each-step": Case(
         model=lambda: m.Scheduled(
             partial(_Plateau, patience=1, threshold=0.5, factor=0.9), interval="step", monitor="loss_step"
-        )
+        ),
+        soak=True,
     ),
     "warm-restarts": Case(
         model=lambda: m.Scheduled(

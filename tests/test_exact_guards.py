@@ -49,6 +49,12 @@ def test_a_part_that_fails_is_off(
     train(case, tmp_path, seed=12)
 
 
+def test_no_loader_of_ours_stays(tmp_path: Path) -> None:
+    combined = m.combined("min_size")()
+    train(Case(model=m.Several, loaders=lambda: combined, settings={"max_epochs": 1}), tmp_path, seed=11)
+    assert [type(loader) for loader in combined.flattened] == [DataLoader, DataLoader]
+
+
 def test_own_state_is_found_at_any_depth_and_put_back() -> None:
     def loader() -> DataLoader[Any]:
         return DataLoader(m.Noisy(), 4, sampler=m.Holding(), collate_fn=m.Collate())

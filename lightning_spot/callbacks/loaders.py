@@ -17,6 +17,7 @@ from lightning_spot.recovery.position import (
     FollowedLoader,
     PositionedLoader,
     Rewind,
+    loader_itself,
     position_of,
     restore_owners,
     restore_state,
@@ -63,9 +64,13 @@ class Loaders:
         self._undo.append(lambda: strategy.__dict__.pop("process_dataloader", None))
 
     def end(self) -> None:
-        """Let the trainer go."""
+        """Let the trainer go, and give it its loaders back: a ``CombinedLoader`` of the user's holds them, too."""
         while self._undo:
             self._undo.pop()()
+        with suppress(AttributeError, ValueError):  # another Lightning may keep them elsewhere
+            for loop in (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop):
+                if loop._combined_loader is not None:
+                    loop._combined_loader.flattened = [loader_itself(loader) for loader in _flat(loop)]
 
     @property
     def training(self) -> list[Any]:

@@ -298,10 +298,15 @@ def restore_owners(loader: Any) -> None:
         epoch.own.restore(epoch.resume["own"])
 
 
+def loader_itself(loader: Any) -> Any:
+    """The loader that a :class:`FollowedLoader` stands in for; others as they are."""
+    return loader.__dict__["_loader"] if type(loader) in (FollowedLoader, PositionedLoader) else loader
+
+
 def why_not_exact(loader: Any) -> Iterator[str]:
     """Why this training loader may not come back to its exact position, with what to do; nothing if it can."""
     followed = type(loader) in (FollowedLoader, PositionedLoader)
-    inner = loader.__dict__["_loader"] if followed else loader
+    inner = loader_itself(loader)
     if is_stateful(inner):
         return
     if isinstance(getattr(inner, "dataset", None), IterableDataset) or not isinstance(inner, DataLoader):
