@@ -33,7 +33,9 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory import embedded
 from lightning_spot.memory.node import Node
 from lightning_spot.run.choice import open_newest
-from lightning_spot.run.sources import DURABLE, MemorySource, StoreSource
+from lightning_spot.run.location import AUTO, Location
+from lightning_spot.run.reading import OpenSnapshot
+from lightning_spot.run.survey import survey
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import retain
 from tests.conftest import until
@@ -130,18 +132,15 @@ class Training:
         time.sleep(chance.random() * 0.2)
 
     def _recover(self, when: str, begun: int) -> None:
-        run = self.dirpath.name
-        sources = [MemorySource(str(self.dirpath), run), StoreSource(LocalStore(self.dirpath), DURABLE)]
-        snapshot = open_newest(sources)
-        if snapshot is None:
-            assert self.promised == (0, 0), f"{when}: nothing is left, promised was {self.promised}"
-            return
-        with contextlib.closing(snapshot):
+        def check(snapshot: OpenSnapshot) -> None:
             manifest = snapshot.manifest
             assert (manifest.attempt, manifest.step) >= self.promised, f"{when}: {manifest.name} is too old"
             assert manifest.step <= begun, f"{when}: {manifest.name} was never trained"
             with snapshot.reader() as file:
                 check_checkpoint(file, manifest.step)
+
+        if open_newest(survey(Location.of(self.dirpath, AUTO, None)), check) is None:
+            assert self.promised == (0, 0), f"{when}: nothing is left, promised was {self.promised}"
 
 
 def lines(oracle: Path, word: str) -> list[list[str]]:
