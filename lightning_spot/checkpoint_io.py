@@ -20,7 +20,6 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import (
     NodeUnreachable,
     SettingsError,
-    SnapshotNotFound,
     SnapshotTooLarge,
     SpotError,
     TierError,
@@ -153,20 +152,35 @@ class SpotCheckpointIO(TorchCheckpointIO):
         return super().load_checkpoint(path, *args, **kwargs)
 
     def remove_checkpoint(self, path: _PATH) -> None:
-        """Remove a checkpoint from memory and from its path."""
+        """Remove a checkpoint from memory, and from its path once what was saved there before is at its own.
+
+        Returns at once. A checkpoint that replaces this one is on its way, perhaps: both are never missing.
+        """
         parent, name = _split(path)
-        writer = self._writers.get(parent)
-        if writer is not None and (host := writer.link.wait(_NEW_NODE_S)) is not None:
-            try:
-                host.remove(name)
+        if (writer := self._writers.get(parent)) is not None and not name.startswith("."):
+            if self._remove(writer, name):
                 return
-            except SnapshotNotFound:
-                logger.debug("%s has left memory already", path)
-            except SpotError as error:
-                logger.warning("lightning_spot: %s is removed without the node (%s)", path, error)
+            if problems := self._try_flush(parent, writer):
+                logger.warning("lightning_spot: %s is not removed: %s", path, "; ".join(problems))
+                return
         if urlsplit(parent).scheme != "spot":
             open_store(parent).delete(Manifest(run="-", name=name, file="", step=0, attempt=0, nbytes=0))
         super().remove_checkpoint(path)
+
+    def _remove(self, writer: FolderWriter, name: str) -> bool:
+        """Have the node remove a file; where it is lost, the one that takes its slots over. Whether that was done."""
+        for _try in range(2):
+            if (host := writer.link.wait(_NEW_NODE_S)) is None:
+                return False
+            try:
+                host.remove(name)
+                return True
+            except NodeUnreachable as error:
+                writer.link.lose(host, error)
+            except SpotError as error:
+                logger.warning("lightning_spot: %s is removed without the node (%s)", name, error)
+                return False
+        return False
 
     def teardown(self) -> None:
         """Return when every checkpoint is at its path.

@@ -101,6 +101,34 @@ def test_overwrite_and_remove(tmp_path: Path, memory: str | None) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("memory", ["auto", None])
+@pytest.mark.parametrize("left_memory", [False, True])
+def test_the_best_one_stays_until_the_one_after_it_is_there(
+    tmp_path: Path, memory: str | None, left_memory: bool
+) -> None:
+    """The old best was deleted at once, and a machine that went before the new one was written left neither."""
+    plugin = SpotCheckpointIO(memory=memory, slots=2)
+    old, new = tmp_path / "best-1.ckpt", tmp_path / "best-2.ckpt"
+    plugin.save_checkpoint({"global_step": 1}, old)
+    plugin.load_checkpoint(old)
+    for step in range(3 if left_memory else 0):
+        plugin.save_checkpoint({"global_step": step}, tmp_path / "other.ckpt")
+        plugin.save_checkpoint({"global_step": step}, tmp_path / "another.ckpt")
+        plugin.load_checkpoint(tmp_path / "other.ckpt")
+    new.mkdir()  # in the way: the new one cannot be written yet
+    (new / "in-the-way").touch()
+    plugin.save_checkpoint({"global_step": 2}, new)
+    plugin.remove_checkpoint(old)
+    (writer,) = plugin._writers.values()
+    assert writer.host is not None
+    until(lambda: any(tier.failures_total > 1 for tier in writer.host.tiers().values()), "the new one to fail")
+    assert old.exists()
+    shutil.rmtree(new)
+    plugin.teardown()
+    assert torch.load(new, weights_only=True)["global_step"] == 2
+    assert not old.exists()
+
+
 def test_many_saves_wait_for_clean_slots(tmp_path: Path) -> None:
     plugin = SpotCheckpointIO(slots=2)
     for step in range(12):

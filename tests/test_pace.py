@@ -229,6 +229,41 @@ def test_a_file_written_anew_is_not_deleted_by_what_was_asked_before(bench: Benc
     assert (Path(bench.tier().url) / "last.ckpt").exists()
 
 
+def test_a_deletion_waits_for_what_was_committed_before_it(bench: Bench) -> None:
+    """What replaces a file was still in memory alone when the old one was deleted at the tier."""
+    bench.open()
+    bench.file("old.ckpt", 1)
+    assert bench.flush() == []
+    tier = bench.tier()
+    tier.errors = errors_for("put new.ckpt", TierError("the disk fails"))
+    bench.file("new.ckpt", 2)
+    bench.node.remove(RUN, "old.ckpt")
+    until(lambda: tier.tries.count("put new.ckpt") >= 2, "the new one to fail twice")
+    assert "delete old.ckpt" not in tier.tries
+    assert (Path(tier.url) / "old.ckpt").exists()
+    tier.fail(None)
+    assert bench.flush() == []
+    assert tier.tries.index("delete old.ckpt") > tier.tries.index("put new.ckpt")
+    assert not (Path(tier.url) / "old.ckpt").exists()
+
+
+def test_a_deletion_does_not_wait_for_what_was_committed_after_it(bench: Bench) -> None:
+    bench.open()
+    bench.file("old.ckpt", 1)
+    assert bench.flush() == []
+    tier = bench.tier()
+    tier.open.clear()
+    bench.file("last.ckpt", 2)
+    until(lambda: "put last.ckpt" in tier.tries, "the tier to be at it")
+    bench.node.remove(RUN, "old.ckpt")
+    tier.errors = lambda kind, manifest: TierError("slow") if manifest.step == 3 else None
+    bench.file("last.ckpt", 3)  # written anew while it is put: the first of the two is enough
+    tier.open.set()
+    until(lambda: "delete old.ckpt" in tier.tries, "the deletion")
+    tier.fail(None)
+    assert bench.flush() == []
+
+
 def test_a_retention_that_fails_is_retried_without_another_snapshot(bench: Bench) -> None:
     bench.open(keep=1)
     bench.tier().errors = errors_for("delete", OSError("later"))

@@ -222,7 +222,7 @@ class EmbeddedHost:
 
     def remove(self, name: str) -> None:
         """See :meth:`Host.remove`."""
-        self._call("DELETE", f"/v1/files/{quoted(self.run, name)}")
+        self._call("DELETE", f"/v1/files/{quoted(self.run, name)}", {"unseen": True})
 
     def tiers(self) -> dict[str, TierHealth]:
         """See :meth:`Host.tiers`."""

@@ -18,7 +18,7 @@ from lightning_spot.errors import CorruptSnapshot, NodeRefused, SettingsError, S
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.below import DurableDirectory, Entry
-from lightning_spot.memory.fields import MOST_BYTES
+from lightning_spot.memory.fields import MOST_BYTES, json_body
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.paths import LAST, file_name, held, resolve
 from lightning_spot.memory.runs import RunInfo, parse_run
@@ -303,8 +303,14 @@ class Files:
     # -- removing -------------------------------------------------------------------------------------------------
 
     async def remove(self, request: web.Request) -> web.Response:
-        """``DELETE``: a snapshot or file, in memory and below; never through the alias ``last.ckpt``."""
+        """``DELETE``: a snapshot or file, in memory and below; never through the alias ``last.ckpt``.
+
+        With ``unseen`` in its body a file, which is not looked for below: nothing waits for the tier.
+        """
         text, path = request.match_info["run"], request.match_info["path"].strip("/")
+        if (await json_body(request)).get("unseen") is True:
+            await asyncio.to_thread(self._node.remove, text, path, unseen=True)
+            return web.json_response({})
         slot, manifest, directory = await self._find(text, path)
         if path not in (manifest.name, manifest.data_path):
             raise NodeRefused(

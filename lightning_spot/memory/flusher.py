@@ -89,7 +89,7 @@ class Flusher:
             return self.work.backoff(url).failing
 
     def delete(self, url: str, manifest: Manifest) -> None:
-        """Delete a snapshot at ``url``, after whatever is under way there (so that it cannot reappear)."""
+        """Delete a snapshot at ``url``, after what is under way there (it cannot reappear) or owed of its run."""
         with self._ring.changed:
             self.work.delete(url, manifest)
             self._ring.notify()

@@ -82,7 +82,7 @@ class Host(Protocol):
         """Bring everything to the tiers below; returns what was not reached in time, one line each."""
 
     def remove(self, name: str) -> None:
-        """Remove a snapshot or file from memory and the tiers below."""
+        """Remove a file from memory, and from the run's tiers in the background, whether or not it is in memory."""
 
     def tiers(self) -> dict[str, TierHealth]:
         """How each tier below is doing, by its URL."""
@@ -142,7 +142,7 @@ class InProcessHost:
 
     def remove(self, name: str) -> None:
         """See :meth:`Host.remove`."""
-        self._node.remove(self.run, name)
+        self._node.remove(self.run, name, unseen=True)
 
     def tiers(self) -> dict[str, TierHealth]:
         """See :meth:`Host.tiers`."""

@@ -18,6 +18,7 @@ from lightning_spot.config import check_run_name
 from lightning_spot.errors import SettingsError, SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.flusher import Flusher
+from lightning_spot.memory.paths import file_name
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.route import Routes
@@ -181,14 +182,30 @@ class Node:
         """Have ``callback`` called whenever something was freed or changed. It must not block."""
         self.ring.watch(callback)
 
-    def remove(self, run: str, name: str) -> None:
+    def remove(self, run: str, name: str, *, unseen: bool = False) -> None:
         """Remove a snapshot or file here at once, and at the tiers below in the background.
 
+        At a tier it is removed after what is owed there now of the same run: that may be what replaces it.
+
+        Args:
+            run: the run.
+            name: of the snapshot or file.
+            unseen: whether a file that is not in memory is removed at the run's tiers all the same.
+
         Raises:
-            SnapshotNotFound: if it is nowhere.
+            SnapshotNotFound: if it is not in memory.
         """
         key = self.registry.key(run)
-        manifest, urls = self.ring.drop(key, name)
+        try:
+            manifest, urls = self.ring.drop(key, name)
+        except SnapshotNotFound:
+            if not unseen:
+                raise
+            info, tiers = self.registry.find(run).info, self.ring.tiers(key)
+            manifest = Manifest(
+                run=info.name, run_id=info.id, name=file_name(name), file="", step=0, attempt=info.attempt, nbytes=0
+            )
+            urls = [*tiers.own, *tiers.carried]
         for url in urls:
             self.flusher.delete(url, manifest)
         with self._lock:

@@ -34,6 +34,7 @@ class Job:
         manifest: of the snapshot it is about.
         slot: that holds it, to be put.
         sealing: if it is not committed yet, but its parts may go already.
+        sequence: of the commit that is put.
     """
 
     kind: Kind
@@ -41,11 +42,25 @@ class Job:
     manifest: Manifest
     slot: Slot | None = None
     sealing: Sealing | None = None
+    sequence: int = 0
 
     @property
     def key(self) -> tuple[str, str, str]:
         """What failures are counted under."""
         return (self.kind.value, self.run, "" if self.kind is Kind.RETAIN else self.manifest.name)
+
+
+@dataclass(eq=False, slots=True)
+class _Deletion:
+    """Something to be deleted at a tier.
+
+    Attributes:
+        manifest: what.
+        behind: what of its run was owed there when this was asked for, name and commit: it is put first.
+    """
+
+    manifest: Manifest
+    behind: dict[str, int]
 
 
 class Work:
@@ -59,7 +74,7 @@ class Work:
     def __init__(self, ring: Ring, run: Callable[[str], RunInfo | None]) -> None:
         self._ring = ring
         self._run = run
-        self._deletions: dict[str, list[Manifest]] = {}
+        self._deletions: dict[str, list[_Deletion]] = {}
         self._retentions: dict[str, dict[str, Manifest]] = {}
         self._backoffs: dict[str, BackOff] = {}
         self._errors: dict[str, dict[tuple[str, str, str], str]] = {}
@@ -69,15 +84,15 @@ class Work:
     def urls(self) -> set[str]:
         """Tiers that this node has something to do at."""
         owed = {url for slot in self._ring.slots for url in self._own(slot)}
-        waiting = {url for url, manifests in (*self._deletions.items(), *self._retentions.items()) if manifests}
-        return owed | waiting
+        deleting = {url for url, deletions in self._deletions.items() if any(self._deletable(url, deletions))}
+        return owed | deleting | {url for url, manifests in self._retentions.items() if manifests}
 
     def owed(self, run: str | None) -> set[str]:
         """Tiers that wait for something of a run (``None``: of any); a retention that fails is not waited for."""
         slots = [slot for slot in self._ring.slots if run in (None, slot.run)]
         found = {url for slot in slots for url in slot.dirty}
-        for url, manifests in self._deletions.items():
-            if any(run in (None, key_of(manifest)) for manifest in manifests):
+        for url, deletions in self._deletions.items():
+            if any(run in (None, key_of(each.manifest)) for each in deletions):
                 found.add(url)
         for url, by_run in self._retentions.items():
             if any(run in (None, key) and ("retain", key, "") not in self._errors.get(url, {}) for key in by_run):
@@ -101,17 +116,21 @@ class Work:
         return None, soonest
 
     def delete(self, url: str, manifest: Manifest) -> None:
-        """Have a snapshot deleted at a tier."""
-        self._deletions.setdefault(url, []).append(manifest)
+        """Have a snapshot deleted at a tier, once it has what is owed there now of the same run.
+
+        What replaces it may be on its way: if the machine went between the two, neither would be there.
+        """
+        self._deletions.setdefault(url, []).append(_Deletion(manifest, self._owed_of(key_of(manifest), url)))
 
     def keep(self, run: str, name: str) -> None:
         """Delete nothing of that name any more."""
         for waiting in self._deletions.values():
-            waiting[:] = [each for each in waiting if key_of(each) != run or each.name != name]
+            waiting[:] = [each for each in waiting if key_of(each.manifest) != run or each.manifest.name != name]
 
     def deletions(self, run: str) -> tuple[tuple[str, Manifest], ...]:
         """What is still to be deleted of a run, and where."""
-        return tuple((url, each) for url, waiting in self._deletions.items() for each in waiting if key_of(each) == run)
+        found = ((url, each.manifest) for url, waiting in self._deletions.items() for each in waiting)
+        return tuple((url, manifest) for url, manifest in found if key_of(manifest) == run)
 
     def retain(self, url: str, run: str, current: Manifest) -> None:
         """Have old snapshots deleted at a tier, now that ``current`` is committed there."""
@@ -121,8 +140,13 @@ class Work:
         """A job was done, or is not to be tried again."""
         self.backoff(url).succeeded(job.key)
         self._errors.get(url, {}).pop(job.key, None)
-        if job.kind is Kind.DELETE and job.manifest in self._deletions.get(url, []):
-            self._deletions[url].remove(job.manifest)
+        waiting = self._deletions.get(url, [])
+        if job.kind is Kind.DELETE:
+            waiting[:] = [each for each in waiting if each.manifest is not job.manifest]
+        if job.kind is Kind.PUT:
+            for each in (each for each in waiting if key_of(each.manifest) == job.run):
+                if each.behind.get(job.manifest.name, job.sequence + 1) <= job.sequence:
+                    del each.behind[job.manifest.name]
         if job.kind is Kind.RETAIN and self._retentions.get(url, {}).get(job.run) is job.manifest:
             del self._retentions[url][job.run]
 
@@ -170,7 +194,7 @@ class Work:
 
     def _jobs(self, url: str) -> Iterator[Job]:
         """Everything to do at a tier, in the order in which it should be."""
-        for manifest in self._deletions.get(url, []):
+        for manifest in self._deletable(url, self._deletions.get(url, [])):
             yield Job(Kind.DELETE, key_of(manifest), manifest)
         for run, manifest in self._retentions.get(url, {}).items():
             yield Job(Kind.RETAIN, run, manifest)
@@ -181,10 +205,21 @@ class Work:
             if slot.manifest is not None and (
                 slot.run not in soon_old or slot.manifest.complete or slot.manifest.is_file
             ):
-                yield Job(Kind.PUT, slot.run, slot.manifest, slot)
+                yield Job(Kind.PUT, slot.run, slot.manifest, slot, sequence=slot.sequence)
         for slot in sealing:
             if slot.sealing is not None:
                 yield Job(Kind.PUT, slot.run, slot.sealing.manifest, slot, slot.sealing)
+
+    def _owed_of(self, run: str, url: str) -> dict[str, int]:
+        """Name and commit of everything of a run that is owed at a tier."""
+        slots = [slot for slot in self._ring.slots if slot.run == run and url in slot.dirty]
+        return {slot.manifest.name: slot.sequence for slot in slots if slot.manifest is not None}
+
+    def _deletable(self, url: str, deletions: list[_Deletion]) -> Iterator[Manifest]:
+        """What may be deleted now. What is put anew before it ever was put is waited for all the same."""
+        for each in deletions:
+            if not each.behind or each.behind.keys().isdisjoint(self._owed_of(key_of(each.manifest), url)):
+                yield each.manifest
 
     def _paced(self, run: str) -> bool:
         """Whether a run's snapshots are to be some time apart at its durable tier."""

@@ -43,6 +43,7 @@ def folder_info(folder: str, now_unix_s: float | None = None) -> RunInfo:
         attempt=max(now - _EPOCH_UNIX_S, 1 + _highest_attempt(folder)),
         token=secrets.token_hex(8),
         keep=1,
+        durable_url=folder,
         pid=os.getpid(),
         host=os.uname().nodename,
     )
