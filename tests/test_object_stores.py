@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -164,20 +164,18 @@ def test_of_two_hosts_that_claim_at_once_one_is_fenced(
 
 def test_lanes_grow_only_while_that_is_faster() -> None:
     """Every lane has its own bandwidth: more are better. They share one: more are not."""
-    shared = threading.Lock()
 
-    def own(_: int = 0) -> None:
-        time.sleep(0.004)
+    def climbed(seconds_of_a_part: Callable[[int], float]) -> int:
+        now_s = 0.0
+        climb = lanes.Climb(lanes.FIRST, lanes.MOST, clock=lambda: now_s)
+        for _ in range(400):
+            now_s += seconds_of_a_part(climb.lanes)
+            climb.moved(1000)
+        return climb.best_lanes
 
-    def of_all() -> None:
-        with shared:
-            time.sleep(0.0005)
-
-    wide, narrow = lanes.Lanes(), lanes.Lanes()
-    wide.run(((1000, own) for _ in range(400)), 1000)
-    narrow.run(((1000, of_all) for _ in range(400)), 1000)
-    assert lanes.FIRST < wide.count <= lanes.MOST
-    assert narrow.count < wide.count
+    assert climbed(lambda count: 0.004 / count) == lanes.MOST
+    assert climbed(lambda count: 0.0005) == lanes.FIRST
+    assert lanes.FIRST < climbed(lambda count: 0.004 / min(count, 16)) < lanes.MOST
 
 
 def test_no_lane_is_left_running_after_an_error() -> None:

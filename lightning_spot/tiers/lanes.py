@@ -40,7 +40,7 @@ class Lanes:
             Exception: the first error of a job, or of ``jobs`` itself; what was not begun is not done then.
         """
         most = max(1, min(MOST, _IN_FLIGHT_BYTES // max(1, part_bytes)))
-        climb = _Climb(min(self.count, most), most)
+        climb = Climb(min(self.count, most), most)
         running: dict[Future[None], int] = {}
         with ThreadPoolExecutor(most, thread_name_prefix="spot-lane") as pool:
             try:
@@ -58,32 +58,44 @@ class Lanes:
             self.count = max(FEWEST, climb.best_lanes)
 
 
-class _Climb:
-    """Adds lanes, round by round, until a round is not faster than the one before."""
+class Climb:
+    """Adds lanes, round by round, until a round is not faster than the one before.
 
-    def __init__(self, lanes: int, most: int) -> None:
+    Args:
+        lanes: to begin with.
+        most: of them.
+        clock: monotonic, seconds.
+
+    Attributes:
+        lanes: to have now.
+        best_lanes: with which it was fastest so far.
+    """
+
+    def __init__(self, lanes: int, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.lanes = self.best_lanes = lanes
         self._most = most
         self._best = 0.0
         self._climbing = True
-        self._begun_s, self._parts, self._bytes = time.monotonic(), 0, 0
+        self._begun_s, self._parts, self._bytes = clock(), 0, 0
 
     def moved(self, nbytes: int) -> None:
+        """A part of so many bytes was moved."""
         self._parts += 1
         self._bytes += nbytes
         if not self._climbing or self._parts < self.lanes:
             return
-        speed = self._bytes / max(1e-9, time.monotonic() - self._begun_s)
+        speed = self._bytes / max(1e-9, self._clock() - self._begun_s)
         if speed > self._best * _FASTER:
             self._best, self.best_lanes = speed, self.lanes
             self.lanes = min(self._most, self.lanes + max(1, self.lanes // 2))
             self._climbing = self.lanes > self.best_lanes
         else:
             self.lanes, self._climbing = self.best_lanes, False
-        self._begun_s, self._parts, self._bytes = time.monotonic(), 0, 0
+        self._begun_s, self._parts, self._bytes = self._clock(), 0, 0
 
 
-def _await_one(running: dict[Future[None], int], climb: _Climb) -> None:
+def _await_one(running: dict[Future[None], int], climb: Climb) -> None:
     done, _ = wait(running, return_when=FIRST_COMPLETED)
     for future in done:
         nbytes = running.pop(future)
