@@ -13,7 +13,7 @@ from pathlib import Path
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot, SpotError, TierError
 from lightning_spot.image.manifest import MANIFEST_FILE, MODEL_FILE, Manifest, snapshot_order
-from lightning_spot.image.parts import checksum, part_ranges
+from lightning_spot.image.parts import part_ranges
 from lightning_spot.tiers import files, store
 from lightning_spot.tiers.files import tier_errors
 from lightning_spot.tiers.store import ATTEMPTS_DIR, Claim, Holdings, Progress
@@ -124,17 +124,9 @@ class LocalStore:
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
         """See :meth:`Store.put_parts`."""
         self._check_fences(manifest, attempt)
-        checksums: list[str] = []
-        sizes: list[int] = []
-
-        def noted() -> Iterator[memoryview]:
-            for part in parts:
-                checksums.append(checksum(part))
-                sizes.append(len(part))
-                yield part
-
-        with tier_errors(self.url), self._aside(manifest, noted(), attempt) as temporary:
-            sealed = store.seal_parts(manifest, checksums, sizes)
+        noted = store.NotedParts(manifest, parts)
+        with tier_errors(self.url), self._aside(manifest, noted, attempt) as temporary:
+            sealed = noted.sealed()
             self._commit(sealed, temporary, attempt)
         return sealed
 

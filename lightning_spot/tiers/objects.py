@@ -12,7 +12,7 @@ from typing import TypeVar
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot, TierError
 from lightning_spot.image.manifest import MANIFEST_FILE, MODEL_FILE, Manifest, snapshot_order
-from lightning_spot.image.parts import checksum, part_ranges
+from lightning_spot.image.parts import part_ranges
 from lightning_spot.tiers import store
 from lightning_spot.tiers.files import temporary_name, temporary_owner
 from lightning_spot.tiers.filesystem import check_bucket, make_parent, open_filesystem, speaks, tier_errors
@@ -131,16 +131,8 @@ class ObjectStore:
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
         """See :meth:`Store.put_parts`."""
         self._check_fences(manifest, attempt)
-        checksums: list[str] = []
-        sizes: list[int] = []
-
-        def noted() -> Iterator[memoryview]:
-            for part in parts:
-                checksums.append(checksum(part))
-                sizes.append(len(part))
-                yield part
-
-        return self._commit(manifest, noted(), lambda: store.seal_parts(manifest, checksums, sizes), attempt)
+        noted = store.NotedParts(manifest, parts)
+        return self._commit(manifest, iter(noted), noted.sealed, attempt)
 
     def delete(self, manifest: Manifest) -> None:
         """See :meth:`Store.delete`."""

@@ -14,13 +14,13 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot, Fenced
 from lightning_spot.image.manifest import Manifest, snapshot_order
-from lightning_spot.image.parts import part_ranges
+from lightning_spot.image.parts import checksum, part_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -323,6 +323,30 @@ def forgettable(names: Iterable[str]) -> list[str]:
     if not numbered:
         return []
     return [name for number, name in numbered[:_MOST_FORGOTTEN] if number <= numbered[-1][0] - KEPT_ATTEMPTS]
+
+
+class NotedParts:
+    """Parts on their way through :meth:`Store.put_parts`, their checksums noted for the manifest.
+
+    Args:
+        manifest: not sealed.
+        parts: of its file, in order; each is valid until the next one is asked for.
+    """
+
+    def __init__(self, manifest: Manifest, parts: Iterable[memoryview]) -> None:
+        self._manifest, self._parts = manifest, parts
+        self._checksums: list[str] = []
+        self._sizes: list[int] = []
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for part in self._parts:
+            self._checksums.append(checksum(part))
+            self._sizes.append(len(part))
+            yield part
+
+    def sealed(self) -> Manifest:
+        """The manifest, once all parts have passed; see :func:`seal_parts`."""
+        return seal_parts(self._manifest, self._checksums, self._sizes)
 
 
 def seal_parts(manifest: Manifest, checksums: Sequence[str], sizes: Sequence[int]) -> Manifest:
