@@ -12,9 +12,9 @@ import threading
 import time
 
 from benchmarks.measure import training_state
+from lightning_spot.client import embedded
 from lightning_spot.image.layout import lay_out
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory import embedded
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.staging.copier import Copier, SlotView
 

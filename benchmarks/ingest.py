@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.measure import GIB, Result, scratch, seconds
+from lightning_spot.client.remote import NodeStore
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.remote import NodeStore
 
 RECEIVER = """
 import socket, sys, threading

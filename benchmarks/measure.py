@@ -91,8 +91,8 @@ def scratch() -> Iterator[Path]:
 
 
 def _end_nodes(runtime_dir: Path) -> None:
-    from lightning_spot.memory.client import NodeClient
-    from lightning_spot.memory.wire import Address
+    from lightning_spot.client.node_client import NodeClient
+    from lightning_spot.protocol.wire import Address
 
     for http in runtime_dir.glob("*.http"):
         with contextlib.suppress(Exception):

@@ -9,10 +9,10 @@ import torch
 
 from benchmarks.ingest import node
 from benchmarks.measure import Result, scratch, seconds, training_state
+from lightning_spot.client import embedded
+from lightning_spot.client.remote import NodeStore
 from lightning_spot.image.layout import lay_out
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory import embedded
-from lightning_spot.memory.remote import NodeStore
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.sources import MemorySource, Source, StoreSource
 from lightning_spot.staging.copier import Copier, SlotView

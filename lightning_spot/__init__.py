@@ -12,13 +12,13 @@ from lightning_spot._version import __version__
 
 if TYPE_CHECKING:
     from lightning_spot.callbacks.auto_resume import AutoResume
-    from lightning_spot.callbacks.goodput import Goodput
     from lightning_spot.callbacks.goodput_monitor import GoodputMonitor
     from lightning_spot.callbacks.preemption_guard import PreemptionGuard
     from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
     from lightning_spot.callbacks.spot_checkpoint import SpotCheckpoint
     from lightning_spot.checkpoint_io import SpotCheckpointIO
     from lightning_spot.errors import Preempted, SpotError
+    from lightning_spot.goodput.metric import Goodput
     from lightning_spot.interval.adaptive import OverheadBudget, YoungDaly
     from lightning_spot.interval.coci import COCI
     from lightning_spot.interval.convergence import ConvergenceAware
@@ -53,7 +53,7 @@ _HOMES = {
     "Costs": "lightning_spot.interval.costs",
     "EverySeconds": "lightning_spot.interval.policy",
     "EverySteps": "lightning_spot.interval.policy",
-    "Goodput": "lightning_spot.callbacks.goodput",
+    "Goodput": "lightning_spot.goodput.metric",
     "GoodputMonitor": "lightning_spot.callbacks.goodput_monitor",
     "IntervalPolicy": "lightning_spot.interval.policy",
     "OverheadBudget": "lightning_spot.interval.adaptive",

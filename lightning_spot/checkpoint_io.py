@@ -17,6 +17,8 @@ from lightning.fabric.utilities.types import _PATH
 
 from lightning_spot._version import __version__
 from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.client.embedded import start
+from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
     NodeUnreachable,
     SettingsError,
@@ -25,10 +27,8 @@ from lightning_spot.errors import (
     TierError,
 )
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.embedded import start
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.stores import open_store
 from lightning_spot.run.files import folder_info
 from lightning_spot.run.location import AUTO, memory_limit_bytes
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.memory.process import ProcessId
 from lightning_spot.memory.runs import RunInfo
+from lightning_spot.protocol.process import ProcessId
 
 DEADLINE_S = 30.0
 
@@ -76,7 +76,7 @@ class RunningNode:
     """A ``lightning-spot node`` process."""
 
     def __init__(self, arguments: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "lightning_spot.memory.program", *arguments]
+        command = [sys.executable, "-m", "lightning_spot.service.program", *arguments]
         self.log = log
         with open(log, "wb") as output:
             self.process = subprocess.Popen(

@@ -17,8 +17,8 @@ import time
 import zipfile
 from typing import Any
 
+from lightning_spot.client import embedded
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory import embedded
 from lightning_spot.memory.host import Lease
 from lightning_spot.memory.runs import RunInfo
 

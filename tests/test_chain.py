@@ -16,16 +16,17 @@ from typing import Any
 import pytest
 
 from benchmarks import chain as benchmark
+from lightning_spot.client import embedded, remote
+from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import Fenced, SettingsError, SnapshotNotFound, TierError
 from lightning_spot.image import sealing
 from lightning_spot.image.manifest import snapshot_name
-from lightning_spot.memory import chain, embedded, remote
-from lightning_spot.memory.client import NodeClient
+from lightning_spot.memory import chain
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.prefixes import check_prefix, refusal
-from lightning_spot.memory.remote import NodeStore
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.wire import Address
+from lightning_spot.protocol.wire import Address
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, until
 from tests.gated import MIB, RUN_ID, Bench, GatedStore, NodeBehind, manifest_of
@@ -309,7 +310,7 @@ def test_a_prefix_that_cannot_be_compared_is_an_error() -> None:
 TRAINER = """
 import sys
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory import embedded
+from lightning_spot.client import embedded
 from lightning_spot.memory.runs import RunInfo
 from tests.gated import image_of, manifest_of, RUN_ID
 url, node, nbytes = sys.argv[1], sys.argv[2], int(sys.argv[3])

@@ -18,10 +18,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
+from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.node_client import NodeClient
 from lightning_spot.errors import SettingsError, TierError
-from lightning_spot.memory.client import NodeClient
-from lightning_spot.memory.embedded import EmbeddedHost
-from lightning_spot.memory.wire import Address
+from lightning_spot.protocol.wire import Address
 from tests.conftest import until
 from tests.models import Net, data, trainer
 

@@ -175,7 +175,7 @@ def test_the_command_is_installed() -> None:
     assert done.stdout.strip() == "0.1.0"
 
 
-@pytest.mark.parametrize("module", ["lightning_spot.cli", "lightning_spot.memory.program", "lightning_spot"])
+@pytest.mark.parametrize("module", ["lightning_spot.cli", "lightning_spot.service.program", "lightning_spot"])
 def test_light_imports(module: str) -> None:
     code = f"import sys, {module}; print([name for name in ('torch', 'lightning', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)

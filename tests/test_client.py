@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_spot.client.node_client import NodeClient
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import NodeUnreachable, SnapshotNotFound, SpotError
-from lightning_spot.memory.client import NodeClient
-from lightning_spot.memory.wire import PROTOCOL_HEADER, Address, parse_spot_url
+from lightning_spot.protocol.wire import PROTOCOL_HEADER, Address, parse_spot_url
 from tests.conftest import RunningNode
 
 StartNode = Callable[..., RunningNode]

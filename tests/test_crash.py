@@ -27,10 +27,10 @@ from typing import Any
 
 import pytest
 
+from lightning_spot.client import embedded
 from lightning_spot.config import run_key
 from lightning_spot.errors import SpotError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory import embedded
 from lightning_spot.memory.node import Node
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import AUTO, Location

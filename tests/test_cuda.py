@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_spot.exact.compare import differences
 from lightning_spot.image.layout import lay_out
-from lightning_spot.recovery.compare import differences
 from lightning_spot.staging.copier import Copier, SlotView, watch
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
 from tests.models import Net, Probe, TwoOptimizers, data, trainer

@@ -15,12 +15,12 @@ import pytest
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.errors import CorruptSnapshot, SpotError, TierError
+from lightning_spot.goodput.ledger import AttemptRecord, account_after
+from lightning_spot.goodput.records import newest_record, write_record
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_name
-from lightning_spot.recovery.ledger import AttemptRecord, account_after
 from lightning_spot.tiers import store as seam
 from lightning_spot.tiers.files import temporary_name
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.records import newest_record, write_record
 from lightning_spot.tiers.store import retain
 from tests import faulty
 from tests.faulty import Plan, faulty_calls

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_spot.cli import main
-from lightning_spot.recovery.compare import differences
+from lightning_spot.exact.compare import differences
 
 
 def drill(tmp_path: Path, case: str, kills: int) -> tuple[int, dict[str, Any]]:

@@ -10,9 +10,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_spot.callbacks import fit_state
+from lightning_spot.exact import fit_state
+from lightning_spot.exact.compare import differences
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.recovery.compare import differences
 from lightning_spot.tiers.local import LocalStore
 from tests.exact_cases import CASES, train
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_spot.callbacks import progress, pruned, shipped
-from lightning_spot.callbacks.changed_values import ChangedValues
-from lightning_spot.callbacks.loaders import Loaders
-from lightning_spot.recovery.indices import Indices
-from lightning_spot.recovery.own_state import OwnState
+from lightning_spot.exact import progress, pruned, shipped
+from lightning_spot.exact.changed_values import ChangedValues
+from lightning_spot.exact.indices import Indices
+from lightning_spot.exact.loaders import Loaders
+from lightning_spot.exact.own_state import OwnState
 from tests import exact_models as m
 from tests.exact_table import Case, train
 from tests.test_exact import Stop, StopAt

@@ -13,7 +13,7 @@ from lightning.pytorch import callbacks as shipped
 from lightning.pytorch.utilities import combined_loader
 from torch.utils.data import DataLoader
 
-from lightning_spot.recovery.compare import differences
+from lightning_spot.exact.compare import differences
 from tests.exact_table import CALLBACKS, CASES, LOADERS, SETTINGS, Case, train
 from tests.test_exact import Stop, StopAt, final
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.record import find_record
-from lightning_spot.memory.remote import NodeStore
+from lightning_spot.protocol.record import find_record
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, until
 from tests.models import Net, Probe, data, trainer

@@ -17,10 +17,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
+from lightning_spot.client import embedded
+from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshot, ModelChanged, NotSerialisable, RunBusy, SettingsError, TierError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory import embedded
-from lightning_spot.memory.stores import open_store
 from lightning_spot.staging.copier import Copier
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, until

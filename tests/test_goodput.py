@@ -29,8 +29,8 @@ from lightning_spot import (
 from lightning_spot.callbacks.pacing import Pacing, starts_between
 from lightning_spot.cli import main
 from lightning_spot.errors import SettingsError
-from lightning_spot.recovery.ledger import AttemptRecord, lost_steps, spent, total
-from lightning_spot.tiers.records import read_records, write_record
+from lightning_spot.goodput.ledger import AttemptRecord, lost_steps, spent, total
+from lightning_spot.goodput.records import read_records, write_record
 from tests.conftest import RunningNode
 from tests.models import Net, data, trainer
 from tests.test_fit import Stop, StopAt

@@ -15,6 +15,7 @@ import lightning_spot
 PACKAGE = Path(lightning_spot.__file__).parent
 REPOSITORY = PACKAGE.parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+NODES = [path for path in SOURCES if path.parent.name in ("memory", "protocol", "client", "service")]
 
 
 def test_public_names_are_there_and_listed() -> None:
@@ -43,7 +44,11 @@ def test_files_stay_small_and_say_what_they_are_for(path: Path) -> None:
     assert ast.get_docstring(ast.parse(text))
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "memory").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [path for path in SOURCES if path.parent.name in ("memory", "protocol", "client", "service")],
+    ids=lambda path: path.name,
+)
 def test_nodes_never_unpickle(path: Path) -> None:
     imported = {
         alias.name.split(".")[0]

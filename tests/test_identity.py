@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.client.stores import open_store
 from lightning_spot.errors import Fenced, SettingsError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.stores import open_store
 from lightning_spot.memory.tier import NodeTier
 from lightning_spot.run.claims import begin_attempt
 from lightning_spot.run.identity import JUMP, Identity, NodeRun, identify, next_attempt
@@ -127,8 +127,8 @@ def test_two_runs_whose_paths_end_alike_live_side_by_side(
 
 
 def node_runs(node: RunningNode) -> list[dict[str, Any]]:
-    from lightning_spot.memory.client import NodeClient
-    from lightning_spot.memory.wire import parse_spot_url
+    from lightning_spot.client.node_client import NodeClient
+    from lightning_spot.protocol.wire import parse_spot_url
 
     client = NodeClient(parse_spot_url(node.url)[0])
     try:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_spot.memory import embedded
+from lightning_spot.client import embedded
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 

@@ -11,9 +11,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
+from lightning_spot.client import embedded
 from lightning_spot.errors import SettingsError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory import embedded
 from lightning_spot.run.identity import HIGHEST_ATTEMPT, next_attempt
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Claim, retain

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.recovery.compare import differences
+from lightning_spot.exact.compare import differences
 from tests.exact_cases import Model, loader
 from tests.models import trainer
 from tests.test_exact import Stop, StopAt

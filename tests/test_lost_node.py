@@ -17,8 +17,8 @@ import torch
 
 from lightning_spot import SpotCheckpoint
 from lightning_spot.capture.streaming import stream_parts
+from lightning_spot.client.embedded import EmbeddedHost, find_record
 from lightning_spot.image.layout import lay_out, lay_out_plain
-from lightning_spot.memory.embedded import EmbeddedHost, find_record
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.gated import write_crcs

@@ -21,6 +21,11 @@ import fsspec
 import pytest
 import torch
 
+from lightning_spot.client import embedded
+from lightning_spot.client import node_client as client_module
+from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.part_sender import PartStream
+from lightning_spot.client.remote import NodeStore
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import (
     CorruptSnapshot,
@@ -33,14 +38,9 @@ from lightning_spot.errors import (
     SnapshotTooLarge,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory import client as client_module
-from lightning_spot.memory import embedded
-from lightning_spot.memory.client import NodeClient
-from lightning_spot.memory.part_sender import PartStream
-from lightning_spot.memory.program import main
-from lightning_spot.memory.remote import NodeStore
-from lightning_spot.memory.settings import add_arguments, settings_from
-from lightning_spot.memory.wire import parse_spot_url
+from lightning_spot.protocol.wire import parse_spot_url
+from lightning_spot.service.program import main
+from lightning_spot.service.settings import add_arguments, settings_from
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, named_run, until
 
@@ -294,7 +294,7 @@ def test_a_node_flushes_to_s3(start_node: StartNode, s3: str) -> None:
     node = start_node("--flush-to", s3)
     manifest = put(node, 4)
     assert client_of(node).call("POST", "/v1/flush", {"wait_s": 30}) == {"unreached": []}
-    from lightning_spot.memory.stores import open_store
+    from lightning_spot.client.stores import open_store
 
     assert open_store(f"{s3}/run").survey().manifests == [manifest]
 

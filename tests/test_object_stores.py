@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import s3fs
 
+from lightning_spot.client.stores import open_store
 from lightning_spot.errors import Fenced, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.stores import open_store
 from lightning_spot.tiers import lanes
 from lightning_spot.tiers.multipart import _Block
 from lightning_spot.tiers.objects import ObjectStore

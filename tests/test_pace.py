@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import RingFull, SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import flusher
 from lightning_spot.memory.backoff import LAST_RETRY_S, BackOff
-from lightning_spot.memory.remote import NodeStore
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, until
 from tests.gated import MIB, OTHER_ID, RUN_ID, Bench

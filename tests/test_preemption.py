@@ -21,9 +21,9 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_spot import EverySteps, Preempted, PreemptionGuard, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.errors import SettingsError
+from lightning_spot.exact.compare import differences
 from lightning_spot.interval.deadline import plan_urgent
 from lightning_spot.notices.notice import Notice
-from lightning_spot.recovery.compare import differences
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.exact_cases import CASES, Model, loader, train

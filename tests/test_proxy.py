@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_spot.client.filesystem import SpotFileSystem
+from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.client import NodeClient
-from lightning_spot.memory.filesystem import SpotFileSystem
-from lightning_spot.memory.remote import NodeStore
-from lightning_spot.memory.wire import parse_spot_url
+from lightning_spot.protocol.wire import parse_spot_url
 from tests.conftest import RunningNode, until
 from tests.proxy import KINDS, Proxy
 

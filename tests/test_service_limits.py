@@ -18,16 +18,16 @@ import psutil
 import pytest
 from aiohttp import web
 
+from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.stores import open_store
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import NodeRefused, RingFull, SettingsError, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory import fields, files, part_receiver
-from lightning_spot.memory.client import NodeClient
-from lightning_spot.memory.connections import Connections
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.service import Service
-from lightning_spot.memory.stores import open_store
-from lightning_spot.memory.wire import FRAME, Address, parse_spot_url
+from lightning_spot.protocol.wire import FRAME, Address, parse_spot_url
+from lightning_spot.service import fields, files, part_receiver
+from lightning_spot.service.connections import Connections
+from lightning_spot.service.handlers import Service
 from tests.conftest import RunningNode, until
 
 StartNode = Callable[..., RunningNode]

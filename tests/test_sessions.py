@@ -20,14 +20,14 @@ from typing import Any
 import psutil
 import pytest
 
+from lightning_spot.client import embedded
+from lightning_spot.client.node_client import NodeClient
 from lightning_spot.errors import NodeUnreachable, RunBusy, SpotError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory import embedded
-from lightning_spot.memory.client import NodeClient
-from lightning_spot.memory.process import ProcessId
-from lightning_spot.memory.program import main
-from lightning_spot.memory.record import find_record
-from lightning_spot.memory.wire import parse_spot_url
+from lightning_spot.protocol.process import ProcessId
+from lightning_spot.protocol.record import find_record
+from lightning_spot.protocol.wire import parse_spot_url
+from lightning_spot.service.program import main
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, until
 from tests.small_trainer import PHASES, image_of, info_of, manifest_of, reach, take

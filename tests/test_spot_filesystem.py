@@ -13,10 +13,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_spot.client.filesystem import SpotFileSystem
+from lightning_spot.client.node_client import NodeClient
 from lightning_spot.errors import CorruptSnapshot, SettingsError, SpotError
-from lightning_spot.memory.client import NodeClient
-from lightning_spot.memory.filesystem import SpotFileSystem
-from lightning_spot.memory.wire import parse_spot_url
+from lightning_spot.protocol.wire import parse_spot_url
 from tests.conftest import RunningNode
 from tests.models import Net, data, trainer
 from tests.test_node import put

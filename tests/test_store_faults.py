@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from lightning_spot.client.stores import open_store
 from lightning_spot.errors import SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
-from lightning_spot.memory.stores import open_store
 from lightning_spot.tiers import files, objects
 from lightning_spot.tiers.store import Store, retain
 from tests import faulty

@@ -12,6 +12,7 @@ from typing import Any
 import fsspec
 import pytest
 
+from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
     CorruptSnapshot,
     Fenced,
@@ -22,7 +23,6 @@ from lightning_spot.errors import (
     TornSnapshot,
 )
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_name
-from lightning_spot.memory.stores import open_store
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings, Store, retain
 from tests.oracle import claim_of

@@ -11,10 +11,10 @@ import torch
 
 from lightning_spot.capture.tensors import storage_address
 from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable, SnapshotTooLarge, TornSnapshot
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.host import InProcessHost
-from lightning_spot.memory.stores import open_store
 from lightning_spot.staging.copier import Copier
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import named_run, until

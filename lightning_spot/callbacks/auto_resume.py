@@ -15,10 +15,10 @@ from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_spot.callbacks.fit_state import FitState
 from lightning_spot.callbacks.run_start import RunStart, on_rank_zero
 from lightning_spot.errors import CorruptSnapshot, ModelChanged, NotSerialisable, SettingsError
-from lightning_spot.recovery.position import REWINDS, Rewind
+from lightning_spot.exact.fit_state import FitState
+from lightning_spot.exact.position import REWINDS, Rewind
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot

@@ -11,13 +11,13 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_spot.callbacks.goodput import Goodput
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot, snapshots_of
 from lightning_spot.config import format_seconds
 from lightning_spot.errors import Preempted, SettingsError, TierError
-from lightning_spot.recovery.ledger import Account, AttemptRecord, Spent, account_after
+from lightning_spot.goodput.ledger import Account, AttemptRecord, Spent, account_after
+from lightning_spot.goodput.metric import Goodput
+from lightning_spot.goodput.records import newest_record, write_record
 from lightning_spot.run.location import Location
-from lightning_spot.tiers.records import newest_record, write_record
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_spot.callbacks.fit_state import FitState
 from lightning_spot.callbacks.ranks import Ranks, requeue_slurm_job
 from lightning_spot.callbacks.remote_snapshot import snapshots_of
-from lightning_spot.callbacks.seams import Seam, Seams
 from lightning_spot.errors import Preempted, SettingsError
+from lightning_spot.exact.fit_state import FitState
+from lightning_spot.exact.seams import Seam, Seams
 from lightning_spot.notices.ballot import Ballot, Place
 from lightning_spot.notices.choose import Notices, open_sources
 from lightning_spot.notices.notice import Notice

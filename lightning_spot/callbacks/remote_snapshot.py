@@ -12,17 +12,17 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_spot.callbacks.dump import KEY, Dump
-from lightning_spot.callbacks.fit_state import FitState
 from lightning_spot.callbacks.pacing import Pacing
 from lightning_spot.callbacks.run_start import RunStart, on_rank_zero, refuse_sharded, say_end
-from lightning_spot.callbacks.seams import Seam, Seams
 from lightning_spot.capture.attempt import Attempt, RingSettings, open_host
 from lightning_spot.capture.host_link import leave
 from lightning_spot.capture.safety import LEAVE_S
 from lightning_spot.capture.tensors import optimizer_owned
 from lightning_spot.config import DRILL_VARIABLE
 from lightning_spot.errors import SettingsError
+from lightning_spot.exact.dump import KEY, Dump
+from lightning_spot.exact.fit_state import FitState
+from lightning_spot.exact.seams import Seam, Seams
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.costs import TierPace

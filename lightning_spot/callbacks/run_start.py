@@ -8,8 +8,8 @@ from typing import TypeVar
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_spot.callbacks.per_trainer import PerTrainer
 from lightning_spot.errors import SettingsError, SpotError
+from lightning_spot.exact.per_trainer import PerTrainer
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey, look_again, survey
 

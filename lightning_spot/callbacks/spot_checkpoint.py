@@ -8,15 +8,15 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 
 from lightning_spot.callbacks.auto_resume import AutoResume, ResumedFrom, say_resumed
-from lightning_spot.callbacks.goodput import Goodput
 from lightning_spot.callbacks.goodput_monitor import GoodputMonitor
 from lightning_spot.callbacks.preemption_guard import PreemptionGuard
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
+from lightning_spot.exact.position import Rewind
+from lightning_spot.goodput.metric import Goodput
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.memory.host import MAX_STALL_S
 from lightning_spot.notices.choose import Notices
 from lightning_spot.notices.notice import Notice
-from lightning_spot.recovery.position import Rewind
 
 
 class SpotCheckpoint(RemoteSnapshot):

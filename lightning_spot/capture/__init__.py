@@ -1,1 +1,1 @@
-"""Second floor: takes snapshots of a live training state. Layout, lease, copy, guard and commit in their order."""
+"""Third floor: takes snapshots of a live training state. Layout, lease, copy, guard and commit in their order."""

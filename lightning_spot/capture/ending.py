@@ -14,10 +14,10 @@ from typing import Any
 from lightning_spot.capture.host_link import leave, within
 from lightning_spot.capture.tensors import tensors_in
 from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.stores import open_store
 from lightning_spot.run.survey import ask_all
 from lightning_spot.staging.copier import Watch, watch
 from lightning_spot.tiers.store import Holdings, retain

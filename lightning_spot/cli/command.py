@@ -14,7 +14,7 @@ from rich.console import Console
 from lightning_spot._version import __version__
 from lightning_spot.cli import doctor, drill, listing, report, simulate, transfer
 from lightning_spot.errors import CorruptSnapshot, SpotError
-from lightning_spot.memory import program, settings
+from lightning_spot.service import program, settings
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -20,12 +20,12 @@ from rich.console import Console
 
 from lightning_spot.cli.output import wide_console
 from lightning_spot.cli.simulate import seconds
+from lightning_spot.client.embedded import start
+from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_bytes, format_seconds, parse_bytes, read_environment
 from lightning_spot.errors import SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.embedded import start
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.stores import open_store
 from lightning_spot.notices.detect import CLOUDS, detect_cloud
 from lightning_spot.run.location import AUTO, Location, memory_limit_bytes
 from lightning_spot.tiers.store import Store

@@ -236,7 +236,7 @@ def _final(folder: Path) -> Path:
 
 def _differences(first: Path, second: Path) -> list[str]:
     """Compare in a process of its own: this one does without torch."""
-    command = [sys.executable, "-m", "lightning_spot.recovery.compare", str(first), str(second)]
+    command = [sys.executable, "-m", "lightning_spot.exact.compare", str(first), str(second)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise DrillFailed(f"the final states could not be compared:\n{done.stderr[-2000:]}")

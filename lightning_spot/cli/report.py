@@ -10,9 +10,9 @@ from dataclasses import replace
 from lightning_spot.cli.output import plain_table, wide_console
 from lightning_spot.config import format_seconds
 from lightning_spot.errors import SnapshotNotFound
-from lightning_spot.recovery.ledger import AttemptRecord, Spent, history, lost_steps, spent, total
+from lightning_spot.goodput.ledger import AttemptRecord, Spent, history, lost_steps, spent, total
+from lightning_spot.goodput.records import read_records
 from lightning_spot.run.location import Location
-from lightning_spot.tiers.records import read_records
 
 _WIDE = 60
 _PARTS = {"productive_s": "=", "stall_s": "s", "lost_s": "x", "restore_s": "r", "down_s": "."}

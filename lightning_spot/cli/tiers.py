@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, field
 
+from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import SettingsError, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.remote import NodeStore
-from lightning_spot.memory.wire import parse_spot_url
+from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.run.location import AUTO, Location
 from lightning_spot.run.patience import Patience
 from lightning_spot.run.sources import DURABLE, MemorySource, Source, StoreSource

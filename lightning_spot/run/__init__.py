@@ -1,1 +1,1 @@
-"""Second floor: which run this is, which attempt of it, what every tier holds of it, and what to resume from."""
+"""Third floor: which run this is, which attempt of it, what every tier holds of it, and what to resume from."""

@@ -12,10 +12,10 @@ import threading
 import time
 from dataclasses import replace
 
+from lightning_spot.client.stores import open_store
 from lightning_spot.errors import Fenced, SpotError, TierError
 from lightning_spot.memory.host import Host
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.stores import open_store
 from lightning_spot.run import patience
 from lightning_spot.run.identity import next_attempt
 from lightning_spot.run.patience import Patience

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from lightning_spot.client.embedded import start
+from lightning_spot.client.stores import open_store
 from lightning_spot.config import DRILL_VARIABLE, check_run_name, parse_bytes
 from lightning_spot.errors import NodeUnreachable, SettingsError, TierError
-from lightning_spot.memory.embedded import start
 from lightning_spot.memory.host import MAX_STALL_S, Host, InProcessHost
-from lightning_spot.memory.stores import open_store
-from lightning_spot.memory.wire import parse_spot_url
+from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.staging.slot import host_memory_bytes
 
 logger = logging.getLogger(__name__)

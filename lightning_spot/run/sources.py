@@ -7,10 +7,10 @@ import os
 import tempfile
 from typing import Protocol
 
+from lightning_spot.client.embedded import attach
 from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import verify_file
-from lightning_spot.memory.embedded import attach
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings, Progress, Store, newest_first

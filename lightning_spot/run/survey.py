@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning_spot.client.embedded import attach
+from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptManifest, SettingsError, SnapshotNotFound, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_order
-from lightning_spot.memory.client import NodeClient
-from lightning_spot.memory.embedded import attach
-from lightning_spot.memory.stores import open_store
-from lightning_spot.memory.wire import parse_spot_url
+from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.run import patience
 from lightning_spot.run.identity import Identity, NodeRun, identify, runs_of
 from lightning_spot.run.location import Location

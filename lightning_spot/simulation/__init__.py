@@ -1,1 +1,1 @@
-"""Second floor: a job under preemptions, simulated: to compare policies, and to say what a run needs."""
+"""Third floor: a job under preemptions, simulated: to compare policies, and to say what a run needs."""

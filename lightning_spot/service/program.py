@@ -20,16 +20,16 @@ from pathlib import Path
 
 from aiohttp import web
 
+from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_bytes, read_environment
 from lightning_spot.errors import SpotError
 from lightning_spot.memory.area import remove_abandoned
-from lightning_spot.memory.channel import DescriptorChannel
-from lightning_spot.memory.connections import allow_descriptors
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.record import Record, hold, sweep
-from lightning_spot.memory.service import Service
-from lightning_spot.memory.settings import NodeSettings, add_arguments, settings_from
-from lightning_spot.memory.stores import open_store
+from lightning_spot.protocol.record import Record, hold, sweep
+from lightning_spot.service.channel import DescriptorChannel
+from lightning_spot.service.connections import allow_descriptors
+from lightning_spot.service.handlers import Service
+from lightning_spot.service.settings import NodeSettings, add_arguments, settings_from
 
 logger = logging.getLogger("lightning_spot.node")
 

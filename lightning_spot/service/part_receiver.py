@@ -11,7 +11,7 @@ from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES
 from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.uploads import Upload
-from lightning_spot.memory.wire import FRAME, PROTOCOL_HEADER, UPGRADE, fill
+from lightning_spot.protocol.wire import FRAME, PROTOCOL_HEADER, UPGRADE, fill
 
 FRAME_WAIT_S = 60.0
 """A sender that begins no frame for so long, or sends one more slowly than the rate below, is hung up on."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 
-from lightning_spot.callbacks.per_trainer import PerTrainer
+from lightning_spot.exact.per_trainer import PerTrainer
 
 
 class Seam(enum.Enum):

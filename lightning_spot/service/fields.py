@@ -13,7 +13,7 @@ from aiohttp import web
 
 from lightning_spot.errors import NodeRefused, SettingsError
 from lightning_spot.image.parts import checksum
-from lightning_spot.memory.wire import DIGEST_HEADER
+from lightning_spot.protocol.wire import DIGEST_HEADER
 
 SMALL_BODY_BYTES = 256 * 1024
 """Longest JSON body of a request that carries no checksums."""

@@ -12,7 +12,7 @@ from fsspec.spec import AbstractBufferedFile
 from lightning_spot.image.parts import checksum
 
 if TYPE_CHECKING:
-    from lightning_spot.memory.filesystem import SpotFileSystem
+    from lightning_spot.client.filesystem import SpotFileSystem
 
 logger = logging.getLogger(__name__)
 

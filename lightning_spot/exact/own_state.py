@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_spot.recovery.randomness import State, capture_generator, restore_generator
+from lightning_spot.exact.randomness import State, capture_generator, restore_generator
 
 MOST_NUMBERS = 2**17
 """Longest order (list, array or tensor of whole numbers) of a sampler that is kept where it changes."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import quote
 
+from lightning_spot.client.connection import Connection, Pool
+from lightning_spot.client.part_sender import PartStream
 from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES, read_environment
 from lightning_spot.errors import NodeUnreachable, ProtocolMismatch, SpotError
 from lightning_spot.image.parts import checksum
-from lightning_spot.memory.connection import Connection, Pool
-from lightning_spot.memory.part_sender import PartStream
-from lightning_spot.memory.wire import (
+from lightning_spot.protocol.wire import (
     DIGEST_HEADER,
     LONGEST_DIGESTED_BYTES,
     PROTOCOL_HEADER,

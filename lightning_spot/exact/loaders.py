@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import RunningStage
 
-from lightning_spot.recovery.position import (
+from lightning_spot.exact.position import (
     FollowedLoader,
     PositionedLoader,
     Rewind,
@@ -23,7 +23,7 @@ from lightning_spot.recovery.position import (
     restore_state,
     state_of,
 )
-from lightning_spot.recovery.randomness import State, capture_random, restore_random
+from lightning_spot.exact.randomness import State, capture_random, restore_random
 
 
 class Loaders:

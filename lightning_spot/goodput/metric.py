@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torchmetrics import Metric
 
-from lightning_spot.recovery.ledger import Spent
+from lightning_spot.goodput.ledger import Spent
 
 
 class Goodput(Metric):

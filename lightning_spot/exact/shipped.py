@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
 
-from lightning_spot.callbacks import logged_values
+from lightning_spot.exact import logged_values
 
 State = dict[str, Any]
 

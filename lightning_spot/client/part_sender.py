@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES
 from lightning_spot.errors import NodeUnreachable, SpotError
-from lightning_spot.memory.wire import (
+from lightning_spot.protocol.wire import (
     DIGEST_BYTES,
     FRAME,
     PROTOCOL_HEADER,

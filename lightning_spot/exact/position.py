@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_spot.recovery.indices import Indices, draws_at_once, is_known, is_stateful, replacing, sampler_name
-from lightning_spot.recovery.own_state import OwnState
-from lightning_spot.recovery.randomness import State, capture_random, restore_random
-from lightning_spot.recovery.workers import LastingWorkers, lasts, why_not_asked
+from lightning_spot.exact.indices import Indices, draws_at_once, is_known, is_stateful, replacing, sampler_name
+from lightning_spot.exact.own_state import OwnState
+from lightning_spot.exact.randomness import State, capture_random, restore_random
+from lightning_spot.exact.workers import LastingWorkers, lasts, why_not_asked
 
 logger = logging.getLogger(__name__)
 

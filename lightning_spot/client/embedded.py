@@ -17,16 +17,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lightning_spot.client.node_client import NodeClient, quoted
+from lightning_spot.client.session import Session
 from lightning_spot.config import read_environment
 from lightning_spot.errors import NodeUnreachable
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.client import NodeClient, quoted
 from lightning_spot.memory.flusher import TierHealth
 from lightning_spot.memory.host import MAX_STALL_S, Lease
-from lightning_spot.memory.record import Record, find_record
 from lightning_spot.memory.runs import Opened, RunInfo
-from lightning_spot.memory.session import Session
-from lightning_spot.memory.wire import Address
+from lightning_spot.protocol.record import Record, find_record
+from lightning_spot.protocol.wire import Address
 from lightning_spot.tiers.store import newest_first
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ def _wait_or_end(record: Record, error: NodeUnreachable, deadline: float) -> Non
 
 
 def _spawn(record: Record, deadline: float, *, slots: int, memory_bytes: int, idle_timeout_s: float) -> None:
-    command = [sys.executable, "-m", "lightning_spot.memory.program", "--embedded", str(record.folder), record.key]
+    command = [sys.executable, "-m", "lightning_spot.service.program", "--embedded", str(record.folder), record.key]
     command += ["--slots", str(slots), "--memory", str(memory_bytes), "--idle-timeout", str(idle_timeout_s)]
     package_home = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package_home, *_python_path()])}

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from lightning_spot.memory.wire import Address
+from lightning_spot.protocol.wire import Address
 
 CONNECT_TIMEOUT_S = 5.0
 _PULSE_S = 1.0

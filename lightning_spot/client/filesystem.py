@@ -12,11 +12,11 @@ from urllib.parse import unquote
 import xxhash
 from fsspec.spec import AbstractFileSystem
 
+from lightning_spot.client.node_client import NodeClient, quoted
+from lightning_spot.client.spot_files import BLOCK_BYTES, SpotReader, SpotWriter
 from lightning_spot.errors import CorruptSnapshot, NodeRefused, SettingsError, SnapshotNotFound
 from lightning_spot.image.parts import checksum
-from lightning_spot.memory.client import NodeClient, quoted
-from lightning_spot.memory.spot_files import BLOCK_BYTES, SpotReader, SpotWriter
-from lightning_spot.memory.wire import DIGEST_HEADER, Address, parse_spot_url
+from lightning_spot.protocol.wire import DIGEST_HEADER, Address, parse_spot_url
 
 _NO_FOLDERS = "a run at a node holds files without folders; write spot://host:port/RUN/NAME"
 

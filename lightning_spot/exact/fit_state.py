@@ -16,16 +16,16 @@ import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_spot.callbacks import logged_values, loggers, progress, pruned, shipped
-from lightning_spot.callbacks.changed_values import ChangedValues
-from lightning_spot.callbacks.dump import KEY, VERSION, Dump, versions_of
-from lightning_spot.callbacks.gradient_order import GradientOrder
-from lightning_spot.callbacks.loaders import Loaders
-from lightning_spot.callbacks.per_trainer import PerTrainer
-from lightning_spot.callbacks.seams import Seams, is_tuning
 from lightning_spot.capture.tensors import storage_address
-from lightning_spot.recovery.position import PositionedLoader, Rewind, why_not_exact
-from lightning_spot.recovery.randomness import State, capture_random, restore_random
+from lightning_spot.exact import logged_values, loggers, progress, pruned, shipped
+from lightning_spot.exact.changed_values import ChangedValues
+from lightning_spot.exact.dump import KEY, VERSION, Dump, versions_of
+from lightning_spot.exact.gradient_order import GradientOrder
+from lightning_spot.exact.loaders import Loaders
+from lightning_spot.exact.per_trainer import PerTrainer
+from lightning_spot.exact.position import PositionedLoader, Rewind, why_not_exact
+from lightning_spot.exact.randomness import State, capture_random, restore_random
+from lightning_spot.exact.seams import Seams, is_tuning
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from lightning_spot.config import parse_bytes, read_environment
 from lightning_spot.errors import SettingsError
 from lightning_spot.memory.prefixes import check_prefix
-from lightning_spot.memory.record import Record
-from lightning_spot.memory.wire import DEFAULT_PORT
+from lightning_spot.protocol.record import Record
+from lightning_spot.protocol.wire import DEFAULT_PORT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ from typing import Any
 
 from lightning_spot.errors import SnapshotNotFound
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.process import ProcessId, open_pidfd, wait_readable
+from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
 
 logger = logging.getLogger(__name__)
 

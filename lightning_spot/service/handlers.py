@@ -44,8 +44,20 @@ from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import NodeRefused, ProtocolMismatch, SettingsError, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
-from lightning_spot.memory.connections import Connections
-from lightning_spot.memory.fields import (
+from lightning_spot.memory.node import Node
+from lightning_spot.memory.runs import RunInfo, parse_run
+from lightning_spot.memory.uploads import Upload
+from lightning_spot.protocol.wire import (
+    DIGEST_HEADER,
+    PROTOCOL_HEADER,
+    TARGET_HEADER,
+    UPGRADE,
+    error_body,
+    error_status,
+    target_of,
+)
+from lightning_spot.service.connections import Connections
+from lightning_spot.service.fields import (
     MANIFEST_BODY_BYTES,
     MOST_BYTES,
     identifier,
@@ -55,22 +67,10 @@ from lightning_spot.memory.fields import (
     text,
     texts,
 )
-from lightning_spot.memory.files import Files
-from lightning_spot.memory.node import Node
-from lightning_spot.memory.part_receiver import receive_parts
-from lightning_spot.memory.readiness import not_ready
-from lightning_spot.memory.runs import RunInfo, parse_run
-from lightning_spot.memory.uploads import Upload
-from lightning_spot.memory.waiting import Waiting
-from lightning_spot.memory.wire import (
-    DIGEST_HEADER,
-    PROTOCOL_HEADER,
-    TARGET_HEADER,
-    UPGRADE,
-    error_body,
-    error_status,
-    target_of,
-)
+from lightning_spot.service.files import Files
+from lightning_spot.service.part_receiver import receive_parts
+from lightning_spot.service.readiness import not_ready
+from lightning_spot.service.waiting import Waiting
 
 logger = logging.getLogger(__name__)
 

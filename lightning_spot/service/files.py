@@ -13,19 +13,19 @@ from urllib.parse import quote
 import xxhash
 from aiohttp import hdrs, web
 
+from lightning_spot.client.stores import open_store
 from lightning_spot.config import PART_BYTES, SEND_BYTES
 from lightning_spot.errors import CorruptSnapshot, NodeRefused, SettingsError, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.image.parts import checksum
-from lightning_spot.memory.below import DurableDirectory, Entry
-from lightning_spot.memory.fields import MOST_BYTES, json_body
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.paths import LAST, file_name, held, resolve
 from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.memory.slots import Slot
-from lightning_spot.memory.stores import open_store
 from lightning_spot.memory.uploads import Upload
-from lightning_spot.memory.wire import DIGEST_HEADER, LONGEST_DIGESTED_BYTES, WANT_DIGEST_HEADER
+from lightning_spot.protocol.wire import DIGEST_HEADER, LONGEST_DIGESTED_BYTES, WANT_DIGEST_HEADER
+from lightning_spot.service.below import DurableDirectory, Entry
+from lightning_spot.service.fields import MOST_BYTES, json_body
 
 logger = logging.getLogger(__name__)
 

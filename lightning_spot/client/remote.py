@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
 
+from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.errors import CorruptSnapshot, NodeUnreachable, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum, part_ranges
 from lightning_spot.image.sealing import Sealing
-from lightning_spot.memory.client import NodeClient, quoted
 from lightning_spot.memory.runs import Opened, RunInfo, parse_run
-from lightning_spot.memory.wire import Address, parse_spot_url
+from lightning_spot.protocol.wire import Address, parse_spot_url
 from lightning_spot.tiers.store import Claim, Holdings, Progress, highest_attempt, newest_first, seal_parts
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from typing import Any
 
 from lightning_spot.config import read_environment, run_key
 from lightning_spot.errors import NodeUnreachable, SettingsError
-from lightning_spot.memory.process import ProcessId
+from lightning_spot.protocol.process import ProcessId
 
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107
 _POLL_S = 0.02

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from lightning_spot.recovery.indices import Indices, is_stateful, replacing, sampler_name
-from lightning_spot.recovery.own_state import OwnState
-from lightning_spot.recovery.randomness import State, capture_random, restore_random
+from lightning_spot.exact.indices import Indices, is_stateful, replacing, sampler_name
+from lightning_spot.exact.own_state import OwnState
+from lightning_spot.exact.randomness import State, capture_random, restore_random
 
 logger = logging.getLogger(__name__)
 
