@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         the exit code.
     """
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    arguments = _parser().parse_args(argv)
+    arguments = command_parser().parse_args(argv)
     try:
         return int(arguments.call(arguments))
     except CorruptSnapshot as error:
@@ -41,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """What the command understands."""
     parser = argparse.ArgumentParser(prog="lightning-spot", description="Snapshots of Lightning runs, at every tier.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
