@@ -19,6 +19,7 @@ from lightning_spot._version import __version__
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.embedded import start
 from lightning_spot.client.stores import open_store
+from lightning_spot.config import IDLE_TIMEOUT_S
 from lightning_spot.errors import (
     NodeUnreachable,
     SettingsError,
@@ -72,7 +73,7 @@ class SpotCheckpointIO(TorchCheckpointIO):
         memory_limit: str | int | None = None,
         wait_timeout_s: float = 600.0,
         flush_timeout_s: float = 600.0,
-        idle_timeout_s: float = 900.0,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:
         super().__init__()
         if memory not in (AUTO, None):

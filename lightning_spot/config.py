@@ -26,8 +26,23 @@ PART_BYTES = 8 * 1024 * 1024
 SEND_BYTES = 1024 * 1024
 """Most bytes handed to one socket send; larger ones were measured a third slower on loopback."""
 
+KEEP = 2
+"""Snapshots that a tier keeps, unless the user says otherwise."""
+
+IDLE_TIMEOUT_S = 900.0
+"""The node on a trainer's host ends when no trainer came for so long."""
+
+FLUSH_TIMEOUT_S = 300.0
+"""How long the end of a training, or of a node, waits until what is owed is durable."""
+
+MAX_STALL_S = 5.0
+"""How long a call to the node on the trainer's host may keep the training thread."""
+
 DRILL_VARIABLE = "LIGHTNING_SPOT_DRILL"
 """Names the directory in which a drill's training keeps its snapshots, instead of where it would."""
+
+NOTICE_FILE_VARIABLE = "LIGHTNING_SPOT_NOTICE_FILE"
+"""Names a file whose appearance is a notice."""
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
@@ -38,22 +53,54 @@ class Environment:
     """What lightning_spot reads from the process environment.
 
     Attributes:
-        token: shared secret that requests to a node must carry, or ``None``.
-        runtime_dir: directory (mode 0700) for records and sockets of the nodes on this host.
-        shm_dir: tmpfs in which slots are created, or ``None`` for memory files only.
+        token: ``LIGHTNING_SPOT_TOKEN``, or what ``…_TOKEN_FILE`` holds: the secret that requests to a node carry.
+        runtime_dir: ``LIGHTNING_SPOT_RUNTIME_DIR``: directory (mode 0700) for records and sockets of this host's nodes.
+        shm_dir: ``LIGHTNING_SPOT_SHM_DIR``: tmpfs in which slots are created, or ``None`` for memory files only.
+        drill_dir: ``LIGHTNING_SPOT_DRILL``: where a drill's training keeps its snapshots, instead of where it would.
+        notice_file: ``LIGHTNING_SPOT_NOTICE_FILE``: a file whose appearance is a notice.
+        grace_s: ``LIGHTNING_SPOT_GRACE_S``: seconds between SIGTERM and the end.
+        cloud: ``LIGHTNING_SPOT_CLOUD``: the cloud this machine is on, or ``none``; unchecked.
+        aws_endpoint: ``AWS_EC2_METADATA_SERVICE_ENDPOINT``, as Amazon's own tools read it.
+        gcp_host: ``GCE_METADATA_HOST``, as Google's own tools read it.
+        slurm_job: the job's id for ``scontrol``, in a SLURM job.
     """
 
     token: str | None
     runtime_dir: Path
     shm_dir: Path | None
+    drill_dir: str | None
+    notice_file: str | None
+    grace_s: float | None
+    cloud: str | None
+    aws_endpoint: str | None
+    gcp_host: str | None
+    slurm_job: str | None
 
 
 def read_environment() -> Environment:
-    """Read ``LIGHTNING_SPOT_TOKEN``, ``…_TOKEN_FILE``, ``…_RUNTIME_DIR`` and ``…_SHM_DIR``.
+    """Read all that is read from the environment.
 
     Raises:
-        SettingsError: if the token file is named but cannot be read.
+        SettingsError: if a value cannot be used; it names the variable.
     """
+    default_runtime = Path(tempfile.gettempdir()) / f"lightning-spot-{os.getuid()}"
+    shm = os.environ.get("LIGHTNING_SPOT_SHM_DIR", "/dev/shm")
+    array_job, array_task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return Environment(
+        token=_token(),
+        runtime_dir=Path(os.environ.get("LIGHTNING_SPOT_RUNTIME_DIR") or default_runtime),
+        shm_dir=Path(shm) if shm and os.path.isdir(shm) and os.access(shm, os.W_OK) else None,
+        drill_dir=os.environ.get(DRILL_VARIABLE) or None,
+        notice_file=os.environ.get(NOTICE_FILE_VARIABLE) or None,
+        grace_s=_grace_s(),
+        cloud=os.environ.get("LIGHTNING_SPOT_CLOUD") or None,
+        aws_endpoint=os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or None,
+        gcp_host=os.environ.get("GCE_METADATA_HOST") or None,
+        slurm_job=f"{array_job}_{array_task}" if array_job else os.environ.get("SLURM_JOB_ID"),
+    )
+
+
+def _token() -> str | None:
     token = os.environ.get("LIGHTNING_SPOT_TOKEN") or None
     token_file = os.environ.get("LIGHTNING_SPOT_TOKEN_FILE")
     if token is None and token_file:
@@ -63,11 +110,20 @@ def read_environment() -> Environment:
             raise SettingsError(
                 f"LIGHTNING_SPOT_TOKEN_FILE={token_file!r} cannot be read ({error.strerror}); fix or unset it"
             ) from error
-    default_runtime = Path(tempfile.gettempdir()) / f"lightning-spot-{os.getuid()}"
-    runtime_dir = Path(os.environ.get("LIGHTNING_SPOT_RUNTIME_DIR") or default_runtime)
-    shm = os.environ.get("LIGHTNING_SPOT_SHM_DIR", "/dev/shm")
-    shm_dir = Path(shm) if shm and os.path.isdir(shm) and os.access(shm, os.W_OK) else None
-    return Environment(token=token, runtime_dir=runtime_dir, shm_dir=shm_dir)
+    return token
+
+
+def _grace_s() -> float | None:
+    text = os.environ.get("LIGHTNING_SPOT_GRACE_S")
+    if not text:
+        return None
+    try:
+        grace_s = float(text)
+    except ValueError:
+        grace_s = 0.0
+    if not grace_s > 0:
+        raise SettingsError(f"LIGHTNING_SPOT_GRACE_S={text!r} is no number of seconds above 0; fix or unset it")
+    return grace_s
 
 
 def parse_bytes(text: str | int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,3 +58,9 @@ def test_nodes_never_unpickle(path: Path) -> None:
         for alias in ([ast.alias(node.module or "")] if isinstance(node, ast.ImportFrom) else node.names)
     }
     assert not imported & {"pickle", "torch", "marshal", "shelve", "dill", "cloudpickle"}
+
+
+def test_the_environment_is_read_in_one_place() -> None:
+    # These two hand the environment on to a process that they start.
+    may = {PACKAGE / "config.py", PACKAGE / "client" / "embedded.py", PACKAGE / "cli" / "drill.py"}
+    assert [path for path in SOURCES if path not in may and re.search(r"os\.environ|getenv", path.read_text())] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import subprocess
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_spot.config import read_environment
 from lightning_spot.notices.ballot import Ballot
 from lightning_spot.notices.exchange import Exchange, ExchangeServer
 
@@ -75,8 +75,7 @@ class Ranks:
 
 def requeue_slurm_job() -> None:
     """Ask SLURM to queue this job again, as Lightning does on its requeue signal."""
-    array_job = os.environ.get("SLURM_ARRAY_JOB_ID")
-    job = f"{array_job}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array_job else os.environ.get("SLURM_JOB_ID", "")
+    job = read_environment().slurm_job or ""
     try:
         subprocess.run(["scontrol", "requeue", job], check=True, timeout=30, capture_output=True, text=True)
     except (OSError, subprocess.SubprocessError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from lightning_spot.capture.attempt import Attempt, RingSettings, open_host
 from lightning_spot.capture.host_link import leave
 from lightning_spot.capture.safety import LEAVE_S
 from lightning_spot.capture.tensors import optimizer_owned
-from lightning_spot.config import DRILL_VARIABLE
+from lightning_spot.config import FLUSH_TIMEOUT_S, IDLE_TIMEOUT_S, KEEP, MAX_STALL_S, read_environment
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact.dump import KEY, Dump
 from lightning_spot.exact.fit_state import FitState
@@ -27,7 +26,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.costs import TierPace
 from lightning_spot.interval.policy import EverySeconds, IntervalPolicy
-from lightning_spot.memory.host import MAX_STALL_S, Host
+from lightning_spot.memory.host import Host
 from lightning_spot.run.choice import say_what_is_left
 from lightning_spot.run.location import Location, memory_limit_bytes
 from lightning_spot.run.survey import Survey
@@ -79,13 +78,13 @@ class RemoteSnapshot(Checkpoint):
         memory: str | Sequence[str] | None = "auto",
         run: str | None = None,
         interval: IntervalPolicy | None = None,
-        keep: int = 2,
+        keep: int = KEEP,
         slots: int | None = None,
         memory_limit: str | int | None = None,
         on_full: Literal["skip", "wait"] = "skip",
         durable_every_s: float = 0.0,
-        flush_timeout_s: float = 300.0,
-        idle_timeout_s: float = 900.0,
+        flush_timeout_s: float = FLUSH_TIMEOUT_S,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
         max_stall_s: float = MAX_STALL_S,
         strict: bool = False,
     ) -> None:
@@ -99,7 +98,7 @@ class RemoteSnapshot(Checkpoint):
         if not (durable_every_s >= 0 and max_stall_s > 0):
             raise SettingsError(f"{durable_every_s=} is 0 or more seconds, {max_stall_s=} more than 0")
         self.location = Location.of(dirpath, memory, run)
-        if DRILL_VARIABLE in os.environ:
+        if read_environment().drill_dir is not None:
             interval = EverySeconds(1.0)  # a drill is short, and wants something to resume from
         self._pacing = Pacing(interval if interval is not None else ConvergenceAware())
         self.on_full = on_full

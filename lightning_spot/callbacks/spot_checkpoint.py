@@ -11,10 +11,10 @@ from lightning_spot.callbacks.auto_resume import AutoResume, ResumedFrom, say_re
 from lightning_spot.callbacks.goodput_monitor import GoodputMonitor
 from lightning_spot.callbacks.preemption_guard import PreemptionGuard
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
+from lightning_spot.config import FLUSH_TIMEOUT_S, IDLE_TIMEOUT_S, KEEP, MAX_STALL_S
 from lightning_spot.exact.position import Rewind
 from lightning_spot.goodput.metric import Goodput
 from lightning_spot.interval.policy import IntervalPolicy
-from lightning_spot.memory.host import MAX_STALL_S
 from lightning_spot.notices.choose import Notices
 from lightning_spot.notices.notice import Notice
 
@@ -66,7 +66,7 @@ class SpotCheckpoint(RemoteSnapshot):
         memory: str | Sequence[str] | None = "auto",
         run: str | None = None,
         interval: IntervalPolicy | None = None,
-        keep: int = 2,
+        keep: int = KEEP,
         notices: Notices = "auto",
         grace_s: float | None = None,
         resume: bool = True,
@@ -75,8 +75,8 @@ class SpotCheckpoint(RemoteSnapshot):
         memory_limit: str | int | None = None,
         on_full: Literal["skip", "wait"] = "skip",
         durable_every_s: float = 0.0,
-        flush_timeout_s: float = 300.0,
-        idle_timeout_s: float = 900.0,
+        flush_timeout_s: float = FLUSH_TIMEOUT_S,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
         max_stall_s: float = MAX_STALL_S,
         strict: bool = False,
     ) -> None:

@@ -17,9 +17,10 @@ from lightning_spot.capture.safety import Safety
 from lightning_spot.capture.tensors import tensors_in
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
+from lightning_spot.config import MAX_STALL_S
 from lightning_spot.errors import Fenced, NotSerialisable, RingFull, SnapshotTooLarge, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.host import MAX_STALL_S, Host
+from lightning_spot.memory.host import Host
 from lightning_spot.run.claims import begin_attempt
 from lightning_spot.run.identity import new_id
 from lightning_spot.run.location import Location

@@ -19,10 +19,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_spot.config import DRILL_VARIABLE
+from lightning_spot.config import DRILL_VARIABLE, NOTICE_FILE_VARIABLE
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.notices.choose import FILE_VARIABLE
 from lightning_spot.tiers.local import LocalStore
 
 WAYS = ("notice", "SIGTERM", "SIGKILL")
@@ -131,7 +130,7 @@ class Drill:
         environment = {
             **os.environ,
             DRILL_VARIABLE: str(folder),
-            FILE_VARIABLE: str(notice or folder / "no-notice"),
+            NOTICE_FILE_VARIABLE: str(notice or folder / "no-notice"),
             "LIGHTNING_SPOT_CLOUD": "none",
         }
         with open(folder / "log", "ab") as log:

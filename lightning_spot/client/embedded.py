@@ -19,11 +19,11 @@ from typing import Any
 
 from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.client.session import Session
-from lightning_spot.config import read_environment
+from lightning_spot.config import MAX_STALL_S, read_environment
 from lightning_spot.errors import NodeUnreachable
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.flusher import TierHealth
-from lightning_spot.memory.host import MAX_STALL_S, Lease
+from lightning_spot.memory.host import Lease
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.protocol.record import Record, find_record
 from lightning_spot.protocol.wire import Address

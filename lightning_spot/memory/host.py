@@ -7,14 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from lightning_spot.config import MAX_STALL_S
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.flusher import TierHealth
 from lightning_spot.memory.node import IN_PROCESS, Node
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.tiers.store import Store
-
-MAX_STALL_S = 5.0
-"""How long a call from the training thread to the node on this host may take by default, seconds."""
 
 
 @dataclass(frozen=True, slots=True)

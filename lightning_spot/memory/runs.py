@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from lightning_spot.config import check_run_name
+from lightning_spot.config import KEEP, check_run_name
 from lightning_spot.errors import SettingsError
 from lightning_spot.image.manifest import Manifest
 
@@ -58,7 +58,7 @@ class RunInfo:
     location: str
     attempt: int
     token: str
-    keep: int = 2
+    keep: int = KEEP
     durable_url: str | None = None
     durable_every_s: float = 0.0
     nodes: tuple[str, ...] = ()

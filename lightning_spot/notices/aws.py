@@ -5,9 +5,9 @@ https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-no
 
 from __future__ import annotations
 
-import os
 import time
 
+from lightning_spot.config import read_environment
 from lightning_spot.errors import NoticeUnavailable
 from lightning_spot.notices.metadata import Answer, ask
 from lightning_spot.notices.notice import Notice
@@ -29,7 +29,7 @@ class AwsSource:
     grace_s: float | None = 120.0
 
     def __init__(self, endpoint: str | None = None) -> None:
-        given = endpoint or os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT")
+        given = endpoint or read_environment().aws_endpoint
         self._endpoint = (given or "http://169.254.169.254").rstrip("/")
         self._token = ""
 

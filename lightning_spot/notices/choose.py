@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import os
 import signal
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from lightning_spot.config import read_environment
 from lightning_spot.errors import SettingsError
 from lightning_spot.notices.call import CallSource
 from lightning_spot.notices.detect import CLOUDS, AutoSource
@@ -16,8 +16,6 @@ from lightning_spot.notices.notice import NoticeSource
 from lightning_spot.notices.signals import DEFAULT_SIGNALS, SignalSource
 
 Notices = str | NoticeSource | Callable[[], Any] | Sequence[Any] | None
-
-FILE_VARIABLE = "LIGHTNING_SPOT_NOTICE_FILE"
 
 
 def open_sources(notices: Notices) -> list[NoticeSource]:
@@ -44,7 +42,7 @@ def open_sources(notices: Notices) -> list[NoticeSource]:
 
 def _named(name: str) -> list[NoticeSource]:
     if name == "auto":
-        file = os.environ.get(FILE_VARIABLE)
+        file = read_environment().notice_file
         files: list[NoticeSource] = [FileSource(file)] if file else []
         return [SignalSource(), *files, AutoSource()]
     if name == "signal":

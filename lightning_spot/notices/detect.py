@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from concurrent.futures import TimeoutError as NotInTime
 from pathlib import Path
 
+from lightning_spot.config import read_environment
 from lightning_spot.errors import NoticeUnavailable, SettingsError
 from lightning_spot.notices.alibaba import AlibabaSource
 from lightning_spot.notices.aws import AwsSource
@@ -17,7 +17,6 @@ from lightning_spot.notices.metadata import ask
 from lightning_spot.notices.notice import Notice, NoticeSource
 
 ASK_ALL_S = 1.0
-CLOUD_VARIABLE = "LIGHTNING_SPOT_CLOUD"
 CLOUDS: dict[str, Callable[[], NoticeSource]] = {
     "aws": AwsSource,
     "gcp": GcpSource,
@@ -47,7 +46,7 @@ def detect_cloud(dmi: Path = _DMI, probes: dict[str, Probe] | None = None) -> st
         dmi: directory of the firmware's identification.
         probes: what to ask, by cloud: endpoint, path, method, headers.
     """
-    if given := os.environ.get(CLOUD_VARIABLE):
+    if given := read_environment().cloud:
         return _given(given)
     if _says(dmi, "chassis_asset_tag") == _AZURE_TAG:
         return "azure"
@@ -97,7 +96,7 @@ class AutoSource:
 
 def _given(name: str) -> str | None:
     if name not in (*CLOUDS, "none"):
-        raise SettingsError(f"{CLOUD_VARIABLE}={name!r}: it is {', '.join(CLOUDS)} or none")
+        raise SettingsError(f"LIGHTNING_SPOT_CLOUD={name!r}: it is {', '.join(CLOUDS)} or none")
     return name if name != "none" else None
 
 

@@ -5,9 +5,9 @@ https://cloud.google.com/compute/docs/instances/preemptible, https://cloud.googl
 
 from __future__ import annotations
 
-import os
 import time
 
+from lightning_spot.config import read_environment
 from lightning_spot.errors import NoticeUnavailable
 from lightning_spot.notices.metadata import ASK_S, Answer, ask
 from lightning_spot.notices.notice import Notice
@@ -28,7 +28,7 @@ class GcpSource:
     grace_s: float | None = 30.0
 
     def __init__(self, endpoint: str | None = None, hold_s: float = 10.0) -> None:
-        host = os.environ.get("GCE_METADATA_HOST")
+        host = read_environment().gcp_host
         self._endpoint = (endpoint or (f"http://{host}" if host else "http://169.254.169.254")).rstrip("/")
         self._hold_s = hold_s
         self._etag = ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import threading
 import time
@@ -11,31 +10,13 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+from lightning_spot.config import read_environment
 from lightning_spot.errors import SettingsError
 from lightning_spot.notices.notice import Notice
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")
-GRACE_VARIABLE = "LIGHTNING_SPOT_GRACE_S"
-
-
-def grace_from_environment() -> float | None:
-    """Seconds between SIGTERM and the end, where the environment says so.
-
-    Raises:
-        SettingsError: if it says nonsense.
-    """
-    text = os.environ.get(GRACE_VARIABLE)
-    if not text:
-        return None
-    try:
-        grace_s = float(text)
-    except ValueError:
-        grace_s = 0.0
-    if not grace_s > 0:
-        raise SettingsError(f"{GRACE_VARIABLE}={text!r} is no number of seconds above 0; fix or unset it")
-    return grace_s
 
 
 class SignalSource:
@@ -60,7 +41,9 @@ class SignalSource:
                 raise SettingsError(
                     f"notices={item!r}: there is no such signal that can be caught; try SIGTERM or SIGUSR1"
                 )
-        self.grace_s = grace_s if grace_s is not None else grace_from_environment()
+        environment = read_environment()
+        self.grace_s = grace_s if grace_s is not None else environment.grace_s
+        self._by = " from SLURM" if environment.slurm_job is not None else ""
         self.notice: Notice | None = None
         self.received = 0
         self._signals = [signal.Signals[item] for item in signals]
@@ -96,11 +79,10 @@ class SignalSource:
         self.received += 1
         if self.notice is None:
             name = signal.Signals(number).name
-            by = " from SLURM" if "SLURM_JOB_ID" in os.environ else ""
             self.notice = Notice(
                 source=self.name,
                 kind="stop",
-                text=f"{name}{by}: this process is to end",
+                text=f"{name}{self._by}: this process is to end",
                 seen_s=time.monotonic(),
                 grace_s=self.grace_s,
             )

@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 from lightning_spot.client.embedded import start
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import DRILL_VARIABLE, check_run_name, parse_bytes
+from lightning_spot.config import MAX_STALL_S, check_run_name, parse_bytes, read_environment
 from lightning_spot.errors import NodeUnreachable, SettingsError, TierError
-from lightning_spot.memory.host import MAX_STALL_S, Host, InProcessHost
+from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.staging.slot import host_memory_bytes
 
@@ -54,7 +54,7 @@ class Location:
             raise SettingsError(f"dirpath={url!r}: dirpath is the durable tier; a memory node goes into memory={url!r}")
         url = os.path.abspath(url.removeprefix("file://")) if scheme in ("", "file") else url.rstrip("/")
         name = check_run_name(run if run is not None else url.rstrip("/").rpartition("/")[2])
-        if drill := os.environ.get(DRILL_VARIABLE):  # which must never write to the tiers of the real run
+        if drill := read_environment().drill_dir:  # which must never write to the tiers of the real run
             return cls(name=name, url=os.path.join(drill, "runs", name), nodes=(), embedded=memory is not None)
         if memory is None or memory == AUTO:
             nodes: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_spot.config import parse_bytes, read_environment
+from lightning_spot.config import FLUSH_TIMEOUT_S, IDLE_TIMEOUT_S, parse_bytes, read_environment
 from lightning_spot.errors import SettingsError
 from lightning_spot.memory.prefixes import check_prefix
 from lightning_spot.protocol.record import Record
@@ -40,8 +40,8 @@ class NodeSettings:
     memory_bytes: int = 8 * 2**30
     run_memory_bytes: int | None = None
     slots: int | None = None
-    idle_timeout_s: float = 900.0
-    drain_timeout_s: float = 300.0
+    idle_timeout_s: float = IDLE_TIMEOUT_S
+    drain_timeout_s: float = FLUSH_TIMEOUT_S
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,11 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drain-timeout",
         type=float,
-        default=300.0,
+        default=FLUSH_TIMEOUT_S,
         metavar="S",
         help="on SIGTERM, serve trainers and flush for so long; a second signal hastens (default: 300)",
     )
-    parser.add_argument("--idle-timeout", type=float, default=900.0, metavar="S", help=argparse.SUPPRESS)
+    parser.add_argument("--idle-timeout", type=float, default=IDLE_TIMEOUT_S, metavar="S", help=argparse.SUPPRESS)
     parser.add_argument("--embedded", nargs=2, metavar=("DIR", "KEY"), help=argparse.SUPPRESS)
 
 

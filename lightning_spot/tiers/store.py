@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
+from lightning_spot.config import KEEP
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot, Fenced
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.image.parts import checksum, part_ranges
@@ -67,7 +68,7 @@ class Claim:
     inode: int = 0
     host: str = ""
     pid: int = 0
-    keep: int = 2
+    keep: int = KEEP
     past: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
