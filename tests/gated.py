@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_spot.errors import NodeUnreachable, RingFull, SnapshotNotFound
+from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.sealing import Sealing
 from lightning_spot.memory.node import Node
@@ -45,6 +46,11 @@ class GatedStore(LocalStore):
         assert self.open.wait(30)
         self._pause.wait(manifest.nbytes / self.bytes_per_s)
         super().put(manifest, image, attempt=attempt)
+
+    def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
+        self._note("put", manifest)
+        assert self.open.wait(30)
+        return super().put_parts(manifest, parts, attempt=attempt)
 
     def delete(self, manifest: Manifest) -> None:
         self._note("delete", manifest)
@@ -166,23 +172,24 @@ class NodeBehind:
     def flush(self, wait_s: float) -> list[str]:
         return self._node().flush(self.run, wait_s)
 
-    def send(self, sealing: Sealing, *, attempt: int) -> Manifest:
+    def send(self, coming: Coming, *, attempt: int) -> Manifest:
         if self.full:
             raise RingFull("no slot")
         node = self._node()
-        upload = node.lease(self.run, attempt, sealing.manifest.nbytes, name=sealing.manifest.name, wait_s=5.0)
-        with upload.slot.view(sealing.manifest.nbytes) as view:
-            for start, stop, checksum in sealing.sealed_parts():
-                self._node()
-                view[start:stop] = sealing.image[start:stop]
-                upload.received[start] = (stop - start, checksum)
+        plain = replace(coming.manifest, checksums=())
+        upload = node.lease(self.run, attempt, plain.nbytes, name=plain.name, manifest=plain, wait_s=5.0)
+        with upload.slot.view(plain.nbytes) as view:
+            for start, stop, checksum in coming.sealed_parts():
+                self._node().uploads.arriving(upload, start, stop)
+                view[start:stop] = coming.image[start:stop]
+                self._node().uploads.arrived(upload, start, stop, checksum)
                 self.sent_bytes += stop - start
-        manifest = sealing.committed()
+        manifest = coming.committed()
         self._node().commit(upload.id, manifest)
         return manifest
 
     def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
-        self.send(Sealing(manifest, image), attempt=attempt)
+        self.send(Coming(manifest, image), attempt=attempt)
 
     def delete(self, manifest: Manifest) -> None:
         with contextlib.suppress(SnapshotNotFound):

@@ -463,7 +463,7 @@ def test_unreachable_node(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
 def test_two_runs_with_one_name(tmp_path: Path) -> None:
     path = str(tmp_path / "run-1")
     code = (
-        "import os, sys; from lightning_spot.memory import embedded; from lightning_spot.memory.runs import RunInfo\n"
+        "import os, sys; from lightning_spot.client import embedded; from lightning_spot.memory.runs import RunInfo\n"
         f"host = embedded.start({path!r}, 'run-1', slots=2, memory_bytes=2**26, idle_timeout_s=60)\n"
         f"host.open_run(RunInfo(name='run-1', id='0123456789ab', location='file://{path}', attempt=1, token='t',"
         " pid=os.getpid()))\n"

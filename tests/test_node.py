@@ -335,7 +335,7 @@ def test_it_ends_when_idle(tmp_path: Path) -> None:
 
 def test_it_outlives_its_trainer(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from lightning_spot.memory import embedded\n"
+        "import sys, time; from lightning_spot.client import embedded\n"
         f"host = embedded.start({str(tmp_path)!r}, 'run', slots=2, memory_bytes=2**26, idle_timeout_s=60)\n"
         "from tests.conftest import named_run\n"
         "host.open_run(named_run('run')); print('up', flush=True); time.sleep(60)"

@@ -12,9 +12,9 @@ from typing import Any
 
 from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.errors import CorruptSnapshot, NodeUnreachable, SnapshotNotFound, SpotError
+from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum, part_ranges
-from lightning_spot.image.sealing import Sealing
 from lightning_spot.memory.runs import Opened, RunInfo, parse_run
 from lightning_spot.protocol.wire import Address, parse_spot_url
 from lightning_spot.tiers.store import Claim, Holdings, Progress, highest_attempt, newest_first, seal_parts
@@ -50,7 +50,7 @@ class NodeStore:
 
     def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
         """See :meth:`Store.put`; the node must have a slot within 30 s."""
-        self.send(Sealing(manifest, image), attempt=attempt)
+        self.send(Coming(manifest, image), attempt=attempt)
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
         """See :meth:`Store.put_parts`."""
@@ -158,21 +158,21 @@ class NodeStore:
         answer = self.client.call("POST", "/v1/flush", body, timeout_s=wait_s + _ASK_S)
         return [str(line) for line in answer["unreached"]]
 
-    def send(self, sealing: Sealing, *, attempt: int) -> Manifest:
+    def send(self, coming: Coming, *, attempt: int) -> Manifest:
         """See :meth:`NodeTier.send`."""
-        upload = self._lease(self._named(sealing.manifest), attempt)
+        upload = self._lease(self._named(coming.manifest), attempt)
         try:
-            parts = _Shared(sealing.sealed_parts())
-            lanes = min(CONNECTIONS, -(-sealing.manifest.nbytes // sealing.manifest.part_bytes))
+            parts = _Shared(coming.sealed_parts())
+            lanes = min(CONNECTIONS, -(-coming.manifest.nbytes // coming.manifest.part_bytes))
             with ThreadPoolExecutor(max(1, lanes)) as pool:
-                jobs = [pool.submit(self._send_lane, upload, parts, sealing.image) for _ in range(lanes)]
+                jobs = [pool.submit(self._send_lane, upload, parts, coming.image) for _ in range(lanes)]
                 try:
                     for job in jobs:
                         job.result()
                 except BaseException:
                     parts.stop()
                     raise
-            manifest = sealing.committed()
+            manifest = coming.committed()
             self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": asdict(self._named(manifest))})
         except BaseException:
             self._give_up(upload)
@@ -198,6 +198,7 @@ class NodeStore:
             "attempt": max(1, attempt),
             "nbytes": manifest.nbytes,
             "name": manifest.name,
+            "manifest": asdict(replace(manifest, checksums=())),
             "wait_s": _WAIT_FOR_SLOT_S,
         }
         timeout_s = _WAIT_FOR_SLOT_S + 4 * _ASK_S

@@ -1,21 +1,18 @@
-"""Seals a filled file: writes the zip's CRCs and checksums every part, on several threads, the first parts first.
-
-Whoever sends the file on can take each part as soon as it is sealed, while later ones are still being checksummed.
-"""
+"""Seals a filled file: writes the zip's CRCs and checksums every part, on several threads, the first parts first."""
 
 from __future__ import annotations
 
 import os
 import struct
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 
-from lightning_spot.errors import LayoutUnsupported, SnapshotNotFound
+from lightning_spot.errors import LayoutUnsupported
 from lightning_spot.image.archive import Record, read_records
+from lightning_spot.image.coming import Coming
 from lightning_spot.image.crc import combine, crc32
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.parts import checksum, part_ranges
+from lightning_spot.image.parts import checksum
 
 _CRC_BYTES = 4
 _MOST_THREADS = 4
@@ -26,23 +23,8 @@ def sealing_threads() -> int:
     return max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
 
 
-class Sealing:
-    """A file that is being sealed, or has been. Methods may be called from any thread.
-
-    Args:
-        manifest: of the file; with checksums it counts as sealed.
-        image: the whole file; CRC fields in it are written. It must stay in place while anybody uses this object.
-    """
-
-    def __init__(self, manifest: Manifest, image: memoryview) -> None:
-        self.manifest = manifest
-        self.image = image
-        self._parts = list(part_ranges(manifest.nbytes, manifest.part_bytes))
-        self._checksums: list[str] = list(manifest.checksums) or [""] * len(self._parts)
-        self._order = list(range(len(self._parts))) if manifest.checksums else []
-        self._committed = bool(manifest.checksums) or not self._parts
-        self._given_up = False
-        self._changed = threading.Condition()
+class Sealing(Coming):
+    """A file that is being sealed here; CRC fields in it are written. See :class:`Coming`."""
 
     def run(self, threads: int) -> Manifest:
         """Seal the file on ``threads`` threads, this one among them; its sealed manifest.
@@ -59,58 +41,11 @@ class Sealing:
             helper.join()
         return replace(self.manifest, checksums=tuple(self._checksums))
 
-    def sealed_parts(self) -> Iterator[tuple[int, int, str]]:
-        """Yield ``(start, stop, checksum)`` of every part, in the order in which they are sealed; waits for each.
-
-        Raises:
-            SnapshotNotFound: if the file was given up.
-        """
-        for place in range(len(self._parts)):
-            with self._changed:
-                self._changed.wait_for(lambda place=place: self._given_up or len(self._order) > place)  # type: ignore[misc]
-                if self._given_up:
-                    raise SnapshotNotFound(f"{self.manifest.name} was given up while it was sent on")
-                index = self._order[place]
-            yield *self._parts[index], self._checksums[index]
-
-    def committed(self) -> Manifest:
-        """Wait until the file is committed on this host; its sealed manifest.
-
-        Raises:
-            SnapshotNotFound: if it was given up.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._given_up or self._committed)
-            if self._given_up:
-                raise SnapshotNotFound(f"{self.manifest.name} was given up while it was sent on")
-            return self.manifest
-
-    def commit(self, manifest: Manifest) -> None:
-        """Say that the file is committed, with this sealed manifest."""
-        with self._changed:
-            self.manifest, self._committed = manifest, True
-            self._changed.notify_all()
-
-    @property
-    def given_up(self) -> bool:
-        """Whether the file will not be committed."""
-        return self._given_up
-
-    def give_up(self) -> None:
-        """Say that the file will not be committed; nothing happens if it was."""
-        with self._changed:
-            self._given_up = not self._committed
-            self._changed.notify_all()
-
     def _work(self, plan: _Plan) -> None:
         while (index := plan.next_part()) is not None:
             for ready in plan.finish(index, self.image):
                 start, stop = self._parts[ready]
-                digest = checksum(self.image[start:stop])
-                with self._changed:
-                    self._checksums[ready] = digest
-                    self._order.append(ready)
-                    self._changed.notify_all()
+                self._final(ready, checksum(self.image[start:stop]))
 
 
 class _Plan:

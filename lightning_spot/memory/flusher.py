@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from lightning_spot.errors import CorruptSnapshot, Fenced, SnapshotNotFound, SpotError
+from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo
@@ -208,6 +209,8 @@ class Flusher:
         elif job.kind is Kind.RETAIN:
             retain(store, self._kept(job), job.manifest)
         elif not self._put(store, url, job):
+            with self._ring.changed:
+                self.work.dropped(url, job)
             return
         with self._ring.changed:
             self.work.done(url, job)
@@ -223,11 +226,11 @@ class Flusher:
         attempt = max(info.attempt if info is not None else 0, manifest.attempt)
         if isinstance(store, NodeTier) and info is not None and slot.places is None:
             store.know(replace(info, nodes=(), session=""))
-        if job.sealing is not None and isinstance(store, NodeTier):
+        if job.coming is not None:
             try:
-                manifest = store.send(job.sealing, attempt=attempt)
+                manifest = _send_on(store, job.coming, attempt)
             except SnapshotNotFound:
-                if job.sealing.given_up:
+                if job.coming.given_up:
                     return False
                 raise
         else:
@@ -312,6 +315,8 @@ class Flusher:
             self._failed(url, job, error)
             return
         logger.warning("%s", error)
+        if job.coming is not None:
+            job.coming.give_up()
         with self._ring.changed:
             self.work.done(url, job)
             self.health[url].refused = str(error)
@@ -319,3 +324,11 @@ class Flusher:
                 self._ring.mark_refused(job.slot, job.manifest, url)
             self._ring.notify()
         self._heard(url, error)
+
+
+def _send_on(store: Store, coming: Coming, attempt: int) -> Manifest:
+    """Bring a file to a tier while it is still coming in; it is committed there once it is here."""
+    if isinstance(store, NodeTier):
+        return store.send(coming, attempt=attempt)
+    store.put_parts(coming.manifest, coming.parts_in_order(), attempt=attempt)
+    return coming.committed()

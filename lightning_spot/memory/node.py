@@ -94,6 +94,7 @@ class Node:
             raise SettingsError(f"attempt {info.attempt} of run {info.name!r}: attempts are counted from 1")
         with self._lock:
             run, _before = self.registry.take(info)
+            self.uploads.fence(info.key, info.attempt)
             self.routes.open(run.info)
             self._remember(run)
             for key in self.registry.stale():
@@ -220,7 +221,7 @@ class Node:
 
     def close(self, *, keep_unsafe: bool = False) -> None:
         """Stop flushing and give the memory back."""
-        self.closing = True
+        self.uploads.close()
         self.routes.close()
         self.flusher.close()
         self.ring.close(keep_unsafe=keep_unsafe)

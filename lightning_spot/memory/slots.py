@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.sealing import Sealing
 from lightning_spot.staging.slot import SlotMemory
 
 
@@ -45,7 +45,7 @@ class Slot:
         generation: counts its memories, so that a peer knows when to map anew.
         run: key of the run that fills or holds it.
         manifest: the committed snapshot.
-        sealing: the snapshot on its way to being committed, while parts of it may go on already.
+        coming: the snapshot on its way to being committed, while parts of it may go on already.
         places: URLs a user's file goes to instead of its run's tiers.
         dirty: URLs at which the snapshot is owed (the dirty bits).
         safe: URLs at which it is.
@@ -61,7 +61,7 @@ class Slot:
     generation: int = 0
     run: str = ""
     manifest: Manifest | None = None
-    sealing: Sealing | None = None
+    coming: Coming | None = None
     places: tuple[str, ...] | None = None
     dirty: list[str] = field(default_factory=list)
     safe: list[str] = field(default_factory=list)

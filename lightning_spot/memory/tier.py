@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
+from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.sealing import Sealing
 from lightning_spot.memory.runs import Opened, RunInfo
 
 
@@ -27,8 +27,8 @@ class NodeTier(Protocol):
     def held(self) -> list[tuple[Manifest, list[str], list[str]]]:
         """Everything it holds of the run: manifest, tiers it is dirty for, tiers it is safe at."""
 
-    def send(self, sealing: Sealing, *, attempt: int) -> Manifest:
-        """Send a file part by part as it is sealed, and commit it there once it is committed here.
+    def send(self, coming: Coming, *, attempt: int) -> Manifest:
+        """Send a file part by part as each becomes final, and commit it there once it is committed here.
 
         Returns:
             its sealed manifest.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound, SpotError, TierError
+from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing, sealing_threads
 from lightning_spot.memory.registry import Registry
@@ -39,6 +40,7 @@ class Upload:
         session: the trainer's connection, if it is on this host.
         touched_s: when something was heard of it last (monotonic).
         received: ``offset -> (nbytes, xxh3-128)`` of parts that came over the network.
+        coming: hands these parts to whoever sends them on, if it was said what they are of.
         streams: connections that receive into the slot at the moment.
         sealing: whether it is being checksummed, which also writes the zip's CRCs.
         given_up: whether its slot is to be freed once nothing writes into it any more.
@@ -54,6 +56,7 @@ class Upload:
     touched_s: float
     received: dict[int, tuple[int, str]] = field(default_factory=dict)
     streams: set[socket.socket] = field(default_factory=set)
+    coming: Coming | None = None
     sealing: bool = False
     given_up: bool = False
 
@@ -89,6 +92,14 @@ class Uploads:
     def __iter__(self) -> Iterator[str]:
         return iter(list(self._uploads))
 
+    def close(self) -> None:
+        """Take no new snapshots, and send on nothing that is not here yet."""
+        self.closing = True
+        with self._lock:
+            for upload in self._uploads.values():
+                if upload.coming is not None:
+                    upload.coming.give_up()
+
     def end_session(self, session: str) -> None:
         """The connection of a trainer has closed: its half-filled slots are freed."""
         with self._lock:
@@ -102,6 +113,7 @@ class Uploads:
         nbytes: int,
         *,
         name: str = "",
+        manifest: Manifest | None = None,
         wait_s: float = 0.0,
         session: str = "",
         upload_id: str = "",
@@ -114,6 +126,8 @@ class Uploads:
             attempt: who writes.
             nbytes: size of the snapshot.
             name: of the snapshot; if given, nothing else can be committed in the slot.
+            manifest: of the snapshot, without checksums, if it will come over the network: its parts go on to the
+                tiers below as they arrive, and nothing else can be committed in the slot.
             wait_s: how long to wait for a slot.
             session: live connection of the trainer, if it is on this host. When it closes the slot is freed.
             upload_id: 32 hexadecimal digits chosen by who asks, so that it can ask once more, or give the upload up,
@@ -131,8 +145,12 @@ class Uploads:
         key = self._admit(run, attempt)
         if (known := self._uploads.get(upload_id)) is not None:
             return self._same(known, key, attempt, nbytes, name)
+        if manifest is not None and (manifest.nbytes, manifest.name, key_of(manifest)) != (nbytes, name, key):
+            raise SettingsError(f"{manifest.name} is not what is asked for a slot: {name} of {nbytes} bytes of {key!r}")
         slot = self._ring.lease(key, nbytes, wait_s, cancelled=gone)
         upload = Upload(upload_id or uuid.uuid4().hex, key, attempt, slot, nbytes, name, session, time.monotonic())
+        if manifest is not None and not manifest.is_file and not self._ring.find(key, name):
+            upload.coming = Coming(replace(manifest, checksums=()), slot.view(nbytes))
         return self._begin(upload, gone)
 
     def try_lease(self, run: str, attempt: int, nbytes: int, *, name: str = "", session: str = "") -> Upload | None:
@@ -161,6 +179,21 @@ class Uploads:
             raise SnapshotNotFound(f"upload {upload_id!r} does not exist (any more)")
         upload.touched_s = time.monotonic()
         return upload
+
+    def arriving(self, upload: Upload, start: int, stop: int) -> None:
+        """Bytes are about to be received into the slot."""
+        if upload.coming is not None:
+            upload.coming.arriving(start, stop)
+
+    def arrived(self, upload: Upload, start: int, stop: int, digest: str) -> None:
+        """Bytes were received; they go on to the tiers below if they are a part of a snapshot."""
+        upload.received[start] = (stop - start, digest)
+        if upload.coming is None:
+            return
+        upload.coming.arrived(start, digest)
+        with self._lock:
+            if upload.slot.coming is None and self._uploads.get(upload.id) is upload:
+                self._offer(upload.slot, upload.coming)
 
     def seal(self, upload_id: str, manifest: Manifest, destinations: list[str] | None = None) -> Manifest:
         """Commit a slot that was filled on this host: write the zip's CRCs, checksum every part, commit.
@@ -220,7 +253,18 @@ class Uploads:
                 raise CorruptSnapshot(
                     f"part {index} of {manifest.name} was lost or damaged on its way; it is sent again", part=index
                 )
-        return self._commit(upload, manifest, None)
+        committed = self._commit(upload, manifest, None)
+        if upload.coming is not None:
+            upload.coming.commit(committed)
+            self._offer(upload.slot, None)
+        return committed
+
+    def fence(self, run: str, attempt: int) -> None:
+        """Send nothing on that earlier attempts are still sending: it will not be committed."""
+        with self._lock:
+            for upload in self._uploads.values():
+                if upload.run == run and upload.attempt < attempt and upload.coming is not None:
+                    upload.coming.give_up()
 
     def abort(self, upload_id: str) -> None:
         """Give an upload up; its slot becomes free. Nothing happens if it is gone."""
@@ -229,6 +273,9 @@ class Uploads:
             if upload is None:
                 return
             upload.given_up = True
+            if upload.coming is not None:
+                upload.coming.give_up()
+                self._offer(upload.slot, None)
             for connection in upload.streams:
                 with contextlib.suppress(OSError):  # it has broken already
                     connection.shutdown(socket.SHUT_RDWR)
@@ -280,10 +327,10 @@ class Uploads:
             raise SettingsError(f"upload {known.id} was begun for something else")
         return known
 
-    def _offer(self, slot: Slot, sealing: Sealing | None) -> None:
-        """Let the parts of a snapshot that is being sealed go to the next node, or no longer."""
+    def _offer(self, slot: Slot, coming: Coming | None) -> None:
+        """Let the parts of a snapshot that is coming in go on to the tiers below, or no longer."""
         with self._ring.changed:
-            slot.sealing = sealing
+            slot.coming = coming
             self._ring.notify()
 
     def _commit(self, upload: Upload, manifest: Manifest, places: tuple[str, ...] | None) -> Manifest:
@@ -307,6 +354,7 @@ class Uploads:
                 key_of(manifest) != upload.run
                 or manifest.attempt > upload.attempt
                 or upload.name not in ("", manifest.name)
+                or (upload.coming is not None and replace(manifest, checksums=()) != upload.coming.manifest)
             ):
                 raise SettingsError(
                     f"{manifest.name} of attempt {manifest.attempt} of run {manifest.run!r} is not what this upload was"

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing
 from lightning_spot.memory.backoff import BackOff
@@ -33,7 +34,7 @@ class Job:
         run: key of the run.
         manifest: of the snapshot it is about.
         slot: that holds it, to be put.
-        sealing: if it is not committed yet, but its parts may go already.
+        coming: if it is not committed yet, but its parts may go already.
         sequence: of the commit that is put.
     """
 
@@ -41,7 +42,7 @@ class Job:
     run: str
     manifest: Manifest
     slot: Slot | None = None
-    sealing: Sealing | None = None
+    coming: Coming | None = None
     sequence: int = 0
 
     @property
@@ -157,6 +158,10 @@ class Work:
         self.backoff(url).failed(job.key, time.monotonic())
         self._errors.setdefault(url, {})[job.key] = text
 
+    def dropped(self, url: str, job: Job) -> None:
+        """A put came to nothing, because there was nothing to put after all: it does not count as taken."""
+        self._begun.pop((url, job.run), None)
+
     def rest(self, url: str) -> None:
         """Nothing is to be done at a tier: what it is to be given time for is past."""
         self._backoffs.pop(url, None)
@@ -188,8 +193,10 @@ class Work:
     def _own(self, slot: Slot) -> list[str]:
         """Tiers that this node must bring a slot to by itself."""
         tiers = self._ring.tiers(slot.run)
-        if slot.sealing is not None and slot.manifest is None:
-            return [url for url in tiers.own if url.startswith("spot://")]
+        if slot.coming is not None and slot.manifest is None:
+            # What is sealed here is whole in a moment, and stores take it then, many parts at once.
+            own = [url for url in tiers.own if url.startswith("spot://") or not isinstance(slot.coming, Sealing)]
+            return own if not slot.coming.given_up else []
         return [url for url in slot.dirty if slot.places is not None or url not in tiers.carried]
 
     def _jobs(self, url: str) -> Iterator[Job]:
@@ -199,16 +206,16 @@ class Work:
         for run, manifest in self._retentions.get(url, {}).items():
             yield Job(Kind.RETAIN, run, manifest)
         slots = [slot for slot in self._ring.slots if url in self._own(slot)]
-        sealing = [slot for slot in slots if slot.manifest is None]
-        soon_old = {slot.run for slot in sealing}
+        coming = [slot for slot in slots if slot.manifest is None]
+        soon_old = {slot.run for slot in coming if isinstance(slot.coming, Sealing)}
         for slot in sorted(slots, key=lambda slot: slot.sequence):
             if slot.manifest is not None and (
                 slot.run not in soon_old or slot.manifest.complete or slot.manifest.is_file
             ):
                 yield Job(Kind.PUT, slot.run, slot.manifest, slot, sequence=slot.sequence)
-        for slot in sealing:
-            if slot.sealing is not None:
-                yield Job(Kind.PUT, slot.run, slot.sealing.manifest, slot, slot.sealing)
+        for slot in coming:
+            if slot.coming is not None:
+                yield Job(Kind.PUT, slot.run, slot.coming.manifest, slot, slot.coming)
 
     def _owed_of(self, run: str, url: str) -> dict[str, int]:
         """Name and commit of everything of a run that is owed at a tier."""

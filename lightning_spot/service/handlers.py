@@ -37,6 +37,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from typing import Any
 
 from aiohttp import hdrs, web
 
@@ -255,6 +256,7 @@ class Service:
             seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
             session=text(body, "session") if _same_host(request) else "",
             name=text(body, "name"),
+            manifest=Manifest.from_dict(body["manifest"]) if body.get("manifest") is not None else None,
             upload_id=identifier(body, "upload"),
         )
         slot = upload.slot
@@ -270,7 +272,7 @@ class Service:
         )
 
     async def _wait_for_slot(
-        self, request: web.Request, run: str, attempt: int, nbytes: int, wait_s: float, **more: str
+        self, request: web.Request, run: str, attempt: int, nbytes: int, wait_s: float, **more: Any
     ) -> Upload:
         accepted = self._connections.of(request.transport) if self._connections is not None else None
         gone = accepted.gone if accepted is not None else asyncio.get_running_loop().create_future()

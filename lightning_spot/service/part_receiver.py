@@ -36,6 +36,7 @@ def receive_parts(connection: socket.socket, node: Node, upload: Upload) -> None
     while fill(connection, memoryview(frame), FRAME_WAIT_S, at_boundary=True):
         start, nbytes = FRAME.unpack(frame)
         _check_frame(start, nbytes, upload)
+        node.uploads.arriving(upload, start, start + nbytes)
         digest = xxhash.xxh3_128()
         deadline = time.monotonic() + FRAME_WAIT_S + nbytes / SLOWEST_BYTES_PER_S
         with upload.slot.view(upload.nbytes) as view:
@@ -45,7 +46,7 @@ def receive_parts(connection: socket.socket, node: Node, upload: Upload) -> None
                 with view[place : min(place + SEND_BYTES, start + nbytes)] as chunk:
                     fill(connection, chunk, deadline - time.monotonic())
                     digest.update(chunk)
-        upload.received[start] = (nbytes, digest.hexdigest())
+        node.uploads.arrived(upload, start, start + nbytes, digest.hexdigest())
         connection.settimeout(FRAME_WAIT_S)
         connection.sendall(digest.digest())
 

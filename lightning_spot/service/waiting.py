@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from lightning_spot.errors import RingFull
+from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.uploads import Upload
 
@@ -42,6 +43,7 @@ class Waiting:
         *,
         session: str = "",
         name: str = "",
+        manifest: Manifest | None = None,
         upload_id: str = "",
     ) -> Upload:
         """Take a slot, see :meth:`Uploads.lease`.
@@ -54,6 +56,7 @@ class Waiting:
             wait_s: how long to wait.
             session: live connection of the trainer, if it is on this host.
             name: of the snapshot.
+            manifest: of it, if its parts may go on as they arrive.
             upload_id: chosen by who asks.
 
         Raises:
@@ -70,7 +73,14 @@ class Waiting:
                 changed = self._changed
                 try:
                     upload = await asyncio.to_thread(
-                        self._node.lease, run, attempt, nbytes, session=session, name=name, upload_id=upload_id
+                        self._node.lease,
+                        run,
+                        attempt,
+                        nbytes,
+                        session=session,
+                        name=name,
+                        manifest=manifest,
+                        upload_id=upload_id,
                     )
                     break
                 except RingFull:

@@ -1,0 +1,121 @@
+"""A file that is not committed yet, and whose parts become final one after another: sealed here, or received.
+
+Whoever sends the file on takes each part as soon as it is final, and waits for the rest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+from lightning_spot.errors import SnapshotNotFound
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.parts import part_ranges
+
+QUIET_S = 30.0
+"""Who waits for parts waits no longer when none became final for so long: the file is sent on once it is committed."""
+
+
+class Coming:
+    """A file whose parts become final one after another. Methods may be called from any thread.
+
+    Args:
+        manifest: of the file; with checksums it counts as committed, and every part is final.
+        image: the whole file. It must stay in place while anybody uses this object, and a part that is final does not
+            change: where one must be written again, the file is given up first.
+    """
+
+    def __init__(self, manifest: Manifest, image: memoryview) -> None:
+        self.manifest = manifest
+        self.image = image
+        self._parts = list(part_ranges(manifest.nbytes, manifest.part_bytes))
+        self._checksums: list[str] = list(manifest.checksums) or [""] * len(self._parts)
+        self._order = list(range(len(self._parts))) if manifest.checksums else []
+        self._begun: set[int] = set()
+        self._committed = bool(manifest.checksums) or not self._parts
+        self._given_up = False
+        self._changed = threading.Condition()
+
+    # -- for who brings the parts ---------------------------------------------------------------------------------
+
+    def arriving(self, start: int, stop: int) -> None:
+        """Bytes are about to be received: a part for the first time, or nobody may send the file on."""
+        index = start // self.manifest.part_bytes
+        with self._changed:
+            whole = index < len(self._parts) and self._parts[index] == (start, stop)
+            if whole and index not in self._begun:
+                self._begun.add(index)
+                return
+        self.give_up()
+
+    def arrived(self, start: int, digest: str) -> None:
+        """What was announced by :meth:`arriving` is here."""
+        if not self._given_up:
+            self._final(start // self.manifest.part_bytes, digest)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Say that the file is committed, with this sealed manifest."""
+        with self._changed:
+            self.manifest, self._committed = manifest, True
+            self._changed.notify_all()
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the file will not be committed, or is not to be sent on before it is."""
+        return self._given_up
+
+    def give_up(self) -> None:
+        """Say that the file will not be committed, or not be sent on before; nothing happens if it was committed."""
+        with self._changed:
+            self._given_up = self._given_up or not self._committed
+            self._changed.notify_all()
+
+    # -- for who sends them on ------------------------------------------------------------------------------------
+
+    def sealed_parts(self) -> Iterator[tuple[int, int, str]]:
+        """Yield ``(start, stop, checksum)`` of every part, in the order in which they become final; waits for each.
+
+        Raises:
+            SnapshotNotFound: if the file was given up.
+        """
+        for place in range(len(self._parts)):
+            self._wait(lambda place=place: len(self._order) > place)  # type: ignore[misc]
+            index = self._order[place]
+            yield *self._parts[index], self._checksums[index]
+
+    def parts_in_order(self) -> Iterator[memoryview]:
+        """Yield every part from the first to the last; ends once the file is committed here.
+
+        Raises:
+            SnapshotNotFound: if the file was given up.
+        """
+        for index, (start, stop) in enumerate(self._parts):
+            self._wait(lambda index=index: bool(self._checksums[index]))  # type: ignore[misc]
+            yield self.image[start:stop]
+        self.committed()
+
+    def committed(self) -> Manifest:
+        """Wait until the file is committed on this host; its sealed manifest.
+
+        Raises:
+            SnapshotNotFound: if it was given up.
+        """
+        self._wait(lambda: self._committed)
+        return self.manifest
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _final(self, index: int, digest: str) -> None:
+        with self._changed:
+            self._checksums[index] = digest
+            self._order.append(index)
+            self._changed.notify_all()
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        with self._changed:
+            while not self._given_up and not ready():
+                before = len(self._order)
+                if not self._changed.wait(QUIET_S) and before == len(self._order) and not ready():
+                    self._given_up = not self._committed
+            if self._given_up:
+                raise SnapshotNotFound(f"{self.manifest.name} was given up while it was sent on")

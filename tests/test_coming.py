@@ -1,0 +1,244 @@
+"""A memory node sends the parts of a snapshot on while it still receives it, and commits below only what it has."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_spot.client.remote import NodeStore
+from lightning_spot.errors import Fenced, SettingsError, SnapshotNotFound
+from lightning_spot.image import coming
+from lightning_spot.image.coming import Coming
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.parts import checksum, part_ranges
+from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.uploads import Upload
+from lightning_spot.tiers.local import LocalStore
+from tests.conftest import RunningNode, until
+from tests.gated import MIB, RUN_ID, Bench, GatedStore, NodeBehind, image_of, manifest_of
+
+RUN = f"run@{RUN_ID}"
+BEHIND = "spot://behind:7070"
+PART = 1000
+NBYTES = 3 * PART + 10
+
+
+class Watched(GatedStore):
+    """Says which parts it has taken."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.taken = 0
+
+    def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
+        def noted() -> Iterator[memoryview]:
+            for part in parts:
+                yield part
+                self.taken += 1
+
+        return super().put_parts(manifest, noted(), attempt=attempt)
+
+
+class Receiving(Bench):
+    """A memory node that receives a snapshot part by part."""
+
+    def store(self, url: str) -> GatedStore:
+        return self.stores.setdefault(url, Watched(url))
+
+    def watched(self) -> Watched:
+        store = self.tier()
+        assert isinstance(store, Watched)
+        return store
+
+    def begin(self, step: int = 1) -> Upload:
+        self.manifest = replace(manifest_of(step, 1, NBYTES), part_bytes=PART)
+        self.image = image_of(step, NBYTES)
+        return self.node.lease(RUN, 1, NBYTES, name=self.manifest.name, manifest=self.manifest)
+
+    def receive(self, upload: Upload, *numbers: int, image: bytes | None = None) -> None:
+        ranges = list(part_ranges(NBYTES, PART))
+        for start, stop in [ranges[number] for number in numbers]:
+            self.node.uploads.arriving(upload, start, stop)
+            data = (image or self.image)[start:stop]
+            with upload.slot.view(NBYTES) as view:
+                view[start:stop] = data
+            self.node.uploads.arrived(upload, start, stop, checksum(data))
+
+    def commit(self, upload: Upload) -> Manifest:
+        return self.node.commit(upload.id, self.manifest.sealed(memoryview(self.image)))
+
+    def durable(self) -> list[int]:
+        found = LocalStore(self.tier().url).survey().manifests
+        for manifest in found:
+            buffer = bytearray(manifest.nbytes)
+            LocalStore(self.tier().url).fetch(manifest, memoryview(buffer))
+            manifest.verify(memoryview(buffer), "durable")
+            assert bytes(buffer) == image_of(manifest.step, manifest.nbytes)
+        return [manifest.step for manifest in found]
+
+    def files(self) -> list[str]:
+        return [path.name for path in Path(self.tier().url).rglob("*") if path.is_file()]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Receiving]:
+    made = Receiving(tmp_path)
+    made.open()
+    yield made
+    made.close()
+
+
+def test_parts_go_on_to_the_durable_tier_as_they_arrive(bench: Receiving) -> None:
+    upload = bench.begin()
+    bench.receive(upload, 0)
+    until(lambda: bench.watched().taken == 1, "the first part to be taken before the second has come")
+    bench.receive(upload, 2, 3)  # the second one comes over another connection, later
+    bench.receive(upload, 1)
+    until(lambda: bench.watched().taken == 4, "all parts")
+    assert bench.durable() == []  # nothing counts there before it does here
+    bench.commit(upload)
+    assert bench.flush() == []
+    assert bench.durable() == [1]
+    assert bench.tier().puts() == [1]  # the put of the committed snapshot is the one that was under way
+
+
+def test_parts_go_on_to_the_next_memory_node_as_they_arrive(tmp_path: Path) -> None:
+    second = Bench(tmp_path / "second", allow=[str(tmp_path)])
+    behind = NodeBehind(f"{BEHIND}/{RUN}", second.node)
+    first = Receiving(tmp_path / "first", flush_to=BEHIND, allow=(), open_store=lambda _url: behind)
+    try:
+        first.open()
+        until(lambda: first.node.routes.status(RUN_ID)["node"], "the chain")
+        upload = first.begin()
+        first.receive(upload, 1)
+        until(lambda: behind.sent_bytes == PART, "the first part to be sent on")
+        assert not second.held()
+        first.receive(upload, 0, 2, 3)
+        first.commit(upload)
+        assert first.flush() == []
+        assert second.held() == [1]
+        assert behind.sent_bytes == NBYTES
+    finally:
+        first.close()
+        second.close()
+
+
+def test_what_is_given_up_is_given_up_below_too(bench: Receiving) -> None:
+    upload = bench.begin()
+    bench.receive(upload, 0, 1)
+    until(lambda: bench.watched().taken == 2, "two parts to be taken")
+    bench.node.abort(upload.id)
+    until(lambda: not bench.files(), "nothing to be left")
+    assert bench.flush() == []
+    assert not bench.node.flusher.health[bench.tier().url].failures_total
+    upload = bench.begin(2)  # the slot is good for the next one
+    bench.receive(upload, 0, 1, 2, 3)
+    bench.commit(upload)
+    assert bench.flush() == []
+    assert bench.durable() == [2]
+
+
+def test_a_part_that_arrives_twice_is_not_sent_on_before_the_commit(bench: Receiving) -> None:
+    """It was damaged on its way the first time, which only its sender can tell."""
+    upload = bench.begin()
+    bench.receive(upload, 0, 1, image=bytes(NBYTES))
+    until(lambda: bench.watched().taken == 2, "damaged parts to be taken")
+    bench.receive(upload, 0, 1, 2, 3)
+    bench.commit(upload)
+    assert bench.flush() == []
+    assert bench.durable() == [1]
+    assert bench.watched().taken == 2
+
+
+def test_a_sender_that_falls_silent_holds_nothing_up(bench: Receiving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coming, "QUIET_S", 0.2)
+    upload = bench.begin()
+    bench.receive(upload, 0)
+    until(lambda: bench.watched().taken == 1, "a part to be taken")
+    bench.save(2)
+    assert bench.flush() == []
+    assert bench.durable() == [2]
+    bench.receive(upload, 1, 2, 3)  # and what it sends in the end is not lost
+    bench.commit(upload)
+    assert bench.held() == [1, 2]
+
+
+def test_a_later_attempt_does_not_wait_for_what_an_earlier_one_was_sending(bench: Receiving) -> None:
+    upload = bench.begin()
+    bench.receive(upload, 0)
+    until(lambda: bench.watched().taken == 1, "a part to be taken")
+    bench.open(attempt=2)
+    bench.save(3, attempt=2)
+    assert bench.flush() == []
+    assert bench.durable() == [3]
+    bench.receive(upload, 1, 2, 3)
+    with pytest.raises(Fenced):
+        bench.commit(upload)
+
+
+def test_an_upload_commits_only_what_it_said_it_would(bench: Receiving) -> None:
+    upload = bench.begin()
+    bench.receive(upload, 0, 1, 2, 3)
+    bench.manifest = replace(bench.manifest, epoch=7)
+    with pytest.raises(SettingsError, match="is not what this upload was opened for"):
+        bench.commit(upload)
+    with pytest.raises(SettingsError, match="not what is asked"):
+        bench.node.lease(RUN, 1, NBYTES - 1, name=bench.manifest.name, manifest=bench.manifest)
+    assert bench.flush() == []
+    assert bench.durable() == []
+
+
+def test_a_frame_that_is_no_part_is_not_sent_on() -> None:
+    manifest = replace(manifest_of(1, 1, NBYTES), part_bytes=PART)
+    found = Coming(manifest, memoryview(bytearray(NBYTES)))
+    found.arriving(0, PART)
+    found.arrived(0, "0" * 32)
+    found.arriving(PART // 2, PART)
+    assert found.given_up
+    with pytest.raises(SnapshotNotFound, match="given up"):
+        next(found.parts_in_order())
+
+
+def test_over_the_network(start_node: Callable[..., RunningNode], tmp_path: Path) -> None:
+    """A sender that waits, in the middle of a snapshot, for its beginning to be at the durable tier."""
+    durable = tmp_path / "durable"
+    node = start_node("--allow", str(tmp_path))
+    store = NodeStore(f"{node.url}/{RUN}")
+    info = RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t", durable_url=str(durable))
+    assert store.open_run(info).carries
+    image = image_of(1, 2 * MIB)
+    manifest = replace(manifest_of(1, 1, len(image)), part_bytes=MIB)
+    seen = threading.Event()
+
+    def parts() -> Iterator[memoryview]:
+        yield memoryview(image)[:MIB]
+        until(lambda: any(path.stat().st_size >= MIB for path in durable.rglob(".*")), "the first part at the tier")
+        seen.set()
+        yield memoryview(image)[MIB:]
+
+    sealed = store.put_parts(manifest, parts(), attempt=1)
+    assert seen.is_set()
+    until(lambda: LocalStore(durable).holds(sealed), "the snapshot at the tier")
+    buffer = bytearray(len(image))
+    LocalStore(durable).fetch(sealed, memoryview(buffer))
+    assert bytes(buffer) == image
+
+
+def test_a_sender_that_says_only_a_name_is_served(tmp_path: Path) -> None:
+    """One of the version before: its snapshot goes on once it is whole."""
+    bench = Receiving(tmp_path)
+    bench.open()
+    try:
+        bench.manifest = replace(manifest_of(1, 1, NBYTES), part_bytes=PART)
+        bench.image = image_of(1, NBYTES)
+        upload = bench.node.lease(RUN, 1, NBYTES, name=bench.manifest.name)
+        bench.receive(upload, 0, 1, 2, 3)
+        bench.commit(upload)
+        assert bench.flush() == []
+        assert bench.durable() == [1]
+    finally:
+        bench.close()
