@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import pytest
 import torch
 
 from lightning_spot.cli import main
-from lightning_spot.exact.compare import differences
+from lightning_spot.exact.compare import compare, differences
+from lightning_spot.exact.compare import main as compare_files
 
 
 def drill(tmp_path: Path, case: str, kills: int) -> tuple[int, dict[str, Any]]:
@@ -64,3 +67,43 @@ def test_differences_are_told_entry_by_entry() -> None:
     assert list(differences({"a": -0.0 * torch.ones(1)}, {"a": torch.zeros(1)})) != []  # to the bit
     assert list(differences({"a": 1}, {"b": 1})) == ["a: only in the first", "b: only in the second"]
     assert list(differences({"a": [1]}, {"a": [1, 2]})) == ["a: 1 items and 2"]
+
+
+def test_paths_and_times_of_the_runs_are_listed_apart() -> None:
+    now = time.time()
+    left = {
+        "hyper_parameters": {
+            "root": "/tmp/a/undisturbed/x1",
+            "name": "run-2026-11-21_10-00-01",
+            "path": Path("/a/one"),
+        },
+        "callbacks": {"Mine": {"began": now, "elapsed_s": 3.0, "at": datetime(2026, 1, 1)}, "Timer": {"train": 1}},
+        "seed": 1_700_000_000,
+        "best": "/x/epoch=1.ckpt",
+        "score": 3.0,
+        "folders": 2,
+    }
+    right = {
+        "hyper_parameters": {"root": "/tmp/a/disturbed/y2", "name": "run-2026-11-21_10-00-59", "path": Path("/a/two")},
+        "callbacks": {"Mine": {"began": now + 60, "elapsed_s": 4.0, "at": datetime(2026, 1, 2)}, "Timer": {"train": 2}},
+        "seed": 1_700_000_060,
+        "best": "/y/epoch=2.ckpt",
+        "score": 4.0,
+        "folders": 3,
+    }
+    found = list(compare(left, right))
+    assert {item.path for item in found if not item.of_the_run} == {"seed", "best", "score", "folders"}
+    assert len(found) == 4 + 7
+
+
+def test_states_that_torch_does_not_load_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, (value, place) in {"a": (1, "/one/a"), "b": (1, "/two/b"), "c": (2, "/one/a")}.items():
+        loss = torch.nn.HuberLoss(delta=float(value))
+        torch.save({"hyper_parameters": {"loss": loss, "root": place}}, tmp_path / name)
+    assert compare_files([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "different": [],
+        "of_the_run": ["hyper_parameters.root: '/one/a' and '/two/b'"],
+    }
+    assert compare_files([str(tmp_path / "a"), str(tmp_path / "c")]) == 0
+    assert json.loads(capsys.readouterr().out)["different"] == ["hyper_parameters.loss.delta: 1.0 and 2.0"]

@@ -421,15 +421,23 @@ class Thing:
     """An object that torch does not load with weights_only."""
 
 
-def test_state_that_is_not_safe_to_load(tmp_path: Path) -> None:
+def test_state_that_is_not_safe_to_load_is_left_alone_until_a_hook_wants_it(tmp_path: Path) -> None:
     class Odd(Net):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["thing"] = Thing()
 
+    class Wanting(Odd):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["thing"].size = 1 + checkpoint["thing"].size
+
     with pytest.raises(Stop):
         trainer(spot(tmp_path), StopAt(31)).fit(Odd(), data())
-    with pytest.raises(NotSerialisable, match="weights_only=False"):
-        trainer(spot(tmp_path)).fit(Odd(), data())
+    with pytest.raises(NotSerialisable, match=r"thing of the snapshot is a tests\.test_fit\.Thing.*weights_only=False"):
+        trainer(spot(tmp_path)).fit(Wanting(), data())
+    callback = spot(tmp_path)
+    with pytest.raises(Stop):
+        trainer(callback, StopAt(34)).fit(Odd(), data())
+    assert callback.resumed_from is not None
     callback = spot(tmp_path)
     trainer(callback).fit(Odd(), data(), weights_only=False)
     assert callback.resumed_from is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pickle import UnpicklingError
 from typing import IO, Any
 
 import lightning.pytorch as pl
@@ -16,9 +15,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.callbacks.run_start import RunStart, on_rank_zero
-from lightning_spot.errors import CorruptSnapshot, ModelChanged, NotSerialisable, SettingsError
+from lightning_spot.errors import CorruptSnapshot, ModelChanged, SettingsError
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.position import REWINDS, Rewind
+from lightning_spot.exact.resumable import check_resumable
+from lightning_spot.exact.unpickling import read_checkpoint
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
@@ -111,11 +112,12 @@ class AutoResume(pl.Callback):
 
         def resume_start(checkpoint_path: Any = None, **options: Any) -> None:
             connector.resume_start = original  # type: ignore[method-assign] # once
+            start.trusts = options.get("weights_only") is False
             original(checkpoint_path, **options)
             if checkpoint_path:
                 rank_zero_info(f"lightning_spot: resumed from ckpt_path={str(checkpoint_path)!r}, as asked")
             else:
-                self._restore(trainer, options.get("weights_only"))
+                self._restore(trainer, start.trusts)
             start.decided()
 
         # Its second parameter came with Lightning 2.6 and is passed by name.
@@ -147,14 +149,12 @@ class AutoResume(pl.Callback):
                 " new run"
             )
 
-    def _restore(self, trainer: pl.Trainer, weights_only: bool | None) -> None:
+    def _restore(self, trainer: pl.Trainer, trusts: bool) -> None:
         self._start_step = 0
-        # None means True here, as for any local file in Lightning: a snapshot can hold nothing that runs code.
-        safe = True if weights_only is None else weights_only
         many = trainer.world_size > 1
 
         def use(snapshot: OpenSnapshot) -> tuple[dict[str, Any], bytes | None]:
-            return _load(snapshot, safe, many)
+            return _load(snapshot, trusts, many)
 
         def newest() -> tuple[OpenSnapshot, tuple[dict[str, Any], bytes | None]] | None:
             found = RunStart.of(trainer).found(self.location)
@@ -176,18 +176,19 @@ class AutoResume(pl.Callback):
             data = trainer.strategy.broadcast(data)
             if checkpoint is None:
                 assert data is not None
-                checkpoint = _read(io.BytesIO(data), safe)
+                checkpoint = _read(io.BytesIO(data), trusts)
         assert checkpoint is not None
+        check_resumable(trainer, checkpoint)
         _check_model(trainer, checkpoint, facts)
         trainer._checkpoint_connector._loaded_checkpoint = _pl_migrate_checkpoint(checkpoint, None)
         self.resumed_from = facts
 
 
-def _load(snapshot: OpenSnapshot, weights_only: bool, with_bytes: bool) -> tuple[dict[str, Any], bytes | None]:
+def _load(snapshot: OpenSnapshot, trusts: bool, with_bytes: bool) -> tuple[dict[str, Any], bytes | None]:
     """Read a snapshot, and its bytes for the ranks that have none. What could not be read raises as such."""
     with snapshot.reader() as reader:
         try:
-            checkpoint = _read(reader.as_file(), weights_only)
+            checkpoint = _read(reader.as_file(), trusts)
             if not with_bytes:
                 return checkpoint, None
             reader.seek(0)
@@ -198,15 +199,11 @@ def _load(snapshot: OpenSnapshot, weights_only: bool, with_bytes: bool) -> tuple
             raise
 
 
-def _read(file: IO[bytes], weights_only: bool) -> dict[str, Any]:
-    try:
-        checkpoint: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
-    except UnpicklingError as error:
-        raise NotSerialisable(
-            "the snapshot holds objects that torch does not load with weights_only=True. If you trust its source, pass"
-            " weights_only=False to trainer.fit, or name the classes in torch.serialization.add_safe_globals; better"
-            f" keep plain values in the checkpoint. torch says: {str(error).splitlines()[0]}"
-        ) from error
+def _read(file: IO[bytes], trusts: bool) -> dict[str, Any]:
+    """Read a checkpoint; unless the user trusts it, nothing in it runs code."""
+    checkpoint: dict[str, Any] = (
+        torch.load(file, map_location="cpu", weights_only=False) if trusts else read_checkpoint(file)
+    )
     return checkpoint
 
 

@@ -180,7 +180,7 @@ class RemoteSnapshot(Checkpoint):
             host, self._host = self._host, None
             assert host is not None
             assert self._found is not None
-            self._current = Attempt(self._found, host, self._ring)
+            self._current = Attempt(self._found, host, self._ring, RunStart.of(trainer).trial())
 
         on_rank_zero(trainer, begin)
         self.attempt = trainer.strategy.broadcast(self._current.number if self._current is not None else 0)

@@ -10,6 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.exact.per_trainer import PerTrainer
+from lightning_spot.exact.resumable import Trial
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey, look_again, survey
 
@@ -21,11 +22,12 @@ class RunStart(PerTrainer):
 
     Attributes:
         resumes: whether a callback is to resume the run in the ``fit`` that begins.
+        trusts: whether this ``fit`` loads objects of any class (``weights_only=False``).
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
-        self.resumes = False
+        self.resumes = self.trusts = False
         self._found: Survey | None = None
         self._then: list[Callable[[], None]] = []
 
@@ -50,6 +52,10 @@ class RunStart(PerTrainer):
         while self._then:
             self._then.pop(0)()
 
+    def trial(self) -> Trial:
+        """Finds out whether the snapshots of this ``fit`` can be resumed from."""
+        return Trial(self._trainer, lambda: self.trusts)
+
     def begin(self) -> bool:
         """Forget what an earlier ``fit`` left; whether a callback is to resume the run in this one."""
         resumes = self.resumes
@@ -58,7 +64,8 @@ class RunStart(PerTrainer):
 
     def clear(self) -> None:
         """Forget what an earlier ``fit`` left."""
-        self.resumes, self._found = False, None
+        self.resumes = self.trusts = False
+        self._found = None
         self._then.clear()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import MAX_STALL_S
 from lightning_spot.errors import Fenced, NotSerialisable, RingFull, SnapshotTooLarge, SpotError, TierError
+from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.host import Host
 from lightning_spot.run.claims import begin_attempt
@@ -72,6 +74,7 @@ class Attempt:
         found: what the tiers hold of the run.
         host: ring on this host; let go here if the attempt cannot begin.
         settings: of the ring.
+        look: looks at the outline of each snapshot, see :class:`SnapshotWriter`.
 
     Raises:
         SpotError: if the attempt cannot begin.
@@ -83,7 +86,13 @@ class Attempt:
         fenced: whether a later attempt has taken the run over.
     """
 
-    def __init__(self, found: Survey, host: Host, settings: RingSettings) -> None:
+    def __init__(
+        self,
+        found: Survey,
+        host: Host,
+        settings: RingSettings,
+        look: Callable[[Layout], str | None] = lambda _outline: None,
+    ) -> None:
         self.location = found.location
         self.lineage = new_id()
         self.fenced = False
@@ -97,7 +106,7 @@ class Attempt:
         except BaseException:
             leave(host)
             raise
-        self.writer = SnapshotWriter(host, self._reopen if self.location.embedded else None)
+        self.writer = SnapshotWriter(host, self._reopen if self.location.embedded else None, look)
         self.safety = Safety(self.writer, settings.durable_every_s)
 
     @property

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ import torch
 from lightning_spot.capture.guess import Guess, same_places
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.outline import Outliner
+from lightning_spot.capture.pending import Pending
 from lightning_spot.capture.streaming import stream_parts
 from lightning_spot.capture.tensors import storage_address, tensors_in
 from lightning_spot.capture.views import SlotViews
@@ -34,7 +35,7 @@ from lightning_spot.errors import (
     TierError,
     TornSnapshot,
 )
-from lightning_spot.image.layout import Layout, Piece
+from lightning_spot.image.layout import Layout, Piece, outline_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.staging.copier import Copier, CopyJob, watch
@@ -47,30 +48,13 @@ _ALLOCATE_S, _ALLOCATED_BYTES_PER_S = 60.0, 200e6  # a slot's pages are made by 
 _LEASE_SLICE_S = 2.0
 
 
-@dataclass(slots=True)
-class Pending:
-    """A snapshot on its way.
-
-    Attributes:
-        manifest: what it will be.
-        lease: its slot.
-        job: copies that may go on until the next optimizer step.
-        done: becomes the manifest when committed, or the error.
-    """
-
-    manifest: Manifest
-    lease: Lease
-    job: CopyJob
-    done: Future[Manifest]
-    destinations: list[str] | None
-
-
 class SnapshotWriter:
     """Takes snapshots into a ring on this host.
 
     Args:
         host: the ring, its run already opened.
         reconnect: makes a new connection to the ring (and opens the run again) after the old one broke.
+        look: looks at the outline of what was written; what it says is warned of once.
 
     Attributes:
         link: to the ring, which may be lost and found again.
@@ -78,7 +62,13 @@ class SnapshotWriter:
         torn: snapshots dropped because a tensor changed while it was copied.
     """
 
-    def __init__(self, host: Host, reconnect: Callable[[], Host] | None = None) -> None:
+    def __init__(
+        self,
+        host: Host,
+        reconnect: Callable[[], Host] | None = None,
+        look: Callable[[Layout], str | None] = lambda _outline: None,
+    ) -> None:
+        self._look = look
         self.link = HostLink(host, reconnect, self._warm_host)
         self.committed: Manifest | None = None
         self.torn = 0
@@ -175,7 +165,9 @@ class SnapshotWriter:
             host.abort(lease)
             raise
         self._guess = Guess.of(layout)
-        pending = Pending(replace(manifest, nbytes=layout.nbytes), lease, job, Future(), destinations)
+        pending = Pending(
+            replace(manifest, nbytes=layout.nbytes), lease, job, Future(), destinations, outline_of(layout)
+        )
         self._pending.append(pending)
         self._errands.put(lambda: self._finish(host, pending))
         return pending.done
@@ -227,6 +219,7 @@ class SnapshotWriter:
         layout = self._outliner.lay_out(checkpoint)
         manifest = replace(manifest, nbytes=layout.nbytes)
         self.committed = store.put_parts(manifest, stream_parts(layout, manifest.part_bytes), attempt=manifest.attempt)
+        self._look_at(outline_of(layout))
         return self.committed
 
     def say_once(self, key: str, message: str, *facts: Any) -> None:
@@ -234,6 +227,10 @@ class SnapshotWriter:
         if key not in self._said:
             self._said.add(key)
             logger.warning("lightning_spot: " + message, *facts)
+
+    def _look_at(self, outline: Layout) -> None:
+        if (problem := self._look(outline)) is not None:
+            self.say_once(problem, "%s", problem)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -322,6 +319,7 @@ class SnapshotWriter:
             if self.committed is None or pending.manifest.order >= self.committed.order:
                 self.committed = pending.manifest
             pending.done.set_result(pending.manifest)
+            self._look_at(pending.outline)
             if pending.lease.backing != "process":
                 self._say_failing()
 

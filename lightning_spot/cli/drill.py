@@ -33,6 +33,19 @@ class DrillFailed(SpotError):
     """The drill could not be carried out: the training itself failed, or never took a snapshot."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """How the final states compare.
+
+    Attributes:
+        different: entries in which they differ, none if they are equal bit by bit.
+        of_the_run: entries that differ since they are paths or times of the runs themselves.
+    """
+
+    different: list[str]
+    of_the_run: list[str]
+
+
 @dataclass(kw_only=True)
 class Drill:
     """One drill.
@@ -53,12 +66,8 @@ class Drill:
     chance: random.Random
     deeds: list[str] = field(default_factory=list)
 
-    def run(self) -> list[str]:
-        """Carry it out.
-
-        Returns:
-            differences between the final states, none if they are equal bit by bit.
-        """
+    def run(self) -> Verdict:
+        """Carry it out."""
         calm, harried = self.folder / "undisturbed", self.folder / "disturbed"
         started = time.monotonic()
         self._undisturbed(calm, harried)
@@ -178,24 +187,34 @@ def drill(arguments: argparse.Namespace) -> int:
         console.print(f"drill: seed {seed}, in {folder}: first undisturbed, then with {arguments.kills} kills")
     found = one.run()
     if arguments.json:
-        print(json.dumps({"equal": not found, "differences": found, "kills": one.deeds, "seed": seed}))
+        facts = {"equal": not found.different, "differences": found.different, "of_the_run": found.of_the_run}
+        print(json.dumps({**facts, "kills": one.deeds, "seed": seed}))
     else:
         _report(console, one.deeds, found, seed, folder)
-    if not arguments.keep and not found:
+    if not arguments.keep and not found.different:
         shutil.rmtree(folder)
-    return 1 if found else 0
+    return 1 if found.different else 0
 
 
-def _report(console: Console, deeds: list[str], found: list[str], seed: int, folder: Path) -> None:
+def _report(console: Console, deeds: list[str], found: Verdict, seed: int, folder: Path) -> None:
     for deed in deeds:
         console.print(f"  {deed}")
-    if not found:
+    if found.different:
+        _show(console, f"DIFFERENT in {len(found.different)} entries:", found.different)
+    else:
         console.print(f"EQUAL: after {len(deeds)} kills the final state is that of the undisturbed run, to the bit")
-        return
-    console.print(f"DIFFERENT in {len(found)} entries; first: {found[0]}", markup=False)
-    for line in found[1:_SHOWN]:
+    if found.of_the_run:
+        _show(console, "apart from paths and times of the runs themselves:", found.of_the_run)
+    if found.different:
+        console.print(f"  again with --seed {seed}; both runs are in {folder}")
+
+
+def _show(console: Console, heading: str, lines: list[str]) -> None:
+    console.print(heading, markup=False)
+    for line in lines[:_SHOWN]:
         console.print(f"  {line}", markup=False)
-    console.print(f"  again with --seed {seed}; both runs are in {folder}")
+    if len(lines) > _SHOWN:
+        console.print(f"  and {len(lines) - _SHOWN} more")
 
 
 def _store(folder: Path) -> tuple[Path, LocalStore]:
@@ -233,14 +252,13 @@ def _final(folder: Path) -> Path:
     return run / newest.data_path
 
 
-def _differences(first: Path, second: Path) -> list[str]:
+def _differences(first: Path, second: Path) -> Verdict:
     """Compare in a process of its own: this one does without torch."""
     command = [sys.executable, "-m", "lightning_spot.exact.compare", str(first), str(second)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise DrillFailed(f"the final states could not be compared:\n{done.stderr[-2000:]}")
-    found: list[str] = json.loads(done.stdout)
-    return found
+    return Verdict(**json.loads(done.stdout))
 
 
 def _tail(folder: Path) -> str:

@@ -7,53 +7,137 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date, timedelta
+from pathlib import PurePath
 from typing import Any
 
+import numpy as np
 import torch
 
+from lightning_spot.exact.unpickling import Placeholder, kind_of, parts_of, read_checkpoint
+
 IGNORED = (
-    "Timer",
     "GoodputMonitor",
     "lightning_spot.loggers",
     "lightning_spot.interval",
     "lightning_spot.lineage",
     "pytorch-lightning_version",
 )
-"""Parts of a path that mark what cannot be equal: clocks, and the versions of loggers."""
+"""Parts of a path that mark what is never equal in two runs: what this package measures, versions of loggers."""
+
+_CLOCKS = frozenset(
+    ["clock", "date", "datetime", "duration", "elapsed", "seconds", "secs", "started", "time", "timer", "timestamp"]
+)
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_MOMENT = re.compile(r"\d{4}-?\d\d-?\d\d([T_ -]?\d\d[-:_]?\d\d([-:_]?\d\d(\.\d+)?)?)?")
+_RECENT_S = 30 * 86400.0
 
 
-def differences(left: Any, right: Any, path: str = "") -> Iterator[str]:
-    """Every entry in which two nested states differ, in the order of ``left``; none if they are equal bit by bit.
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """An entry in which two states differ.
+
+    Attributes:
+        path: of the entry.
+        text: what is there on either side.
+        of_the_run: whether it is a path or a time of the run itself, which differs in two runs that are exact.
+    """
+
+    path: str
+    text: str
+    of_the_run: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.text}"
+
+
+def differences(left: Any, right: Any) -> list[str]:
+    """The entries that make two states unequal, see :func:`compare`; none if they are equal bit by bit."""
+    return [str(found) for found in compare(left, right) if not found.of_the_run]
+
+
+def compare(left: Any, right: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator[Difference]:
+    """Every entry in which two nested states differ, in the order of ``left``.
 
     Tensors must agree in dtype, shape and every bit (NaN equals NaN of the same bits). Strings that are paths are
     compared by their last part, since two runs write into two places, and without the number (``-v1``) that Lightning
-    gives to a checkpoint whose name is taken, as it is where a killed attempt had written it already.
+    gives to a checkpoint whose name is taken, as it is where a killed attempt had written it already. Objects that were
+    not loaded (:class:`Placeholder`) are compared by what the file has of them; ``within`` names those around.
     """
     if any(part in path for part in IGNORED):
         return
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        if (told := _tensors_differ(left, right)) is not None:
-            yield f"{path}: {told}"
+        if (text := _tensors_differ(left, right)) is not None:
+            yield Difference(path, text)
+    elif isinstance(left, Placeholder) and isinstance(right, Placeholder):
+        if kind_of(left) != kind_of(right):
+            yield Difference(path, f"{kind_of(left)} and {kind_of(right)}")
+        if id(left) not in within:  # it may hold itself
+            yield from compare(_content(left), _content(right), path, (*within, id(left)))
+    elif isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        if left.dtype != right.dtype or left.shape != right.shape or left.tobytes() != right.tobytes():
+            yield Difference(path, f"arrays of {left.dtype} {left.shape} and {right.dtype} {right.shape} differ")
     elif isinstance(left, dict) and isinstance(right, dict):
-        yield from _dicts_differ(left, right, path)
+        yield from _compare_dicts(left, right, path, within)
     elif isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         if len(left) != len(right):
-            yield f"{path}: {len(left)} items and {len(right)}"
+            yield Difference(path, f"{len(left)} items and {len(right)}")
         for index, pair in enumerate(zip(left, right, strict=False)):
-            yield from differences(*pair, f"{path}[{index}]")
+            yield from compare(*pair, f"{path}[{index}]", within)
     elif not _equal(left, right):
-        yield f"{path}: {_short(left)} and {_short(right)}"
+        yield Difference(path, f"{_short(left)} and {_short(right)}", _is_of_the_run(path, left, right))
 
 
-def _dicts_differ(left: dict[Any, Any], right: dict[Any, Any], path: str) -> Iterator[str]:
-    left, right = ({_last_part(key): value for key, value in side.items()} for side in (left, right))
+def _compare_dicts(
+    left: dict[Any, Any], right: dict[Any, Any], path: str, within: tuple[int, ...]
+) -> Iterator[Difference]:
+    left, right = ({_name(key): value for key, value in side.items()} for side in (left, right))
     for key in [*left, *(key for key in right if key not in left)]:
         where = f"{path}.{key}" if path else str(key)
         if key in left and key in right:
-            yield from differences(left[key], right[key], where)
+            yield from compare(left[key], right[key], where, within)
         elif not any(part in where for part in IGNORED):
-            yield f"{where}: only in the {'first' if key in left else 'second'}"
+            yield Difference(where, f"only in the {'first' if key in left else 'second'}")
+
+
+def _name(key: Any) -> Any:
+    return repr(key) if isinstance(key, Placeholder) else _last_part(key)
+
+
+def _content(placeholder: Placeholder) -> Any:
+    """What the file has of an object: its attributes if that is all, which makes for short paths."""
+    parts = [part for part in parts_of(placeholder) if not (isinstance(part, tuple) and part == ())]
+    return parts[0] if len(parts) == 1 and isinstance(parts[0], dict) else parts
+
+
+def _is_of_the_run(path: str, left: Any, right: Any) -> bool:
+    """Whether two values that differ are paths or times of the runs themselves."""
+    if "Timer" in path or (isinstance(left, date) and isinstance(right, date)):
+        return True
+    left, right = (str(side) if isinstance(side, PurePath) else side for side in (left, right))
+    if isinstance(left, str) and isinstance(right, str):
+        return _without_moments(left) == _without_moments(right) or (_is_folder(left) and _is_folder(right))
+    if all(isinstance(side, (float, timedelta)) for side in (left, right)):
+        words = {word.lower() for word in _WORD.findall(path.rpartition(".")[2])}
+        return bool(words & _CLOCKS) or all(_is_recent(side) for side in (left, right))
+    return False
+
+
+def _is_folder(text: str) -> bool:
+    """Whether a string is a path, but of no checkpoint: the name of a checkpoint tells of the training."""
+    return os.sep in text and not text.endswith(".ckpt")
+
+
+def _without_moments(text: str) -> str:
+    return _MOMENT.sub("", str(_last_part(text)))
+
+
+def _is_recent(value: Any) -> bool:
+    """Whether a number is a time since 1970 of these days; integers are more likely seeds."""
+    return isinstance(value, float) and abs(value - time.time()) < _RECENT_S
 
 
 def _tensors_differ(left: torch.Tensor, right: torch.Tensor) -> str | None:
@@ -89,13 +173,15 @@ def _short(value: Any) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compare two checkpoint files and print the differences as a JSON list."""
+    """Compare two checkpoint files and print the differences, and those of the runs themselves, as JSON."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("first")
     parser.add_argument("second")
     arguments = parser.parse_args(argv)
-    states = [torch.load(path, map_location="cpu", weights_only=True) for path in (arguments.first, arguments.second)]
-    print(json.dumps(list(differences(*states))))
+    with open(arguments.first, "rb") as first, open(arguments.second, "rb") as second:
+        found = list(compare(read_checkpoint(first), read_checkpoint(second)))
+    different, of_the_run = ([str(item) for item in found if item.of_the_run is side] for side in (False, True))
+    print(json.dumps({"different": different, "of_the_run": of_the_run}))
     return 0
 
 

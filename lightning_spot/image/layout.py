@@ -13,7 +13,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +94,11 @@ def lay_out_plain(checkpoint: Any) -> Layout:
     torch.save(checkpoint, buffer)
     data = buffer.getvalue()
     return Layout(len(data), ((0, data),), ())
+
+
+def outline_of(layout: Layout) -> Layout:
+    """The layout without its pieces: it keeps no tensor alive."""
+    return replace(layout, pieces=())
 
 
 def _layout(skeleton: memoryview, storages: dict[str, torch.UntypedStorage]) -> Layout:

@@ -1,0 +1,32 @@
+"""A snapshot on its way from the training state into a slot."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from lightning_spot.image.layout import Layout
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.host import Lease
+from lightning_spot.staging.copier import CopyJob
+
+
+@dataclass(slots=True)
+class Pending:
+    """A snapshot on its way.
+
+    Attributes:
+        manifest: what it will be.
+        lease: its slot.
+        job: copies that may go on until the next optimizer step.
+        done: becomes the manifest when committed, or the error.
+        destinations: tiers below, if not the run's.
+        outline: of its file, without the tensors.
+    """
+
+    manifest: Manifest
+    lease: Lease
+    job: CopyJob
+    done: Future[Manifest]
+    destinations: list[str] | None
+    outline: Layout

@@ -1,0 +1,147 @@
+"""Whether a resume could read what a snapshot holds: checked on a resume, and tried on the first snapshot."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from typing import IO, Any, cast
+
+import lightning.pytorch as pl
+
+from lightning_spot.errors import NotSerialisable
+from lightning_spot.exact.dump import KEY
+from lightning_spot.exact.unpickling import ADVICE, kind_of, placeholders_in, read_checkpoint
+from lightning_spot.image.layout import Layout
+
+_ALWAYS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "epoch", "global_step", KEY)
+_BASES = ("Callback", "LightningDataModule", "Precision")  # theirs does nothing
+_GLOBAL = re.compile(rb"c([\w.]+)\n([\w.]+)\n")
+_LONGEST_OUTLINE_BYTES = 64 * 1024 * 1024  # longer ones are looked at once: the look is to cost nothing
+_MOST_NAMED = 3
+
+
+def check_resumable(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
+    """Refuse a checkpoint where an object was not loaded that a resume needs.
+
+    Hyperparameters are not needed, nor is what callbacks saved that are gone or do not load a state.
+
+    Args:
+        trainer: that is to go on from it.
+        checkpoint: as :func:`read_checkpoint` gave it.
+
+    Raises:
+        NotSerialisable: naming the entries.
+    """
+    lacking = [
+        f"{where} is a {kind_of(placeholder)}"
+        for key, value in _needed(trainer, checkpoint)
+        for where, placeholder in placeholders_in(value, key)
+    ]
+    if lacking:
+        more = f" and {len(lacking) - _MOST_NAMED} more" if len(lacking) > _MOST_NAMED else ""
+        raise NotSerialisable(
+            "a resume needs objects that torch does not load with weights_only=True:"
+            f" {', '.join(lacking[:_MOST_NAMED])}{more}. {ADVICE}"
+        )
+
+
+def _needed(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The entries that Lightning, or this package, puts back."""
+    owners = [trainer.precision_plugin, getattr(trainer, "datamodule", None)]
+    keys = [*_ALWAYS, *(type(owner).__qualname__ for owner in owners if _loads_state(owner))]
+    states = checkpoint.get("callbacks") or {}
+    callbacks = list(trainer.callbacks)  # type: ignore[attr-defined] # Lightning's Trainer has it
+    loaded = [callback.state_key for callback in callbacks if _loads_state(callback)]
+    return [
+        *((key, checkpoint[key]) for key in keys if key in checkpoint),
+        *((f"callbacks.{key}", states[key]) for key in loaded if key in states),
+    ]
+
+
+def _loads_state(owner: Any) -> bool:
+    """Whether ``load_state_dict`` of a callback, a datamodule or a plugin does anything."""
+    method = getattr(type(owner), "load_state_dict", None)
+    return method is not None and method.__qualname__.partition(".")[0] not in _BASES
+
+
+class Trial:
+    """Reads the outlines of snapshots back, without their tensors, to find out at once what no resume will read.
+
+    The first one is read, and each whose set of classes is new.
+
+    Args:
+        trainer: whose snapshots they are.
+        trusts: whether a resume would load any object, as with ``fit(weights_only=False)``.
+    """
+
+    def __init__(self, trainer: pl.Trainer, trusts: Callable[[], bool]) -> None:
+        self._trainer = trainer
+        self._trusts = trusts
+        self._seen: set[frozenset[tuple[bytes, bytes]]] = set()
+
+    def __call__(self, layout: Layout) -> str | None:
+        """Try the outline of a snapshot; what is wrong with it, for people. On the thread that wrote it."""
+        if self._trusts():
+            return None
+        kinds = _kinds_in(layout)
+        if kinds in self._seen:
+            return None
+        self._seen.add(kinds)
+        try:
+            check_resumable(self._trainer, read_checkpoint(cast(IO[bytes], Outline(layout)), map_location="meta"))
+        except NotSerialisable as error:
+            return f"snapshots are taken, but NO RESUME from them will be possible: {error}"
+        except Exception as error:  # the trial is no reason to lose the thread that writes snapshots
+            return f"it was not found out whether a resume can read the snapshots ({type(error).__name__}: {error})"
+        return None
+
+
+def _kinds_in(layout: Layout) -> frozenset[tuple[bytes, bytes]]:
+    """The names of classes in an outline, found fast: some may be none."""
+    if sum(len(data) for _, data in layout.frame) > _LONGEST_OUTLINE_BYTES:
+        return frozenset()
+    return frozenset(names for _, data in layout.frame for names in _GLOBAL.findall(data))
+
+
+class Outline(io.RawIOBase):
+    """A checkpoint file without its tensors' bytes, which read as zeros.
+
+    Args:
+        layout: of the file.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self._frame = layout.frame
+        self._nbytes = layout.nbytes
+        self._place = 0
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to an offset."""
+        self._place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._nbytes}[whence]
+        return self._place
+
+    def tell(self) -> int:
+        """Offset of the next byte."""
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill ``buffer`` as far as the file goes."""
+        view = memoryview(buffer).cast("B")
+        start = self._place
+        end = self._place = min(start + len(view), max(start, self._nbytes))
+        view[: end - start] = bytes(end - start)
+        for offset, data in self._frame:
+            first, last = max(start, offset), min(end, offset + len(data))
+            if first < last:
+                view[first - start : last - start] = data[first - offset : last - offset]
+        return end - start

@@ -1,0 +1,375 @@
+"""Reads a checkpoint of which torch's safe types come back, and everything else as an inert placeholder.
+
+``torch.load(weights_only=True)`` refuses a file for one object of a class it does not know, such as a hyperparameter
+that nobody reads on a resume. Here such an object becomes a :class:`Placeholder`: its class is not imported, and
+nothing of it is called. What is safe, torch says (its own list, and the user's ``add_safe_globals``).
+The machine below knows the opcodes that ``torch.save`` writes (pickle protocol 2), by way of ``pickletools``.
+"""
+
+from __future__ import annotations
+
+import collections
+import pickletools
+import reprlib
+import sys
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections.abc import Callable, Iterator
+from pickle import UnpicklingError
+from types import SimpleNamespace
+from typing import IO, Any, NoReturn
+
+import numpy as np
+import torch
+
+from lightning_spot.errors import NotSerialisable
+
+ADVICE = (
+    "Name its class in torch.serialization.add_safe_globals before fit, or pass weights_only=False to trainer.fit, if"
+    " you trust what wrote the snapshots; better keep plain values there"
+)
+
+_INERT = frozenset(
+    [
+        *(f"builtins.{name}" for name in ("bool", "bytes", "dict", "float", "frozenset", "int", "list")),
+        *(f"builtins.{name}" for name in ("range", "slice", "str", "tuple")),
+        "collections.defaultdict",
+        "collections.deque",
+        "datetime.date",
+        "datetime.datetime",
+        "datetime.timedelta",
+        "decimal.Decimal",
+        "pathlib.PosixPath",
+        "pathlib.PurePosixPath",
+        "pathlib._local.PosixPath",
+        "pathlib._local.PurePosixPath",
+        "numpy.dtype",
+        "numpy.ndarray",
+        "numpy._core.multiarray._reconstruct",
+        "numpy._core.multiarray.scalar",
+        "numpy.core.multiarray._reconstruct",
+        "numpy.core.multiarray.scalar",
+    ]
+)
+"""Values of python and numpy that run nothing when they are made, and that torch does not know."""
+
+_BLOCKED = frozenset(["os", "posix", "nt", "sys"])  # torch refuses them even where a user allows them
+
+
+class Placeholder:
+    """Stands for an object of a class that is not loaded. To use it raises :class:`NotSerialisable`.
+
+    Args:
+        kind: full name of its class, or of the function that makes it.
+        parts: what the file has of it: arguments, state, items.
+    """
+
+    __slots__ = ("_kind", "_parts", "_where")
+
+    def __init__(self, kind: str, *parts: Any) -> None:
+        self._kind = kind
+        self._parts = list(parts)
+        self._where = ""
+
+    @reprlib.recursive_repr()
+    def __repr__(self) -> str:
+        return f"<{self._kind}{''.join(f' {part!r}' for part in self._parts)}, not loaded>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # python asks for these to find out what an object can do
+        _refuse(self)
+
+
+def _refuse(placeholder: Placeholder, *_: Any) -> NoReturn:
+    where = f"{placeholder._where} of the snapshot" if placeholder._where else "what is used here"
+    raise NotSerialisable(f"{where} is a {placeholder._kind}, which was not loaded. {ADVICE}")
+
+
+for _name in (
+    *("__call__", "__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__", "__bool__"),
+    *("__int__", "__float__", "__index__", "__fspath__", "__enter__", "__lt__", "__le__", "__gt__", "__ge__"),
+    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__"),
+):
+    setattr(Placeholder, _name, _refuse)
+
+
+def kind_of(placeholder: Placeholder) -> str:
+    """Full name of the class, or of the function that makes the object."""
+    return placeholder._kind
+
+
+def parts_of(placeholder: Placeholder) -> list[Any]:
+    """What the file has of the object: arguments, state, items."""
+    return placeholder._parts
+
+
+def read_checkpoint(file: IO[bytes], map_location: str = "cpu") -> Any:
+    """Read a checkpoint without running anything of a class that torch does not deem safe.
+
+    Args:
+        file: as ``torch.save`` wrote it; seekable.
+        map_location: where tensors go; ``"meta"`` reads none of their bytes.
+
+    Returns:
+        what was saved, with a :class:`Placeholder` for each object of another class. Each knows its place.
+
+    Raises:
+        NotSerialisable: if it cannot be read that way.
+    """
+    try:
+        return torch.load(file, map_location=map_location, weights_only=True)
+    except UnpicklingError:
+        file.seek(0)
+    try:
+        unsafe = frozenset(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+        file.seek(0)
+        checkpoint = torch.load(
+            file, map_location=map_location, weights_only=False, pickle_module=_pickle_module(unsafe - _INERT)
+        )
+    except UnpicklingError as error:
+        raise NotSerialisable(f"the snapshot holds objects that cannot be read safely ({error}). {ADVICE}") from error
+    for where, placeholder in placeholders_in(checkpoint):
+        placeholder._where = placeholder._where or where
+    return checkpoint
+
+
+def placeholders_in(value: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Placeholder]]:
+    """Each placeholder in a nested value, and its place; an object that contains one counts at its own place."""
+    seen = set() if seen is None else seen
+    if isinstance(value, Placeholder):
+        yield path, value
+        return
+    if isinstance(value, (torch.Tensor, str, bytes, int, float)) or value is None or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from placeholders_in(key, f"a key of {path}", seen)
+            yield from placeholders_in(item, f"{path}.{key}" if path else str(key), seen)
+    elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        for index, item in enumerate(value):
+            yield from placeholders_in(item, f"{path}[{index}]", seen)
+    for name, item in ({} if isinstance(value, type) else getattr(value, "__dict__", {})).items():
+        yield from placeholders_in(item, f"{path}.{name}", seen)
+
+
+def _pickle_module(unsafe: frozenset[str]) -> Any:
+    """What ``torch.load`` takes as a ``pickle`` module: it derives its unpickler from the one found there."""
+
+    class Unpickler(_Machine):
+        def __init__(self, file: IO[bytes], **_: Any) -> None:
+            super().__init__(file, unsafe)
+
+    return SimpleNamespace(__name__="lightning_spot.exact.unpickling", Unpickler=Unpickler)
+
+
+class _Machine:
+    """Carries out a pickle. Only what torch deems safe is called; torch sets ``persistent_load`` for the storages."""
+
+    persistent_load: Callable[[Any], Any]
+
+    def __init__(self, file: IO[bytes], unsafe: frozenset[str]) -> None:
+        self._file = file
+        self._unsafe = unsafe
+        self._users = dict(_named(item) for item in torch.serialization.get_safe_globals())
+        self._safe: list[Any] = []
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The object of that name if it is safe, else a placeholder. Nothing is imported."""
+        full = f"{module}.{name}"
+        if full in self._unsafe or module in _BLOCKED:
+            return Placeholder(full)
+        found = self._users[full] if full in self._users else getattr(sys.modules.get(module), name, None)
+        if found is None:
+            return Placeholder(full)
+        self._safe.append(found)
+        return found
+
+    def load(self) -> Any:
+        """What was pickled."""
+        for opcode, argument, _ in pickletools.genops(self._file):
+            if opcode.name == "STOP":
+                return self._stack.pop()
+            if opcode.name in _VALUES:
+                self._stack.append(argument)
+            elif opcode.name in _MADE:
+                self._stack.append(_MADE[opcode.name]())
+            elif opcode.name in _DEEDS:
+                _DEEDS[opcode.name](self, argument)
+            else:
+                raise UnpicklingError(f"{opcode.name} is no opcode that torch.save writes")
+        raise UnpicklingError("the pickle has no end")
+
+    def _is_safe(self, value: Any) -> bool:
+        return any(value is item for item in self._safe)
+
+    def _since_mark(self) -> list[Any]:
+        mark = self._marks.pop()
+        items = self._stack[mark:]
+        del self._stack[mark:]
+        return items
+
+    # -- opcodes --------------------------------------------------------------------------------------------------
+
+    def _mark(self, _: Any) -> None:
+        self._marks.append(len(self._stack))
+
+    def _pop(self, _: Any) -> None:
+        if self._marks and self._marks[-1] == len(self._stack):
+            self._marks.pop()
+        else:
+            self._stack.pop()
+
+    def _pop_mark(self, _: Any) -> None:
+        self._since_mark()
+
+    def _tuple(self, _: Any) -> None:
+        self._stack.append(tuple(self._since_mark()))
+
+    def _tuple_of(self, count: int) -> None:
+        self._stack[-count:] = [tuple(self._stack[-count:])]
+
+    def _put(self, index: int) -> None:
+        self._memo[index] = self._stack[-1]
+
+    def _get(self, index: int) -> None:
+        self._stack.append(self._memo[index])
+
+    def _global(self, names: str) -> None:
+        module, name = names.split(" ")
+        if (module, name) in NAME_MAPPING:
+            module, name = NAME_MAPPING[module, name]
+        else:
+            module = IMPORT_MAPPING.get(module, module)
+        self._stack.append(self.find_class(module, name))
+
+    def _persistent(self, _: Any) -> None:
+        self._stack.append(self.persistent_load(self._stack.pop()))
+
+    def _reduce(self, _: Any) -> None:
+        arguments, function = self._stack.pop(), self._stack.pop()
+        if isinstance(function, Placeholder):
+            result: Any = Placeholder(kind_of(function), *parts_of(function), arguments)
+        elif not self._is_safe(function):
+            raise UnpicklingError(f"{function!r} is called, which torch does not deem safe")
+        elif any(isinstance(item, Placeholder) for item in arguments):
+            result = Placeholder(f"{function.__module__}.{function.__qualname__}", arguments)
+        else:
+            result = function(*arguments)
+        self._stack.append(result)
+
+    def _new(self, _: Any) -> None:
+        arguments, kind = self._stack.pop(), self._stack.pop()
+        if isinstance(kind, Placeholder):
+            result: Any = Placeholder(kind_of(kind), *parts_of(kind), arguments)
+        elif kind is torch.nn.Parameter:
+            result = torch.nn.Parameter(*arguments)
+        elif isinstance(kind, type) and self._is_safe(kind):
+            result = kind.__new__(kind, *arguments)
+        else:
+            raise UnpicklingError(f"an object of {kind!r} is made, which torch does not deem safe")
+        self._stack.append(result)
+
+    def _build(self, _: Any) -> None:
+        state = self._stack.pop()
+        target = self._stack[-1]
+        if isinstance(target, Placeholder):
+            parts_of(target).append(state)
+        elif type(target) is torch.Tensor:
+            target.set_(*state)
+        elif type(target) is torch.nn.Parameter or isinstance(target, np.dtype):
+            _set_state(target, state)
+        elif type(target) is collections.OrderedDict:
+            target.__dict__.update(state)
+        elif self._is_safe(type(target)):
+            _set_state(target, state)
+        else:
+            raise UnpicklingError(f"the state of a {type(target)!r} is set, which torch does not deem safe")
+
+    def _append(self, _: Any) -> None:
+        item = self._stack.pop()
+        self._extend(self._stack[-1], [item])
+
+    def _appends(self, _: Any) -> None:
+        items = self._since_mark()
+        self._extend(self._stack[-1], items)
+
+    def _extend(self, target: Any, items: list[Any]) -> None:
+        if isinstance(target, Placeholder):
+            parts_of(target).append(items)
+        elif isinstance(target, (list, collections.deque)):
+            target.extend(items)
+        else:
+            raise UnpicklingError(f"items are appended to a {type(target)!r}")
+
+    def _set_item(self, _: Any) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._update(self._stack[-1], [key, value])
+
+    def _set_items(self, _: Any) -> None:
+        items = self._since_mark()
+        self._update(self._stack[-1], items)
+
+    def _update(self, target: Any, items: list[Any]) -> None:
+        entries = dict(zip(items[::2], items[1::2], strict=True))
+        if isinstance(target, Placeholder):
+            parts_of(target).append(entries)
+        elif isinstance(target, dict):
+            target.update(entries)
+        else:
+            raise UnpicklingError(f"entries are set in a {type(target)!r}")
+
+
+def _named(item: Any) -> tuple[str, Any]:
+    """A user's safe class, by its name in pickles."""
+    return (item[1], item[0]) if isinstance(item, tuple) else (f"{item.__module__}.{item.__qualname__}", item)
+
+
+def _set_state(target: Any, state: Any) -> None:
+    """As pickle does, for a class that is safe."""
+    if hasattr(target, "__setstate__"):
+        target.__setstate__(state)
+        return
+    slots = None
+    if isinstance(state, tuple) and len(state) == 2:
+        state, slots = state
+    target.__dict__.update(state or {})
+    for name, value in (slots or {}).items():
+        setattr(target, name, value)
+
+
+_VALUES = frozenset(["BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING"])
+_MADE: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_DICT": dict,
+    "EMPTY_LIST": list,
+    "EMPTY_TUPLE": tuple,
+}
+_DEEDS: dict[str, Callable[[_Machine, Any], None]] = {
+    "PROTO": lambda _machine, _version: None,
+    "MARK": _Machine._mark,
+    "POP": _Machine._pop,
+    "POP_MARK": _Machine._pop_mark,
+    "TUPLE": _Machine._tuple,
+    "TUPLE1": lambda machine, _: machine._tuple_of(1),
+    "TUPLE2": lambda machine, _: machine._tuple_of(2),
+    "TUPLE3": lambda machine, _: machine._tuple_of(3),
+    "BINPUT": _Machine._put,
+    "LONG_BINPUT": _Machine._put,
+    "BINGET": _Machine._get,
+    "LONG_BINGET": _Machine._get,
+    "GLOBAL": _Machine._global,
+    "BINPERSID": _Machine._persistent,
+    "REDUCE": _Machine._reduce,
+    "NEWOBJ": _Machine._new,
+    "BUILD": _Machine._build,
+    "APPEND": _Machine._append,
+    "APPENDS": _Machine._appends,
+    "SETITEM": _Machine._set_item,
+    "SETITEMS": _Machine._set_items,
+}

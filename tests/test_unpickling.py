@@ -1,0 +1,338 @@
+"""Objects of classes that torch does not know: read as inert placeholders, needed or not, said at once or never."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import datetime
+import enum
+import functools
+import io
+import random
+import sys
+import types
+import zipfile
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+
+from lightning_spot.errors import NotSerialisable
+from lightning_spot.exact.compare import differences
+from lightning_spot.exact.resumable import Outline
+from lightning_spot.exact.unpickling import Placeholder, kind_of, placeholders_in, read_checkpoint
+from lightning_spot.image.layout import lay_out
+from tests.models import Net, data, trainer
+from tests.test_fit import Stop, StopAt, manifests, spot
+
+RAN: list[str] = []
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Thing:
+    """Notes whatever of it runs."""
+
+    def __init__(self, value: Any = None) -> None:
+        RAN.append("__init__")
+        self.value = value
+
+    def __setstate__(self, state: Any) -> None:
+        RAN.append("__setstate__")
+        self.__dict__.update(state)
+
+    def __hash__(self) -> int:
+        return 1
+
+
+class Reduced:
+    def __reduce__(self) -> Any:
+        return run, ("__reduce__",)
+
+
+class Mapping(dict[str, Any]):
+    pass
+
+
+class Items(list[Any]):
+    pass
+
+
+class Outer:
+    class Inner:
+        pass
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+
+class Keyword:
+    def __new__(cls, *, value: int) -> Keyword:
+        return super().__new__(cls)
+
+    def __getnewargs_ex__(self) -> Any:
+        return (), {"value": 1}
+
+
+def run(what: str) -> str:
+    RAN.append(what)
+    return what
+
+
+def saved(value: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    RAN.clear()
+    return file
+
+
+def cyclic() -> Any:
+    thing = Thing()
+    thing.value = (thing, [thing])
+    return thing
+
+
+FOREIGN: dict[str, Callable[[], Any]] = {
+    "an object": lambda: Thing({"a": torch.ones(2)}),
+    "an object with a reduction": Reduced,
+    "a member of an enum": lambda: Colour.RED,
+    "a class": lambda: Thing,
+    "a function": lambda: run,
+    "a partial": lambda: functools.partial(run, what="x"),
+    "a subclass of dict": lambda: Mapping(a=1, b=[2]),
+    "a subclass of OrderedDict": lambda: collections.ChainMap({"a": 1}),
+    "a subclass of list": lambda: Items([1, 2]),
+    "a class within a class": Outer.Inner,
+    "an object with slots": Slotted,
+    "an object made with keywords": lambda: Keyword(value=1),
+    "an object that holds itself": cyclic,
+    "a module": lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()),
+    "a loss": lambda: torch.nn.MSELoss(),
+    "a generator": lambda: random.Random(1),
+    "a generator of numpy": lambda: np.random.default_rng(1),
+    "a function of os": lambda: __import__("os").getcwd,
+    "a default dictionary": lambda: collections.defaultdict(run, a=1),
+}
+
+
+@pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)
+def test_a_foreign_object_is_a_placeholder_and_the_rest_comes_back(make: Callable[[], Any]) -> None:
+    weights = torch.arange(6.0).reshape(2, 3)
+    thing = make()
+    file = saved({"before": weights, "thing": [thing, 3], "key": {(1, "x"): 2}, "again": thing, "after": weights[1]})
+    found = read_checkpoint(file)
+    assert RAN == []
+    assert torch.equal(found["before"], weights)
+    assert torch.equal(found["after"], weights[1])
+    assert found["after"].untyped_storage().data_ptr() == found["before"].untyped_storage().data_ptr()
+    assert found["key"] == {(1, "x"): 2}
+    placeholder = found["thing"][0]
+    assert isinstance(placeholder, Placeholder)
+    assert found["again"] is placeholder
+    assert found["thing"][1] == 3
+    assert "not loaded" in repr(placeholder)
+    copy.deepcopy(placeholder)
+    with pytest.raises(NotSerialisable, match=r"thing\[0\] of the snapshot is a .*add_safe_globals"):
+        _ = placeholder.value
+    with pytest.raises(NotSerialisable, match="not loaded"):
+        placeholder()
+    assert [where for where, _ in placeholders_in(found)] == ["thing[0]", "again"]
+
+
+def test_a_foreign_object_as_a_key() -> None:
+    found = read_checkpoint(saved({Colour.RED: 1, "x": {Thing(): torch.ones(1)}}))
+    assert [kind_of(key) for key in found if isinstance(key, Placeholder)] == [f"{__name__}.Colour"]
+    assert RAN == []
+    assert len(list(placeholders_in(found))) == 2
+
+
+VALUES = [
+    Path("/a/b"),
+    PurePosixPath("c"),
+    np.float32(1.5),
+    np.int64(3),
+    np.arange(6).reshape(2, 3),
+    np.array(["a", "bc"]),
+    frozenset([1]),
+    collections.deque([1, 2], maxlen=3),
+    collections.defaultdict(list, a=[1]),
+    datetime.datetime(2026, 1, 2),
+    datetime.timedelta(3),
+    Decimal("1.50"),
+    range(3),
+    float,
+    2**999,
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_plain_values_of_python_and_numpy_come_back(value: Any) -> None:
+    found = read_checkpoint(saved({"value": value, "foreign": Thing()}))["value"]
+    assert type(found) is type(value)
+    assert np.array_equal(found, value) if isinstance(value, np.ndarray) else found == value
+
+
+def test_nothing_is_imported_to_read() -> None:
+    module = types.ModuleType("a_module_of_the_user")
+    exec("class Kind:\n    pass", vars(module))
+    sys.modules[module.__name__] = module
+    file = saved({"hyper_parameters": {"kind": module.Kind, "one": module.Kind()}})
+    del sys.modules[module.__name__]
+    found = read_checkpoint(file)["hyper_parameters"]
+    assert kind_of(found["kind"]) == kind_of(found["one"]) == "a_module_of_the_user.Kind"
+    assert module.__name__ not in sys.modules
+
+
+def test_what_the_user_allows_comes_back() -> None:
+    file = saved({"thing": Thing([1, Colour.RED]), "other": Reduced()})
+    with torch.serialization.safe_globals([Thing]):
+        found = read_checkpoint(file)
+    assert type(found["thing"]) is Thing
+    assert RAN == ["__setstate__"]
+    assert [where for where, _ in placeholders_in(found)] == ["thing.value[1]", "other"]
+
+
+class Machine:
+    """Pickles that no pickler writes."""
+
+    @staticmethod
+    def file(pickled: bytes) -> io.BytesIO:
+        whole = io.BytesIO()
+        with zipfile.ZipFile(whole, "w") as archive:
+            archive.writestr("x/data.pkl", pickled)
+            archive.writestr("x/version", "3\n")
+            archive.writestr("x/byteorder", "little")
+        whole.seek(0)
+        return whole
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.",  # a call of os.system
+        b"\x80\x02cbuiltins\neval\nX\x01\x00\x00\x001\x85R.",
+        b"\x80\x02ctorch._utils\n_rebuild_tensor\nctorch._utils\n_rebuild_tensor\n\x85b.",  # a state for a function
+        b"\x80\x02cposix\nsystem\nX\x04\x00\x00\x00true\x85\x81.",
+        b"\x80\x02ctorch\nload\nX\x01\x00\x00\x00x\x85R.",
+    ],
+)
+def test_a_hostile_pickle_runs_nothing(pickled: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ran(*_: Any, **__: Any) -> None:
+        RAN.append("ran")
+
+    RAN.clear()
+    monkeypatch.setattr("os.system", ran)
+    monkeypatch.setattr("posix.system", ran)
+    with contextlib.suppress(NotSerialisable):
+        assert isinstance(read_checkpoint(Machine.file(pickled)), Placeholder)
+    assert RAN == []
+
+
+def test_an_outline_is_a_file_without_tensors() -> None:
+    state = {"weights": torch.arange(5000.0), "thing": Thing(1), "more": [torch.ones(3)] * 2}
+    found = read_checkpoint(Outline(lay_out(state)), map_location="meta")  # type: ignore[arg-type] # reads like one
+    assert found["weights"].shape == (5000,)
+    assert isinstance(found["thing"], Placeholder)
+
+
+def test_foreign_objects_are_compared_by_what_the_file_has_of_them() -> None:
+    left, same, other = (
+        read_checkpoint(saved({"a": Thing({"x": value}), Colour.RED: Mapping(b=2)})) for value in (1, 1, 2)
+    )
+    assert list(differences(left, same)) == []
+    assert [line.partition(":")[0] for line in differences(left, other)] == ["a.value.x"]
+
+
+# -- in training ------------------------------------------------------------------------------------------------------
+
+
+class WithHyperparameters(Net):
+    """As pytorch-forecasting's and chemprop's models: losses, classes and callables among its hyperparameters."""
+
+    def __init__(self, thing: Any, kind: Any = Thing) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Keeping(pl.Callback):
+    """Saves what it must not."""
+
+    def __init__(self, *, loads: bool = False, late: bool = False) -> None:
+        self.step = 0
+        self.late = late
+        if loads:
+            self.load_state_dict = self._load  # type: ignore[method-assign] # an instance's own counts for nothing
+
+    def _load(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.step = trainer.global_step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "tracker": None if self.late and self.step < 10 else {"kept": Thing()}}
+
+
+class Loading(Keeping):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state["tracker"]
+
+
+@pytest.fixture
+def no_node() -> dict[str, Any]:
+    return {"memory": None, "notices": None}
+
+
+def test_hyperparameters_of_any_class_do_not_keep_a_run_from_resuming(
+    tmp_path: Path, no_node: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def model() -> Net:
+        return WithHyperparameters(torch.nn.MSELoss(), Colour)
+
+    with pytest.raises(Stop):
+        trainer(spot(tmp_path, **no_node), Keeping(), StopAt(13)).fit(model(), data())
+    assert "NO RESUME" not in caplog.text
+    RAN.clear()
+    callback = spot(tmp_path, **no_node)
+    trainer(callback, Keeping()).fit(model(), data())
+    assert callback.resumed_from is not None
+    assert callback.resumed_from.step == 12
+    assert manifests(tmp_path)[0].complete
+
+
+def test_a_state_that_a_resume_needs_is_named_at_the_first_snapshot_and_by_the_resume(
+    tmp_path: Path, no_node: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(Stop):
+        trainer(spot(tmp_path, **no_node), Loading(late=True), StopAt(22)).fit(Net(), data())
+    assert caplog.text.count("NO RESUME") == 1
+    assert "callbacks.Loading.tracker.kept is a tests.test_unpickling.Thing" in caplog.text
+    with pytest.raises(NotSerialisable, match=r"callbacks\.Loading\.tracker\.kept is a .*add_safe_globals"):
+        trainer(spot(tmp_path, **no_node), Loading()).fit(Net(), data())
+    caplog.clear()
+    with torch.serialization.safe_globals([Thing]):
+        callback, loading = spot(tmp_path, **no_node), Loading()
+        trainer(callback, loading).fit(Net(), data())
+    assert callback.resumed_from is not None
+    assert isinstance(loading.loaded["kept"], Thing)
+    assert "NO RESUME" not in caplog.text
+
+
+def test_a_user_who_trusts_the_snapshots_is_not_warned(
+    tmp_path: Path, no_node: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        callback = spot(tmp_path, **no_node)
+        trainer(callback, Loading(), max_steps=6).fit(Net(), data(), weights_only=False)
+    assert callback.resumed_from is not None
+    assert "NO RESUME" not in caplog.text
