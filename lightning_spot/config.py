@@ -45,6 +45,7 @@ NOTICE_FILE_VARIABLE = "LIGHTNING_SPOT_NOTICE_FILE"
 """Names a file whose appearance is a notice."""
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SCHEMES = {"s3a": "s3", "gcs": "gs"}
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
 
 
@@ -166,6 +167,21 @@ def check_run_name(run: str) -> str:
             " and '._=+-' (at most 128); pass run='…'"
         )
     return run
+
+
+def plain_url(url: str) -> str:
+    """A durable URL in the one spelling that names its place: ``s3a://bucket//run/`` is ``s3://bucket/run``."""
+    scheme, separator, below = url.partition("://")
+    if not separator or "::" in scheme:
+        return url.rstrip("/") or url
+    host, _, path = below.partition("/")
+    names = "/".join(name for name in path.split("/") if name)
+    return f"{plain_scheme(scheme)}://{host}" + (f"/{names}" if names else "")
+
+
+def plain_scheme(scheme: str) -> str:
+    """The one name of a URL's scheme that has several."""
+    return _SCHEMES.get(scheme.lower(), scheme.lower())
 
 
 def run_key(url: str) -> str:

@@ -18,6 +18,7 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.errors import Fenced, SettingsError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import InProcessHost
+from lightning_spot.memory.prefixes import refusal
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.tier import NodeTier
 from lightning_spot.run.claims import begin_attempt
@@ -55,6 +56,7 @@ def at_node(**more: Any) -> NodeRun:
             Identity(run_id="new", known=False, copied_from="file:///data/old"),
         ),
         (0, claim(location="s3://b/old", inode=0), [], Identity(run_id="new", known=False, copied_from="s3://b/old")),
+        (9, claim(location="file:///data//run-1/"), [], Identity(run_id="a" * 12, known=True)),
         (9, None, [at_node()], Identity(run_id="b" * 12, known=True)),
         (9, None, [at_node(), at_node(id="c" * 12, attempt=8)], Identity(run_id="c" * 12, known=True)),
         (9, None, [at_node(location="file:///data/run-2"), at_node(id="")], Identity(run_id="new", known=False)),
@@ -68,6 +70,7 @@ def at_node(**more: Any) -> NodeRun:
         "moved",
         "copied",
         "copied-object",
+        "spelled-otherwise",
         "claims-gone",
         "two-there",
         "other-place",
@@ -80,6 +83,17 @@ def test_identity_is_in_the_claims_or_in_the_place(
     inode: int, newest: Claim | None, runs: list[NodeRun], expected: Identity
 ) -> None:
     assert identify(location=HERE, inode=inode, claim=newest, runs=runs, host="me", make_id=lambda: "new") == expected
+
+
+@pytest.mark.parametrize("spelled", ["s3a://b/team/run-1", "s3://b//team/run-1/", "S3://b/team//run-1//"])
+def test_one_place_has_one_run_and_one_node_however_it_is_written(spelled: str) -> None:
+    """It was taken for a copied run, and trained anew."""
+    first, again = Location.of("s3://b/team/run-1", "auto", None), Location.of(spelled, "auto", None)
+    assert again == first
+    claimed = claim(location=spelled, inode=0)  # by an earlier version
+    assert identify(location=first.canonical, inode=0, claim=claimed, runs=[]).run_id == claimed.run_id
+    assert refusal("s3a://b/team/run-1", ["s3://b/team"]) == ""
+    assert Location.of("gcs://b/run-1", None, None) == Location.of("gs://b/run-1", None, None)
 
 
 def test_the_next_attempt_lies_above_all_that_was_seen() -> None:

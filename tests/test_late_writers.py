@@ -80,6 +80,14 @@ def test_a_run_has_one_node_whatever_links_lead_to_it(tmp_path: Path) -> None:
     assert embedded.find_record(f"{tmp_path}/link/run") == embedded.find_record(f"{tmp_path}/data/run")
 
 
+def test_who_trains_without_a_node_finds_what_an_earlier_attempts_node_holds(tmp_path: Path) -> None:
+    run = tmp_path / "run-1"
+    train(run, 10, memory="auto")
+    newest = LocalStore(run).survey().manifests[0]
+    shutil.rmtree(run / newest.name)  # in memory only, as after a kill
+    assert train(run, 11, memory=None)[1] == newest.step == 9
+
+
 class Between(pl.Callback):
     """Does something after step 4, and gives the node time to find out; what was said by step 19 is kept."""
 

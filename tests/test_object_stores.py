@@ -13,7 +13,7 @@ import pytest
 import s3fs
 
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import Fenced, SpotError, TierError
+from lightning_spot.errors import Fenced, SettingsError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.tiers import lanes
 from lightning_spot.tiers.multipart import _Block
@@ -235,3 +235,14 @@ def test_a_store_that_limits_each_connection_is_used_over_many(monkeypatch: pyte
     assert speeds.put >= 5 * speeds.put_over_one
     assert speeds.get >= 5 * speeds.get_over_one
     assert speeds.put_extra_bytes < 0.5 * nbytes
+
+
+def test_a_library_that_drops_the_condition_is_refused(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two trainers would both have been told that they hold the attempt."""
+    s3fs.S3FileSystem.clear_instance_cache()
+    store = ObjectStore(f"{s3}/run")
+    model = store._fs.s3.meta.service_model
+    monkeypatch.delitem(model.operation_model("PutObject").input_shape.members, "IfNoneMatch")
+    with pytest.raises(SettingsError, match=r"Install aiobotocore 2\.15"):
+        store.claim(claim_of(1))
+    s3fs.S3FileSystem.clear_instance_cache()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,19 @@ def test_copy_and_move_within_a_run(shared: RunningNode, run: str) -> None:
     manifest = put(shared, 3, run=run)
     fs.cp_file(f"{run}/last.ckpt", f"{run}/mine.ckpt")
     assert fs.size(f"{run}/mine.ckpt") == manifest.nbytes
+
+
+def test_what_is_moved_onto_itself_is_not_lost(shared: RunningNode, run: str) -> None:
+    """One run has two spellings: the file was copied onto itself, and removed."""
+    fs, exactly = file_system(shared), f"{run}@{12 * 'a'}"
+    fs.pipe_file(f"{exactly}/a", b"text")
+    for source, target in [("a", f"{exactly}/a"), ("a", f"{exactly}/"), ("*", exactly), (["a"], [f"{exactly}/a"])]:
+        paths = [f"{run}/{name}" for name in source] if isinstance(source, list) else f"{run}/{source}"
+        with pytest.raises(shutil.SameFileError, match="are the same file"):
+            fs.mv(paths, target)
+        assert fs.cat_file(f"{run}/a") == b"text"
+    fs.mv(f"{run}/a", f"{exactly}/b")
+    assert [fs.cat_file(f"{exactly}/b"), fs.exists(f"{run}/a")] == [b"text", False]
 
 
 def test_remove_by_name_list_and_pattern(shared: RunningNode, run: str) -> None:

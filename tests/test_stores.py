@@ -336,6 +336,9 @@ def test_claims_and_records_of_old_attempts_are_forgotten(store: Store, monkeypa
     left = sorted(path.rpartition("/")[2] for path in files.find(f"{root}/attempts"))
     assert left == sorted(f"attempt-{attempt:04d}{end}" for attempt in (4, 5, 6) for end in (".json", ".progress.json"))
     assert store.claimed() == 6
+    _write(store, "attempts/attempt-900000.progress.json", b"{}")  # of no attempt of this run
+    store.sweep(put(store, 6, attempt=6, by=6))
+    assert store.claimed() == 6, "a stray record made all claims old, and they were removed"
 
 
 def test_local_store_says_what_the_system_said(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
 from typing import Any
@@ -159,8 +161,15 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
             self.pipe_file(path, b"")
 
     def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
-        """Copy a file, a block at a time."""
+        """Copy a file, a block at a time.
+
+        Raises:
+            shutil.SameFileError: if both paths lead to one file. Moving it would copy it onto itself, and remove it.
+        """
         info = self._file_info(path1)
+        with contextlib.suppress(FileNotFoundError):
+            if self.info(path2).get("etag") == info["etag"]:
+                raise shutil.SameFileError(f"{path1} and {path2} are the same file at {self.client.address}")
         size, digest = int(info["size"]), xxhash.xxh3_128()
 
         def blocks() -> Iterator[memoryview]:

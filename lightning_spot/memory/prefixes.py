@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from lightning_spot.config import plain_scheme
 from lightning_spot.errors import SettingsError
 
 
@@ -56,4 +57,4 @@ def _segments(url: str) -> list[str]:
     names = parts.path.strip("/").split("/") if parts.path.strip("/") else []
     if not parts.netloc or any(name in ("", ".", "..") for name in names):
         raise SettingsError(f"{url!r} has no bucket, or a path with empty names or dots")
-    return [parts.scheme.lower(), parts.netloc, *names]
+    return [plain_scheme(parts.scheme), parts.netloc, *names]

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from lightning_spot.client.embedded import start
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import MAX_STALL_S, check_run_name, parse_bytes, read_environment
+from lightning_spot.config import MAX_STALL_S, check_run_name, parse_bytes, plain_url, read_environment
 from lightning_spot.errors import NodeUnreachable, SettingsError, TierError
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.protocol.wire import parse_spot_url
@@ -52,7 +52,7 @@ class Location:
         scheme = urlsplit(url).scheme if "://" in url else ""
         if scheme == "spot":
             raise SettingsError(f"dirpath={url!r}: dirpath is the durable tier; a memory node goes into memory={url!r}")
-        url = os.path.abspath(url.removeprefix("file://")) if scheme in ("", "file") else url.rstrip("/")
+        url = os.path.abspath(url.removeprefix("file://")) if scheme in ("", "file") else plain_url(url)
         name = check_run_name(run if run is not None else url.rstrip("/").rpartition("/")[2])
         if drill := read_environment().drill_dir:  # which must never write to the tiers of the real run
             return cls(name=name, url=os.path.join(drill, "runs", name), nodes=(), embedded=memory is not None)

@@ -97,8 +97,7 @@ def survey(location: Location, bounds: Patience | None = None) -> Survey:
     bounds = bounds or patience.PATIENCE
     store = open_store(location.url)
     asked: dict[str, Callable[[], Any]] = {node: functools.partial(_node_runs, node, bounds) for node in location.nodes}
-    if location.embedded:
-        asked[MEMORY] = lambda: _embedded_runs(location)
+    asked[MEMORY] = lambda: _embedded_runs(location)
     asked[DURABLE] = lambda: _Durable.ask(store, bounds)
     answers, problems = ask_all(asked, bounds.answer_s)
     durable: _Durable | None = answers.pop(DURABLE, None)
@@ -187,7 +186,14 @@ class _Durable:
 
 
 def _embedded_runs(location: Location) -> list[NodeRun]:
-    host = attach(location.url, location.name)
+    """What the node on this host holds, also that of an earlier attempt where this one uses none."""
+    try:
+        host = attach(location.url, location.name)
+    except SettingsError as error:
+        if location.embedded:
+            raise
+        logger.debug("no node can ever have been on this host: %s", error)
+        return []
     if host is None:
         return []
     try:

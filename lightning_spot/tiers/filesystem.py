@@ -33,7 +33,9 @@ def _options(url: str) -> dict[str, Any]:
     scheme = url.partition("://")[0]
     if scheme not in ("s3", "s3a"):
         return {}
-    own = dict(fsspec.config.conf.get(scheme, {})).get("config_kwargs") or {}
+    own: dict[str, Any] = {}
+    for name in ("s3a", "s3"):
+        own |= dict(fsspec.config.conf.get(name, {})).get("config_kwargs") or {}
     return {"config_kwargs": {"max_pool_connections": MOST, **own}}
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from lightning_spot.errors import SettingsError
 from lightning_spot.image.manifest import MODEL_FILE, Manifest, snapshot_order
 from lightning_spot.tiers import store
 from lightning_spot.tiers.lanes import Job, Lanes
@@ -137,8 +138,14 @@ def create_object(files: Any, path: str, data: bytes) -> bool:
 
     Raises:
         NotImplementedError: if this store cannot do that in one request.
+        SettingsError: if the library installed here would leave the condition out of the request, without a word.
     """
     bucket, key, _ = files.split_path(path)
+    if "IfNoneMatch" not in files.s3.meta.service_model.operation_model("PutObject").input_shape.members:
+        raise SettingsError(
+            "the botocore installed here knows no If-None-Match: two trainers could claim one attempt at"
+            f" s3://{bucket}. Install aiobotocore 2.15 or later"
+        )
     try:
         files.call_s3("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
     except Exception as error:  # botocore's errors are made at run time, and s3fs translates some

@@ -318,12 +318,13 @@ def whole(read: Callable[[], Read]) -> Read:
 def forgettable(names: Iterable[str]) -> list[str]:
     """Claims and records of attempts too old to be needed: a later claim fences as well, a later record sums them up.
 
-    At most 20 of them at a time, so that no sweep takes long.
+    At most 20 of them at a time, so that no sweep takes long. Only claims say which attempts there were: a record whose
+    number no attempt has had makes nothing old.
     """
+    names = list(names)
+    oldest_kept = highest_claim(names) - KEPT_ATTEMPTS
     numbered = sorted((int(match[1]), name) for name in names if (match := _OF_ATTEMPT.fullmatch(name)))
-    if not numbered:
-        return []
-    return [name for number, name in numbered[:_MOST_FORGOTTEN] if number <= numbered[-1][0] - KEPT_ATTEMPTS]
+    return [name for number, name in numbered[:_MOST_FORGOTTEN] if number <= oldest_kept]
 
 
 class NotedParts:
