@@ -95,7 +95,7 @@ class Rounds(pl.Callback):
             self.ours.append(self.spent)
             self._compare(trainer)
         if step % self.every == self.every - 1:
-            writer = self.spot._current.writer if self.spot._current is not None else None
+            writer = self.spot.snapshots._current.writer if self.spot.snapshots._current is not None else None
             assert writer is not None
             writer.settle(60.0)
             assert writer.host is not None
@@ -111,7 +111,7 @@ class Rounds(pl.Callback):
         if not self.plugins:
             self.plugins = {"async": AsyncCheckpointIO(TorchCheckpointIO()), "plugin": SpotCheckpointIO()}
             self.plugins["plugin"].save_checkpoint(checkpoint, self.folder / "plugin.ckpt")  # makes its slots
-        writer = self.spot._current.writer if self.spot._current is not None else None
+        writer = self.spot.snapshots._current.writer if self.spot.snapshots._current is not None else None
         assert writer is not None
         assert writer.host is not None
         writer.settle(60.0)

@@ -12,8 +12,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities.types import _PATH
 
 from lightning_spot._version import __version__
 from lightning_spot.capture.writer import SnapshotWriter
@@ -27,6 +25,7 @@ from lightning_spot.errors import (
     SpotError,
     TierError,
 )
+from lightning_spot.exact.namespaces import SpotIO
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.runs import RunInfo
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 _NEW_NODE_S = 30.0
 
 
-class SpotCheckpointIO(TorchCheckpointIO):
+class SpotCheckpointIO(SpotIO):
     """Saves checkpoints into memory and lets a node on this host carry them to their path.
 
     ``save_checkpoint`` returns when the checkpoint is committed in memory, with its checksums: many times sooner than
@@ -88,7 +87,7 @@ class SpotCheckpointIO(TorchCheckpointIO):
         self.idle_timeout_s = idle_timeout_s
         self._writers: dict[str, FolderWriter] = {}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Commit ``checkpoint`` in memory and have it carried to ``path``.
 
         Raises:
@@ -141,7 +140,7 @@ class SpotCheckpointIO(TorchCheckpointIO):
         writer.store_past_memory(checkpoint, replace(manifest, attempt=writer.info.attempt), open_store(parent))
         writer.link.ask(lambda host: host.open_run(writer.info), None)
 
-    def load_checkpoint(self, path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint, waiting for it first if it is still on its way.
 
         Args:
@@ -152,7 +151,7 @@ class SpotCheckpointIO(TorchCheckpointIO):
         self._flush(_split(path)[0])
         return super().load_checkpoint(path, *args, **kwargs)
 
-    def remove_checkpoint(self, path: _PATH) -> None:
+    def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint from memory, and from its path once what was saved there before is at its own.
 
         Returns at once. A checkpoint that replaces this one is on its way, perhaps: both are never missing.
@@ -252,7 +251,7 @@ class SpotCheckpointIO(TorchCheckpointIO):
             return [f"{parent}: {error}"]
 
 
-def _split(path: _PATH) -> tuple[str, str]:
+def _split(path: str | Path) -> tuple[str, str]:
     """Folder (absolute path or URL) and file name of a checkpoint."""
     text = str(path)
     if "://" not in text or text.startswith("file://"):

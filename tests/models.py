@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -33,6 +34,9 @@ class Net(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
@@ -85,6 +89,7 @@ def trainer(*callbacks: pl.Callback, **more: Any) -> pl.Trainer:
             "logger": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
+            "enable_checkpointing": any(isinstance(item, Checkpoint) for item in callbacks),
             "callbacks": list(callbacks),
             **more,
         }

@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.client import embedded
@@ -387,9 +386,33 @@ def test_unwritable_dirpath(tmp_path: Path) -> None:
         trainer(SpotCheckpoint(str(blocker / "run-1"))).fit(Net(), data())
 
 
-def test_enable_checkpointing_false_is_lightnings_own_error(tmp_path: Path) -> None:
-    with pytest.raises(MisconfigurationException):
-        trainer(spot(tmp_path), enable_checkpointing=False)
+def test_lightnings_own_checkpoints_stay_as_they_are(tmp_path: Path) -> None:
+    run = trainer(spot(tmp_path), enable_checkpointing=True, default_root_dir=tmp_path)
+    run.fit(Net(), data(), data(3))
+    assert type(run.checkpoint_callback) is ModelCheckpoint
+    assert Path(run.checkpoint_callback.best_model_path).exists()
+    assert run.test(Net(), data(3), ckpt_path="best", verbose=False) == [{}]
+    assert manifests(tmp_path)
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_our_hooks_come_last(tmp_path: Path, ours_first: bool) -> None:
+    class Swap(pl.Callback):
+        """Exchanges the weights at the end, as averaging callbacks do."""
+
+        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            with torch.no_grad():
+                pl_module.net[0].bias.fill_(7.0)
+
+    own = ModelCheckpoint(str(tmp_path / "mine"), save_last=True)
+    callbacks = [spot(tmp_path, memory=None), Swap(), own]
+    run = trainer(*(callbacks if ours_first else reversed(callbacks)))
+    run.fit(Net(), data())
+    assert isinstance(run.callbacks[-1], SpotCheckpoint)
+    assert run.checkpoint_callback is own
+    last = manifests(tmp_path)[0]
+    assert last.complete
+    assert torch.all(load(tmp_path, last)["state_dict"]["net.0.bias"] == 7.0)
 
 
 def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
@@ -503,12 +526,12 @@ def test_the_embedded_node_is_killed_in_training(tmp_path: Path, caplog: pytest.
 
     class KillNode(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 20 and callback._current is not None:
-                host = callback._current.writer.host
+            if trainer.global_step == 20 and callback.snapshots._current is not None:
+                host = callback.snapshots._current.writer.host
                 assert isinstance(host, embedded.EmbeddedHost)
                 os.kill(int(host.client.call("GET", "/v1/status")["pid"]), 9)
             if trainer.global_step == 30:
-                writer = callback._current.writer
+                writer = callback.snapshots._current.writer
                 assert writer is not None
                 until(lambda: writer.host is not None, "a new node")
 

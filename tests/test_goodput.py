@@ -229,9 +229,9 @@ def test_what_was_measured_survives_a_restart(tmp_path: Path) -> None:
 
     measured(url, 25)
     spot = measured(url, None)
-    assert spot._pacing._rate.events == 1
-    assert spot._pacing._rate.exposure_s > 0.1
-    assert spot._pacing._stall.value is not None
+    assert spot.snapshots._pacing._rate.events == 1
+    assert spot.snapshots._pacing._rate.exposure_s > 0.1
+    assert spot.snapshots._pacing._stall.value is not None
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_the_rate_of_two_machines_is_twice_as_high() -> None:
     later.load(json.loads(json.dumps(saved)))
     later.begin(TwoRanks(), 3)  # type: ignore[arg-type]
     assert later._rate.events == 2
-    later.hurry()
+    later.expect_failure()
     assert later._rate.mtbf_s == 600.0
 
 

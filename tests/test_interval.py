@@ -18,7 +18,7 @@ from lightning_spot.errors import SettingsError
 from lightning_spot.interval.adaptive import FIRST_S, young_daly_s
 from lightning_spot.interval.costs import Costs, FailureRate, RobustMean, TierPace
 from lightning_spot.interval.curve import BREAK, LossCurve, fit_points
-from lightning_spot.interval.policy import Hastened, IntervalPolicy
+from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.interval.spread import WIDEST, Price, spread
 
 STEPS = 4000
@@ -395,13 +395,3 @@ def test_the_failure_rate_converges(seed: int) -> None:
 def test_bad_arguments(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         make()
-
-
-def test_hastened_asks_both() -> None:
-    policy = Hastened(EverySteps(100), 5.0)
-    policy.taken(0, 0.0)
-    assert not policy.due(1, 1.0)
-    assert policy.due(100, 1.0)
-    policy.taken(100, 1.0)
-    assert policy.wait_s(101, 2.0) == 0.0  # a policy of steps may be due at any
-    assert policy.due(101, 6.0)

@@ -27,8 +27,8 @@ from tests.test_fit import Stop, StopAt, check_all, spot
 
 
 def node_pid(callback: SpotCheckpoint) -> int:
-    assert callback._current is not None
-    host = callback._current.writer.host
+    assert callback.snapshots._current is not None
+    host = callback.snapshots._current.writer.host
     assert isinstance(host, EmbeddedHost)
     return int(host.client.call("GET", "/v1/status")["pid"])
 

@@ -265,7 +265,9 @@ def test_a_deadline_that_is_past_leaves_the_last_snapshot(tmp_path: Path) -> Non
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step == 8:
                 until(
-                    lambda: spot._current is not None and spot._current.writer.host.safe_step() == 6,
+                    lambda: (
+                        spot.snapshots._current is not None and spot.snapshots._current.writer.host.safe_step() == 6
+                    ),
                     "step 6 to be safe",
                 )
                 late.append(1)
@@ -352,7 +354,7 @@ def test_advice_raises_the_rate_and_does_not_stop(tmp_path: Path) -> None:
 
     snapshots = trainer(Wait(), spot)
     snapshots.fit(Net(), data())
-    assert not spot.interval.by_step
+    assert spot.snapshots._pacing._rate.mtbf_s == 600.0
     assert snapshots.global_step == 40
 
 
@@ -362,7 +364,7 @@ def test_a_grace_that_fits_no_tier_is_said_early(tmp_path: Path, caplog: pytest.
     class Wait(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step == 99:
-                until(lambda: spot.safe_after_s() is not None, "a measured speed")
+                until(lambda: spot.snapshots.safe_after_s() is not None, "a measured speed")
 
     with pytest.warns(UserWarning, match="a notice leaves 0 s, but a snapshot was measured to need"):
         trainer(Wait(), spot, max_epochs=5).fit(Net(), data(21))

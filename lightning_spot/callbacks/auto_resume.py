@@ -5,17 +5,16 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_spot.callbacks.run_start import RunStart, on_rank_zero
+from lightning_spot.callbacks.fit import Fit, on_rank_zero, takes_part
+from lightning_spot.callbacks.part import Part
+from lightning_spot.callbacks.remote_snapshot import snapshots_of
 from lightning_spot.errors import CorruptSnapshot, ModelChanged, SettingsError
+from lightning_spot.exact import namespaces, private
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.position import REWINDS, Rewind
 from lightning_spot.exact.resumable import check_resumable
@@ -24,6 +23,9 @@ from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import look_again
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 _MOST_KEYS_NAMED = 5
 
@@ -51,7 +53,7 @@ class ResumedFrom:
     complete: bool
 
 
-class AutoResume(pl.Callback):
+class AutoResume(Part):
     """Restores the newest snapshot whose checksums hold, from whichever tier has it.
 
     Nothing is restored when the user passes ``ckpt_path`` to ``fit``: that always wins. When every tier has answered
@@ -99,45 +101,49 @@ class AutoResume(pl.Callback):
 
         ``resume_start`` is the one place all strategies pass through, on every rank, with the process group up.
         """
-        if stage != "fit" or getattr(trainer, "fast_dev_run", False):
+        if not takes_part(trainer, stage):
             return
         self.resumed_from = None
-        start = RunStart.of(trainer)
-        start.resumes = True
+        fit = Fit.of(trainer)
+        fit.resumes = True
         FitState.of(trainer).rewind = self.rewind
         FitState.of(trainer).attach()
-        connector = trainer._checkpoint_connector
-        vars(connector).pop("resume_start", None)  # of a fit that ended before it came to that
-        original = connector.resume_start
+        if not FitState.of(trainer).can(private.RESUME):
+            fit.resumes = False
+            on_rank_zero(trainer, lambda: self._refuse(trainer))
+            return
+        connector = private.RESUMING_CONNECTOR.of(trainer)
+        vars(connector).pop(private.RESUME_START.name, None)  # of a fit that ended before it came to that
+        original = private.RESUME_START.of(connector)
 
         def resume_start(checkpoint_path: Any = None, **options: Any) -> None:
-            connector.resume_start = original  # type: ignore[method-assign] # once
-            start.trusts = options.get("weights_only") is False
+            private.RESUME_START.set(connector, original)  # once
+            fit.trusts = options.get("weights_only") is False
             original(checkpoint_path, **options)
             if checkpoint_path:
                 rank_zero_info(f"lightning_spot: resumed from ckpt_path={str(checkpoint_path)!r}, as asked")
             else:
-                self._restore(trainer, start.trusts)
-            start.decided()
+                self._restore(trainer, fit.trusts)
+            fit.decided()
 
         # Its second parameter came with Lightning 2.6 and is passed by name.
-        connector.resume_start = resume_start  # type: ignore[assignment, method-assign] # see above
+        private.RESUME_START.set(connector, resume_start)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Remember that there was something to train."""
+        """Say where the run goes on; there is something to train."""
         self._start_step = -1
-
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Go on exactly where the snapshot was taken, also if the user named it in ``fit(ckpt_path=)``."""
-        if trainer.state.fn == TrainerFn.FITTING:
-            FitState.of(trainer).load(checkpoint)
+        resumed = self.resumed_from
+        if resumed is not None:
+            number = next((f" attempt {part.attempt}" for part in snapshots_of(trainer)), "")
+            rank_zero_info(
+                f"lightning_spot: run {self.location.name!r}{number} resumes at step {resumed.step} (epoch"
+                f" {resumed.epoch}) from {resumed.tier} ({resumed.url}, {resumed.name})"
+            )
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Let the trainer's loaders and loops go."""
-        RunStart.of(trainer).clear()
-        FitState.of(trainer).detach()
+        Fit.of(trainer).clear()
+        super().teardown(trainer, pl_module, stage)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say so when the run had ended already: Lightning trains nothing then, without a word."""
@@ -149,6 +155,16 @@ class AutoResume(pl.Callback):
                 " new run"
             )
 
+    def _refuse(self, trainer: pl.Trainer) -> None:
+        """No resume is possible here: a run that has snapshots must not begin anew without a word."""
+        newest = next(iter(Fit.of(trainer).found(self.location).candidates), None)
+        if newest is not None and trainer.ckpt_path is None:
+            raise SettingsError(
+                f"run {self.location.name!r} has snapshots, and with this version of Lightning none can be resumed from"
+                f" (see the warning). Fetch one with `lightning-spot pull {self.location.url}` and name it in"
+                " fit(ckpt_path=), install another version of Lightning, or start afresh with resume=False"
+            )
+
     def _restore(self, trainer: pl.Trainer, trusts: bool) -> None:
         self._start_step = 0
         many = trainer.world_size > 1
@@ -157,7 +173,7 @@ class AutoResume(pl.Callback):
             return _load(snapshot, trusts, many)
 
         def newest() -> tuple[OpenSnapshot, tuple[dict[str, Any], bytes | None]] | None:
-            found = RunStart.of(trainer).found(self.location)
+            found = Fit.of(trainer).found(self.location)
             try:
                 return open_newest(found, use)
             except CorruptSnapshot:
@@ -180,7 +196,9 @@ class AutoResume(pl.Callback):
         assert checkpoint is not None
         check_resumable(trainer, checkpoint)
         _check_model(trainer, checkpoint, facts)
-        trainer._checkpoint_connector._loaded_checkpoint = _pl_migrate_checkpoint(checkpoint, None)
+        home = namespaces.of(trainer, "utilities.migration")
+        migrated, _ = private.MIGRATE.of(home)(checkpoint)
+        private.LOADED_CHECKPOINT.set(private.RESUMING_CONNECTOR.of(trainer), migrated)
         self.resumed_from = facts
 
 
@@ -223,7 +241,7 @@ def _facts(snapshot: OpenSnapshot) -> ResumedFrom:
 def _check_model(trainer: pl.Trainer, checkpoint: dict[str, Any], facts: ResumedFrom) -> None:
     """Name what no longer fits before Lightning loads half of it."""
     module = trainer.lightning_module
-    if not module.strict_loading or is_overridden("on_load_checkpoint", module):
+    if not module.strict_loading or _mends_itself(module):
         return  # the user's own hook may mend the difference
     saved = checkpoint.get("state_dict", {})
     present = trainer.strategy.lightning_module_state_dict()
@@ -246,14 +264,12 @@ def _check_model(trainer: pl.Trainer, checkpoint: dict[str, Any], facts: Resumed
         )
 
 
+def _mends_itself(module: pl.LightningModule) -> bool:
+    """Whether a hook of the user's sees the checkpoint before it is loaded."""
+    plain = [kind.on_load_checkpoint for kind in namespaces.classes("", "LightningModule")]
+    return type(module).on_load_checkpoint not in plain
+
+
 def _some(keys: list[str]) -> str:
     more = len(keys) - _MOST_KEYS_NAMED
     return ", ".join(keys[:_MOST_KEYS_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def say_resumed(resumed: ResumedFrom, run: str, attempt: int) -> None:
-    """One line that tells where the run goes on."""
-    rank_zero_info(
-        f"lightning_spot: run {run!r} attempt {attempt} resumes at step {resumed.step} (epoch {resumed.epoch}) from"
-        f" {resumed.tier} ({resumed.url}, {resumed.name})"
-    )

@@ -6,18 +6,22 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot, snapshots_of
 from lightning_spot.config import format_seconds
 from lightning_spot.errors import Preempted, SettingsError, TierError
+from lightning_spot.exact import private
+from lightning_spot.exact.namespaces import SpotCallback
 from lightning_spot.goodput.ledger import Account, AttemptRecord, Spent, account_after
 from lightning_spot.goodput.metric import Goodput
 from lightning_spot.goodput.records import newest_record, write_record
 from lightning_spot.run.location import Location
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +29,7 @@ CLOSE_S = 5.0
 """How long the end of ``fit`` waits for a record to be written, where the tier is slow."""
 
 
-class GoodputMonitor(pl.Callback):
+class GoodputMonitor(SpotCallback):
     """Measures productive, stalled, lost, restoring and down time over all attempts of a run.
 
     Every attempt keeps a small record beside the snapshots and writes it anew every ``heartbeat_s``, from a thread of
@@ -152,7 +156,7 @@ class GoodputMonitor(pl.Callback):
         self.metric.reset()
         self.metric.update(**parts)
         values = {"goodput": float(self.metric.compute()), **parts, "total_s": whole.total_s}
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # what Lightning itself logs by
+        step = private.BATCHES_THAT_STEPPED.of(trainer.fit_loop.epoch_loop)  # what Lightning itself logs by
         for target in trainer.loggers:
             target.log_metrics({f"goodput/{name}": value for name, value in values.items()}, step=step)
 

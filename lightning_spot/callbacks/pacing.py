@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_spot.callbacks.readings import LossReadings, logged_value
-from lightning_spot.interval.adaptive import Adaptive
+from lightning_spot.callbacks.readings import LossReadings
+from lightning_spot.exact.logged_values import last_value
 from lightning_spot.interval.costs import Costs, FailureRate, RobustMean, TierPace
-from lightning_spot.interval.policy import Hastened, IntervalPolicy
+from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.run.identity import JUMP
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 Tiers = tuple[TierPace, ...]
 
@@ -33,7 +35,7 @@ class Pacing:
         policy: that decides.
 
     Attributes:
-        policy: that decides; another one once :meth:`hurry` was called.
+        policy: that decides.
     """
 
     def __init__(self, policy: IntervalPolicy) -> None:
@@ -89,13 +91,10 @@ class Pacing:
             "state": self.policy.state_dict(),
         }
 
-    def hurry(self) -> None:
-        """This machine is likely to be taken away. Every rank calls it at the same place."""
+    def expect_failure(self) -> None:
+        """This machine is likely to be taken away: rank 0, which decides, reckons with it from now on."""
         self._rate.advised()
         self._learned_s = -LEARN_EVERY_S
-        self._next_talk = 0
-        if not isinstance(self.policy, Adaptive):
-            self.policy = Hastened(self.policy)
 
     # -- what is measured -----------------------------------------------------------------------------------------
 
@@ -119,16 +118,16 @@ class Pacing:
         if monitor is None:
             reading = self._readings.add(outputs, trainer.global_step)
         else:
-            reading = self._readings.read_at_times(lambda: logged_value(trainer, monitor), trainer.global_step)
+            reading = self._readings.read_at_times(lambda: last_value(trainer, monitor), trainer.global_step)
         if reading is not None:
             self.policy.progress(*reading)
 
-    def check_monitor(self, trainer: pl.Trainer) -> None:
-        """Say once, at the end of an epoch, that the monitored metric is not logged."""
+    def check_monitor(self, trainer: pl.Trainer, epochs: int) -> None:
+        """Say once, after so many epochs, that the monitored metric is not logged."""
         monitor = self.policy.monitor
-        if not monitor or self._warned or logged_value(trainer, monitor) is not None:
+        if not monitor or self._warned or last_value(trainer, monitor) is not None:
             return
-        if trainer.current_epoch + 1 < (trainer.check_val_every_n_epoch or 1):
+        if epochs < (trainer.check_val_every_n_epoch or 1):
             return  # the first validation is yet to come
         self._warned = True
         rank_zero_warn(

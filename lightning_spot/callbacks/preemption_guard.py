@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_spot.callbacks.ranks import Ranks, requeue_slurm_job
+from lightning_spot.callbacks.fit import takes_part
+from lightning_spot.callbacks.part import Part
+from lightning_spot.callbacks.ranks import Ranks, is_requeued_by_slurm, requeue_slurm_job
 from lightning_spot.callbacks.remote_snapshot import snapshots_of
 from lightning_spot.errors import Preempted, SettingsError
+from lightning_spot.exact import namespaces, private
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.seams import Seam, Seams
+from lightning_spot.interval.deadline import Deadline
 from lightning_spot.notices.ballot import Ballot, Place
 from lightning_spot.notices.choose import Notices, open_sources
 from lightning_spot.notices.notice import Notice
 from lightning_spot.notices.watcher import Watcher
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 _CHECK_GRACE_EVERY = 100
 
@@ -31,7 +34,7 @@ EXIT_CODE = 143
 """128 + SIGTERM: what a process that was terminated exits with, and what job schedulers know as such."""
 
 
-class PreemptionGuard(pl.Callback):
+class PreemptionGuard(Part):
     """Stops training in time when its machine, or its process, is about to be taken away.
 
     On a notice to any rank, all ranks go on to one agreed place (the end of a batch, or of a validation batch), take an
@@ -68,7 +71,7 @@ class PreemptionGuard(pl.Callback):
         self._watcher: Watcher | None = None
         self._ranks: Ranks | None = None
         self._stop: Ballot | None = None
-        self._advice: Ballot | None = None
+        self._is_advised = False
         self._place = Place(0)
         self._undo: list[Callable[[], None]] = []
         self._grace_checked = False
@@ -77,23 +80,18 @@ class PreemptionGuard(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Begin to watch, long before training begins."""
-        if stage != "fit" or getattr(trainer, "fast_dev_run", False):
+        if not takes_part(trainer, stage):
             return
         FitState.of(trainer).attach()
-        self.notice, self._place = None, Place(0)
+        self.notice, self._place, self._is_advised = None, Place(0), False
         self._watcher = watcher = Watcher(open_sources(self.notices))
+        if trainer.world_size > 1 and not FitState.of(trainer).can(private.ENVIRONMENT):
+            self._watcher = None
+            return
         watcher.start()
         self._ranks = ranks = Ranks(trainer)
         self._stop = ranks.ballot("stop", lambda: _plain(watcher.notice, self.grace_s))
-        self._advice = ranks.ballot("advice", lambda: _plain(watcher.advice, None))
         self._keep_signals(trainer, watcher)
-
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Go on exactly, also from what was saved beside a ``ModelCheckpoint``."""
-        if trainer.state.fn == TrainerFn.FITTING:
-            FitState.of(trainer).load(checkpoint)
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """From here on there are places at which to stop."""
@@ -105,12 +103,16 @@ class PreemptionGuard(pl.Callback):
             return
         Seams.of(trainer).add(self)
         for snapshots in snapshots_of(trainer):
-            snapshots.holds = True
+            snapshots.urgent.is_expected = True
 
     def before_validation(self, trainer: pl.Trainer) -> None:
         """The end of a batch; the validation that follows can be interrupted, too."""
         self._place = Place(self._place.batch + 1)
         self._pass(trainer, Place(self._place.batch, evaluating=True), Seam.BEFORE_VALIDATION)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """The end of a batch, where no better place is to be had."""
+        Seams.of(trainer).batch_ended(self)
 
     def after_batch(self, trainer: pl.Trainer) -> None:
         """The end of a batch."""
@@ -139,24 +141,24 @@ class PreemptionGuard(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Stop watching."""
         self._close(trainer, leaving=isinstance(exception, Preempted))
-        FitState.of(trainer).detach()
+        super().on_exception(trainer, pl_module, exception)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Stop watching."""
         self._close(trainer)
-        FitState.of(trainer).detach()
+        super().teardown(trainer, pl_module, stage)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _pass(self, trainer: pl.Trainer, place: Place, seam: Seam) -> None:
         """Go on past ``place``, unless this is where all ranks stop."""
         self._place = place
-        if self._stop is None or self._advice is None:
-            return
-        if self._stop.passed(place):
+        if self._stop is not None and self._stop.passed(place):
             self._leave(trainer, seam)
-        if self._advice.passed(place):
-            self._hurry(trainer)
+        if not self._is_advised and self._watcher is not None and self._watcher.advice is not None:
+            self._is_advised = True
+            for callback in snapshots_of(trainer):
+                callback.expect_failure()
 
     def _leave(self, trainer: pl.Trainer, seam: Seam) -> None:
         """Secure the state and exit, on every rank."""
@@ -174,10 +176,8 @@ class PreemptionGuard(pl.Callback):
                 rank_zero_info(f"lightning_spot: {told}")
         if not snapshots:
             _save_beside_model_checkpoint(trainer, seam)
-        left_s = notice.deadline_s - time.monotonic() if notice.deadline_s is not None else PART_S
-        self._ranks.part(max(0.0, left_s))
-        environment = trainer._accelerator_connector.cluster_environment
-        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and trainer.is_global_zero:
+        self._ranks.part(Deadline.of(notice.deadline_s, PART_S).left_s)
+        if trainer.is_global_zero and is_requeued_by_slurm(trainer):
             requeue_slurm_job()
         raise Preempted(notice.text, EXIT_CODE)
 
@@ -196,24 +196,21 @@ class PreemptionGuard(pl.Callback):
                     " snapshot. A memory node nearby, or a shorter interval, loses less"
                 )
 
-    def _hurry(self, trainer: pl.Trainer) -> None:
-        self._advice = None
-        for callback in snapshots_of(trainer):
-            callback.hurry()
-
     def _keep_signals(self, trainer: pl.Trainer, watcher: Watcher) -> None:
         """Have our handlers stand where Lightning would put its own, which hang or crash with several ranks."""
         watcher.install_signals()
-        connector = trainer._signal_connector
-        original = connector.register_signal_handlers
+        if not FitState.of(trainer).can(private.SIGNALS):
+            return
+        connector = private.SIGNAL_CONNECTOR.of(trainer)
+        original = private.REGISTER_HANDLERS.of(connector)
 
         def register_signal_handlers() -> None:
             watcher.restore_signals()  # so that Lightning remembers the user's handlers, not ours
             original()
             watcher.install_signals()
 
-        connector.register_signal_handlers = register_signal_handlers  # type: ignore[method-assign] # see _close
-        self._undo.append(lambda: connector.__dict__.pop("register_signal_handlers", None))
+        private.REGISTER_HANDLERS.set(connector, register_signal_handlers)
+        self._undo.append(lambda: vars(connector).pop(private.REGISTER_HANDLERS.name, None))
 
     def _close(self, trainer: pl.Trainer, *, leaving: bool = False) -> None:
         while self._undo:
@@ -224,7 +221,7 @@ class PreemptionGuard(pl.Callback):
             self._watcher.stop()
         if self._ranks is not None:
             self._ranks.close() if leaving else self._ranks.end()
-        self._watcher = self._ranks = self._stop = self._advice = None
+        self._watcher = self._ranks = self._stop = None
 
 
 def _plain(notice: Notice | None, grace_s: float | None) -> dict[str, Any] | None:
@@ -238,7 +235,8 @@ def _plain(notice: Notice | None, grace_s: float | None) -> dict[str, Any] | Non
 
 def _save_beside_model_checkpoint(trainer: pl.Trainer, seam: Seam) -> None:
     """Save what ``fit(ckpt_path="last")`` will find, in the directory of the user's ``ModelCheckpoint``."""
-    found = next((item for item in trainer.checkpoint_callbacks if isinstance(item, ModelCheckpoint)), None)
+    kinds = namespaces.classes("callbacks", "ModelCheckpoint")
+    found: Any = next((item for item in trainer.checkpoint_callbacks if isinstance(item, kinds)), None)
     if found is None or not found.dirpath or seam not in (Seam.AFTER_BATCH, Seam.BEFORE_VALIDATION):
         rank_zero_info("lightning_spot: nothing was saved now; the run resumes from its last checkpoint")
         return

@@ -6,13 +6,16 @@ import logging
 import secrets
 import subprocess
 from collections.abc import Callable
-from typing import Any
-
-import lightning.pytorch as pl
+from typing import TYPE_CHECKING, Any
 
 from lightning_spot.config import read_environment
+from lightning_spot.exact import namespaces, private
+from lightning_spot.exact.fit_state import FitState
 from lightning_spot.notices.ballot import Ballot
 from lightning_spot.notices.exchange import Exchange, ExchangeServer
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +36,7 @@ class Ranks:
             secret = secrets.token_hex(16)
             if self._rank == 0:
                 self._server = ExchangeServer(secret)
-            environment = trainer._accelerator_connector.cluster_environment
+            environment = private.CLUSTER_ENVIRONMENT.of(private.ACCELERATOR_CONNECTOR.of(trainer))
             port, secret = trainer.strategy.broadcast((self._server.port if self._server is not None else 0, secret))
             self._address = (environment.main_address, port, secret)
 
@@ -71,6 +74,15 @@ class Ranks:
         self.close()
         if self._server is not None:
             self._server.close()
+
+
+def is_requeued_by_slurm(trainer: pl.Trainer) -> bool:
+    """Whether Lightning is to ask SLURM for another turn when a job is cut off."""
+    if not FitState.of(trainer).can(private.ENVIRONMENT):
+        return False
+    environment = private.CLUSTER_ENVIRONMENT.of(private.ACCELERATOR_CONNECTOR.of(trainer))
+    kinds = namespaces.classes("fabric.plugins.environments", "SLURMEnvironment")
+    return isinstance(environment, kinds) and bool(environment.auto_requeue)
 
 
 def requeue_slurm_job() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
+
+if TYPE_CHECKING:
+    pass
 
 READ_EVERY_S = 0.1
 
@@ -62,11 +64,3 @@ class LossReadings:
             return None
         self._value = value
         return step, value
-
-
-def logged_value(trainer: pl.Trainer, name: str) -> float | None:
-    """The last logged value of a metric, ``None`` if there is none."""
-    connector = trainer._logger_connector
-    found = connector.metrics["callback"] if trainer._results is not None else {}
-    value = found.get(name, connector._callback_metrics.get(name))
-    return float(value) if value is not None else None

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_spot.callbacks.fit import Fit, move_to_the_end, on_rank_zero, say_end, takes_part
 from lightning_spot.callbacks.pacing import Pacing
-from lightning_spot.callbacks.run_start import RunStart, on_rank_zero, refuse_sharded, say_end
+from lightning_spot.callbacks.part import Part
+from lightning_spot.callbacks.urgent import UrgentSnapshot
 from lightning_spot.capture.attempt import Attempt, RingSettings, open_host
 from lightning_spot.capture.host_link import leave
-from lightning_spot.capture.safety import LEAVE_S
 from lightning_spot.capture.tensors import optimizer_owned
 from lightning_spot.config import FLUSH_TIMEOUT_S, IDLE_TIMEOUT_S, KEEP, MAX_STALL_S, read_environment
 from lightning_spot.errors import SettingsError
@@ -25,16 +22,20 @@ from lightning_spot.exact.seams import Seam, Seams
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.costs import TierPace
+from lightning_spot.interval.deadline import Deadline
 from lightning_spot.interval.policy import EverySeconds, IntervalPolicy
 from lightning_spot.memory.host import Host
 from lightning_spot.run.choice import say_what_is_left
 from lightning_spot.run.location import Location, memory_limit_bytes
 from lightning_spot.run.survey import Survey
 
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
 WAIT_FOR_SLOT_S = 600.0
 
 
-class RemoteSnapshot(Checkpoint):
+class RemoteSnapshot(Part):
     """Takes snapshots beside training: into a ring in memory, from there to memory nodes and the durable tier.
 
     What the next forward pass may change is copied before the hook returns; parameters and optimizer state are copied
@@ -64,7 +65,7 @@ class RemoteSnapshot(Checkpoint):
 
     Attributes:
         attempt: number of this attempt of the run, from 1.
-        holds: whether the state in front of a validation is kept at hand during it, for an urgent snapshot.
+        urgent: takes a snapshot when the run has to stop.
 
     Example::
 
@@ -121,9 +122,7 @@ class RemoteSnapshot(Checkpoint):
         self._step, self._begun_step = -1, -1
         self._warmed = False
         self._hooked: list[Callable[[], None]] = []
-        self.holds = False
-        self._held: Dump | None = None
-        self._deadline_s: float | None = None
+        self.urgent = UrgentSnapshot()
 
     @property
     def stall_s(self) -> float:
@@ -150,27 +149,27 @@ class RemoteSnapshot(Checkpoint):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Open the ring and begin the next attempt of the run (rank 0)."""
-        if stage != "fit" or getattr(trainer, "fast_dev_run", False):
+        if not takes_part(trainer, stage):
             return
-        refuse_sharded(trainer)
+        move_to_the_end(trainer, self)
         FitState.of(trainer).attach()
-        self._warmed, self._last_committed = False, None
-        self._held, self._begun_step, self._deadline_s = None, -1, None
+        self.urgent.clear()
+        self._warmed, self._last_committed, self._begun_step = False, None, -1
         self._lineage, self._found = None, None
-        start = RunStart.of(trainer)
-        resumes = start.begin()
-        doubtful = trainer.strategy.broadcast(on_rank_zero(trainer, lambda: self._look(start)))
+        fit = Fit.of(trainer)
+        resumes = fit.begin()
+        doubtful = trainer.strategy.broadcast(on_rank_zero(trainer, lambda: self._look(fit)))
         if doubtful and resumes:
             # No attempt begins, and claims the directory, before it is known that no resume depends on it.
-            start.after_decision(lambda: self._begin(trainer))
+            fit.after_decision(lambda: self._begin(trainer))
         else:
             self._begin(trainer)
 
-    def _look(self, start: RunStart) -> bool:
+    def _look(self, fit: Fit) -> bool:
         """Open the ring, and ask all tiers what they hold; whether that leaves a doubt."""
         self.location.check()
         self._host = open_host(self.location, self._ring)  # first: it takes over what a killed node left in memory
-        self._found = start.survey(self.location)
+        self._found = fit.survey(self.location)
         return self._found.is_doubtful
 
     def _begin(self, trainer: pl.Trainer) -> None:
@@ -180,7 +179,7 @@ class RemoteSnapshot(Checkpoint):
             host, self._host = self._host, None
             assert host is not None
             assert self._found is not None
-            self._current = Attempt(self._found, host, self._ring, RunStart.of(trainer).trial())
+            self._current = Attempt(self._found, host, self._ring, Fit.of(trainer).trial())
 
         on_rank_zero(trainer, begin)
         self.attempt = trainer.strategy.broadcast(self._current.number if self._current is not None else 0)
@@ -200,9 +199,9 @@ class RemoteSnapshot(Checkpoint):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Also go on exactly from a snapshot that the user named in ``fit(ckpt_path=)``."""
-        if trainer.state.fn == TrainerFn.FITTING:
-            FitState.of(trainer).load(checkpoint)
+        """Also go on with what the snapshot's attempt had measured."""
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        if trainer.state.fn == "fit":
             self._pacing.load(checkpoint.get(KEY, {}).get("interval"))
             self._lineage = checkpoint.get(KEY, {}).get("lineage")
 
@@ -211,12 +210,14 @@ class RemoteSnapshot(Checkpoint):
     ) -> None:
         """Look at the loss."""
         self._pacing.read(trainer, outputs)
+        Seams.of(trainer).batch_ended(self)
 
     def before_validation(self, trainer: pl.Trainer) -> None:
         """Take a snapshot if one is due: a resumed run begins with this validation."""
         self._at_seam(trainer, before_validation=True)
-        if self.holds and self._begun_step != trainer.global_step:
-            self._held = FitState.of(trainer).dump(before_validation=True)
+        if self._begun_step != trainer.global_step:
+            self.urgent.before_validation(trainer)
+        self._wait_copied()  # averaging callbacks exchange weights around a validation
 
     def after_batch(self, trainer: pl.Trainer) -> None:
         """Take a snapshot if one is due."""
@@ -228,22 +229,23 @@ class RemoteSnapshot(Checkpoint):
         """Wait for what is not copied yet."""
         self._wait_copied()
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Weight-averaging callbacks swap weights around validation."""
-        self._wait_copied()
-
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """What was held is of the past."""
-        self._held = None
+        """The state that was kept for the time of the validation is not needed any more."""
+        self.urgent.after_validation()
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Look whether the metric that the interval follows was logged in the epoch before."""
+        if self._warmed:
+            self._pacing.check_monitor(trainer, trainer.current_epoch)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Callbacks may change weights here."""
         self._wait_copied()
-        self._pacing.check_monitor(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the last snapshot, of the finished run."""
         self._wait_copied()
+        self._pacing.check_monitor(trainer, trainer.current_epoch)
         self._unhook(trainer)
         self._snapshot(trainer, complete=True)
 
@@ -255,21 +257,41 @@ class RemoteSnapshot(Checkpoint):
         """Bring what is committed to safety. The state at hand may be in mid-step: it is no snapshot."""
         self._unhook(trainer)
         self._finish(trainer, complete=False)
-        FitState.of(trainer).detach()
+        super().on_exception(trainer, pl_module, exception)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Let go, if nothing did before."""
         self._unhook(trainer)
         self._finish(trainer, complete=False)
-        FitState.of(trainer).detach()
+        super().teardown(trainer, pl_module, stage)
 
     def safe_after_s(self) -> float | None:
         """Measured seconds from a snapshot's begin until it is safe outside this machine; ``None`` before any was."""
         return self._current.safety.usual_s() if self._current is not None else None
 
-    def hurry(self) -> None:
-        """Take snapshots more often from now on: this machine is likely to be taken away. Every rank calls it."""
-        self._pacing.hurry()
+    def expect_failure(self) -> None:
+        """Take snapshots more often from now on: this machine is likely to be taken away."""
+        self._pacing.expect_failure()
+
+    def secure(self, trainer: pl.Trainer, seam: Seam, named_s: float | None, hurried: Callable[[], bool]) -> str:
+        """Bring the training state to safety: an urgent snapshot if there is something new and time for it.
+
+        Every rank calls it, at the same place.
+
+        Args:
+            trainer: that is about to stop.
+            seam: where it is.
+            named_s: when this machine may end, on the monotonic clock; ``None`` if nobody knows.
+            hurried: asked while waiting: whether to give up waiting at once.
+
+        Returns:
+            one line on what is safe where, on rank 0; empty on the others.
+        """
+        self.urgent.deadline = Deadline.of(named_s, self.flush_timeout_s)
+        self._wait_copied()
+        is_taken = self._begun_step == trainer.global_step
+        write = lambda dump, wait_s: self._write(trainer, dump, wait_s=wait_s)  # noqa: E731
+        return self.urgent.secure(trainer, seam, self._current, write, hurried, is_taken=is_taken)
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 
@@ -314,43 +336,6 @@ class RemoteSnapshot(Checkpoint):
                 wait_s=wait_s,
             )
 
-    # -- before a deadline ----------------------------------------------------------------------------------------
-
-    def secure(self, trainer: pl.Trainer, seam: Seam, deadline_s: float | None, hurried: Callable[[], bool]) -> str:
-        """Bring the training state to safety: an urgent snapshot if there is something new and time for it.
-
-        Every rank calls it, at the same place.
-
-        Args:
-            trainer: that is about to stop.
-            seam: where it is.
-            deadline_s: when this machine may end, on the monotonic clock; ``None`` if nobody knows.
-            hurried: asked while waiting: whether to give up waiting at once.
-
-        Returns:
-            one line on what is safe where, on rank 0; empty on the others.
-        """
-        self._deadline_s = deadline_s if deadline_s is not None else time.monotonic() + self.flush_timeout_s
-        self._wait_copied()
-        attempt = self._current
-        dump = self._urgent_dump(trainer, seam)
-        plan = attempt.safety.plan(deadline_s) if attempt is not None else None
-        take = trainer.strategy.broadcast(plan is not None and plan.take)
-        if dump is not None and take:
-            self._write(trainer, dump, wait_s=max(0.0, self._deadline_s - time.monotonic()))
-        if attempt is None or plan is None:
-            return ""
-        return attempt.safety.bring(deadline_s, self._deadline_s, plan, hurried)
-
-    def _urgent_dump(self, trainer: pl.Trainer, seam: Seam) -> Dump | None:
-        """The newest state that a run can resume from exactly; ``None`` if a snapshot of it has begun already."""
-        if self._begun_step == trainer.global_step or seam is Seam.SANITY_CHECK:
-            return None
-        if seam is Seam.VALIDATION:
-            held, self._held = self._held, None
-            return held if held is not None and held.is_unchanged else None
-        return FitState.of(trainer).dump(before_validation=seam is Seam.BEFORE_VALIDATION)
-
     def _wait_copied(self) -> None:
         if self._current is not None:
             with self._pacing.stalling():
@@ -372,9 +357,8 @@ class RemoteSnapshot(Checkpoint):
             self._host = None
         if attempt is None:
             return
-        wait_s = self.flush_timeout_s
-        if self._deadline_s is not None:
-            wait_s = max(0.0, min(wait_s, self._deadline_s - LEAVE_S - time.monotonic()))
+        deadline = self.urgent.deadline
+        wait_s = min(self.flush_timeout_s, deadline.left_s) if deadline is not None else self.flush_timeout_s
         durable = attempt.finish(wait_s, complete=complete)
         self._last_committed = attempt.writer.committed
         if durable is not None:
@@ -395,5 +379,5 @@ class RemoteSnapshot(Checkpoint):
 
 
 def snapshots_of(trainer: pl.Trainer) -> list[RemoteSnapshot]:
-    """The trainer's :class:`RemoteSnapshot` callbacks; :class:`SpotCheckpoint` is one."""
-    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, RemoteSnapshot)]
+    """The trainer's :class:`RemoteSnapshot`, alone or in a :class:`SpotCheckpoint`."""
+    return Fit.of(trainer).parts(RemoteSnapshot)

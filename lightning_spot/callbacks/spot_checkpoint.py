@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
-import lightning.pytorch as pl
-
-from lightning_spot.callbacks.auto_resume import AutoResume, ResumedFrom, say_resumed
+from lightning_spot.callbacks.auto_resume import AutoResume, ResumedFrom
+from lightning_spot.callbacks.fit import move_to_the_end, takes_part
 from lightning_spot.callbacks.goodput_monitor import GoodputMonitor
 from lightning_spot.callbacks.preemption_guard import PreemptionGuard
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
 from lightning_spot.config import FLUSH_TIMEOUT_S, IDLE_TIMEOUT_S, KEEP, MAX_STALL_S
+from lightning_spot.exact.namespaces import SpotCallback
 from lightning_spot.exact.position import Rewind
 from lightning_spot.goodput.metric import Goodput
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.notices.choose import Notices
 from lightning_spot.notices.notice import Notice
+from lightning_spot.run.location import Location
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
-class SpotCheckpoint(RemoteSnapshot):
+class SpotCheckpoint(SpotCallback):
     """Makes a training run survive its machine: snapshots beside training, and a resume by the same command.
 
     Args:
@@ -49,7 +53,8 @@ class SpotCheckpoint(RemoteSnapshot):
         SettingsError: if an argument cannot be used.
 
     Attributes:
-        attempt: number of this attempt of the run, from 1.
+        snapshots: the part that takes the snapshots.
+        parts: all of them, in the order in which their hooks are called.
 
     Example::
 
@@ -80,7 +85,8 @@ class SpotCheckpoint(RemoteSnapshot):
         max_stall_s: float = MAX_STALL_S,
         strict: bool = False,
     ) -> None:
-        super().__init__(
+        super().__init__()
+        self.snapshots = RemoteSnapshot(
             dirpath,
             memory=memory,
             run=run,
@@ -96,8 +102,35 @@ class SpotCheckpoint(RemoteSnapshot):
             strict=strict,
         )
         self._resume = AutoResume(dirpath, memory=memory, run=run, rewind=rewind) if resume else None
-        self._goodput = GoodputMonitor()
         self._guard = PreemptionGuard(notices, grace_s=grace_s) if notices is not None else None
+        self._goodput = GoodputMonitor()
+        parts = (self._resume, self._guard, self.snapshots, self._goodput)
+        self.parts: list[SpotCallback] = [part for part in parts if part is not None]
+
+    @property
+    def location(self) -> Location:
+        """Where the run is."""
+        return self.snapshots.location
+
+    @property
+    def attempt(self) -> int:
+        """Number of this attempt of the run, from 1."""
+        return self.snapshots.attempt
+
+    @property
+    def interval(self) -> IntervalPolicy:
+        """The policy that decides when a snapshot is taken."""
+        return self.snapshots.interval
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds that training has waited for snapshots in this ``fit``."""
+        return self.snapshots.stall_s
+
+    @property
+    def last_committed_step(self) -> int | None:
+        """``global_step`` of the newest snapshot of this attempt that is committed in memory."""
+        return self.snapshots.last_committed_step
 
     @property
     def resumed_from(self) -> ResumedFrom | None:
@@ -115,71 +148,41 @@ class SpotCheckpoint(RemoteSnapshot):
         return self._guard.notice if self._guard is not None else None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Start the node (which takes over what a killed one left), watch for notices, look for a snapshot."""
-        if self._resume is not None:
-            self._resume.setup(trainer, pl_module, stage)
-        super().setup(trainer, pl_module, stage)
-        if self._guard is not None:
-            self._guard.setup(trainer, pl_module, stage)
-        self._goodput.setup(trainer, pl_module, stage)
+        """Set the parts up, and be the last in the trainer's list."""
+        if takes_part(trainer, stage):
+            move_to_the_end(trainer, self)
+        for part in self.parts:
+            part.setup(trainer, pl_module, stage)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say where the run goes on."""
-        if self._guard is not None:
-            self._guard.on_train_start(trainer, pl_module)
-        super().on_train_start(trainer, pl_module)
-        if self._resume is not None:
-            self._resume.on_train_start(trainer, pl_module)
-        if self.resumed_from is not None:
-            say_resumed(self.resumed_from, self.location.name, self.attempt)
-        self._goodput.on_train_start(trainer, pl_module)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Look at the loss, and note where training is."""
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        self._goodput.on_train_batch_end(trainer)
+_FORWARD = (
+    "on_load_checkpoint",
+    "on_sanity_check_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_end",
+    "on_before_optimizer_step",
+    "on_validation_batch_end",
+    "on_validation_end",
+    "on_train_epoch_end",
+    "on_train_end",
+)
+"""Hooks that the parts hear of in their order."""
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Flush, and say so when there was nothing left to train."""
-        super().on_fit_end(trainer, pl_module)
-        if self._resume is not None:
-            self._resume.on_fit_end(trainer, pl_module)
+_END = ("on_fit_end", "on_exception", "teardown")
+"""Hooks in which snapshots are brought to safety before the others let go, which may be told how that went."""
 
-    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """From here on there are places at which to stop."""
-        if self._guard is not None:
-            self._guard.on_sanity_check_start(trainer, pl_module)
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, *arguments: Any, **named: Any) -> None:
-        """Stop here if all ranks do."""
-        if self._guard is not None:
-            self._guard.on_validation_batch_end(trainer, *arguments, **named)
+def _forwarded(hook: str) -> Callable[..., None]:
+    def forward(self: SpotCheckpoint, *arguments: Any, **named: Any) -> None:
+        parts = [self.snapshots, *(part for part in self.parts if part is not self.snapshots)]
+        for part in parts if hook in _END else self.parts:
+            getattr(part, hook)(*arguments, **named)
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop here if all ranks do."""
-        if self._guard is not None:
-            self._guard.on_validation_end(trainer, pl_module)
-        super().on_validation_end(trainer, pl_module)
+    forward.__name__, forward.__qualname__ = hook, f"SpotCheckpoint.{hook}"
+    forward.__doc__ = f"Forward ``{hook}`` to the parts."
+    return forward
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the last snapshot, whatever happens."""
-        if self._guard is not None:
-            self._guard.on_train_end(trainer, pl_module)
-        super().on_train_end(trainer, pl_module)
-        self._goodput.on_train_end(trainer, pl_module)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Bring what is committed to safety, then stop watching."""
-        super().on_exception(trainer, pl_module, exception)
-        if self._guard is not None:
-            self._guard.on_exception(trainer, pl_module, exception)
-        self._goodput.on_exception(trainer, pl_module, exception)
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Let go, if nothing did before."""
-        super().teardown(trainer, pl_module, stage)
-        if self._guard is not None:
-            self._guard.teardown(trainer, pl_module, stage)
-        self._goodput.teardown(trainer, pl_module, stage)
+for _hook in (*_FORWARD, *_END):
+    setattr(SpotCheckpoint, _hook, _forwarded(_hook))

@@ -9,11 +9,8 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import SpotError
 from lightning_spot.interval.costs import Failure, TierPace
-from lightning_spot.interval.deadline import Plan, plan_urgent
+from lightning_spot.interval.deadline import Deadline, Plan, plan_urgent
 from lightning_spot.memory.flusher import TierHealth
-
-LEAVE_S = 1.0
-"""Kept of the time before a deadline for loggers and the interpreter to end."""
 
 _POLL_S = 0.05
 
@@ -30,13 +27,13 @@ class Safety:
         self._writer = writer
         self._durable_every_s = durable_every_s
 
-    def plan(self, deadline_s: float | None) -> Plan:
+    def plan(self, deadline: Deadline | None) -> Plan:
         """Plan an urgent snapshot of the size of the last one (any size fits if there was none).
 
         Args:
-            deadline_s: on the monotonic clock; ``None`` if it is not known.
+            deadline: that it has to meet, ``None`` for none.
         """
-        left_s = deadline_s - LEAVE_S - time.monotonic() if deadline_s is not None else None
+        left_s = deadline.left_s if deadline is not None and deadline.is_named else None
         newest = self._writer.committed
         nbytes = newest.nbytes if newest is not None else 0
         tiers = self._writer.link.ask(lambda host: host.tiers(), None)
@@ -56,12 +53,11 @@ class Safety:
         """How fast each working tier takes snapshots, as measured."""
         return paces_of(self._writer.link.ask(lambda host: host.tiers(), {}), self._durable_every_s)
 
-    def bring(self, told_s: float | None, deadline_s: float, plan: Plan, hurried: Callable[[], bool]) -> str:
+    def bring(self, deadline: Deadline, plan: Plan, hurried: Callable[[], bool]) -> str:
         """Wait until the newest snapshot is committed, and safe at one tier below.
 
         Args:
-            told_s: the deadline that the notice named, on the monotonic clock; ``None`` if it named none.
-            deadline_s: how long to wait at most.
+            deadline: how long to wait at most.
             plan: what was expected.
             hurried: asked while waiting: whether to give up at once.
 
@@ -70,8 +66,8 @@ class Safety:
         """
         started_s = time.monotonic()
         writer = self._writer
-        of = f" of {told_s - started_s:.0f} s" if told_s is not None else ""
-        writer.settle(max(0.0, deadline_s - LEAVE_S - started_s))
+        of = f" of {deadline.end_s - started_s:.0f} s" if deadline.is_named else ""
+        writer.settle(deadline.left_s)
         newest = writer.committed
         if newest is None:
             return "no snapshot of this attempt is committed; the run resumes from what an earlier one left"
@@ -86,7 +82,7 @@ class Safety:
                     writer.host.flush(_POLL_S)  # tries failing tiers now
             except SpotError as error:
                 return f"{what} is committed in memory; the memory node does not answer ({error})"
-            if time.monotonic() >= deadline_s - LEAVE_S:
+            if deadline.left_s == 0:
                 break
             time.sleep(_POLL_S)
         return f"{what} is committed in memory, and safe nowhere else after {time.monotonic() - started_s:.1f} s{of}"

@@ -11,12 +11,17 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 from torchmetrics import Metric
+
+from lightning_spot.exact import namespaces, private
+from lightning_spot.exact.private import writes_of
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 State = dict[str, Any]
 
@@ -96,7 +101,7 @@ class _Attributes:
     """
 
     def __init__(self, part: nn.Module) -> None:
-        self._names = _own_names() if isinstance(part, pl.LightningModule) else _OF_MODULES
+        self._names = _own_names() if isinstance(part, namespaces.classes("", "LightningModule")) else _OF_MODULES
         # Modules of torch keep nothing that their numbers would have to agree with.
         self._is_torchs = type(part).__module__.startswith("torch.nn")
         self._scalars = dict(self._of_kind(part, _SCALARS))
@@ -130,8 +135,8 @@ class _Attributes:
             for name, value in vars(part).items()
             if name not in self._names and type(value) not in _SCALARS and type(value) not in _KEPT
         }
-        for name in part._non_persistent_buffers_set:
-            buffer = part._buffers.get(name)
+        for name in private.NON_PERSISTENT.of(part):
+            buffer = private.BUFFERS.of(part).get(name)
             found[f"{name} of a shape"] = _shape(buffer.shape) if buffer is not None else None
         return found
 
@@ -155,7 +160,8 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _own_names() -> frozenset[str]:
     """Attributes that belong to Lightning."""
     if not _LIGHTNINGS:
-        _LIGHTNINGS.append(frozenset({*vars(pl.LightningModule()), "_hparams", "_hparams_initial"}) - {"training"})
+        kind = namespaces.classes("", "LightningModule")[0]
+        _LIGHTNINGS.append(frozenset({*vars(kind()), "_hparams", "_hparams_initial"}) - {"training"})
     return _LIGHTNINGS[0]
 
 
@@ -177,7 +183,7 @@ def _settings(trainer: pl.Trainer) -> State:
 def _mark(value: Any, depth: int = 0) -> Any:
     """What a value is, without a copy of its tensors: those are held, so that no other can take their address."""
     if isinstance(value, torch.Tensor):
-        return _Marked(value, value._version)
+        return _Marked(value, writes_of(value))
     if type(value) not in _CONTAINERS or depth > _DEEPEST or len(value) > _MOST_ITEMS:
         return value
     if type(value) is dict:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 
 from lightning_spot.capture.tensors import tensors_in
+from lightning_spot.exact.private import writes_of
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 State = dict[str, Any]
 
@@ -57,7 +60,7 @@ class Dump:
 def versions_of(checkpoint: dict[str, Any]) -> list[int]:
     """Torch's counts of the writes to a checkpoint's tensors, without those of the exact state."""
     parts = (value for key, value in checkpoint.items() if key != KEY)
-    return [tensor._version for part in parts for tensor in tensors_in(part)]
+    return [writes_of(tensor) for part in parts for tensor in tensors_in(part)]
 
 
 def _gather(trainer: pl.Trainer, state: State) -> list[State]:

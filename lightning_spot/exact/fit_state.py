@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_spot.capture.tensors import storage_address
-from lightning_spot.exact import logged_values, loggers, progress, pruned, shipped
+from lightning_spot.exact import logged_values, loggers, private, progress, pruned, shipped
 from lightning_spot.exact.changed_values import ChangedValues
 from lightning_spot.exact.dump import KEY, VERSION, Dump, versions_of
 from lightning_spot.exact.gradient_order import GradientOrder
@@ -26,6 +25,9 @@ from lightning_spot.exact.per_trainer import PerTrainer
 from lightning_spot.exact.position import PositionedLoader, Rewind, why_not_exact
 from lightning_spot.exact.randomness import State, capture_random, restore_random
 from lightning_spot.exact.seams import Seams, is_tuning
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 T = TypeVar("T")
 
@@ -56,14 +58,25 @@ class FitState(PerTrainer):
         """Follow the training loaders, from ``setup`` on. A second call does nothing."""
         if self._undo:
             return
-        self._loaders = Loaders(self._trainer, self._position_for, self._restore_step, lambda: self.rewind)
-        self._undo.append(self._loaders.end)
-        self._try("requests for loaders", self._loaders.follow_requests)
+        for part, reason in private.problems(self._trainer).items():
+            self._turn_off(part, reason)
+        self._try(private.LOADERS, self._follow_loaders)
         self._callbacks = list(self._trainer.callbacks)  # type: ignore[attr-defined] # Lightning's Trainer has it
         self._begin_after_hooks()
         seams = Seams.of(self._trainer)
+        seams.is_on = self.can(private.SEAMS)
         seams.add(self)
         self._undo.append(lambda: seams.remove(self))
+
+    def _follow_loaders(self) -> None:
+        loaders = Loaders(self._trainer, self._position_for, self._restore_step, lambda: self.rewind)
+        self._undo.append(loaders.end)
+        self._loaders = loaders
+        self._try(private.REQUESTS, loaders.follow_requests)
+
+    def can(self, part: str) -> bool:
+        """Whether a part of :mod:`~lightning_spot.exact.private` can do its work; from :meth:`attach` on."""
+        return part not in self._off
 
     def detach(self) -> None:
         """Let the trainer go. A second call does nothing."""
@@ -99,20 +112,22 @@ class FitState(PerTrainer):
         self._begun = True
         trainer, values = self._trainer, self._values
         if values is not None:
-            self._try("ModelPruning", lambda: pruned.restore(trainer, values["pruned"] or {}))
-        self._try("what hooks changed", lambda: self._hooked.begin(trainer))
+            self._try(private.PRUNING, lambda: pruned.restore(trainer, values["pruned"] or {}))
+        self._try(private.HOOKED, lambda: self._hooked.begin(trainer))
         if values is not None:
             if values["around_loaders"] is not None:
-                self._try("loaders", lambda: self._followed.restore(values["around_loaders"]))
+                self._try(private.LOADERS, lambda: self._followed.restore(values["around_loaders"]))
             _put(trainer.lightning_module, self._precise)
             for key, part in shipped.PARTS.items():
                 if key in values["shipped"]:
                     self._try(part.what, lambda part=part, key=key: part.restore(trainer, values["shipped"][key]))  # type: ignore[misc]
             if values["hooked"] is not None:
-                self._try("what hooks changed", lambda: self._hooked.restore(trainer, values["hooked"]))
+                self._try(private.HOOKED, lambda: self._hooked.restore(trainer, values["hooked"]))
         self._steady = {name: _mark(buffer) for name, buffer in trainer.lightning_module.named_buffers()}
-        self._order.begin(trainer, values["gradient_order"] if values is not None else [])
-        say_what_is_not_exact(trainer, self._followed.training, resumed=values is not None)
+        order = values["gradient_order"] if values is not None else None
+        self._try(private.BUCKETS, lambda: self._order.begin(trainer, order or []))
+        loaders = self._loaders.training if self._loaders is not None else []
+        say_what_is_not_exact(trainer, loaders, resumed=values is not None)
         if values is not None and values["should_stop"] and self._val_total is None:
             # Maybe not one more batch is fetched: what would wait for that is put back now.
             restore_random(values["random"], trainer.strategy.root_device)
@@ -130,12 +145,16 @@ class FitState(PerTrainer):
         try:
             return do()
         except Exception as error:
-            self._off.add(what)
-            rank_zero_warn(
-                f"lightning_spot: {what}: a resume is not exact there ({type(error).__name__}: {error}). Training goes"
-                " on; please report it with the versions of Lightning and torch"
-            )
+            self._turn_off(what, f"{type(error).__name__}: {error}")
             return None
+
+    def _turn_off(self, what: str, reason: str) -> None:
+        self._off.add(what)
+        without = private.WITHOUT.get(what, "a resume is not exact there")
+        rank_zero_warn(
+            f"lightning_spot: {what}: {without} ({reason}). Training goes on; please report it with the versions of"
+            " Lightning and torch"
+        )
 
     # -- capture --------------------------------------------------------------------------------------------------
 
@@ -146,17 +165,23 @@ class FitState(PerTrainer):
             before_validation: whether a validation follows the step.
             at_end: whether the run has come to its end, outside any epoch.
         """
-        self._order.stepped(self._trainer)
-        checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(False)
-        self._try("ModelPruning", lambda: pruned.as_it_acts(self._trainer, checkpoint))
+        trainer = self._trainer
+        self._order.stepped(trainer)
+        checkpoint = self._try(private.SNAPSHOTS, lambda: _dump(trainer)) or _dump_through_save(trainer)
+        self._try(private.PRUNING, lambda: pruned.as_it_acts(trainer, checkpoint))
         added = self._try("skipped batches", lambda: progress.even_out(checkpoint)) or {}
-        total = progress.mark_before_validation(checkpoint) if before_validation else None
+        mark = progress.mark_before_validation
+        total = self._try(private.PROGRESS, lambda: mark(checkpoint)) if before_validation else None
+        places = loggers.places_of
         return Dump(
             checkpoint=checkpoint,
             state={**self.capture(at_end=at_end), "added": added},
             validation_progress=total,
             versions=versions_of(checkpoint),
-            loggers=loggers.places_of(self._trainer, before_validation=before_validation, at_end=at_end),
+            loggers=self._try(
+                private.LOGGERS, lambda: places(trainer, before_validation=before_validation, at_end=at_end)
+            )
+            or [],
         )
 
     def capture(self, *, at_end: bool = False) -> State:
@@ -168,19 +193,20 @@ class FitState(PerTrainer):
         trainer = self._trainer
         module = trainer.lightning_module
         loaders = self._loaders  # None in a fit that takes no snapshots, such as fast_dev_run
-        done = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        positions = self._try(private.LOADERS, lambda: loaders.positions(at_end=at_end)) if loaders is not None else []
         return {
             "random": capture_random(trainer.strategy.root_device),
-            "loaders": loaders.positions(epoch_done=done, at_end=at_end) if loaders is not None else [],
-            "around_loaders": self._try("loaders", loaders.capture) if loaders is not None else None,
+            "loaders": positions,
+            "around_loaders": self._try(private.LOADERS, loaders.capture) if loaders is not None else None,
             "buffers": self._buffers(module),
             "gradients": _gradients(trainer) if self._has_live_gradients() and not at_end else {},
             "gradient_order": self._order.saved(),
             "should_stop": trainer.should_stop,
-            "hooked": self._try("what hooks changed", lambda: self._hooked.capture(trainer)),
-            "pruned": self._try("ModelPruning", lambda: pruned.capture(trainer)),
+            "hooked": self._try(private.HOOKED, lambda: self._hooked.capture(trainer)),
+            "pruned": self._try(private.PRUNING, lambda: pruned.capture(trainer)),
             "shipped": self._shipped(),
-            **logged_values.capture(trainer),
+            "metrics": self._try(private.METRICS, lambda: logged_values.metrics_of(module)) or {},
+            **(self._try(private.LOGGED, lambda: logged_values.capture(trainer)) or {}),
         }
 
     def _shipped(self) -> State:
@@ -206,20 +232,22 @@ class FitState(PerTrainer):
     def _has_live_gradients(self) -> bool:
         """Whether the next step may build on gradients: in mid-accumulation, or where only the user knows."""
         loop = self._trainer.fit_loop.epoch_loop
-        return not self._trainer.lightning_module.automatic_optimization or loop._should_accumulate()
+        if not self._trainer.lightning_module.automatic_optimization:
+            return True
+        return self._try(private.PROGRESS, lambda: bool(private.SHOULD_ACCUMULATE.of(loop)())) is not False
 
     # -- resume ---------------------------------------------------------------------------------------------------
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Take the exact state of a checkpoint, if it has one; it is put back when training reaches its place."""
         shared, trainer = checkpoint.get(KEY), self._trainer
-        if self._loaded or self._loaders is None or shipped.is_of_a_tuner(trainer):
+        if self._loaded or not self._undo or shipped.is_of_a_tuner(trainer):
             return
         self._loaded = True
         if shared is None:
             rank_zero_warn(f"lightning_spot: {shipped.why_without_exact_state(trainer)}")
             return
-        loggers.continue_in(trainer, shared["loggers"])
+        self._try(private.LOGGERS, lambda: loggers.continue_in(trainer, shared["loggers"]))
         if shared["version"] != VERSION or shared["world_size"] != trainer.world_size:
             rank_zero_warn(
                 f"lightning_spot: the snapshot was taken by {shared['world_size']} ranks (state {shared['version']}),"
@@ -233,11 +261,11 @@ class FitState(PerTrainer):
         self._val_total = shared["validation_progress"]
         around = self._saved["around_loaders"]
         if around is not None:
-            self._try("loaders", lambda: self._followed.resume(around))
+            self._try(private.LOADERS, lambda: self._followed.resume(around))
         self._precise = _more_precise(trainer.lightning_module, checkpoint)
         found = self._saved["shipped"].get("found", {})
         self._try("SpikeDetection", lambda: shipped.before_loading(trainer, checkpoint))
-        self._undo += self._try("the tuners", lambda: shipped.rest_tuners(trainer, found)) or []
+        self._undo += self._try(private.TUNERS, lambda: shipped.rest_tuners(trainer, found)) or []
 
     def _position_for(self, loader: PositionedLoader) -> State | None:
         """Position at which ``loader`` begins its epoch: the saved one for the first epoch after a resume."""
@@ -246,6 +274,8 @@ class FitState(PerTrainer):
         if index is None or self._saved is None or self._random is None:
             return None
         positions = self._saved["loaders"]
+        if positions is None:  # they were not known
+            return None
         if len(positions) != len(loaders):
             rank_zero_warn("lightning_spot: the number of training loaders has changed: their positions are not exact")
             return None
@@ -271,9 +301,11 @@ class FitState(PerTrainer):
             return
         trainer = self._trainer
         module = trainer.lightning_module
-        logged_values.restore(trainer, values)
+        self._try(private.METRICS, lambda: logged_values.restore_metrics_of(module, values["metrics"]))
+        if "logged" in values:
+            self._try(private.LOGGED, lambda: logged_values.restore(trainer, values))
         if values["around_loaders"] is not None:
-            self._try("loaders", lambda: self._followed.go_on(values["around_loaders"]))
+            self._try(private.LOADERS, lambda: self._followed.go_on(values["around_loaders"]))
         self._try("skipped batches", lambda: progress.restore(trainer, values["added"]))
         trainer.should_stop = values["should_stop"]
         _put(module, values["buffers"])
@@ -284,7 +316,7 @@ class FitState(PerTrainer):
                 parameters[name].grad = saved.to(parameters[name].device)
         # Lightning leaves metric-driven schedulers alone at the end of an epoch it was restarted in: it does not have
         # the metrics. Here they are.
-        trainer.fit_loop._restarting = False
+        self._try(private.PROGRESS, lambda: private.RESTARTING.set(trainer.fit_loop, False))
 
     def before_validation(self, trainer: pl.Trainer) -> None:
         """Of a run resumed in front of a validation: that validation draws the numbers it would have drawn."""
@@ -293,12 +325,30 @@ class FitState(PerTrainer):
             return
         self._go_on_with_random()
         # The mark that made Lightning come here (see _mark_before_validation) is not part of the count.
-        trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.load_state_dict(total)
+        batches = private.VAL_BATCH_PROGRESS.of(self._trainer.fit_loop.epoch_loop.val_loop)
+        batches.total.load_state_dict(total)
 
     def after_batch(self, trainer: pl.Trainer) -> None:
         """Of a run whose loaders could not be positioned: what else was saved is put back after its first batch."""
         self.go_on()
         self._order.stepped(trainer)
+
+
+def _dump(trainer: pl.Trainer) -> dict[str, Any]:
+    checkpoint: dict[str, Any] = private.DUMP_CHECKPOINT.of(private.DUMPING_CONNECTOR.of(trainer))(False)
+    return checkpoint
+
+
+def _dump_through_save(trainer: pl.Trainer) -> dict[str, Any]:
+    """Lightning's checkpoint by public names only: what it would have saved."""
+    caught: dict[str, Any] = {}
+    strategy = trainer.strategy
+    strategy.save_checkpoint = lambda checkpoint, *_, **__: caught.update(checkpoint)  # type: ignore[method-assign]
+    try:
+        trainer.save_checkpoint("snapshot.ckpt", weights_only=False)
+    finally:
+        vars(strategy).pop("save_checkpoint", None)
+    return caught
 
 
 def say_what_is_not_exact(trainer: pl.Trainer, loaders: list[Any], *, resumed: bool) -> None:
@@ -338,4 +388,4 @@ def _gradients(trainer: pl.Trainer) -> State:
 
 
 def _mark(buffer: torch.Tensor) -> tuple[int, int]:
-    return storage_address(buffer), buffer._version
+    return storage_address(buffer), private.writes_of(buffer)

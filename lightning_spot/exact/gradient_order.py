@@ -11,10 +11,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
-import lightning.pytorch as pl
 import torch
 from torch.nn.parallel import DistributedDataParallel
+
+from lightning_spot.exact import private
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 logger = logging.getLogger(__name__)
 
@@ -74,15 +79,16 @@ class GradientOrder:
 
 def _rebuilds(ddp: DistributedDataParallel) -> bool:
     """Whether DDP rebuilds buckets, and nobody's communication hook would take the rehearsal for a step."""
-    return not (ddp.find_unused_parameters or ddp.static_graph or ddp._comm_hooks)
+    return not (ddp.find_unused_parameters or ddp.static_graph or private.COMM_HOOKS.of(ddp))
 
 
 def _rehearse(ddp: DistributedDataParallel, parameters: list[torch.nn.Parameter]) -> None:
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
-    ddp.reducer.prepare_for_forward()
-    ddp.reducer.prepare_for_backward([])
+    reducer = private.REDUCER.of(ddp)
+    reducer.prepare_for_forward()
+    reducer.prepare_for_backward([])
     with torch.enable_grad():
         total = torch.zeros((), device=parameters[0].device)
         for parameter in reversed(parameters):  # autograd runs what was made last first

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import RunningStage
-
+from lightning_spot.exact import private
 from lightning_spot.exact.position import (
     FollowedLoader,
     PositionedLoader,
@@ -24,6 +22,9 @@ from lightning_spot.exact.position import (
     state_of,
 )
 from lightning_spot.exact.randomness import State, capture_random, restore_random
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 class Loaders:
@@ -50,18 +51,18 @@ class Loaders:
         self._has_begun = False
         self._undo: list[Callable[[], object]] = []
         strategy = trainer.strategy
-        original = strategy.process_dataloader
+        original = private.PROCESS_DATALOADER.of(strategy)
 
         def process_dataloader(loader: object) -> object:
             processed = original(loader)
-            if trainer.state.stage == RunningStage.TRAINING:
+            if trainer.state.stage == "train":
                 return PositionedLoader(processed, position_for, restore_step, rewind())
-            if trainer.state.stage in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING):
+            if trainer.state.stage in ("validate", "sanity_check"):
                 return FollowedLoader(processed, self._before_validation)
             return processed
 
-        strategy.process_dataloader = process_dataloader  # type: ignore[method-assign,assignment] # taken back in end
-        self._undo.append(lambda: strategy.__dict__.pop("process_dataloader", None))
+        private.PROCESS_DATALOADER.set(strategy, process_dataloader)  # taken back in end
+        self._undo.append(lambda: vars(strategy).pop(private.PROCESS_DATALOADER.name, None))
 
     def end(self) -> None:
         """Let the trainer go, and give it its loaders back: a ``CombinedLoader`` of the user's holds them, too."""
@@ -69,8 +70,8 @@ class Loaders:
             self._undo.pop()()
         with suppress(AttributeError, ValueError):  # another Lightning may keep them elsewhere
             for loop in (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop):
-                if loop._combined_loader is not None:
-                    loop._combined_loader.flattened = [loader_itself(loader) for loader in _flat(loop)]
+                if (combined := private.COMBINED_LOADER.of(loop)) is not None:
+                    combined.flattened = [loader_itself(loader) for loader in _flat(loop)]
 
     @property
     def training(self) -> list[Any]:
@@ -88,10 +89,10 @@ class Loaders:
         """Note the epoch and the random numbers with which Lightning asks for loaders."""
         fit_loop = self._trainer.fit_loop
         for name, loop in (("training", fit_loop), ("validation", fit_loop.epoch_loop.val_loop)):
-            self._follow(name, loop, loop._data_source)
+            self._follow(name, loop, private.DATA_SOURCE.of(loop))
 
     def _follow(self, name: str, loop: Any, source: Any) -> None:
-        original = source.dataloader
+        original = private.REQUEST_LOADER.of(source)
 
         def dataloader() -> Any:
             saved = self._due.pop(name, None)
@@ -101,11 +102,11 @@ class Loaders:
                     self._states = []
                 return original()
             if name == "validation":
-                loop._last_val_dl_reload_epoch = saved["reloaded"]
+                private.LAST_VAL_RELOAD.set(loop, saved["reloaded"])
             return self._as_it_was(saved, original)
 
-        source.dataloader = dataloader
-        self._undo.append(lambda: vars(source).pop("dataloader", None))
+        private.REQUEST_LOADER.set(source, dataloader)
+        self._undo.append(lambda: vars(source).pop(private.REQUEST_LOADER.name, None))
 
     def _request(self) -> State:
         return {"epoch": self._trainer.current_epoch, "random": capture_random(), "data": self._data_state()}
@@ -129,7 +130,7 @@ class Loaders:
     def _as_it_was(self, saved: State, request: Callable[[], Any]) -> Any:
         """Ask in the epoch, with the random numbers and the state of the data module, of the first time."""
         present = self._request()
-        progress = self._trainer.fit_loop.epoch_progress.current
+        progress = private.EPOCH_PROGRESS.of(self._trainer.fit_loop).current
         restore_random(saved["random"])
         progress.completed, epoch = saved["epoch"], progress.completed  # it is trainer.current_epoch
         self._set_data_state(saved["data"])
@@ -146,8 +147,8 @@ class Loaders:
         """What is not a position: requests, loaders for validation, which of several loaders has ended once."""
         fit_loop = self._trainer.fit_loop
         reloaded = {
-            "training": fit_loop._last_train_dl_reload_epoch,
-            "validation": fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
+            "training": private.LAST_RELOAD.of(fit_loop),
+            "validation": private.LAST_VAL_RELOAD.of(fit_loop.epoch_loop.val_loop),
         }
         consumed = getattr(_iterator(self._trainer), "_consumed", None)
         return {
@@ -159,9 +160,10 @@ class Loaders:
             "consumed": list(consumed) if consumed is not None else None,
         }
 
-    def positions(self, *, epoch_done: bool, at_end: bool) -> list[State | None]:
+    def positions(self, *, at_end: bool) -> list[State | None]:
         """Where each training loader is, see :func:`position_of`."""
-        ahead = len(getattr(self._trainer.fit_loop._data_fetcher, "batches", ()))
+        epoch_done = private.NO_MORE_BATCHES.of(self._trainer.fit_loop.epoch_loop)()
+        ahead = len(getattr(private.DATA_FETCHER.of(self._trainer.fit_loop), "batches", ()))
         return [position_of(loader, ahead, epoch_done=epoch_done, at_end=at_end) for loader in self.training]
 
     def resume(self, saved: State) -> None:
@@ -173,7 +175,7 @@ class Loaders:
         self._has_begun = True
         request = saved["requests"].get("training")
         if request is not None:
-            self._trainer.fit_loop._last_train_dl_reload_epoch = request["reloaded"]
+            private.LAST_RELOAD.set(self._trainer.fit_loop, request["reloaded"])
         consumed = getattr(_iterator(self._trainer), "_consumed", None)
         if consumed is not None and saved["consumed"] is not None and len(consumed) == len(saved["consumed"]):
             consumed[:] = saved["consumed"]
@@ -195,9 +197,9 @@ class Loaders:
 
 
 def _flat(loop: Any) -> list[Any]:
-    combined = loop._combined_loader
+    combined = private.COMBINED_LOADER.of(loop)
     return list(combined.flattened) if combined is not None else []
 
 
 def _iterator(trainer: pl.Trainer) -> Any:
-    return getattr(trainer.fit_loop._combined_loader, "_iterator", None)
+    return getattr(private.COMBINED_LOADER.of(trainer.fit_loop), "_iterator", None)

@@ -6,52 +6,53 @@ Lightning's checkpoints hold none of it: a mean over an epoch would be one over 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultCollection,
-    _ResultMetric,
-    _Sync,
-)
 from torchmetrics import Metric
+
+from lightning_spot.exact import namespaces, private
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 State = dict[str, Any]
 
 _FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx")
-_COUNTERS = ("_update_count", "_num_vals_seen")  # the second belongs to torchmetrics' Running
+_LOGGED = {"callback": private.CALLBACK_METRICS, "log": private.LOGGED_METRICS, "progress_bar": private.BAR_METRICS}
+_COUNTERS = (private.UPDATE_COUNT.name, "_num_vals_seen")  # the second belongs to torchmetrics' Running
 
 
 def capture(trainer: pl.Trainer) -> State:
-    """States of the module's metrics, the epoch's accumulators, and the values logged last."""
-    connector = trainer._logger_connector
-    results = trainer.fit_loop.epoch_loop._results
+    """The epoch's accumulators, and the values logged last."""
+    connector = private.LOGGER_CONNECTOR.of(trainer)
+    results = private.RESULTS.of(trainer.fit_loop.epoch_loop)
     return {
-        "metrics": metrics_of(trainer.lightning_module),
         "results": [_result_state(item) for item in results.values() if not item.has_reset and _is_plain(item)],
-        "logged": {
-            "callback": _copy(connector._callback_metrics),
-            "log": _copy(connector._logged_metrics),
-            "progress_bar": _copy(connector._progress_bar_metrics),
-        },
-        "in_epoch": connector._first_loop_iter is not None,
+        "logged": {name: _copy(values.of(connector)) for name, values in _LOGGED.items()},
+        "in_epoch": private.FIRST_ITERATION.of(connector) is not None,
     }
 
 
 def restore(trainer: pl.Trainer, state: State) -> None:
     """Put back what :func:`capture` returned, just before the next batch (or the end of the epoch)."""
-    restore_metrics_of(trainer.lightning_module, state["metrics"])
-    connector = trainer._logger_connector
-    connector._callback_metrics.update(state["logged"]["callback"])
-    connector._logged_metrics.update(state["logged"]["log"])
-    connector._progress_bar_metrics.update(state["logged"]["progress_bar"])
-    results = trainer.fit_loop.epoch_loop._results
+    connector = private.LOGGER_CONNECTOR.of(trainer)
+    for name, values in _LOGGED.items():
+        values.of(connector).update(state["logged"][name])
+    results = private.RESULTS.of(trainer.fit_loop.epoch_loop)
     for saved in state["results"]:
         _restore_result(trainer, results, saved)
     if state["in_epoch"]:  # otherwise the next batch would be taken for the first, and reset what was accumulated
-        connector._first_loop_iter = False
+        private.FIRST_ITERATION.set(connector, False)
+
+
+def last_value(trainer: pl.Trainer, name: str) -> float | None:
+    """The last logged value of a metric, ``None`` if there is none. Asking does not change what is logged."""
+    connector = private.LOGGER_CONNECTOR.of(trainer)
+    present = private.RESULTS.of(trainer.fit_loop.epoch_loop) is not None and trainer.training
+    found = connector.metrics["callback"] if present else {}
+    value = found.get(name, private.CALLBACK_METRICS.of(connector).get(name))
+    return float(value) if value is not None else None
 
 
 def metrics_of(module: torch.nn.Module) -> State:
@@ -73,28 +74,28 @@ def _metrics(module: torch.nn.Module) -> list[tuple[str, Metric]]:
 
 def _metric_state(metric: Metric) -> State:
     return {
-        "states": {name: _copy(getattr(metric, name)) for name in metric._defaults},
+        "states": {name: _copy(getattr(metric, name)) for name in private.DEFAULTS.of(metric)},
         "counters": {name: getattr(metric, name) for name in _COUNTERS if isinstance(getattr(metric, name, None), int)},
-        "last": _copy(metric._forward_cache) if isinstance(metric._forward_cache, torch.Tensor) else None,
+        "last": _last(metric),
     }
 
 
 def _restore_metric(metric: Metric, saved: State) -> None:
     for name, value in saved["states"].items():
-        if name in metric._defaults:
+        if name in private.DEFAULTS.of(metric):
             setattr(metric, name, _to(value, metric.device))
     for name, value in saved["counters"].items():
         setattr(metric, name, value)
-    metric._forward_cache = _to(saved["last"], metric.device)
-    metric._computed = None
+    private.FORWARD_CACHE.set(metric, _to(saved["last"], metric.device))
+    private.COMPUTED.set(metric, None)
 
 
-def _is_plain(item: _ResultMetric) -> bool:
+def _is_plain(item: Any) -> bool:
     """Whether an accumulator can be made again from plain values: its process group cannot."""
     return item.meta.sync.group is None and (item.is_tensor or item.meta.metric_attribute is not None)
 
 
-def _result_state(item: _ResultMetric) -> State:
+def _result_state(item: Any) -> State:
     meta = item.meta
     return {
         "fx": meta.fx,
@@ -102,17 +103,18 @@ def _result_state(item: _ResultMetric) -> State:
         **{flag: getattr(meta, flag) for flag in _FLAGS},
         "reduce_fx": meta.reduce_fx.__name__,
         "metric_attribute": meta.metric_attribute,
-        "sync": (meta.sync._should, meta.sync.rank_zero_only),
+        "sync": (getattr(meta.sync, private.SHOULD_SYNC), meta.sync.rank_zero_only),
         "is_tensor": item.is_tensor,
         "value": _copy(item.value) if item.is_tensor else None,
         "batch_size": _copy(item.cumulated_batch_size) if item.is_tensor and meta.is_mean_reduction else None,
-        "last": _copy(item._forward_cache) if isinstance(item._forward_cache, torch.Tensor) else None,
-        "updates": item._update_count,
+        "last": _last(item),
+        "updates": private.UPDATE_COUNT.of(item),
     }
 
 
-def _restore_result(trainer: pl.Trainer, results: _ResultCollection, saved: State) -> None:
-    meta = _Metadata(
+def _restore_result(trainer: pl.Trainer, results: Any, saved: State) -> None:
+    home = namespaces.of(trainer, private.RESULT_MODULE)
+    meta = private.METADATA.of(home)(
         fx=saved["fx"],
         name=saved["name"],
         reduce_fx=getattr(torch, saved["reduce_fx"]),
@@ -120,8 +122,9 @@ def _restore_result(trainer: pl.Trainer, results: _ResultCollection, saved: Stat
         **{flag: saved[flag] for flag in _FLAGS},
     )
     should, rank_zero_only = saved["sync"]
-    meta.sync = _Sync(_should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only)
-    item = _ResultMetric(meta, saved["is_tensor"])
+    sync = {private.SHOULD_SYNC: should, "fn": trainer.strategy.reduce, "rank_zero_only": rank_zero_only}
+    meta.sync = private.SYNC.of(home)(**sync)
+    item = private.RESULT_METRIC.of(home)(meta, saved["is_tensor"])
     device = trainer.strategy.root_device
     if saved["is_tensor"]:
         item.to(device)
@@ -133,10 +136,16 @@ def _restore_result(trainer: pl.Trainer, results: _ResultCollection, saved: Stat
             item.value = operator.attrgetter(saved["metric_attribute"])(trainer.lightning_module)
         except AttributeError:
             return  # the module has no such metric any more
-    item._forward_cache = _to(saved["last"], device)
-    item._update_count = saved["updates"]
+    private.FORWARD_CACHE.set(item, _to(saved["last"], device))
+    private.UPDATE_COUNT.set(item, saved["updates"])
     suffix = f".{meta.dataloader_idx}" if meta.add_dataloader_idx and meta.dataloader_idx is not None else ""
     results[f"{meta.fx.removesuffix(suffix)}.{meta.name}{suffix}"] = item
+
+
+def _last(metric: Any) -> torch.Tensor | None:
+    """What a metric returned last, if it is one tensor."""
+    value = private.FORWARD_CACHE.of(metric)
+    return value.detach().clone() if isinstance(value, torch.Tensor) else None
 
 
 def _copy(value: Any) -> Any:

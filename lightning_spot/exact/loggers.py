@@ -10,12 +10,14 @@ import contextlib
 import csv
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_spot.exact import namespaces, private
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 _KEPT = ".metrics-of-earlier-attempts.csv"
 """Second name of a CSV file: where the user fixes the version, Lightning deletes the first one at each start."""
@@ -31,7 +33,7 @@ def places_of(trainer: pl.Trainer, *, before_validation: bool, at_end: bool) -> 
     """
     if not trainer.is_global_zero:
         return []
-    step = trainer.fit_loop.epoch_loop._batches_that_stepped + before_validation
+    step = private.BATCHES_THAT_STEPPED.of(trainer.fit_loop.epoch_loop) + before_validation
     return [_place(logger, step, at_end) for logger in trainer.loggers]
 
 
@@ -40,10 +42,10 @@ def continue_in(trainer: pl.Trainer, places: list[dict[str, Any]]) -> None:
     for logger, place in zip(trainer.loggers, places, strict=False):
         if type(logger).__name__ != place["kind"] or logger.name != place["name"]:
             continue  # the user has chosen another one
-        new_dir = logger.log_dir if isinstance(logger, (CSVLogger, TensorBoardLogger)) else None
-        if isinstance(logger, (CSVLogger, TensorBoardLogger)):
+        new_dir = str(logger.log_dir) if _is(logger, "CSVLogger", "TensorBoardLogger") else None
+        if _is(logger, "CSVLogger", "TensorBoardLogger"):
             _go_back(logger, place)
-            _move_checkpoints(trainer, str(new_dir), logger.log_dir)
+            _move_checkpoints(trainer, str(new_dir), str(logger.log_dir))
         elif logger.version != place["version"]:
             hint = " (WANDB_RUN_ID and WANDB_RESUME=allow)" if "Wandb" in place["kind"] else ""
             rank_zero_warn(
@@ -52,7 +54,7 @@ def continue_in(trainer: pl.Trainer, places: list[dict[str, Any]]) -> None:
             )
 
 
-def _place(logger: Logger, step: int, at_end: bool) -> dict[str, Any]:
+def _place(logger: Any, step: int, at_end: bool) -> dict[str, Any]:
     version = logger.version
     place = {
         "kind": type(logger).__name__,
@@ -60,12 +62,16 @@ def _place(logger: Logger, step: int, at_end: bool) -> dict[str, Any]:
         "version": version if isinstance(version, (int, str)) else None,
         "step": step,
     }
-    if isinstance(logger, CSVLogger):
+    if _is(logger, "CSVLogger"):
         logger.save()
         file = Path(logger.log_dir) / "metrics.csv"
         place["rows"] = len(_rows(file)[1])
         _keep(file, at_end)
     return place
+
+
+def _is(logger: Any, *names: str) -> bool:
+    return isinstance(logger, namespaces.classes("loggers", *names))
 
 
 def _keep(file: Path, at_end: bool) -> None:
@@ -78,28 +84,28 @@ def _keep(file: Path, at_end: bool) -> None:
             os.link(file, kept)
 
 
-def _go_back(logger: CSVLogger | TensorBoardLogger, place: dict[str, Any]) -> None:
+def _go_back(logger: Any, place: dict[str, Any]) -> None:
     fresh = logger.log_dir
     moved = place["version"] is not None and logger.version != place["version"] and isinstance(logger.version, int)
     if logger.version != place["version"] and not moved:
         return  # a version that the user has named
-    writes = logger._experiment is not None  # on rank 0 only
+    writes = private.EXPERIMENT.of(logger) is not None  # on rank 0 only
     if moved:
-        if writes and isinstance(logger, TensorBoardLogger):
+        if writes and _is(logger, "TensorBoardLogger"):
             logger.experiment.close()
-        logger._version = place["version"]
-        logger._experiment = None
+        private.VERSION.set(logger, place["version"])
+        private.EXPERIMENT.set(logger, None)
         if writes:
             _remove_if_unused(Path(fresh))
-    if writes and isinstance(logger, CSVLogger):
+    if writes and _is(logger, "CSVLogger"):
         _truncate(logger, place["rows"])
-    elif writes and isinstance(logger, TensorBoardLogger):
-        logger._experiment = None
-        logger._kwargs["purge_step"] = place["step"]  # what TensorBoard is to forget
+    elif writes and _is(logger, "TensorBoardLogger"):
+        private.EXPERIMENT.set(logger, None)
+        private.TENSORBOARD_OPTIONS.of(logger)["purge_step"] = place["step"]  # what TensorBoard is to forget
     rank_zero_info(f"lightning_spot: {place['kind']} goes on in {logger.log_dir}")
 
 
-def _truncate(logger: CSVLogger, rows: int) -> None:
+def _truncate(logger: Any, rows: int) -> None:
     """Keep the first rows of the file. Lightning deletes it when it makes its writer: it is written again then."""
     file = Path(logger.log_dir) / "metrics.csv"
     keys, found = _rows(file if file.exists() else file.with_name(_KEPT))
@@ -140,6 +146,10 @@ def _remove_if_unused(folder: Path) -> None:
 
 def _move_checkpoints(trainer: pl.Trainer, fresh: str, former: str) -> None:
     """``ModelCheckpoint`` without a ``dirpath`` writes below the logger's directory, and knows its best only there."""
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath and Path(fresh) in Path(callback.dirpath).parents:
+    kinds = namespaces.classes("callbacks", "ModelCheckpoint")
+    callbacks: list[Any] = trainer.checkpoint_callbacks
+    for callback in callbacks:
+        if not isinstance(callback, kinds):
+            continue
+        if callback.dirpath and Path(fresh) in Path(callback.dirpath).parents:
             callback.dirpath = os.path.join(former, os.path.relpath(callback.dirpath, fresh))

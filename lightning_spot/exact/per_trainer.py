@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import lightning.pytorch as pl
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
 
 T = TypeVar("T", bound="PerTrainer")
 

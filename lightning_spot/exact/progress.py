@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+from lightning_spot.exact import private
 
 State = dict[str, Any]
 
@@ -42,6 +46,6 @@ def even_out(checkpoint: State) -> State:
 
 def restore(trainer: pl.Trainer, added: State) -> None:
     """Take back what :func:`even_out` added, when training goes on."""
-    total = trainer.fit_loop.epoch_loop.batch_progress.total
+    total = private.BATCH_PROGRESS.of(trainer.fit_loop.epoch_loop).total
     for name, count in added.items():
         setattr(total, name, getattr(total, name) - count)

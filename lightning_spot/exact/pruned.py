@@ -7,13 +7,16 @@ anybody can load it; a resume prunes the new model by the saved mask and gives i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelPruning
 from torch import nn
 from torch.nn.utils import prune
+
+from lightning_spot.exact import namespaces, private
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 State = dict[str, Any]
 
@@ -64,7 +67,7 @@ def restore(trainer: pl.Trainer, saved: State) -> None:
 
 
 def _callbacks(trainer: pl.Trainer) -> list[Any]:
-    return [item for item in trainer.callbacks if isinstance(item, ModelPruning)]  # type: ignore[attr-defined]
+    return [item for item in trainer.callbacks if isinstance(item, namespaces.classes("callbacks", "ModelPruning"))]  # type: ignore[attr-defined]
 
 
 def _masked(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -76,9 +79,9 @@ def _masked(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _layers(callback: Any) -> Iterator[tuple[int, nn.Module, str, nn.Module]]:
-    for layer in (callback._original_layers or {}).values():
+    for layer in (private.ORIGINAL_LAYERS.of(callback) or {}).values():
         for number, tensor in layer["names"]:
-            yield number, layer["data"], tensor, callback._parameters_to_prune[number][0]
+            yield number, layer["data"], tensor, private.PARAMETERS_TO_PRUNE.of(callback)[number][0]
 
 
 def _behind(module: nn.Module, tensor: str) -> Any:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
-from typing import IO, Any, cast
-
-import lightning.pytorch as pl
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from lightning_spot.errors import NotSerialisable
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.unpickling import ADVICE, kind_of, placeholders_in, read_checkpoint
 from lightning_spot.image.layout import Layout
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 _ALWAYS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "epoch", "global_step", KEY)
 _BASES = ("Callback", "LightningDataModule", "Precision")  # theirs does nothing

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import lightning.pytorch as pl
-
+from lightning_spot.exact import private
 from lightning_spot.exact.per_trainer import PerTrainer
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 class Seam(enum.Enum):
@@ -47,30 +49,40 @@ def is_tuning(trainer: pl.Trainer, callbacks: Sequence[pl.Callback]) -> bool:
 
 
 class Seams(PerTrainer):
-    """The seams of one trainer. One for each trainer: see :meth:`of`."""
+    """The seams of one trainer. One for each trainer: see :meth:`of`.
+
+    Attributes:
+        is_on: whether this Lightning lets them be found. If not, :meth:`batch_ended` stands for them.
+    """
 
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
         self._listeners: list[SeamListener] = []
+        self.is_on = True
 
     def add(self, listener: SeamListener) -> None:
         """Tell ``listener``, after those added before it."""
         if listener in self._listeners:
             return
         self._listeners.append(listener)
-        if len(self._listeners) == 1:
+        if len(self._listeners) == 1 and self.is_on:
             self._wrap()
+
+    def batch_ended(self, listener: SeamListener) -> None:
+        """Where there are no seams, tell ``listener`` in ``on_train_batch_end``: before what follows the batch."""
+        if not self.is_on and listener in self._listeners:
+            listener.after_batch(self._trainer)
 
     def remove(self, listener: SeamListener) -> None:
         """Tell it no more."""
         if listener in self._listeners:
             self._listeners.remove(listener)
             if not self._listeners:
-                self._trainer.fit_loop.epoch_loop.__dict__.pop("on_advance_end", None)
+                self._trainer.fit_loop.epoch_loop.__dict__.pop(private.ADVANCE_END.name, None)
 
     def _wrap(self) -> None:
         loop = self._trainer.fit_loop.epoch_loop
-        original = loop.on_advance_end
+        original = private.ADVANCE_END.of(loop)
         ours = list(self._trainer.callbacks)  # type: ignore[attr-defined] # Lightning's Trainer has it
 
         def on_advance_end(data_fetcher: Any) -> None:
@@ -78,7 +90,7 @@ class Seams(PerTrainer):
                 original(data_fetcher)
                 return
             # A checkpoint of Lightning's own, taken after the last validation of an epoch, comes here once more.
-            validates = loop._should_check_val_fx(data_fetcher) and not loop._skip_next_val
+            validates = private.SHOULD_VALIDATE.of(loop)(data_fetcher) and not private.SKIP_NEXT_VAL.of(loop)
             if validates:
                 for listener in list(self._listeners):
                     listener.before_validation(self._trainer)
@@ -87,4 +99,4 @@ class Seams(PerTrainer):
                 for listener in list(self._listeners):
                     listener.after_batch(self._trainer)
 
-        loop.on_advance_end = on_advance_end  # type: ignore[method-assign] # taken back in remove
+        private.ADVANCE_END.set(loop, on_advance_end)  # taken back in remove

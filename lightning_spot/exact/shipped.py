@@ -9,25 +9,17 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    LearningRateFinder,
-    ModelCheckpoint,
-    OnExceptionCheckpoint,
-    SpikeDetection,
-    StochasticWeightAveraging,
-    ThroughputMonitor,
-)
-from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
 
-from lightning_spot.exact import logged_values
+from lightning_spot.exact import logged_values, namespaces, private
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 State = dict[str, Any]
 
@@ -47,10 +39,12 @@ class Part:
     restore: Callable[[pl.Trainer, State], None]
 
 
-def _callbacks(trainer: pl.Trainer, *kinds: type[pl.Callback]) -> Iterator[tuple[str, Any]]:
+def _callbacks(trainer: pl.Trainer, *names: str) -> Iterator[tuple[str, Any]]:
     """Callbacks of these kinds, each with a name that another attempt finds again."""
+    kinds = namespaces.classes("callbacks", *names)
     seen: dict[str, int] = {}
-    for callback in trainer.callbacks:  # type: ignore[attr-defined] # Lightning's Trainer has it
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined] # Lightning's Trainer has it
+    for callback in callbacks:
         if isinstance(callback, kinds):
             number = seen[callback.state_key] = seen.get(callback.state_key, 0) + 1
             yield f"{callback.state_key}#{number}", callback
@@ -63,7 +57,7 @@ _OF_CHECKPOINTS = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_
 
 def _checkpoints(trainer: pl.Trainer) -> State:
     saved: State = {}
-    for key, callback in _callbacks(trainer, ModelCheckpoint):
+    for key, callback in _callbacks(trainer, "ModelCheckpoint"):
         score = callback.current_score
         saved[key] = {name: getattr(callback, name) for name in _OF_CHECKPOINTS if hasattr(callback, name)}
         saved[key]["current_score"] = score.detach().clone() if isinstance(score, torch.Tensor) else score
@@ -71,7 +65,7 @@ def _checkpoints(trainer: pl.Trainer) -> State:
 
 
 def _restore_checkpoints(trainer: pl.Trainer, saved: State) -> None:
-    for key, callback in _callbacks(trainer, ModelCheckpoint):
+    for key, callback in _callbacks(trainer, "ModelCheckpoint"):
         for name, value in saved.get(key, {}).items():
             setattr(callback, name, value)
 
@@ -80,7 +74,7 @@ def _restore_checkpoints(trainer: pl.Trainer, saved: State) -> None:
 
 
 def _held(trainer: pl.Trainer) -> Iterator[tuple[str, nn.Module]]:
-    for key, callback in _callbacks(trainer, pl.Callback):
+    for key, callback in _callbacks(trainer, "Callback"):
         for name, value in list(vars(callback).items()):
             if isinstance(value, (Metric, AveragedModel)):
                 yield f"{key}.{name}", value
@@ -116,13 +110,14 @@ def _restore_modules(trainer: pl.Trainer, saved: State) -> None:
 
 def _averaging(trainer: pl.Trainer) -> State:
     return {
-        key: callback._swa_scheduler is not None for key, callback in _callbacks(trainer, StochasticWeightAveraging)
+        key: private.SWA_SCHEDULER.of(callback) is not None
+        for key, callback in _callbacks(trainer, "StochasticWeightAveraging")
     }
 
 
 def _restore_averaging(trainer: pl.Trainer, saved: State) -> None:
-    for key, callback in _callbacks(trainer, StochasticWeightAveraging):
-        if saved.get(key) and callback._swa_scheduler is None:
+    for key, callback in _callbacks(trainer, "StochasticWeightAveraging"):
+        if saved.get(key) and private.SWA_SCHEDULER.of(callback) is None:
             groups = trainer.optimizers[0].param_groups
             before = [{name: value for name, value in group.items() if name != "params"} for group in groups]
             # Averages nothing: that this epoch was averaged is in its state_dict.
@@ -139,12 +134,12 @@ _OF_SPIKES = ("last_val", "bad_batches")
 def _spikes(trainer: pl.Trainer) -> State:
     return {
         key: {name: callback.state_dict()[name] for name in _OF_SPIKES}
-        for key, callback in _callbacks(trainer, SpikeDetection)
+        for key, callback in _callbacks(trainer, "SpikeDetection")
     }
 
 
 def _restore_spikes(trainer: pl.Trainer, saved: State) -> None:
-    for key, callback in _callbacks(trainer, SpikeDetection):
+    for key, callback in _callbacks(trainer, "SpikeDetection"):
         for name, value in saved.get(key, {}).items():
             setattr(callback, name, value)
 
@@ -153,18 +148,19 @@ def _restore_spikes(trainer: pl.Trainer, saved: State) -> None:
 
 
 def _found(trainer: pl.Trainer) -> State:
+    parsing = namespaces.of(trainer, "utilities.parsing")
     saved: State = {}
-    for key, callback in _callbacks(trainer, BatchSizeFinder, LearningRateFinder):
+    for key, callback in _callbacks(trainer, "BatchSizeFinder", "LearningRateFinder"):
         for name in _tuned(callback):
-            if lightning_hasattr(trainer.lightning_module, name):
-                saved.setdefault(key, {})[name] = lightning_getattr(trainer.lightning_module, name)
+            if parsing.lightning_hasattr(trainer.lightning_module, name):
+                saved.setdefault(key, {})[name] = parsing.lightning_getattr(trainer.lightning_module, name)
     return saved
 
 
 def _tuned(callback: Any) -> list[str]:
-    if isinstance(callback, BatchSizeFinder):
-        return [callback._batch_arg_name]
-    return [callback._attr_name] if callback._attr_name else ["lr", "learning_rate"]
+    if isinstance(callback, namespaces.classes("callbacks", "BatchSizeFinder")):
+        return [private.BATCH_SIZE_NAME.of(callback)]
+    return [private.RATE_NAME.of(callback)] if private.RATE_NAME.of(callback) else ["lr", "learning_rate"]
 
 
 def rest_tuners(trainer: pl.Trainer, saved: State) -> list[Callable[[], object]]:
@@ -174,9 +170,9 @@ def rest_tuners(trainer: pl.Trainer, saved: State) -> list[Callable[[], object]]
         what undoes it.
     """
     undo: list[Callable[[], object]] = []
-    for key, callback in _callbacks(trainer, BatchSizeFinder, LearningRateFinder):
+    for key, callback in _callbacks(trainer, "BatchSizeFinder", "LearningRateFinder"):
         for name, value in saved.get(key, {}).items():
-            lightning_setattr(trainer.lightning_module, name, value)
+            namespaces.of(trainer, "utilities.parsing").lightning_setattr(trainer.lightning_module, name, value)
         if key in saved:
             callback.on_fit_start = lambda *_: None
             undo.append(partial(vars(callback).pop, "on_fit_start", None))
@@ -185,14 +181,14 @@ def rest_tuners(trainer: pl.Trainer, saved: State) -> list[Callable[[], object]]
 
 def before_loading(trainer: pl.Trainer, checkpoint: State) -> None:
     """Take out of a checkpoint what a callback of Lightning cannot load, and gets in another way."""
-    for _, callback in _callbacks(trainer, SpikeDetection):
+    for _, callback in _callbacks(trainer, "SpikeDetection"):
         if not hasattr(callback, "running"):
             checkpoint.get("callbacks", {}).pop(callback.state_key, None)
 
 
 def what_begins_anew(trainer: pl.Trainer) -> Iterator[str]:
     """One sentence for each callback that cannot go on where it was."""
-    if any(True for _ in _callbacks(trainer, ThroughputMonitor)):
+    if any(True for _ in _callbacks(trainer, "ThroughputMonitor")):
         yield "ThroughputMonitor measures this attempt only: its totals begin at 0 after a resume"
 
 
@@ -204,7 +200,7 @@ def is_of_a_tuner(trainer: pl.Trainer) -> bool:
 def why_without_exact_state(trainer: pl.Trainer) -> str:
     """What to say of a checkpoint that a fit goes on from, and that holds no exact state."""
     path = trainer.ckpt_path
-    for _, callback in _callbacks(trainer, OnExceptionCheckpoint):
+    for _, callback in _callbacks(trainer, "OnExceptionCheckpoint"):
         if path is not None and str(callback.ckpt_path) == str(path):
             return (
                 f"OnExceptionCheckpoint: Lightning goes on from its {path}, which was written in the middle of a step,"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from lightning_spot.exact import private
 from lightning_spot.exact.indices import Indices, is_stateful, replacing, sampler_name
 from lightning_spot.exact.own_state import OwnState
 from lightning_spot.exact.randomness import State, capture_random, restore_random
@@ -78,7 +79,7 @@ class LastingWorkers:
 
     @property
     def _is_made(self) -> bool:
-        return vars(self._loader).get("_iterator") is not None
+        return private.WORKERS_ITERATOR.of(self._loader) is not None
 
     def _random(self) -> State:
         return {**capture_random(), "own": self._own.capture()}
@@ -189,4 +190,4 @@ def why_not_asked(loader: Any) -> str | None:
         return "they read a stream"
     if loader.batch_sampler is None:
         return "they load without batch_size"
-    return "they were at work before the training" if vars(loader).get("_iterator") is not None else None
+    return "they were at work before the training" if private.WORKERS_ITERATOR.of(loader) is not None else None

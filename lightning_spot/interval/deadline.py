@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 MARGIN = 1.2
 """An urgent snapshot is planned to need this much more than measured: the network is busiest when VMs are taken."""
+
+
+LEAVE_S = 1.0
+"""Kept of the time before a deadline for loggers and the interpreter to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When everything has to be safe.
+
+    Attributes:
+        end_s: on the monotonic clock.
+        is_named: whether a notice named it; otherwise it is only how long to try.
+    """
+
+    end_s: float
+    is_named: bool
+
+    @classmethod
+    def of(cls, named_s: float | None, try_s: float) -> Deadline:
+        """The deadline that a notice named, on the monotonic clock; where it named none, in ``try_s`` seconds."""
+        return cls(named_s if named_s is not None else time.monotonic() + try_s, named_s is not None)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left to work, at least 0: the process needs some more to end."""
+        return max(0.0, self.end_s - LEAVE_S - time.monotonic())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

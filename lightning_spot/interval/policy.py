@@ -122,50 +122,6 @@ class EverySeconds(IntervalPolicy):
         return self._last_s + self.s - now_s
 
 
-class Hastened(IntervalPolicy):
-    """Another policy, and besides it a snapshot every few seconds: for a machine that is likely to be taken away.
-
-    Args:
-        policy: the policy of normal times.
-        s: seconds, more than 0.
-    """
-
-    def __init__(self, policy: IntervalPolicy, s: float = 15.0) -> None:
-        self._policy = policy
-        self._besides = EverySeconds(s)
-        self.monitor = policy.monitor
-
-    def due(self, step: int, now_s: float) -> bool:
-        """Whether either is due."""
-        return self._besides.due(step, now_s) or self._policy.due(step, now_s)
-
-    def taken(self, step: int, now_s: float) -> None:
-        """Start counting anew."""
-        self._besides.taken(step, now_s)
-        self._policy.taken(step, now_s)
-
-    def wait_s(self, step: int, now_s: float) -> float:
-        """The shorter of the two."""
-        policy_s = 0.0 if self._policy.by_step else self._policy.wait_s(step, now_s)
-        return min(self._besides.wait_s(step, now_s), policy_s)
-
-    def learn(self, costs: Costs) -> None:
-        """Tell the other policy."""
-        self._policy.learn(costs)
-
-    def progress(self, step: int, value: float) -> None:
-        """Tell the other policy."""
-        self._policy.progress(step, value)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Of the other policy: a machine's outlook does not outlive it."""
-        return self._policy.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Of the other policy."""
-        self._policy.load_state_dict(state)
-
-
 def check_share(name: str, value: float) -> float:
     """A share between 0 and 1.
 

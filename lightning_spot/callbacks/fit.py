@@ -1,11 +1,10 @@
-"""What is found out once when ``fit`` begins, for the callbacks that need it, and what is said when it ends."""
+"""What the callbacks of one ``fit`` share: who they are, what was found at the tiers, when a resume is decided."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_spot.errors import SettingsError, SpotError
@@ -14,11 +13,15 @@ from lightning_spot.exact.resumable import Trial
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey, look_again, survey
 
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
 T = TypeVar("T")
+C = TypeVar("C")
 
 
-class RunStart(PerTrainer):
-    """Shared by :class:`AutoResume` and :class:`RemoteSnapshot`; each works without the other.
+class Fit(PerTrainer):
+    """Shared by our callbacks in one trainer, whether :class:`SpotCheckpoint` holds them or the user lists them.
 
     Attributes:
         resumes: whether a callback is to resume the run in the ``fit`` that begins.
@@ -30,6 +33,11 @@ class RunStart(PerTrainer):
         self.resumes = self.trusts = False
         self._found: Survey | None = None
         self._then: list[Callable[[], None]] = []
+
+    def parts(self, kind: type[C]) -> list[C]:
+        """Our callbacks of one kind."""
+        found = [part for item in self._trainer.callbacks for part in getattr(item, "parts", (item,))]  # type: ignore[attr-defined]
+        return [part for part in found if isinstance(part, kind)]
 
     def survey(self, location: Location) -> Survey:
         """Ask all tiers; what was found is kept for :meth:`found`. On rank 0."""
@@ -87,7 +95,7 @@ def on_rank_zero(trainer: pl.Trainer, find: Callable[[], T]) -> T | None:
     return found
 
 
-def refuse_sharded(trainer: pl.Trainer) -> None:
+def _refuse_sharded(trainer: pl.Trainer) -> None:
     """Sharded strategies write their checkpoints themselves, in pieces that one rank cannot gather."""
     sharded = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
     names = {kind.__name__ for kind in type(trainer.strategy).__mro__}
@@ -109,3 +117,25 @@ def say_end(location: Location, step: int, *, durable: bool) -> None:
             f"lightning_spot: run {location.name!r} has ended at step {step}, but its last snapshot was not seen in"
             f" {location.url}: see the warnings above for the reason"
         )
+
+
+def takes_part(trainer: pl.Trainer, stage: str) -> bool:
+    """Whether a ``setup`` is that of a training whose state is to be kept.
+
+    Raises:
+        SettingsError: if it is, and its strategy is a sharded one.
+    """
+    if stage != "fit" or getattr(trainer, "fast_dev_run", False):
+        return False
+    _refuse_sharded(trainer)
+    return True
+
+
+def move_to_the_end(trainer: pl.Trainer, callback: pl.Callback) -> None:
+    """Have a callback's hooks called after those of all others, which may change weights in theirs.
+
+    Lightning keeps the end of its list for ``ModelCheckpoint`` and its kin. It goes on in the old list meanwhile.
+    """
+    present = trainer.callbacks  # type: ignore[attr-defined] # Lightning's Trainer has it
+    if any(item is callback for item in present):
+        trainer.callbacks = [*(item for item in present if item is not callback), callback]  # type: ignore[attr-defined]

@@ -1,0 +1,109 @@
+"""The two names of one Lightning: ``lightning.pytorch`` and ``pytorch_lightning`` hold the same classes twice.
+
+A Trainer of one does not know the classes of the other. So ours belong to both, as far as both are imported: importing
+one that nobody uses would cost every start a fifth of a second.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import TorchCheckpointIO
+    from lightning.pytorch import Callback
+
+_FABRICS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+"""Each namespace, and where the part of it is that needs no Trainer."""
+
+
+def imported() -> list[str]:
+    """Namespaces that this process uses; where it uses none yet, the first that is installed is imported."""
+    found = [name for name in _FABRICS if hasattr(sys.modules.get(name), "Trainer")]
+    if found:
+        return found
+    for name in _FABRICS:
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)
+            return [name]
+    raise ImportError("lightning_spot needs lightning or pytorch_lightning: pip install lightning")
+
+
+def classes(module: str, *names: str) -> tuple[Any, ...]:
+    """Classes of these names in each imported namespace, for ``isinstance``; those it does not have are left out.
+
+    Args:
+        module: path below the namespace, such as ``"callbacks"``; ``""`` for the namespace itself, and ``"fabric."``
+            before what lies in the other part.
+        names: of the classes.
+    """
+    return _classes(tuple(imported()), module, names)
+
+
+def of(owner: Any, module: str) -> ModuleType:
+    """A module of the namespace that ``owner``, a Trainer or a class of Lightning, comes from.
+
+    Raises:
+        ImportError: if it has no such module.
+    """
+    kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
+    for kind in kinds:
+        for name in _FABRICS:
+            if kind.__module__.startswith(f"{name}."):
+                return importlib.import_module(_path(name, module))
+    return importlib.import_module(_path(imported()[0], module))
+
+
+@functools.lru_cache(maxsize=256)
+def _classes(namespaces: tuple[str, ...], module: str, names: tuple[str, ...]) -> tuple[Any, ...]:
+    found: list[Any] = []
+    for namespace in namespaces:
+        try:
+            home = importlib.import_module(_path(namespace, module))
+        except ImportError:
+            continue
+        found += [getattr(home, name) for name in names if hasattr(home, name)]
+    return tuple(found)
+
+
+def _path(namespace: str, module: str) -> str:
+    if module.startswith("fabric."):
+        return f"{_FABRICS[namespace]}.{module.removeprefix('fabric.')}"
+    return f"{namespace}.{module}" if module else namespace
+
+
+if not TYPE_CHECKING:
+    Callback = classes("callbacks", "Callback")[0]
+    TorchCheckpointIO = classes("fabric.plugins", "TorchCheckpointIO")[0]
+
+
+class SpotCallback(Callback):
+    """Base of our callbacks: one for the Trainer of either namespace, whichever was imported first."""
+
+    def __new__(cls, *_: Any, **__: Any) -> SpotCallback:
+        """Belong to what was imported since."""
+        join_namespaces()
+        return super().__new__(cls)
+
+
+class SpotIO(TorchCheckpointIO):
+    """Base of our plugin, in the same way."""
+
+    def __new__(cls, *_: Any, **__: Any) -> SpotIO:
+        """Belong to what was imported since."""
+        join_namespaces()
+        return super().__new__(cls)
+
+
+def join_namespaces() -> None:
+    """Have our classes belong to every namespace that is imported by now. Cheap, and called where they are used."""
+    for base in classes("callbacks", "Callback"):
+        if not issubclass(SpotCallback, base):
+            SpotCallback.__bases__ = (*SpotCallback.__bases__, base)
+    for base in classes("fabric.plugins", "TorchCheckpointIO"):
+        if not issubclass(SpotIO, base):
+            base.register(SpotIO)  # an abstract class: it can take others in

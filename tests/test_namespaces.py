@@ -1,0 +1,140 @@
+"""The same Lightning by either of its names, ``lightning.pytorch`` and ``pytorch_lightning``, and by one alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import torch
+
+from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
+from lightning_spot.exact import namespaces
+
+other: Any = pytest.importorskip("pytorch_lightning")
+
+SCRIPT = """
+import sys
+sys.modules[BLOCKED.split(".")[0]] = None  # as if it were not installed
+from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
+callback = lambda path: SpotCheckpoint(path, memory=None, interval=EverySteps(2), on_full="wait", notices=None)
+import {name} as pl
+from {name}.callbacks import ModelCheckpoint
+from {name}.demos.boring_classes import BoringModel
+from {name}.loggers import CSVLogger
+
+class Stop(Exception):
+    pass
+
+class StopAt(pl.Callback):
+    def on_before_backward(self, trainer, *_):
+        if trainer.global_step == 5:
+            raise Stop
+
+class Logs(BoringModel):
+    def training_step(self, batch, batch_idx):
+        found = super().training_step(batch, batch_idx)
+        self.log("loss", found["loss"], on_step=True, on_epoch=True)
+        return found
+
+def fit(path, *callbacks, seed):
+    pl.seed_everything(seed, verbose=False)
+    settings = dict(accelerator="cpu", max_epochs=2, limit_train_batches=4, limit_val_batches=1)
+    quiet = dict(enable_progress_bar=False, enable_model_summary=False)
+    spot = callback(path + "/run")
+    trainer = pl.Trainer(
+        logger=CSVLogger(path), plugins=[SpotCheckpointIO(memory=None)], default_root_dir=path,
+        callbacks=[*callbacks, spot], **settings, **quiet,
+    )
+    model = Logs()
+    trainer.fit(model)
+    assert isinstance(trainer.checkpoint_callback, ModelCheckpoint)
+    return [value.clone() for value in model.state_dict().values()], dict(trainer.logged_metrics), spot
+
+truth, logged, _ = fit(sys.argv[1] + "/twin", seed=1)
+try:
+    fit(sys.argv[1] + "/here", StopAt(), seed=1)
+except Stop:
+    pass
+found, again, spot = fit(sys.argv[1] + "/here", seed=2)
+assert spot.resumed_from.step == 4, spot.resumed_from
+assert all((one == two).all() for one, two in zip(truth, found, strict=True)), (truth, found)
+assert logged == again, (logged, again)
+assert BLOCKED not in [name for name, module in sys.modules.items() if module is not None]
+
+from {name}.cli import LightningCLI
+cli = LightningCLI(BoringModel, run=False, args=["--trainer.callbacks+=lightning_spot.SpotCheckpoint",
+    "--trainer.callbacks.dirpath=" + sys.argv[1], "--trainer.plugins+=lightning_spot.SpotCheckpointIO"])
+assert [type(item).__name__ for item in cli.trainer.callbacks].count("SpotCheckpoint") == 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "blocked"),
+    [("pytorch_lightning", "lightning.pytorch"), ("lightning.pytorch", "pytorch_lightning")],
+    ids=["pytorch_lightning", "lightning"],
+)
+def test_one_alone(tmp_path: Path, name: str, blocked: str) -> None:
+    code = f"BLOCKED = {blocked!r}\n" + SCRIPT.replace("{name}", name)
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_what_was_defined_first_belongs_to_what_was_imported_later() -> None:
+    namespaces.SpotCallback.__bases__ = (lightning.pytorch.Callback,)
+    assert not issubclass(SpotCheckpoint, other.Callback)
+    spot, plugin = SpotCheckpoint("x"), SpotCheckpointIO()
+    for home, fabric in ((other, "lightning_fabric"), (lightning.pytorch, "lightning.fabric")):
+        assert isinstance(spot, home.Callback)
+        assert isinstance(spot.snapshots, home.Callback)
+        assert isinstance(plugin, sys.modules[f"{fabric}.plugins"].CheckpointIO)
+        assert spot in home.Trainer(callbacks=spot, logger=False, enable_checkpointing=False).callbacks
+
+
+def test_classes_of_both_are_known(tmp_path: Path) -> None:
+    from tests.models import data
+
+    class Net(other.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(16, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    class Stop(Exception):
+        pass
+
+    class StopAt(other.Callback):  # type: ignore[misc]
+        def on_before_backward(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 5:
+                raise Stop
+
+    def fit(*callbacks: Any) -> SpotCheckpoint:
+        spot = SpotCheckpoint(str(tmp_path / "run"), memory=None, interval=EverySteps(2), on_full="wait", notices=None)
+        frozen = other.callbacks.StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
+        run = other.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_checkpointing=False,
+            callbacks=[*callbacks, frozen, spot],
+        )
+        run.fit(Net(), data(4))
+        return spot
+
+    with pytest.raises(Stop):
+        fit(StopAt())
+    resumed = fit().resumed_from
+    assert resumed is not None
+    assert resumed.step == 4
