@@ -21,7 +21,7 @@ from tests.test_exact import Stop, StopAt
 PARTS = [
     (ChangedValues, "begin", "what hooks changed"),
     (ChangedValues, "capture", "what hooks changed"),
-    (Loaders, "capture", "loaders"),
+    (Loaders, "capture", "the position in the data"),
     (Loaders, "follow_requests", "requests for loaders"),
     (progress, "even_out", "skipped batches"),
     (pruned, "capture", "ModelPruning"),
