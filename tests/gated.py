@@ -172,6 +172,9 @@ class NodeBehind:
     def flush(self, wait_s: float) -> list[str]:
         return self._node().flush(self.run, wait_s)
 
+    def settle(self, manifest: Manifest, attempt: int) -> None:
+        self._node().settle(self.run, attempt, manifest.name, manifest.lineage)
+
     def send(self, coming: Coming, *, attempt: int) -> Manifest:
         if self.full:
             raise RingFull("no slot")

@@ -40,7 +40,9 @@ class Safety:
         if tiers is None:
             return plan_urgent(nbytes, left_s, {})
         safe_step = self._writer.link.ask(lambda host: host.safe_step(), None)
-        speeds = {url: tier.flushed_bytes / tier.flush_s for url, tier in tiers.items() if tier.flush_s > 0}
+        speeds = {
+            url: tier.flushed_bytes / tier.flush_s for url, tier in tiers.items() if tier.flush_s and not tier.carried
+        }
         # What is committed and not safe yet goes first.
         waits = newest is not None and (safe_step is None or safe_step < newest.step)
         return plan_urgent(nbytes, left_s, speeds, waiting_bytes=nbytes if waits else 0)
@@ -95,7 +97,7 @@ def paces_of(tiers: Mapping[str, TierHealth], durable_every_s: float = 0.0) -> t
         tiers: how each is doing, by its URL.
         durable_every_s: least seconds between two snapshots brought to the durable tier.
     """
-    working = [tier for tier in tiers.values() if not tier.error]
+    working = [tier for tier in tiers.values() if not tier.error and not tier.carried]
     paces = [
         TierPace(drain_s=tier.drain_s, survives=Failure.MACHINE)
         if tier.kind == "node"

@@ -32,6 +32,7 @@ from lightning_spot.tiers.store import newest_first
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
+_CHECKED_BYTES_PER_S = 200e6  # of what it takes over before it answers; measured in GB/s, but a host may be busy
 _KILL_TIMEOUT_S = 5.0
 _OPEN_TIMEOUT_S = 15.0  # a node may have to ask the tiers below
 _SEAL_TIMEOUT_S = 3600.0  # as long as the node answers pings meanwhile
@@ -96,8 +97,9 @@ def _connect(
     """Connect to a node; where none lives, start one with ``settings()``, or return ``None`` if that is empty."""
     if not record.running() and not settings():
         return None
-    deadline = time.monotonic() + START_TIMEOUT_S
-    with record.starting(START_TIMEOUT_S):
+    limit_s = START_TIMEOUT_S + record.left_bytes() / _CHECKED_BYTES_PER_S
+    deadline = time.monotonic() + limit_s
+    with record.starting(limit_s):
         while True:
             if record.running():
                 try:

@@ -152,6 +152,11 @@ class NodeStore:
         """See :meth:`NodeTier.held`."""
         return _held(self._listing())
 
+    def settle(self, manifest: Manifest, attempt: int) -> None:
+        """See :meth:`NodeTier.settle`."""
+        body = {"attempt": attempt, "name": manifest.name, "lineage": manifest.lineage}
+        self.client.call("POST", f"/v1/runs/{quoted(self.run)}/settle", body, timeout_s=_ASK_S, again=True)
+
     def flush(self, wait_s: float) -> list[str]:
         """See :meth:`NodeTier.flush`."""
         body = {"run": self.run, "wait_s": wait_s}

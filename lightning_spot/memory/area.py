@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from typing import Any, BinaryIO
 from lightning_spot.errors import CorruptSnapshot, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.runs import RunInfo, key_of
-from lightning_spot.memory.slots import Slot, SlotState
+from lightning_spot.memory.slots import Slot, SlotState, file_order
 from lightning_spot.staging.slot import SlotMemory
 
 logger = logging.getLogger(__name__)
@@ -59,8 +60,8 @@ class SlotArea:
     """
 
     def __init__(self, path: Path) -> None:
-        for number in range(_MOST_AREAS):
-            candidate = path if not number else path.with_name(f"{path.name}-{number}")
+        self._places = [path, *(path.with_name(f"{path.name}-{number}") for number in range(1, _MOST_AREAS))]
+        for candidate in self._places:
             if (lock := _lock(candidate)) is not None:
                 self.path = candidate
                 self._lock_file: BinaryIO = lock
@@ -82,6 +83,7 @@ class SlotArea:
                 "places": slot.places,
                 "safe": slot.safe,
                 "refused": slot.refused,
+                "settled": slot.settled,
                 "sequence": slot.sequence,
             },
         )
@@ -105,7 +107,10 @@ class SlotArea:
 
     def runs(self) -> Iterator[Left]:
         """What an earlier node noted of its runs."""
-        for path in sorted(self.path.glob("run-*.json")):
+        return self._runs_in(self.path)
+
+    def _runs_in(self, folder: Path) -> Iterator[Left]:
+        for path in sorted(folder.glob("run-*.json")):
             try:
                 record = json.loads(path.read_bytes())
                 info = RunInfo(**{**record["info"], "nodes": tuple(record["info"]["nodes"])})
@@ -115,13 +120,53 @@ class SlotArea:
                 logger.warning("%s is left out: %s", path, error)
 
     def adopt(self) -> list[Slot]:
-        """Slots that an earlier node committed, checked byte by byte; whatever else is here is removed."""
+        """Slots that earlier nodes committed, checked byte by byte; whatever else is here is removed.
+
+        Those in the directories beside this one, which nobody holds any more, are brought here first.
+        """
+        for other in self._places:
+            if other != self.path and other.is_dir() and (lock := _lock(other)) is not None:
+                with lock:
+                    self._take_in(other)
         slots = [slot for path in self.path.glob("slot-*.json") if (slot := self._reopen(path)) is not None]
         kept = {f"slot-{slot.index}" for slot in slots}
         for leftover in [*self.path.glob("slot-*"), *self.path.glob("*.tmp")]:
             if leftover.stem not in kept or leftover.suffix == ".tmp":
                 leftover.unlink(missing_ok=True)
-        return sorted(slots, key=lambda slot: slot.index)
+        return sorted(self._once(slots), key=lambda slot: slot.index)
+
+    def _take_in(self, other: Path) -> None:
+        """Bring what lies in another directory here. Killed in between, it lies in both: never in none."""
+        taken = {path.stem for path in self.path.glob("slot-*")}
+        free = (name for number in itertools.count() if (name := f"slot-{number}") not in taken)
+        try:
+            for record in sorted(other.glob("slot-*.json")):
+                name = next(free)
+                for suffix in (".img", ".json"):  # the record last: it makes the bytes count
+                    if record.with_suffix(suffix).exists():
+                        os.link(record.with_suffix(suffix), self.path / f"{name}{suffix}")
+            known = {left.info.key: left for left in self.runs()}
+            for left in self._runs_in(other):
+                mine = known.get(left.info.key, left)
+                deletions = {(url, manifest.name): (url, manifest) for url, manifest in mine.deletions + left.deletions}
+                newer = max(mine, left, key=lambda each: each.info.attempt)
+                self.keep_run(newer.info, newer.complete, deletions.values())
+        except OSError as error:
+            logger.warning("%s could not be brought to %s; it stays for the next node: %s", other, self.path, error)
+            return
+        shutil.rmtree(other, ignore_errors=True)
+
+    def _once(self, slots: list[Slot]) -> list[Slot]:
+        """Of slots that hold a file of one name, or the same snapshot, the newest; the others are removed."""
+        newest: dict[tuple[str, str], Slot] = {}
+        for slot in sorted(slots, key=lambda slot: (file_order(slot.manifest), slot.sequence)):
+            assert slot.manifest is not None
+            older = newest.get((slot.run, slot.manifest.name))
+            newest[slot.run, slot.manifest.name] = slot
+            if older is not None and older.memory is not None:
+                self.forget(older)
+                older.memory.close()
+        return list(newest.values())
 
     def close(self) -> None:
         """Let the directory go, and remove it if no slot is left in it, and nothing is still to be deleted."""
@@ -148,6 +193,7 @@ class SlotArea:
                 manifest.verify(view, str(self.image(slot)))
             slot.places = tuple(record["places"]) if record["places"] is not None else None
             slot.safe, slot.refused = list(record["safe"]), list(record["refused"])
+            slot.settled = bool(record.get("settled"))
             slot.sequence, slot.generation = int(record["sequence"]), 1
         except (OSError, ValueError, KeyError, TypeError, CorruptSnapshot) as error:
             logger.warning("a slot left by an earlier node is dropped: %s", error)

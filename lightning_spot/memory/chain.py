@@ -11,13 +11,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lightning_spot.errors import NodeUnreachable, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.slots import Slot, Tiers
+from lightning_spot.memory.slots import Slot, Tiers, newest_of_lineages
 from lightning_spot.memory.tier import NodeTier
 from lightning_spot.tiers.store import Store
 
@@ -44,6 +44,7 @@ class _Candidate:
         away_until_s: not tried before (monotonic).
         why: what was wrong last.
         store: reaches it, once it was needed.
+        told: snapshots of which it was told that they are durable, and whether it had them then.
     """
 
     url: str
@@ -51,6 +52,7 @@ class _Candidate:
     away_until_s: float = 0.0
     why: str = ""
     store: NodeTier | None = None
+    told: set[tuple[str, bool]] = field(default_factory=set)
 
 
 class Chain:
@@ -135,6 +137,8 @@ class Chain:
             with self._ring.changed:
                 if not self._closed and not self._doubted and wait_s > 0:
                     self._ring.changed.wait(wait_s)
+        if self._active is not None:
+            self._tell(self._active)
 
     def _find(self) -> float:
         """Open the run at the first node that works; how long to wait if none does."""
@@ -157,6 +161,8 @@ class Chain:
         with self._ring.changed:
             if self._active is not candidate or opened.carries != self.carries:
                 self._say(candidate, opened.carries, opened.why_not)
+            if self._active is not candidate:
+                candidate.told.clear()
             self._active, self._doubted = candidate, False
             self.carries, self.why_not = opened.carries, opened.why_not
             self._decided = True
@@ -192,6 +198,7 @@ class Chain:
         asking = bool(waiting) or self._sending(candidate) or not self.carries
         if asking and time.monotonic() - self._asked_s >= ASK_AGAIN_S and not self._open(candidate):
             return 0.0
+        self._tell(candidate)
         if not waiting:
             return ASK_AGAIN_S
         try:
@@ -220,6 +227,25 @@ class Chain:
         """Whether the node is owed something."""
         with self._ring.changed:
             return any(candidate.url in slot.dirty for slot in self._ring.committed(self.info.key))
+
+    def _tell(self, candidate: _Candidate) -> None:
+        """Say what this node made durable, to one that does not: what it holds would stay there for ever."""
+        with self._ring.changed:
+            slots = [slot for slot in self._ring.committed(self.info.key) if self.info.durable_url in slot.safe]
+            known = [
+                (slot.manifest, (slot.manifest.name, candidate.url in slot.safe))
+                for slot in newest_of_lineages(slots)
+                if slot.manifest is not None and not self.carries
+            ]
+        for manifest, fact in known:
+            if fact in candidate.told:
+                continue
+            try:
+                self._node(candidate).settle(manifest, self.info.attempt)
+            except SpotError as error:
+                logger.debug("%s could not be told what is durable: %s", candidate.url, error)
+                return
+            candidate.told.add(fact)
 
     def _learn(self, candidate: _Candidate, waiting: list[tuple[Slot, Manifest]]) -> None:
         node, durable_url = self._node(candidate), self.info.durable_url

@@ -34,6 +34,7 @@ class TierHealth:
 
     Attributes:
         kind: ``"node"`` or ``"durable"``.
+        carried: whether nothing goes there from here at present, because a node behind this one writes there.
         error: what fails there at present, ``""`` while everything works.
         refused: why the tier refused something for good (a later attempt has taken over), ``""`` if it never did.
         failures: failures in a row.
@@ -45,6 +46,7 @@ class TierHealth:
     """
 
     kind: str = "durable"
+    carried: bool = False
     error: str = ""
     refused: str = ""
     failures: int = 0

@@ -144,7 +144,7 @@ class InProcessHost:
 
     def tiers(self) -> dict[str, TierHealth]:
         """See :meth:`Host.tiers`."""
-        return dict(self._node.flusher.health)
+        return self._node.tiers()
 
     def safe_step(self) -> int | None:
         """See :meth:`Host.safe_step`."""

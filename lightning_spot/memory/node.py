@@ -16,8 +16,8 @@ from typing import Any
 
 from lightning_spot.config import check_run_name
 from lightning_spot.errors import SettingsError, SnapshotNotFound, TierError
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.flusher import Flusher
+from lightning_spot.image.manifest import Manifest, snapshot_order
+from lightning_spot.memory.flusher import Flusher, TierHealth
 from lightning_spot.memory.paths import file_name
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
@@ -25,7 +25,7 @@ from lightning_spot.memory.route import Routes
 from lightning_spot.memory.runs import Opened, Run, RunInfo
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.uploads import Uploads
-from lightning_spot.tiers.store import Store
+from lightning_spot.tiers.store import Store, check_fence
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,19 @@ class Node:
             known = self.registry.find(run)
             known.info, known.complete = replace(known.info, session=""), complete
             self._remember(known)
+
+    def settle(self, run: str, attempt: int, name: str, lineage: str) -> None:
+        """Note what the sender of a run has made durable by itself, see :meth:`Ring.settle`.
+
+        Raises:
+            SettingsError: if ``name`` is not that of a snapshot.
+            Fenced: if ``attempt`` no longer holds the run.
+        """
+        if (order := snapshot_order(name)) is None:
+            raise SettingsError(f"{name!r} names no snapshot")
+        key = self.registry.key(run)
+        check_fence(run, attempt, self.registry.highest(key))
+        self.ring.settle(key, lineage, order)
 
     def find_run(self, text: str) -> Run:
         """The run a URL names, see :meth:`Registry.find`."""
@@ -226,6 +239,11 @@ class Node:
         self.flusher.close()
         self.ring.close(keep_unsafe=keep_unsafe)
 
+    def tiers(self) -> dict[str, TierHealth]:
+        """How each tier below is doing, by its URL."""
+        carried = self.ring.carried()
+        return {url: replace(health, carried=url in carried) for url, health in list(self.flusher.health.items())}
+
     def status(self) -> dict[str, Any]:
         """Everything a person wants to see, as JSON-ready values."""
         with self._lock:
@@ -242,7 +260,7 @@ class Node:
                 }
                 for run in runs
             },
-            "tiers": {url: asdict(health) for url, health in self.flusher.health.items()},
+            "tiers": {url: asdict(health) for url, health in self.tiers().items()},
             "pid": os.getpid(),
         }
 

@@ -3,7 +3,7 @@
 Rules, in the order in which they bind:
 
 1. A slot that is being filled or read is never taken.
-2. The newest committed snapshot of a run's lineage is never taken, unless it is safe at a tier below.
+2. The newest committed snapshot of a run's lineage is never taken, unless it is safe at a tier below, or durable.
 3. Each tier is owed the newest snapshot, those that ended a run, and files that a user named. What was superseded
    before a tier came to it is not owed to that tier any more.
 4. Otherwise the oldest goes first.
@@ -21,13 +21,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning_spot.config import format_bytes
-from lightning_spot.errors import Fenced, RingFull, SnapshotNotFound, SnapshotTooLarge
+from lightning_spot.errors import Fenced, RingFull, SnapshotNotFound
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.area import SlotArea
-from lightning_spot.memory.room import Limits, find_room
-from lightning_spot.memory.slots import Slot, SlotState, Tiers, newest_of_lineages, only_here, owed, reusable
-from lightning_spot.staging.slot import SlotMemory, slot_capacity
+from lightning_spot.memory.room import Limits, capacity_for, find_room, why_full
+from lightning_spot.memory.slots import (
+    Slot,
+    SlotState,
+    Tiers,
+    file_order,
+    newest_of_lineages,
+    only_here,
+    owed,
+    reusable,
+)
+from lightning_spot.staging.slot import SlotMemory
 
 _LOOK_S = 0.25  # how often who waits for a slot looks whether it should go on waiting
 
@@ -90,15 +98,12 @@ class Ring:
                 while seen == self._changes:
                     left = deadline - time.monotonic()
                     if left <= 0 or cancelled():
-                        raise RingFull(
-                            f"all {len(self.slots)} slots are in use, or hold what no tier below has yet: the tiers"
-                            " below are too slow"
-                        )
+                        raise RingFull(why_full(self.slots, run, nbytes, self._limits))
                     self.changed.wait(min(left, _LOOK_S))
 
     def try_lease(self, run: str, nbytes: int) -> Slot | None:
         """Take a slot if one can be had now, see :meth:`lease`; making its memory may take seconds."""
-        capacity = self._capacity(nbytes)
+        capacity = capacity_for(nbytes, self._limits)
         with self.changed:
             found = find_room(self.slots, run, max(1, nbytes), capacity, self._limits)
             if found is None:
@@ -124,7 +129,7 @@ class Ring:
         """Whether there is no room now for one more snapshot as large as those that are here."""
         with self.changed:
             nbytes = max((slot.manifest.nbytes for slot in self.slots if slot.manifest is not None), default=1)
-            return find_room(self.slots, "", max(1, nbytes), self._capacity(nbytes), self._limits) is None
+            return find_room(self.slots, "", max(1, nbytes), capacity_for(nbytes, self._limits), self._limits) is None
 
     def commit(self, slot: Slot, manifest: Manifest, places: tuple[str, ...] | None = None) -> None:
         """Make the filled slot a committed snapshot; an older one of the same run and name is dropped.
@@ -141,7 +146,7 @@ class Ring:
             safe: list[str] = []
             older = self._named(slot.run, manifest.name)
             for other in older:
-                if other.manifest is not None and _file_order(other.manifest) > _file_order(manifest):
+                if other.manifest is not None and file_order(other.manifest) > file_order(manifest):
                     raise Fenced(
                         f"{manifest.name} of attempt {manifest.attempt} is older than the one that is there",
                         run=manifest.run,
@@ -149,7 +154,7 @@ class Ring:
                         current=other.manifest.attempt,
                     )
                 if other.manifest == manifest:
-                    safe = other.safe  # the same once more: a sender that never heard it had arrived
+                    safe, slot.settled = other.safe, other.settled  # its sender never heard that it had arrived
             self._sequence += 1
             slot.safe = list(safe)
             slot.manifest, slot.sequence, slot.places = manifest, self._sequence, places
@@ -184,6 +189,12 @@ class Ring:
         """Where a run's snapshots go."""
         return self._tiers.get(run, Tiers())
 
+    def carried(self) -> set[str]:
+        """URLs that nodes behind this one write, and this one does not."""
+        with self.changed:
+            own = {url for tiers in self._tiers.values() for url in tiers.own}
+            return {url for tiers in self._tiers.values() for url in tiers.carried} - own
+
     def trim(self, run: str, keep: int) -> None:
         """Forget all but the newest ``keep`` snapshots of a run, as far as they may be reused."""
         with self.changed:
@@ -213,6 +224,20 @@ class Ring:
             if slot.manifest is manifest and url in slot.safe:
                 slot.safe.remove(url)
                 self._written(slot)
+
+    def settle(self, run: str, lineage: str, order: tuple[int, int, bool]) -> None:
+        """Note that a snapshot is durable although nobody brought it there from here: it, and older ones, may go."""
+        with self.changed:
+            for slot in self.committed(run):
+                manifest = slot.snapshot
+                if (
+                    manifest is not None
+                    and not slot.settled
+                    and manifest.lineage == lineage
+                    and manifest.order <= order
+                ):
+                    slot.settled = True
+                    self._written(slot)
 
     def drop(self, run: str, name: str) -> tuple[Manifest, list[str]]:
         """Forget a snapshot. Who reads it at the moment may go on: the slot is not reused before that.
@@ -315,22 +340,6 @@ class Ring:
 
     # -- inside, under the lock -----------------------------------------------------------------------------------
 
-    def _capacity(self, nbytes: int) -> int:
-        """Memory to give a snapshot of ``nbytes``."""
-        for limit, name, remedy in (
-            (self.memory_bytes, "this node's memory", "more --memory (or memory_limit=)"),
-            (self.run_memory_bytes, "what one run may use of this node's memory", "more --run-memory"),
-        ):
-            if limit is not None and nbytes > limit:
-                raise SnapshotTooLarge(
-                    f"a snapshot of {format_bytes(nbytes)} cannot fit {name} of {format_bytes(limit)}; start the node"
-                    f" with {remedy}",
-                    nbytes=nbytes,
-                    memory_bytes=limit,
-                )
-        most = min(self.memory_bytes, self.run_memory_bytes or self.memory_bytes)
-        return min(slot_capacity(nbytes), max(nbytes, most))
-
     def _named(self, run: str, name: str) -> list[Slot]:
         return [slot for slot in self.slots if slot.manifest and slot.run == run and slot.manifest.name == name]
 
@@ -385,8 +394,3 @@ class Ring:
         with self.changed:
             slot.memory, slot.reserved_bytes = memory, 0
             slot.generation += 1
-
-
-def _file_order(manifest: Manifest) -> tuple[int, int, float]:
-    """What makes a file of a name newer than another; snapshots are committed once, by their one attempt."""
-    return (manifest.attempt, manifest.step, manifest.created_unix_s) if manifest.is_file else (0, 0, 0.0)

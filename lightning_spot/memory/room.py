@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
+from lightning_spot.config import format_bytes
+from lightning_spot.errors import SnapshotTooLarge
 from lightning_spot.memory.slots import Slot, SlotState, reusable
+from lightning_spot.staging.slot import slot_capacity
 
 _MUCH_LARGER = 4
 _SMALL_BYTES = 64 * 2**20
@@ -40,6 +44,27 @@ class Room:
     release: list[Slot] = field(default_factory=list)
 
 
+def capacity_for(nbytes: int, limits: Limits) -> int:
+    """Memory to give a snapshot of ``nbytes``.
+
+    Raises:
+        SnapshotTooLarge: if it can never fit.
+    """
+    for limit, name, remedy in (
+        (limits.memory_bytes, "this node's memory", "more --memory (or memory_limit=)"),
+        (limits.run_memory_bytes, "what one run may use of this node's memory", "more --run-memory"),
+    ):
+        if limit is not None and nbytes > limit:
+            raise SnapshotTooLarge(
+                f"a snapshot of {format_bytes(nbytes)} cannot fit {name} of {format_bytes(limit)}; start the node"
+                f" with {remedy}",
+                nbytes=nbytes,
+                memory_bytes=limit,
+            )
+    most = min(limits.memory_bytes, limits.run_memory_bytes or limits.memory_bytes)
+    return min(slot_capacity(nbytes), max(nbytes, most))
+
+
 def find_room(slots: list[Slot], run: str, nbytes: int, capacity: int, limits: Limits) -> Room | None:
     """Choose a slot for a snapshot: a free one, a new one, or the one whose snapshot is missed least.
 
@@ -66,6 +91,33 @@ def find_room(slots: list[Slot], run: str, nbytes: int, capacity: int, limits: L
         if (room := _try(slots, candidate, free, idle, nbytes, capacity, limits)) is not None:
             return Room(room.slot, [*forget, *room.forget], room.release)
     return None
+
+
+def why_full(slots: list[Slot], run: str, nbytes: int, limits: Limits) -> str:
+    """Why no slot can be had now, for people.
+
+    Args:
+        slots: all there are.
+        run: key of the run that wants one.
+        nbytes: size of its snapshot.
+        limits: of the ring.
+    """
+    idle = reusable(slots)
+    share = ""
+    if _within_quota(slots, idle, run, capacity_for(nbytes, limits), limits) is None:
+        share = f"; one run may use {format_bytes(limits.run_memory_bytes or 0)} of this node's memory (--run-memory)"
+    reasons: Counter[str] = Counter()
+    for slot in slots:
+        if slot.state is SlotState.FILLING:
+            reasons["being filled"] += 1
+        elif slot.dirty:
+            reasons[f"not at {' and '.join(sorted(slot.dirty))} yet, which is too slow or fails"] += 1
+        elif slot.readers:
+            reasons["being read"] += 1
+        elif slot.state is SlotState.COMMITTED and slot not in idle:
+            reasons["the newest of its run and safe nowhere else, since nobody carries that run on from here"] += 1
+    listed = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common()) or "there is no memory for more"
+    return f"none of {len(slots)} slots can be had now ({listed}){share}"
 
 
 def _within_quota(slots: list[Slot], idle: list[Slot], run: str, capacity: int, limits: Limits) -> list[Slot] | None:

@@ -50,6 +50,7 @@ class Slot:
         dirty: URLs at which the snapshot is owed (the dirty bits).
         safe: URLs at which it is.
         refused: URLs that refuse it for good (a fence).
+        settled: whether its sender said that it, or a newer one of its lineage, is durable.
         sequence: order of commits.
         readers: how many are reading it now.
     """
@@ -66,6 +67,7 @@ class Slot:
     dirty: list[str] = field(default_factory=list)
     safe: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    settled: bool = False
     sequence: int = 0
     readers: int = 0
 
@@ -100,7 +102,7 @@ class Slot:
     def forget(self) -> None:
         """Hold nothing any more; the memory stays."""
         self.state, self.run, self.manifest, self.places = SlotState.FREE, "", None, None
-        self.dirty, self.safe, self.refused = [], [], []
+        self.dirty, self.safe, self.refused, self.settled = [], [], [], False
 
 
 def newest_of_lineages(slots: Iterable[Slot]) -> set[Slot]:
@@ -122,7 +124,10 @@ def only_here(slots: list[Slot]) -> set[Slot]:
         slot
         for slot in slots
         if slot.manifest is not None
-        and (slot.dirty or (not slot.safe and not slot.refused and (slot in newest or slot.manifest.is_file)))
+        and (
+            slot.dirty
+            or (not (slot.safe or slot.refused or slot.settled) and (slot in newest or slot.manifest.is_file))
+        )
     }
 
 
@@ -139,7 +144,7 @@ def reusable(slots: list[Slot]) -> list[Slot]:
     """Committed slots that may be reused, in the order in which they should be: the newest of a run last.
 
     A slot may be reused when nobody reads it and it is owed to no tier. The newest snapshot of a lineage, and a file,
-    must be safe somewhere below besides.
+    must be safe somewhere below besides, or its sender have said that it is durable.
     """
     newest = newest_of_lineages(slots)
     idle = [
@@ -148,6 +153,13 @@ def reusable(slots: list[Slot]) -> list[Slot]:
         if slot.state is SlotState.COMMITTED
         and not slot.readers
         and not slot.dirty
-        and (slot.safe or (slot not in newest and slot.snapshot is not None))
+        and (slot.safe or slot.settled or (slot not in newest and slot.snapshot is not None))
     ]
     return sorted(idle, key=lambda slot: (slot in newest, slot.sequence))
+
+
+def file_order(manifest: Manifest | None) -> tuple[int, int, float]:
+    """What makes a file of a name newer than another; snapshots are committed once, by their one attempt."""
+    if manifest is None or not manifest.is_file:
+        return (0, 0, 0.0)
+    return (manifest.attempt, manifest.step, manifest.created_unix_s)

@@ -27,6 +27,9 @@ class NodeTier(Protocol):
     def held(self) -> list[tuple[Manifest, list[str], list[str]]]:
         """Everything it holds of the run: manifest, tiers it is dirty for, tiers it is safe at."""
 
+    def settle(self, manifest: Manifest, attempt: int) -> None:
+        """Say that a snapshot is durable which it did not bring there: it, and older ones of its lineage, may go."""
+
     def send(self, coming: Coming, *, attempt: int) -> Manifest:
         """Send a file part by part as each becomes final, and commit it there once it is committed here.
 

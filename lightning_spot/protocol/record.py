@@ -107,7 +107,17 @@ class Record:
     def left_slots(self) -> bool:
         """Whether slots are in tmpfs: with no node running, a killed one's, which the next one takes over."""
         shm_dir = read_environment().shm_dir
-        return shm_dir is not None and any(self.area(shm_dir).glob("slot-*.json"))
+        return shm_dir is not None and any(shm_dir.glob(f"lightning-spot-{self.key}*/slot-*.json"))
+
+    def left_bytes(self) -> int:
+        """Size of the slots in tmpfs, which a node checks before it answers."""
+        shm_dir = read_environment().shm_dir
+        found = list(shm_dir.glob(f"lightning-spot-{self.key}*/slot-*.img")) if shm_dir is not None else []
+        nbytes = 0
+        for path in found:
+            with contextlib.suppress(FileNotFoundError):  # a living node's, which lets them go as it likes
+                nbytes += path.stat().st_size
+        return nbytes
 
     @contextmanager
     def starting(self, within_s: float) -> Iterator[None]:

@@ -9,6 +9,7 @@ GET        /v1/status                          slots, runs, tiers
 GET        /v1/runs                            the runs this node knows
 POST       /v1/runs/RUN/open                   let an attempt write
 POST       /v1/runs/RUN/close                  the trainer leaves
+POST       /v1/runs/RUN/settle                 a snapshot was made durable by its sender
 GET        /v1/runs/RUN/snapshots              the attempt that writes, and what is in memory, newest first
 GET        /v1/runs/RUN/files                  every file of the run, in memory and at the tier below
 POST       /v1/runs/RUN/uploads                take a slot
@@ -122,6 +123,7 @@ class Service:
                 web.get("/v1/runs", self._runs),
                 web.post("/v1/runs/{run}/open", self._open),
                 web.post("/v1/runs/{run}/close", self._close),
+                web.post("/v1/runs/{run}/settle", self._settle),
                 web.get("/v1/runs/{run}/snapshots", self._snapshots),
                 web.get("/v1/runs/{run}/files", files.listing),
                 web.post("/v1/runs/{run}/uploads", self._lease),
@@ -233,6 +235,13 @@ class Service:
     async def _close(self, request: web.Request) -> web.Response:
         body = await json_body(request)
         self.node.close_run(request.match_info["run"], complete=body.get("complete") is True)
+        return web.json_response({})
+
+    async def _settle(self, request: web.Request) -> web.Response:
+        body = await json_body(request)
+        attempt = integer(body, "attempt", None, 0, _MOST_ATTEMPTS)
+        name, lineage = text(body, "name"), text(body, "lineage")
+        await asyncio.to_thread(self.node.settle, request.match_info["run"], attempt, name, lineage)
         return web.json_response({})
 
     async def _snapshots(self, request: web.Request) -> web.Response:

@@ -1,0 +1,262 @@
+"""What a node holds on to, for how long, what a full ring says of it, and what the next node takes over."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_spot.capture.safety import paces_of
+from lightning_spot.client import embedded
+from lightning_spot.client.remote import NodeStore
+from lightning_spot.errors import Fenced, RingFull, SettingsError, TierError
+from lightning_spot.image.manifest import snapshot_name
+from lightning_spot.interval.costs import Failure
+from lightning_spot.memory import chain
+from lightning_spot.memory.node import Node
+from lightning_spot.memory.runs import RunInfo
+from lightning_spot.protocol.record import find_record
+from tests.conftest import RunningNode, until
+from tests.gated import MIB, OTHER_ID, RUN_ID, Bench, GatedStore, NodeBehind, manifest_of
+
+RUN = f"run@{RUN_ID}"
+BEHIND = "spot://behind:7070"
+
+
+class WithNode(Bench):
+    """A node on a trainer's host, and a memory node with two slots which may not write to the durable tier."""
+
+    def __init__(self, root: Path, allow: list[str]) -> None:
+        self.far: dict[str, GatedStore] = {}
+        self.memory_node = Node(
+            slots=2,
+            memory_bytes=8 * MIB,
+            allow=allow,
+            open_store=lambda url: self.far.setdefault(url, GatedStore(url)),
+        )
+        self.behind: dict[str, NodeBehind] = {}
+        super().__init__(root, slots=3)
+
+    def store(self, url: str) -> Any:
+        if not url.startswith("spot://"):
+            return super().store(url)
+        return self.behind.setdefault(url, NodeBehind(url, self.memory_node))
+
+    def train(self, run_id: str, *steps: int) -> None:
+        """A run that ends as runs do."""
+        self.open(run_id=run_id, nodes=(BEHIND,))
+        until(lambda: self.node.status()["runs"][f"run@{run_id}"]["node"], "the chain")
+        for step in steps:
+            self.save(step, run_id=run_id, complete=step == steps[-1])
+            assert self.flush() == []
+
+    def close(self) -> None:
+        super().close()
+        self.memory_node.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WithNode]]:
+    monkeypatch.setattr(chain, "ASK_AGAIN_S", 0.2)
+    made: list[WithNode] = []
+
+    def with_node(allow: tuple[str, ...] = ()) -> WithNode:
+        made.append(WithNode(tmp_path, list(allow)))
+        return made[-1]
+
+    yield with_node
+    for each in made:
+        each.close()
+
+
+def test_a_node_that_carries_nobody_on_is_not_filled_by_finished_runs(make: Callable[..., WithNode]) -> None:
+    bench = make()
+    for number in range(4):  # twice as many as it has slots
+        bench.train(f"{number:012x}", 1, 2)
+    status = bench.memory_node.ring.status()
+    assert snapshot_name(2, 1, complete=True) in [slot["snapshot"] for slot in status["slots"]]
+    assert bench.memory_node.held(f"run@{3:012x}")
+    assert not [slot for slot in status["slots"] if slot["safe"] or slot["dirty"]]  # it wrote, and promises, nothing
+
+
+def test_the_last_word_is_said_when_the_trainers_node_ends(make: Callable[..., WithNode]) -> None:
+    bench = make()
+    bench.open(nodes=(BEHIND,))
+    until(lambda: bench.node.status()["runs"][RUN]["node"], "the chain")
+    bench.tier().open.clear()
+    bench.save(1)
+    until(lambda: bench.memory_node.held(RUN), "the memory node to have it")
+    assert not bench.memory_node.held(RUN)[0].settled  # it is not durable yet
+    bench.tier().open.set()
+    assert bench.flush() == []
+    bench.node.close()
+    assert bench.memory_node.held(RUN)[0].settled
+
+
+def test_only_what_is_superseded_or_durable_is_let_go(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, allow=(), slots=4)
+    try:
+        bench.open(attempt=2)
+        for step, lineage in ((1, "1" * 12), (3, "1" * 12), (5, "1" * 12), (2, "2" * 12)):
+            bench.save(step, attempt=2, lineage=lineage)
+        bench.node.settle(RUN, 2, snapshot_name(3, 2), "1" * 12)
+        settled = {slot.manifest.step for slot in bench.node.held(RUN) if slot.manifest and slot.settled}
+        assert settled == {1, 3} & set(bench.held())
+        with pytest.raises(Fenced):
+            bench.node.settle(RUN, 1, snapshot_name(5, 2), "1" * 12)
+        with pytest.raises(SettingsError, match="names no snapshot"):
+            bench.node.settle(RUN, 2, "best.ckpt", "1" * 12)
+        bench.save(6, attempt=2, lineage="1" * 12)
+        bench.save(7, attempt=2, lineage="1" * 12)
+        assert 2 in bench.held()  # the newest of its lineage, and nobody said that it is durable
+    finally:
+        bench.close()
+
+
+def test_a_node_is_told_over_the_network(start_node: Callable[..., RunningNode]) -> None:
+    node = start_node("--slots", "1")
+    store = NodeStore(f"{node.url}/{RUN}")
+    store.open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t"))
+    manifest = manifest_of(1).sealed(memoryview(bytes(1000)))
+    store.put(manifest, memoryview(bytes(1000)), attempt=1)
+    other = NodeStore(f"{node.url}/run@{OTHER_ID}")
+    other.open_run(RunInfo(name="run", id=OTHER_ID, location="", attempt=1, token="t"))
+    store.settle(manifest, 1)
+    other.put(manifest_of(1, run_id=OTHER_ID).sealed(memoryview(bytes(1000))), memoryview(bytes(1000)), attempt=1)
+    assert store.held() == []
+
+
+def test_a_full_ring_says_why(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, slots=3, run_memory_bytes=None)
+    try:
+        bench.open()
+        bench.open(run_id=OTHER_ID, durable=False)
+        bench.save(1, run_id=OTHER_ID)
+        bench.tier().open.clear()
+        bench.save(1)
+        bench.node.lease(RUN, 1, 1000)
+        with pytest.raises(RingFull) as found:
+            bench.node.lease(RUN, 1, 1000)
+        assert "none of 3 slots" in str(found.value)
+        assert f"1 not at {bench.tier().url} yet" in str(found.value)
+        assert "1 being filled" in str(found.value)
+        assert "1 the newest of its run and safe nowhere else" in str(found.value)
+        assert "--run-memory" not in str(found.value)
+    finally:
+        bench.close()
+
+
+def test_a_run_that_has_used_up_its_share_is_told(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, slots=None, run_memory_bytes=MIB)
+    try:
+        bench.open(durable=False)
+        bench.save(1, nbytes=900_000)
+        with pytest.raises(RingFull, match=r"one run may use .* \(--run-memory\)"):
+            bench.save(2, nbytes=900_000)
+    finally:
+        bench.close()
+
+
+def test_the_speed_of_a_tier_that_a_node_writes_now_counts_no_more(
+    make: Callable[..., WithNode], tmp_path: Path
+) -> None:
+    bench = make(allow=(str(tmp_path),))
+    node, bench.memory_node = bench.memory_node, None  # type: ignore[assignment]
+    bench.open(nodes=(BEHIND,))
+    bench.save(1)
+    assert bench.flush() == []  # written from here, while there was no node
+    url = bench.tier().url
+    assert not bench.node.tiers()[url].carried
+    bench.memory_node = node
+    for behind in bench.behind.values():
+        behind.node = node
+    until(lambda: bench.node.status()["runs"][RUN]["carried"], "the node to carry the run on", 40)
+    bench.save(2)
+    assert bench.flush() == []
+    health = bench.node.tiers()
+    assert health[url].carried
+    assert health[url].flushed == 1
+    assert [pace.survives for pace in paces_of(health)] == [Failure.MACHINE]
+
+
+# -- what the next node takes over ------------------------------------------------------------------------------------
+
+
+def test_what_a_node_left_in_a_second_directory_is_taken_over(tmp_path: Path, runtime_dir: Path) -> None:
+    """Two nodes lived side by side on one tmpfs and both were killed: nothing of either is lost."""
+    area = runtime_dir / "area"
+
+    def bench(run_id: str) -> Bench:
+        made = Bench(tmp_path / run_id, area=area, slots=4, open_store=_away)
+        made.open(run_id=run_id, durable=False)
+        return made
+
+    first, second = bench(RUN_ID), bench(OTHER_ID)
+    for step in (1, 2):
+        first.save(step)
+        second.save(step, run_id=OTHER_ID)
+    second.open(run_id=RUN_ID, durable=False, attempt=3)
+    second.node.flusher.delete("spot://away:1/run", manifest_of(1))
+    second.node._remember(second.node.find_run(RUN))
+    first.die()
+    second.die()
+    assert (runtime_dir / "area-1").is_dir()
+    heir = Bench(tmp_path / "heir", area=area, slots=8, open_store=_away)
+    try:
+        assert sorted(heir.held()) == [1, 2]
+        assert sorted(heir.held(OTHER_ID)) == [1, 2]
+        assert heir.node.claimed(RUN) == 3
+        assert [url for url, _manifest in heir.node.flusher.deletions(RUN_ID)] == ["spot://away:1/run"]
+        assert not (runtime_dir / "area-1").exists()
+        for slot in heir.node.ring.committed():
+            assert slot.manifest is not None
+            slot.manifest.verify(slot.view(), "memory")
+    finally:
+        heir.close()
+
+
+def test_killed_while_it_takes_over_nothing_is_lost_or_there_twice(tmp_path: Path, runtime_dir: Path) -> None:
+    area = runtime_dir / "area"
+    killed = Bench(tmp_path, area=area, slots=4)
+    killed.open(durable=False)
+    killed.save(1)
+    killed.die()
+    shutil.copytree(area, runtime_dir / "area-1")
+    record = json.loads((runtime_dir / "area-1" / "slot-0.json").read_text())
+    record["sequence"] += 1
+    (runtime_dir / "area-1" / "slot-0.json").write_text(json.dumps(record))
+    heir = Bench(tmp_path / "heir", area=area, slots=4)
+    try:
+        assert heir.held() == [1]
+        assert len(list(area.glob("slot-*.img"))) == 1
+    finally:
+        heir.close()
+
+
+def test_a_node_is_given_the_time_that_its_slots_take(
+    tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It checks every byte before it answers: gigabytes take longer than a start usually may."""
+    url = str(tmp_path / "run-1")
+    record = find_record(url)
+    monkeypatch.setattr(embedded, "START_TIMEOUT_S", 0.001)
+    (area := runtime_dir / f"lightning-spot-{record.key}-1").mkdir()
+    with open(area / "slot-0.img", "wb") as image:
+        image.truncate(12 * 10**9)  # a minute; it has no blocks, and no record
+    monkeypatch.setattr("lightning_spot.protocol.record.read_environment", lambda: _Environment(runtime_dir))
+    host = embedded.start(url, RUN, slots=2, memory_bytes=MIB, idle_timeout_s=0.1)
+    host.disconnect()
+    until(lambda: not record.running(), "the node to end")
+
+
+class _Environment:
+    def __init__(self, folder: Path) -> None:
+        self.shm_dir = self.runtime_dir = folder
+
+
+def _away(url: str) -> Any:
+    raise TierError(f"{url} is away")
