@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,6 +162,9 @@ class NodeBehind:
     def open_run(self, info: RunInfo) -> Opened:
         self.opened += 1
         return self._node().open_run(info)
+
+    def check_flush_to(self, via: Sequence[str]) -> None:
+        self._node().check_flush_to(via)
 
     def know(self, info: RunInfo) -> None:
         """It is told again by nobody."""

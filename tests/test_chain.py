@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from benchmarks import chain as benchmark
 from lightning_spot.client import embedded, remote
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import Fenced, SettingsError, SnapshotNotFound, TierError
+from lightning_spot.errors import Fenced, NodeUnreachable, SettingsError, SnapshotNotFound, TierError
 from lightning_spot.image import sealing
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.memory import chain
@@ -29,7 +30,7 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.wire import Address
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, until
-from tests.gated import MIB, RUN_ID, Bench, GatedStore, NodeBehind, manifest_of
+from tests.gated import MIB, RUN_ID, Bench, GatedStore, NodeBehind, image_of, manifest_of
 
 RUN = f"run@{RUN_ID}"
 FIRST, SECOND = "spot://first:7070", "spot://second:7070"
@@ -548,3 +549,75 @@ def test_what_no_node_takes_is_owed_and_outlives_an_orderly_end(
     bench.node.close(keep_unsafe=True)
     bench.node = middle()
     assert bench.held() == [1]
+
+
+# -- nodes that flush to nodes ----------------------------------------------------------------------------------------
+
+
+def test_what_left_memory_is_read_through_the_whole_chain(
+    start_node: Callable[..., RunningNode], tmp_path: Path
+) -> None:
+    """Node, node, directory: each holds one file in memory."""
+    last = start_node("--slots", "1", "--flush-to", str(tmp_path / "durable"))
+    first = start_node("--slots", "1", "--flush-to", last.url)
+    names = [f"file-{number}" for number in range(3)]
+    data = {name: image_of(number, MIB // 2) for number, name in enumerate(names)}
+    files = fsspec.core.url_to_fs(f"{first.url}/{RUN}")[0]
+    for name in names:
+        files.pipe_file(f"{first.url}/{RUN}/{name}", data[name])
+        assert NodeClient(Address(*_address(first))).call("POST", "/v1/flush", {"wait_s": 30})["unreached"] == []
+    assert sorted(path.name for path in (tmp_path / "durable").rglob("file-?")) == names
+    run = f"{first.url}/{RUN}"
+    assert sorted(path.rpartition("/")[2] for path in files.ls(run, detail=False)) == names
+    for name in names:
+        assert files.cat_file(f"{run}/{name}") == data[name]
+    assert files.cat_file(f"{run}/{names[0]}", start=1000, end=3000) == data[names[0]][1000:3000]
+    with pytest.raises(FileExistsError):
+        files.pipe_file(f"{run}/{names[0]}", b"", mode="create")
+    files.rm_file(f"{run}/{names[0]}")
+    until(lambda: not (tmp_path / "durable" / RUN / names[0]).exists(), "it to be removed at the end of the chain")
+    with pytest.raises(FileNotFoundError):
+        files.cat_file(f"{run}/{names[0]}")
+
+
+def test_nodes_that_flush_in_a_circle_are_refused(tmp_path: Path) -> None:
+    nodes: dict[str, Node] = {}
+
+    def node(name: str, flush_to: str) -> Node:
+        return Node(
+            slots=1,
+            memory_bytes=MIB,
+            flush_to=flush_to,
+            open_store=lambda url: NodeBehind(url, nodes.get(url.removeprefix("spot://").partition("/")[0])),
+        )
+
+    nodes.update(a=node("a", "spot://b"), b=node("b", "spot://c"), c=node("c", "spot://a"), self=node("d", "spot://d"))
+    nodes["d"] = nodes.pop("self")
+    try:
+        for name in nodes:
+            with pytest.raises(SettingsError, match="circle"):
+                nodes[name].check_flush_to()
+        lost = nodes.pop("c")
+        nodes["a"].check_flush_to()  # what is behind the node behind is that one's to look after
+        with pytest.raises(NodeUnreachable):
+            nodes["b"].check_flush_to()
+        lost.close()
+    finally:
+        for each in nodes.values():
+            each.close()
+
+
+def test_a_node_that_flushes_to_itself_does_not_start(runtime_dir: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "lightning_spot", "node", "--listen", address, "--flush-to", f"spot://{address}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert "in a circle" in ended.stderr
+    assert "listening" not in ended.stdout
+
+
+def _address(node: RunningNode) -> tuple[str, int]:
+    host, _, port = node.url.removeprefix("spot://").partition(":")
+    return host, int(port)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
@@ -151,6 +151,10 @@ class NodeStore:
     def held(self) -> list[tuple[Manifest, list[str], list[str]]]:
         """See :meth:`NodeTier.held`."""
         return _held(self._listing())
+
+    def check_flush_to(self, via: Sequence[str]) -> None:
+        """See :meth:`NodeTier.check_flush_to`."""
+        self.client.call("POST", "/v1/check", {"via": list(via)}, timeout_s=_ASK_S, again=True)
 
     def settle(self, manifest: Manifest, attempt: int) -> None:
         """See :meth:`NodeTier.settle`."""

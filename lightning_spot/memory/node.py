@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.route import Routes
 from lightning_spot.memory.runs import Opened, Run, RunInfo
 from lightning_spot.memory.slots import Slot
+from lightning_spot.memory.tier import NodeTier
 from lightning_spot.memory.uploads import Uploads
 from lightning_spot.tiers.store import Store, check_fence
 
@@ -46,6 +48,10 @@ class Node:
         allow: prefixes of durable URLs that a trainer may have this node write to (and ``flush_to``); ``None`` for
             any, at the node of the trainer's own host.
         run_memory_bytes: most bytes that the slots of one run may hold; ``None`` for no such limit.
+
+    Attributes:
+        id: of this node, as long as it lives.
+        draining: whether it takes no new runs.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class Node:
     ) -> None:
         self.ring = Ring(slots=slots, memory_bytes=memory_bytes, area=area, run_memory_bytes=run_memory_bytes)
         self.registry = Registry(self.ring)
+        self.id = uuid.uuid4().hex
         self.draining = False
         self.uploads = Uploads(self.ring, self.registry, self._committed)
         # Uploads are part of what a node does; see the methods of Uploads.
@@ -72,6 +79,35 @@ class Node:
         self.flusher = Flusher(self.ring, open_store, self.registry.info, self._heard)
         self.routes = Routes(self.ring, self.flusher, open_store, flush_to=flush_to, allow=allow)
         self._take_over()
+
+    def check_flush_to(self, via: Sequence[str] = ()) -> None:
+        """Ask what this node flushes to, so that a wrong URL shows at its start.
+
+        Args:
+            via: ids of the nodes that asked this one, since they flush to it.
+
+        Raises:
+            SettingsError: if nodes flush to one another in a circle.
+            TierError: if it does not answer.
+        """
+        url = self.routes.flush_to
+        if self.id in via:
+            raise SettingsError(
+                f"--flush-to {url} leads back to this node: nodes that flush to one another in a circle make nothing"
+                " durable. Give one of them a durable directory"
+            )
+        if url is None:
+            return
+        store = self.routes.open_store(f"{url}/probe")
+        try:
+            if isinstance(store, NodeTier):
+                store.check_flush_to((*via, self.id))
+            elif not via:
+                store.claimed()
+        except TierError as error:
+            if not via:
+                raise
+            logger.warning("%s cannot be asked where it flushes to: %s", url, error)
 
     # -- runs -----------------------------------------------------------------------------------------------------
 
@@ -141,9 +177,9 @@ class Node:
         """Slots with the committed snapshots and files of a run, newest first."""
         return self.ring.committed(self.registry.key(run))
 
-    def durable_directory(self, run: str) -> str | None:
-        """URL of the durable directory of a run, if there is one that this node knows of, or writes to."""
-        return self.routes.durable_directory(run, self.registry.key(run))
+    def below(self, run: str) -> str | None:
+        """URL of a run where what left this node's memory is, see :meth:`Routes.below`; ``None`` if nowhere."""
+        return self.routes.below(run, self.registry.key(run))
 
     def allowed(self, url: str) -> str:
         """Why this node may not write to a durable URL, for people; ``""`` if it may."""

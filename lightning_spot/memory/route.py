@@ -41,7 +41,7 @@ class Routes:
         self._allow = [check_prefix(prefix) for prefix in allow] if allow is not None else None
         self._ring = ring
         self._flusher = flusher
-        self._open_store = open_store
+        self.open_store = open_store
         self._chains: dict[str, Chain] = {}
         self._refusals: dict[str, str] = {}
 
@@ -60,7 +60,7 @@ class Routes:
                 known.close()
             self._chains[key] = Chain(
                 self._ring,
-                self._open_store,
+                self.open_store,
                 info,
                 may_write=not refused,
                 hurried=lambda: self._flusher.hurried(key),
@@ -92,10 +92,12 @@ class Routes:
             return ""
         return refusal(url, [*self._allow, *([self.flush_to] if self.flush_to else [])])
 
-    def durable_directory(self, text: str, key: str) -> str | None:
-        """URL of a run's durable directory, if one is known here."""
+    def below(self, text: str, key: str) -> str | None:
+        """URL of a run where what left this node's memory is: at the node behind, or in the durable directory."""
         tiers = self._ring.tiers(key)
         urls = [*tiers.own, *tiers.carried] or ([f"{self.flush_to}/{text}"] if self.flush_to else [])
+        if self.flush_to is not None and self.flush_to.startswith("spot://"):  # which shows what is below it, too
+            return next((url for url in urls if url.startswith(f"{self.flush_to}/")), f"{self.flush_to}/{text}")
         return next((url for url in urls if not url.startswith("spot:")), None)
 
     def heard(self, url: str, error: Exception | None) -> None:

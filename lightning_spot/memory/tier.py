@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from lightning_spot.image.coming import Coming
@@ -20,6 +21,9 @@ class NodeTier(Protocol):
             Fenced: if a later attempt holds the run.
             TierError: if the node does not answer, or refuses.
         """
+
+    def check_flush_to(self, via: Sequence[str]) -> None:
+        """Have it ask what it flushes to, see :meth:`~lightning_spot.memory.node.Node.check_flush_to`."""
 
     def know(self, info: RunInfo) -> None:
         """Take note of the run, so that a node which was restarted, and knows it no more, is told all of it again."""

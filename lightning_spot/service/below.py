@@ -1,10 +1,11 @@
-"""The durable directory of a run as a node reads it for others: what left memory is listed and read from there.
+"""What left a node's memory, as the node reads it for others: in the durable directory, or at the node behind it.
 
 Bytes are read in whole parts and each is checked, so nothing is held in memory as a whole. Calls block.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -12,10 +13,12 @@ from typing import Any
 
 import fsspec
 
+from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.config import PART_BYTES
-from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, TierError
+from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError, TierError
 from lightning_spot.image.manifest import MANIFEST_FILE, MODEL_FILE, Manifest, snapshot_order
 from lightning_spot.image.parts import checksum
+from lightning_spot.protocol.wire import parse_spot_url
 
 _LARGEST_CHECKED_PART = 64 * 1024 * 1024
 _LONGEST_MANIFEST = 64 * 1024 * 1024
@@ -36,41 +39,23 @@ class Entry:
     created_unix_s: float = 0.0
 
 
-class DurableDirectory:
-    """The durable directory of one run.
+class Below(ABC):
+    """One run below a node. Make one with :func:`open_below`.
 
     Args:
-        url: an absolute path or an fsspec URL.
+        url: of the run there.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._fs, self._root = fsspec.core.url_to_fs(self.url)
 
+    @abstractmethod
     def entries(self) -> list[Entry]:
-        """Committed snapshots and files; empty where there is no directory.
+        """Committed snapshots and files; empty where there is none.
 
         Raises:
-            TierError: if it could not be listed.
+            TierError: if they could not be listed.
         """
-        try:
-            self._fs.invalidate_cache()
-            found = self._fs.find(self._root, maxdepth=2, detail=True)
-        except FileNotFoundError:
-            return []
-        except Exception as error:  # every file system has errors of its own
-            raise self._failed(error) from error
-        facts = {path[len(self._root) :].strip("/"): fact for path, fact in found.items()}
-        listed = []
-        for path, fact in facts.items():
-            folder, _, file = path.rpartition("/")
-            if folder:
-                counts = file == MODEL_FILE and snapshot_order(folder) and f"{folder}/{MANIFEST_FILE}" in facts
-            else:
-                counts = f".{file}.{MANIFEST_FILE}" in facts
-            if counts:
-                listed.append(Entry(path, int(fact.get("size") or 0), _time_of(fact)))
-        return listed
 
     def manifest(self, path: str) -> Manifest:
         """Manifest of the snapshot or file that a path below the run names.
@@ -81,14 +66,8 @@ class DurableDirectory:
             CorruptManifest: if it is damaged.
         """
         for wanted in _manifests_for(path):
-            try:
-                data = self._fs.cat_file(f"{self._root}/{wanted}", end=_LONGEST_MANIFEST)
-            except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-                continue
-            except Exception as error:
-                raise self._failed(error) from error
-            manifest = Manifest.from_json(data)
-            if path in (manifest.data_path, manifest.manifest_path, manifest.name):
+            manifest = self._manifest_at(wanted)
+            if manifest is not None and path in (manifest.data_path, manifest.manifest_path, manifest.name):
                 return manifest
         raise SnapshotNotFound(f"no {path!r} at {self.url}")
 
@@ -113,6 +92,53 @@ class DurableDirectory:
                 )
             yield data[max(0, start - first) : stop - first]
 
+    @abstractmethod
+    def _manifest_at(self, path: str) -> Manifest | None:
+        """The manifest at a path below the run, ``None`` if there is none."""
+
+    @abstractmethod
+    def _range(self, manifest: Manifest, first: int, last: int) -> bytes:
+        """Bytes of a snapshot's file."""
+
+
+class DurableDirectory(Below):
+    """The durable directory of one run: an absolute path or an fsspec URL."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._fs, self._root = fsspec.core.url_to_fs(self.url)
+
+    def entries(self) -> list[Entry]:
+        """See :meth:`Below.entries`."""
+        try:
+            self._fs.invalidate_cache()
+            found = self._fs.find(self._root, maxdepth=2, detail=True)
+        except FileNotFoundError:
+            return []
+        except Exception as error:  # every file system has errors of its own
+            raise self._failed(error) from error
+        facts = {path[len(self._root) :].strip("/"): fact for path, fact in found.items()}
+        listed = []
+        for path, fact in facts.items():
+            folder, _, file = path.rpartition("/")
+            if folder:
+                counts = file == MODEL_FILE and snapshot_order(folder) and f"{folder}/{MANIFEST_FILE}" in facts
+            else:
+                counts = f".{file}.{MANIFEST_FILE}" in facts
+            if counts:
+                listed.append(Entry(path, int(fact.get("size") or 0), _time_of(fact)))
+        return listed
+
+    def _manifest_at(self, path: str) -> Manifest | None:
+        try:
+            return Manifest.from_json(self._fs.cat_file(f"{self._root}/{path}", end=_LONGEST_MANIFEST))
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            return None
+        except SpotError:
+            raise
+        except Exception as error:
+            raise self._failed(error) from error
+
     def _range(self, manifest: Manifest, first: int, last: int) -> bytes:
         try:
             return bytes(self._fs.cat_file(f"{self._root}/{manifest.data_path}", start=first, end=last))
@@ -123,6 +149,43 @@ class DurableDirectory:
 
     def _failed(self, error: Exception) -> TierError:
         return TierError(f"{self.url} could not be read: {error}", tier=self.url)
+
+
+class NodeBelow(Below):
+    """One run at the node behind, in its memory and below it."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        address, path = parse_spot_url(url)
+        self._run = path.rpartition("/")[2]
+        self._client = NodeClient(address)
+
+    def entries(self) -> list[Entry]:
+        """See :meth:`Below.entries`."""
+        try:
+            listed = self._client.call("GET", f"/v1/runs/{quoted(self._run)}/files")["files"]
+        except SnapshotNotFound:
+            return []
+        return [Entry(str(item["path"]), int(item["nbytes"]), float(item["created_unix_s"])) for item in listed]
+
+    def _manifest_at(self, path: str) -> Manifest | None:
+        try:
+            return Manifest.from_dict(self._client.call("GET", self._path(path)))
+        except SnapshotNotFound:
+            return None
+
+    def _range(self, manifest: Manifest, first: int, last: int) -> bytes:
+        data = bytearray(last - first)
+        self._client.receive(self._path(manifest.data_path), first, memoryview(data))
+        return bytes(data)
+
+    def _path(self, below: str) -> str:
+        return f"/v1/files/{quoted(self._run, below)}"
+
+
+def open_below(url: str) -> Below:
+    """What is at the URL of a run."""
+    return NodeBelow(url) if url.startswith("spot://") else DurableDirectory(url)
 
 
 def _manifests_for(path: str) -> list[str]:

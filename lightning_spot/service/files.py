@@ -24,7 +24,7 @@ from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.uploads import Upload
 from lightning_spot.protocol.wire import DIGEST_HEADER, LONGEST_DIGESTED_BYTES, WANT_DIGEST_HEADER
-from lightning_spot.service.below import DurableDirectory, Entry
+from lightning_spot.service.below import Below, Entry, open_below
 from lightning_spot.service.fields import MOST_BYTES, json_body
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Files:
         last = LAST if LAST in listed else self._newest(list(listed))
         return web.json_response({"files": [listed[path] for path in sorted(listed)], "last": last})
 
-    def _below(self, directory: DurableDirectory, key: str) -> dict[str, Entry]:
+    def _below(self, directory: Below, key: str) -> dict[str, Entry]:
         hidden = self._hidden(key)  # before it is listed: what is gone meanwhile may be listed still
         return {entry.path: entry for entry in directory.entries() if _name(entry.path) not in hidden}
 
@@ -80,10 +80,10 @@ class Files:
         snapshots = [path for path in paths if "/" in path and snapshot_order(_name(path))]
         return max(snapshots, key=lambda path: snapshot_order(_name(path)) or (0, 0, False), default=None)
 
-    def _directory(self, text: str) -> DurableDirectory | None:
-        """The durable directory of a run that this node may read, if any."""
-        url = self._node.durable_directory(text)
-        return DurableDirectory(url) if url is not None else None
+    def _directory(self, text: str) -> Below | None:
+        """Where what left memory of a run is, if anywhere."""
+        url = self._node.below(text)
+        return open_below(url) if url is not None else None
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class Files:
         path: str,
         slot: Slot | None,
         manifest: Manifest,
-        directory: DurableDirectory | None,
+        directory: Below | None,
     ) -> web.StreamResponse:
         if path.endswith("manifest.json"):
             return web.Response(text=manifest.to_json(), content_type="application/json")
@@ -144,7 +144,7 @@ class Files:
         await response.write_eof()
         return response
 
-    async def _find(self, text: str, path: str) -> tuple[Slot | None, Manifest, DurableDirectory | None]:
+    async def _find(self, text: str, path: str) -> tuple[Slot | None, Manifest, Below | None]:
         """What a path names, in memory or below."""
         key, directory = self._node.key(text), self._directory(text)
         try:
@@ -158,7 +158,7 @@ class Files:
         manifest = await asyncio.to_thread(directory.manifest, path)
         return None, manifest, directory
 
-    async def _alias(self, key: str, directory: DurableDirectory | None) -> str | None:
+    async def _alias(self, key: str, directory: Below | None) -> str | None:
         """Path of what ``last.ckpt`` stands for; ``None`` if it is a file below, or there is nothing."""
         paths = [manifest.data_path for _, manifest in held(self._node.ring, key)]
         if directory is not None:
@@ -243,7 +243,7 @@ class Files:
 
     def _claimed(self, text: str) -> int:
         """Highest attempt of a run that this node does not know, by what it holds and by the tier below."""
-        url = self._node.durable_directory(text)
+        url = self._node.below(text)
         return max(self._node.claimed(text), open_store(url).claimed() if url is not None else 0)
 
     async def _store(self, request: web.Request, info: RunInfo, name: str, nbytes: int, *, exclusive: bool) -> str:

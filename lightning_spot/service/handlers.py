@@ -17,6 +17,7 @@ POST       /v1/uploads/ID/stream               fill it, over a connection of its
 POST       /v1/uploads/ID/commit               make it a snapshot
 POST       /v1/uploads/ID/seal                 the same for a slot filled through shared memory (this host only)
 DELETE     /v1/uploads/ID                      give it up
+POST       /v1/check                           whether this node's tier below answers, and is not who asks
 POST       /v1/flush                           bring everything to the tiers below
 GET, HEAD  /v1/files/RUN/PATH                  read (ranges too); ``last.ckpt`` is the newest snapshot
 PUT        /v1/files/RUN/PATH                  write a file; with ``If-None-Match: *`` a new one only
@@ -131,6 +132,7 @@ class Service:
                 web.post("/v1/uploads/{upload}/commit", self._commit),
                 web.post("/v1/uploads/{upload}/seal", self._seal),
                 web.delete("/v1/uploads/{upload}", self._abort),
+                web.post("/v1/check", self._check),
                 web.post("/v1/flush", self._flush),
                 web.get("/v1/files/{run}/{path:.+}", files.read),
                 web.put("/v1/files/{run}/{path:.+}", files.write),
@@ -200,6 +202,11 @@ class Service:
 
     async def _status(self, _request: web.Request) -> web.Response:
         return web.json_response({"protocol": PROTOCOL_VERSION, **await asyncio.to_thread(self.node.status)})
+
+    async def _check(self, request: web.Request) -> web.Response:
+        body = await json_body(request)
+        await asyncio.to_thread(self.node.check_flush_to, texts(body, "via", _MOST_NODES))
+        return web.json_response({})
 
     async def _flush(self, request: web.Request) -> web.Response:
         body = await json_body(request)

@@ -100,8 +100,6 @@ async def _serve(settings: NodeSettings, listener: socket.socket) -> int:
         area=_area(settings, environment.shm_dir),
         allow=None if settings.record is not None else settings.allow,
     )
-    if settings.flush_to is not None:
-        await asyncio.to_thread(open_store(f"{settings.flush_to}/probe").claimed)  # a wrong URL shows at start
     service = Service(node, environment.token)
     runner = web.AppRunner(
         service.application(), access_log=None, read_bufsize=_READ_BUFFER_BYTES, auto_decompress=False
@@ -113,6 +111,7 @@ async def _serve(settings: NodeSettings, listener: socket.socket) -> int:
     channel = None
     if settings.record is None:
         server = await loop.create_server(connections, sock=listener, backlog=_BACKLOG)
+        await asyncio.to_thread(node.check_flush_to)  # which may ask this node in turn
         _announce(settings, listener)
     else:
         server = await loop.create_unix_server(connections, sock=listener, backlog=_BACKLOG)
