@@ -8,20 +8,28 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_spot import SpotCheckpoint
+from lightning_spot.capture.past_memory import PastMemory
+from lightning_spot.capture.safety import Safety
 from lightning_spot.capture.streaming import stream_parts
+from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.embedded import EmbeddedHost, find_record
 from lightning_spot.image.layout import lay_out, lay_out_plain
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.runs import RunInfo
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import until
-from tests.gated import write_crcs
+from lightning_spot.tiers.store import Store
+from tests.conftest import RunningNode, until
+from tests.gated import RUN_ID, image_of, manifest_of, write_crcs
 from tests.models import Net, Probe, data, trainer
 from tests.test_fit import Stop, StopAt, check_all, spot
 
@@ -135,6 +143,72 @@ def test_a_state_that_fits_no_memory_is_streamed(
     assert again.resumed_from.step == 30
     assert [manifest.step for manifest in LocalStore(tmp_path / "run-1").survey().manifests] == [40, 39]
     assert "is complete at step 40" in caplog.text
+
+
+def test_a_state_that_fits_no_memory_here_goes_to_the_memory_node(
+    tmp_path: Path, start_node: Callable[..., RunningNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which brings it on: nothing is written to the durable tier from here, and fit returns once it is there."""
+    node = start_node("--allow", str(tmp_path))
+    monkeypatch.setattr(LocalStore, "put_parts", lambda *_more, **_named: pytest.fail("written from here"))
+    probe, callback = Probe(), spot(tmp_path, memory=node.url, memory_limit=1000, notices=None)
+    trainer(callback, probe, max_epochs=1).fit(Net(), data())
+    found = check_all(tmp_path, probe)
+    assert (found[0].step, found[0].complete) == (20, True)
+
+
+class Parts:
+    """Stands in for a writer: its snapshots are a few bytes."""
+
+    def store_past_memory(self, _checkpoint: Any, manifest: Manifest, store: Store) -> Manifest:
+        return store.put_parts(manifest, iter([memoryview(image_of(manifest.step, manifest.nbytes))]), attempt=1)
+
+
+def past_memory(durable: Path, *nodes: str) -> PastMemory:
+    info = RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t", durable_url=str(durable), nodes=nodes)
+    return PastMemory(cast(SnapshotWriter, Parts()), str(durable), info)
+
+
+def test_a_memory_node_that_cannot_take_it_is_passed_over(
+    tmp_path: Path, start_node: Callable[..., RunningNode], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One may not write, one is too small, one is gone: the durable tier has it, and nobody is asked each time."""
+    strict, small = start_node(), start_node("--allow", str(tmp_path), "--memory", "4KiB")
+    durable = tmp_path / "durable"
+    past = past_memory(durable, strict.url, small.url, "spot://127.0.0.1:9")
+    for step in (1, 2):
+        past.write({}, manifest_of(step, nbytes=5000))
+        assert LocalStore(durable).survey().manifests[0].step == step
+    assert caplog.text.count("may not write") == caplog.text.count("cannot fit") == 1
+    assert caplog.text.count("no memory node answers") == 1
+    assert past.flush(0.0) == []
+
+
+def test_what_only_a_lost_memory_node_had_is_named(tmp_path: Path, start_node: Callable[..., RunningNode]) -> None:
+    node = start_node("--allow", str(tmp_path))
+    durable = tmp_path / "durable"
+    past = past_memory(durable, node.url)
+    past.write({}, manifest_of(1, nbytes=5000))
+    assert past.flush(30.0) == []
+    assert LocalStore(durable).survey().manifests[0].step == 1
+    node.stop(signal.SIGKILL)
+    (line,) = past.flush(1.0)
+    assert "cannot be asked" in line
+    past.write_durably({}, manifest_of(1, nbytes=5000))
+    assert past.flush(1.0) == []
+
+
+def test_what_was_stored_past_memory_is_safe_before_a_deadline() -> None:
+    """The ring knows nothing of it; it is said to be safe, and no urgent snapshot waits for it."""
+    stored = manifest_of(7)
+    host = SimpleNamespace(safe_step=lambda: None, flush=lambda _wait_s: [], tiers=dict)
+    writer = SimpleNamespace(committed=stored, past_memory=stored, host=host, settle=lambda _wait_s: None)
+    writer.link = SimpleNamespace(ask=lambda question, _default: question(host))
+    safety = Safety(cast(SnapshotWriter, writer))
+    plan = safety.plan(None)
+    assert "is safe in" in safety.bring(None, time.monotonic() + 60, plan, lambda: False)
+    writer.past_memory = None
+    assert "safe nowhere else" in safety.bring(None, time.monotonic() - 1, plan, lambda: False)
 
 
 def test_streamed_parts_are_the_file_with_right_checksums() -> None:

@@ -14,10 +14,10 @@ import torch
 from lightning_spot._version import __version__
 from lightning_spot.capture.ending import Ending, LastState
 from lightning_spot.capture.host_link import leave
+from lightning_spot.capture.past_memory import PastMemory
 from lightning_spot.capture.safety import Safety
 from lightning_spot.capture.tensors import tensors_in
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.client.stores import open_store
 from lightning_spot.config import MAX_STALL_S
 from lightning_spot.errors import Fenced, NotSerialisable, RingFull, SnapshotTooLarge, SpotError, TierError
 from lightning_spot.image.layout import Layout
@@ -27,7 +27,6 @@ from lightning_spot.run.claims import begin_attempt
 from lightning_spot.run.identity import new_id
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey
-from lightning_spot.tiers.store import retain
 
 _OUTLINE_BYTES = 4 * 1024 * 1024  # everything in a checkpoint that is no tensor, generously
 _PER_TENSOR_BYTES = 1024
@@ -107,6 +106,7 @@ class Attempt:
             leave(host)
             raise
         self.writer = SnapshotWriter(host, self._reopen if self.location.embedded else None, look)
+        self._past_memory = PastMemory(self.writer, self.location.url, self.info)
         self.safety = Safety(self.writer, settings.durable_every_s)
 
     @property
@@ -184,7 +184,8 @@ class Attempt:
         Returns:
             whether the snapshot of the end was seen at the durable tier; ``None`` if none was to be taken.
         """
-        ending = Ending(self.writer, self.location.url, self.info, self._last if complete and not self.fenced else None)
+        last = self._last if complete and not self.fenced else None
+        ending = Ending(self.writer, self._past_memory, self.location.url, self.info, last)
         try:
             durable = ending.bring(wait_s)
             return durable if self._last is not None or not self._ended else False
@@ -201,12 +202,10 @@ class Attempt:
             "past-memory",
             "%s. Until then snapshots go to %s part by part, which is slower, and training waits for each",
             error,
-            self.location.url,
+            " or ".join([*self.info.nodes, self.location.url]),
         )
         try:
-            store = open_store(self.location.url)
-            stored = self.writer.store_past_memory(checkpoint, manifest, store)
-            retain(store, self._settings.keep, stored)
+            self._past_memory.write(checkpoint, manifest)
         except Fenced as fence:
             self.fenced = True
             self._complain("fenced", fence)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_spot.capture.host_link import leave, within
+from lightning_spot.capture.past_memory import PastMemory
 from lightning_spot.capture.tensors import tensors_in
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
@@ -20,7 +21,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.survey import ask_all
 from lightning_spot.staging.copier import Watch, watch
-from lightning_spot.tiers.store import Holdings, retain
+from lightning_spot.tiers.store import Holdings
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +58,17 @@ class Ending:
 
     Args:
         writer: of the snapshots.
+        past_memory: where those went that fit no memory here.
         url: durable directory of the run.
         info: of the attempt.
         last: the state of the finished run, ``None`` if it is not finished.
     """
 
-    def __init__(self, writer: SnapshotWriter, url: str, info: RunInfo, last: LastState | None) -> None:
+    def __init__(
+        self, writer: SnapshotWriter, past_memory: PastMemory, url: str, info: RunInfo, last: LastState | None
+    ) -> None:
         self._writer = writer
+        self._past_memory = past_memory
         self._url = url
         self._info = info
         self._last = last
@@ -79,15 +84,16 @@ class Ending:
         if self._last is not None and not self._is_committed(self._last):
             self._commit_again(self._last, deadline_s)
         left = self._flush(deadline_s)
+        elsewhere = self._past_memory.flush(within(deadline_s))
         durable: bool | None = None
         if self._last is not None:
             durable = self._see(self._last.manifest.name, deadline_s)
-            if not durable and not any(self._url in line for line in left):
+            if not durable and not any(self._url in line for line in (*left, *elsewhere)):
                 durable = self._write_here(self._last)
-        elif not left and not self._newest_is_safe(deadline_s):
+        elif not left and not elsewhere and not self._newest_is_safe(deadline_s):
             left = ["the newest snapshot was lost with the memory node on this host"]
-        for line in left:
-            self._writer.say_once(line, "not everything is durable yet: %s. The node on this host goes on trying", line)
+        for line in left if durable else [*left, *elsewhere]:
+            self._writer.say_once(line, "not everything is durable yet: %s. The node that has it goes on trying", line)
         if (host := self._writer.host) is not None:
             leave(host, complete=bool(durable))
         return durable
@@ -137,9 +143,7 @@ class Ending:
         if not last.is_unchanged:
             return False
         try:
-            store = open_store(self._url)
-            stored = self._writer.store_past_memory(last.checkpoint, last.manifest, store)
-            retain(store, self._info.keep, stored)
+            self._past_memory.write_durably(last.checkpoint, last.manifest)
         except SpotError as error:
             logger.warning("lightning_spot: the last snapshot could not be written to %s: %s", self._url, error)
             return False

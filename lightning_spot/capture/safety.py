@@ -39,12 +39,12 @@ class Safety:
         tiers = self._writer.link.ask(lambda host: host.tiers(), None)
         if tiers is None:
             return plan_urgent(nbytes, left_s, {})
-        safe_step = self._writer.link.ask(lambda host: host.safe_step(), None)
+        safe_step = self._safe_step(self._writer.link.ask(lambda host: host.safe_step(), None))
         speeds = {
             url: tier.flushed_bytes / tier.flush_s for url, tier in tiers.items() if tier.flush_s and not tier.carried
         }
         # What is committed and not safe yet goes first.
-        waits = newest is not None and (safe_step is None or safe_step < newest.step)
+        waits = newest is not None and safe_step < newest.step
         return plan_urgent(nbytes, left_s, speeds, waiting_bytes=nbytes if waits else 0)
 
     def usual_s(self) -> float | None:
@@ -54,6 +54,15 @@ class Safety:
     def paces(self) -> tuple[TierPace, ...]:
         """How fast each working tier takes snapshots, as measured."""
         return paces_of(self._writer.link.ask(lambda host: host.tiers(), {}), self._durable_every_s)
+
+    def _safe_step(self, from_memory: int | None) -> int:
+        """Newest step that is safe outside this machine, -1 if none is.
+
+        Args:
+            from_memory: as the ring knows it, ``None`` if it knows none.
+        """
+        past = self._writer.past_memory
+        return max(-1 if from_memory is None else from_memory, past.step if past is not None else -1)
 
     def bring(self, deadline: Deadline, plan: Plan, hurried: Callable[[], bool]) -> str:
         """Wait until the newest snapshot is committed, and safe at one tier below.
@@ -78,7 +87,7 @@ class Safety:
             what = f"a new snapshot would take {plan.expected_s or 0:.0f} s to be safe, too long; the newest is {what}"
         while not hurried():
             try:
-                if writer.host is not None and (writer.host.safe_step() or -1) >= newest.step:
+                if self._safe_step(writer.host.safe_step() if writer.host is not None else None) >= newest.step:
                     return f"{what} is safe in {time.monotonic() - started_s:.1f} s{of}"
                 if writer.host is not None:
                     writer.host.flush(_POLL_S)  # tries failing tiers now

@@ -59,6 +59,7 @@ class SnapshotWriter:
     Attributes:
         link: to the ring, which may be lost and found again.
         committed: manifest of the newest snapshot that is committed in memory, or was stored past it.
+        past_memory: manifest of the newest that was stored past it, and is therefore safe outside this process.
         torn: snapshots dropped because a tensor changed while it was copied.
     """
 
@@ -71,6 +72,7 @@ class SnapshotWriter:
         self._look = look
         self.link = HostLink(host, reconnect, self._warm_host)
         self.committed: Manifest | None = None
+        self.past_memory: Manifest | None = None
         self.torn = 0
         self._copier = Copier()
         self._views = SlotViews(self._copier)
@@ -218,9 +220,10 @@ class SnapshotWriter:
         """
         layout = self._outliner.lay_out(checkpoint)
         manifest = replace(manifest, nbytes=layout.nbytes)
-        self.committed = store.put_parts(manifest, stream_parts(layout, manifest.part_bytes), attempt=manifest.attempt)
+        stored = store.put_parts(manifest, stream_parts(layout, manifest.part_bytes), attempt=manifest.attempt)
+        self.committed = self.past_memory = stored
         self._look_at(outline_of(layout))
-        return self.committed
+        return stored
 
     def say_once(self, key: str, message: str, *facts: Any) -> None:
         """Warn, but only the first time for ``key``."""

@@ -1,0 +1,89 @@
+"""Where snapshots go that fit no memory here: to a memory node that brings them on, else to the durable tier."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.stores import open_store
+from lightning_spot.errors import Fenced, NodeUnreachable, SpotError
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.runs import RunInfo
+from lightning_spot.tiers.store import retain
+
+logger = logging.getLogger(__name__)
+
+_AWAY_S = 30.0  # a node that failed is not tried before; training waits for each try
+
+
+class PastMemory:
+    """Brings snapshots to the next tier part by part, from the training thread.
+
+    Args:
+        writer: makes their parts.
+        url: durable directory of the run.
+        info: of the attempt; its nodes are asked in order.
+    """
+
+    def __init__(self, writer: SnapshotWriter, url: str, info: RunInfo) -> None:
+        self._writer = writer
+        self._url = url
+        self._info = info
+        self._away_until_s: dict[str, float] = {}
+        self._at: NodeStore | None = None
+
+    def write(self, checkpoint: Any, manifest: Manifest) -> None:
+        """Bring a snapshot to the first memory node that has room and carries the run on, else to the durable tier.
+
+        Raises:
+            Fenced: if a later attempt has taken the run over.
+            SpotError: if it is nowhere in the end.
+        """
+        for node in self._info.nodes:
+            if self._away_until_s.get(node, 0.0) <= time.monotonic() and self._write_to(node, checkpoint, manifest):
+                return
+        self.write_durably(checkpoint, manifest)
+
+    def write_durably(self, checkpoint: Any, manifest: Manifest) -> None:
+        """Bring a snapshot to the durable tier.
+
+        Raises:
+            SpotError: if it is not there in the end.
+        """
+        store = open_store(self._url)
+        retain(store, self._info.keep, self._writer.store_past_memory(checkpoint, manifest, store))
+        self._at = None
+
+    def flush(self, wait_s: float) -> list[str]:
+        """Wait until the node that has the newest such snapshot has made it durable.
+
+        Returns:
+            what was not reached in time, one line each.
+        """
+        if self._at is None:
+            return []
+        try:
+            return self._at.flush(wait_s)
+        except SpotError as error:
+            return [f"the memory node that has the newest snapshot cannot be asked: {error}"]
+
+    def _write_to(self, node: str, checkpoint: Any, manifest: Manifest) -> bool:
+        """Bring a snapshot to a memory node; whether it is there, and will be durable without this host."""
+        store = NodeStore(f"{node.rstrip('/')}/{self._info.text}")
+        try:
+            opened = store.open_run(replace(self._info, nodes=(), session=""))
+            if not opened.carries:
+                raise NodeUnreachable(opened.why_not, tier=node)
+            self._writer.store_past_memory(checkpoint, manifest, store)
+        except Fenced:
+            raise
+        except SpotError as error:
+            self._away_until_s[node] = time.monotonic() + _AWAY_S
+            logger.warning("lightning_spot: %s does not take %s (%s)", node, manifest.name, error)
+            return False
+        self._at = store
+        return True
