@@ -25,6 +25,7 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.embedded import EmbeddedHost, find_record
 from lightning_spot.image.layout import lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.interval.deadline import Deadline
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Store
@@ -206,9 +207,9 @@ def test_what_was_stored_past_memory_is_safe_before_a_deadline() -> None:
     writer.link = SimpleNamespace(ask=lambda question, _default: question(host))
     safety = Safety(cast(SnapshotWriter, writer))
     plan = safety.plan(None)
-    assert "is safe in" in safety.bring(None, time.monotonic() + 60, plan, lambda: False)
+    assert "is safe in" in safety.bring(Deadline.of(None, 60.0), plan, lambda: False)
     writer.past_memory = None
-    assert "safe nowhere else" in safety.bring(None, time.monotonic() - 1, plan, lambda: False)
+    assert "safe nowhere else" in safety.bring(Deadline.of(None, 0.0), plan, lambda: False)
 
 
 def test_streamed_parts_are_the_file_with_right_checksums() -> None:

@@ -55,15 +55,6 @@ class Safety:
         """How fast each working tier takes snapshots, as measured."""
         return paces_of(self._writer.link.ask(lambda host: host.tiers(), {}), self._durable_every_s)
 
-    def _safe_step(self, from_memory: int | None) -> int:
-        """Newest step that is safe outside this machine, -1 if none is.
-
-        Args:
-            from_memory: as the ring knows it, ``None`` if it knows none.
-        """
-        past = self._writer.past_memory
-        return max(-1 if from_memory is None else from_memory, past.step if past is not None else -1)
-
     def bring(self, deadline: Deadline, plan: Plan, hurried: Callable[[], bool]) -> str:
         """Wait until the newest snapshot is committed, and safe at one tier below.
 
@@ -97,6 +88,15 @@ class Safety:
                 break
             time.sleep(_POLL_S)
         return f"{what} is committed in memory, and safe nowhere else after {time.monotonic() - started_s:.1f} s{of}"
+
+    def _safe_step(self, from_memory: int | None) -> int:
+        """Newest step that is safe outside this machine, -1 if none is.
+
+        Args:
+            from_memory: as the ring knows it, ``None`` if it knows none.
+        """
+        past = self._writer.past_memory
+        return max(-1 if from_memory is None else from_memory, past.step if past is not None else -1)
 
 
 def paces_of(tiers: Mapping[str, TierHealth], durable_every_s: float = 0.0) -> tuple[TierPace, ...]:
