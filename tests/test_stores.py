@@ -24,6 +24,7 @@ from lightning_spot.errors import (
 )
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_name
 from lightning_spot.tiers.local import LocalStore
+from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.store import Holdings, Store, retain
 from tests.oracle import claim_of
 
@@ -375,3 +376,19 @@ def test_truncated_file_is_found(tmp_path: Path) -> None:
 def test_unknown_file_system_is_named() -> None:
     with pytest.raises(SettingsError, match="nonsense"):
         open_store("nonsense://bucket/run")
+
+
+@pytest.mark.parametrize("nbytes", [1000, 12 * 2**20], ids=["one-request", "in-parts"])
+def test_the_same_snapshot_once_more_is_durable_all_the_time(
+    nbytes: int, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that was restarted while it sent one on does not know that it is there already."""
+    store = ObjectStore(f"{s3}/run-again-{nbytes}")
+    manifest, data = snapshot(1, nbytes=nbytes, part_bytes=2**20)
+    store.put(manifest, memoryview(data), attempt=1)
+    removed: list[str] = []
+    monkeypatch.setattr(store._fs, "rm_file", removed.append)
+    parts = [memoryview(data)[start : start + 2**20] for start in range(0, nbytes, 2**20)]
+    assert store.put_parts(replace(manifest, checksums=()), iter(parts), attempt=1) == manifest
+    assert removed == []
+    assert fetched(store, manifest) == data

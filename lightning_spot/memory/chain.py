@@ -229,9 +229,10 @@ class Chain:
             return any(candidate.url in slot.dirty for slot in self._ring.committed(self.info.key))
 
     def _tell(self, candidate: _Candidate) -> None:
-        """Say what this node made durable, to one that does not: what it holds would stay there for ever."""
+        """Say what is durable, to a node that does not bring it there: what it holds would stay there for ever."""
         with self._ring.changed:
-            slots = [slot for slot in self._ring.committed(self.info.key) if self.info.durable_url in slot.safe]
+            held = self._ring.committed(self.info.key)
+            slots = [slot for slot in held if slot.settled or self.info.durable_url in slot.safe]
             known = [
                 (slot.manifest, (slot.manifest.name, candidate.url in slot.safe))
                 for slot in newest_of_lineages(slots)

@@ -251,9 +251,11 @@ class ObjectStore:
         before: list[tuple[bytes, dict[str, object]]] = []
 
         def ready() -> None:
-            seal()  # what is not what was announced never becomes visible
+            sealed = seal()  # what is not what was announced never becomes visible
             if manifest.is_file:
                 self._check_fences(manifest, attempt)  # again: a large file takes its time
+            if self._noted(manifest) == sealed:
+                return  # the very same, once more: it stays durable meanwhile
             with contextlib.suppress(FileNotFoundError):
                 before.append((bytes(self._fs.cat_file(commit)), self._mark(data)))
                 self._fs.rm_file(commit)
