@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,10 +31,17 @@ from lightning_spot import (
 )
 from lightning_spot.callbacks.pacing import Pacing, starts_between
 from lightning_spot.cli import main
+from lightning_spot.config import read_environment
 from lightning_spot.errors import SettingsError
+from lightning_spot.goodput.journal import Journal
 from lightning_spot.goodput.ledger import AttemptRecord, lost_steps, spent, total
+from lightning_spot.goodput.reached import Reached, read_reached
 from lightning_spot.goodput.records import read_records, write_record
-from tests.conftest import RunningNode
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.runs import RunInfo
+from lightning_spot.protocol.process import ProcessId
+from lightning_spot.service.killed import note_killed
+from tests.conftest import RunningNode, until
 from tests.models import Net, data, trainer
 from tests.test_fit import Stop, StopAt
 
@@ -53,11 +63,12 @@ def attempt(number: int, begun: float, trained: float | None, steps: tuple[int, 
 def test_the_ledger_by_hand() -> None:
     first = attempt(1, 0.0, 10.0, (0, 100), 110.0)
     second = attempt(2, 130.0, None, (0, 0), 135.0)  # taken away before it trained
-    third = attempt(3, 140.0, 150.0, (80, 180), 252.0, stall_s=2.0)
+    third = attempt(3, 140.0, 150.0, (80, 180), 252.0, stall_s=2.0, restore_s=4.0)
     parts = spent([first, second, third])
-    assert (parts[0].restore_s, parts[0].down_s) == (10.0, 20.0)
-    assert (parts[1].restore_s, parts[1].down_s, parts[1].productive_s) == (5.0, 5.0, 0.0)
-    assert (parts[2].restore_s, parts[2].stall_s, parts[2].productive_s) == (10.0, 2.0, 100.0)
+    assert (parts[0].start_s, parts[0].restore_s, parts[0].down_s) == (10.0, 0.0, 20.0)
+    assert (parts[1].start_s, parts[1].down_s, parts[1].productive_s) == (5.0, 5.0, 0.0)
+    assert (parts[2].start_s, parts[2].restore_s) == (6.0, 4.0)
+    assert (parts[2].stall_s, parts[2].productive_s) == (2.0, 100.0)
     whole = total(parts)
     assert whole.total_s == 252.0
     assert whole.goodput == pytest.approx((whole.productive_s) / 252.0)
@@ -115,6 +126,9 @@ def test_metric() -> None:
 # -- the monitor ------------------------------------------------------------------------------------------------------
 
 
+LOGGED = ("goodput", "stall_s", "lost_s", "down_s")
+
+
 class Slow(pl.Callback):
     def on_train_batch_start(self, *_: Any) -> None:
         time.sleep(0.01)
@@ -132,12 +146,14 @@ def test_a_run_over_two_attempts(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (first.end, second.end) == ("failed", "complete")
     assert (first.step, second.from_step, second.step) == (25, 20, 40)
     assert [step for step, _ in first.snapshots] == [10, 20]
-    whole = spot._goodput.spent() if spot._goodput._record else total(spent([first, second]))
+    whole = total(spent([first, second]))
     assert whole.down_s >= 0.25
     assert whole.lost_s >= 0.04
     assert 0 < spot.goodput.compute() < 1
-    rows = (tmp_path / "log" / "version_0" / "metrics.csv").read_text()
-    assert "goodput/goodput" in rows
+    assert 0 < second.restore_s < second.trained_unix_s - second.begun_unix_s
+    assert first.restore_s == 0
+    rows = (tmp_path / "log" / "version_0" / "metrics.csv").read_text().splitlines()
+    assert {name for name in rows[0].split(",") if "/" in name} == {f"spot/{name}" for name in LOGGED}
     capsys.readouterr()
 
     assert main(["report", url]) == 0
@@ -180,6 +196,165 @@ def test_a_heartbeat_outlives_a_kill(tmp_path: Path) -> None:
     assert 20 <= seen[0]["step"] <= 30
 
 
+# -- attempts that are killed -----------------------------------------------------------------------------------------
+
+
+def journal(url: str, attempt: int, **more: Any) -> Journal:
+    return Journal(url, attempt, **{"heartbeat_s": 3600.0, "begun_unix_s": time.time(), **more})
+
+
+def written(url: str, number: int = 0) -> AttemptRecord:
+    return AttemptRecord.from_dict(read_records(url)[number])
+
+
+def test_what_an_attempt_reached_is_on_this_host_at_every_step(tmp_path: Path) -> None:
+    record = attempt(7, 100.0, 110.0, (5, 5), 110.0)
+    reached = Reached(str(tmp_path), record)
+    for step in range(6, 60):
+        record.step, record.unix_s, record.stall_s = step, 110.0 + step, step / 100
+        if step % 20 == 0:
+            record.begin_snapshot(step, record.unix_s)
+            reached.keep(record)
+        else:
+            reached.note(record)
+        assert read_reached(str(tmp_path), 7) == record
+    assert read_reached(str(tmp_path), 8) is None
+    path = next(path for path in read_environment().runtime_dir.glob("*.attempt-0007.reached"))
+    whole = path.read_bytes()
+    for place in (16, 80):  # a kill in mid-write leaves the step before
+        path.write_bytes(whole[:place] + bytes(8) + whole[place + 8 :])
+        left = read_reached(str(tmp_path), 7)
+        assert left is not None
+        assert left.step in (58, 59)
+    path.write_bytes(whole[:100])
+    assert read_reached(str(tmp_path), 7) is None
+    reached.remove()
+    assert not path.exists()
+
+
+def test_a_trainer_that_is_gone_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = str(tmp_path / "run")
+    gone = subprocess.Popen(["sleep", "60"])
+    process = ProcessId.of(gone.pid)
+    assert process is not None
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_spot.goodput.reached.ProcessId.of", lambda _pid: process)
+        Reached(url, attempt(1, 100.0, 110.0, (0, 9), 120.0))
+    alive = read_reached(url, 1)
+    info = RunInfo(name="run", id="0123456789ab", location=url, attempt=1, token="t", durable_url=url)
+    note_killed(info)
+    gone.kill()
+    gone.wait()
+    dead = read_reached(url, 1)
+    assert alive is not None
+    assert dead is not None
+    assert (alive.end, dead.end) == ("running", "killed")
+    assert read_records(url) == []
+    note_killed(info)  # as its node does
+    assert (written(url).end, written(url).step) == ("killed", 9)
+    assert read_reached(url, 1) is None
+
+
+def test_the_next_attempt_completes_the_record_of_one_that_was_killed(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    killed = journal(url, 1)
+    killed.train(0, 0.0)
+    until(lambda: bool(read_records(url)) and written(url).trained_unix_s is not None, "the first records")
+    for step in range(1, 18):
+        killed.note(step, 0.0, 10 if step > 10 else -1)
+    assert written(url).step == 0
+    following = journal(url, 2)
+    following.train(10, 0.5)
+    first, _ = following.earlier.latest[0], until(lambda: written(url).end == "killed", "the mended record")
+    assert first.step == written(url).step == 17
+    assert [step for step, _ in written(url).snapshots] == [10]
+    assert lost_steps(first, following.record) == 7
+    assert following.spent.lost_s == pytest.approx((first.unix_s - (first.trained_unix_s or 0)) * 7 / 17)
+    assert not list(read_environment().runtime_dir.glob("*.attempt-0001.reached"))
+    following.close("complete")
+    assert [written(url, number).end for number in (0, 1)] == ["killed", "complete"]
+    assert not list(read_environment().runtime_dir.glob("*.reached"))
+    killed.close("failed")
+
+
+def test_the_snapshots_tell_where_the_machine_is_gone(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    begun = time.time() - 100
+    write_record(url, 1, attempt(1, begun, begun + 10, (0, 0), begun + 10).as_dict())
+    tiers = [
+        Manifest(run="run", name=f"s{step}", step=step, attempt=number, nbytes=1, created_unix_s=begun + 10 + step)
+        for number, step in ((1, 20), (1, 40), (2, 60))
+    ]
+    following = journal(url, 2, snapshots=tiers)
+    first = following.earlier.latest[0]
+    assert (first.step, first.unix_s, first.end) == (40, begun + 50, "killed")
+    assert [step for step, _ in first.snapshots] == [20, 40]
+    following.close("complete")
+    assert written(url).step == 40
+
+
+KILLED = """
+import os, signal, sys, time
+import lightning.pytorch as pl
+from lightning_spot import EverySteps, SpotCheckpoint
+from tests.models import Net, data, trainer
+
+url, last = sys.argv[1], int(sys.argv[2])
+spot = SpotCheckpoint(url, interval=EverySteps(5), on_full="wait", notices=None)
+
+class Kill(pl.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        time.sleep(0.02)
+        if trainer.global_step == last:
+            self.noted = time.time()
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == last:
+            deadline = time.monotonic() + 60
+            while spot.last_committed_step != last - last % 5 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            print(self.noted, time.time(), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+trainer(Kill(), spot).fit(Net(), data())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_three_attempts_two_of_them_killed(tmp_path: Path, capsys: Said) -> None:
+    url = str(tmp_path / "run")
+    times = []
+    for number, last in enumerate((13, 23)):
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED, url, str(last)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        times.append([float(word) for word in done.stdout.split()[-2:]])
+        until(lambda number=number: written(url, number).end == "killed", "what the node writes")  # type: ignore[misc]
+        assert written(url, number).step == last
+    trainer(SpotCheckpoint(url, interval=EverySteps(5), notices=None)).fit(Net(), data())
+    records = [written(url, number) for number in range(3)]
+    assert [(record.from_step, record.step, record.end) for record in records] == [
+        (0, 13, "killed"),
+        (10, 23, "killed"),
+        (20, 40, "complete"),
+    ]
+    for record, (noted, died) in zip(records, times, strict=False):
+        assert noted - 0.02 <= record.unix_s <= died
+    assert main(["report", url, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    first = told["attempts"][0]["spent"]
+    trained = records[0].unix_s - (records[0].trained_unix_s or 0)
+    assert first["productive_s"] + first["lost_s"] + first["stall_s"] == pytest.approx(trained)
+    assert first["lost_s"] == pytest.approx((trained - first["stall_s"]) * 3 / 13)
+    assert main(["report", url]) == 0
+    said = capsys.readouterr().out
+    assert "0 to 13" in said
+    assert "3 steps" in said
+    assert "killed" in said
+
+
 def test_the_progress_bar_shows_it(tmp_path: Path) -> None:
     shown = []
 
@@ -192,6 +367,33 @@ def test_the_progress_bar_shows_it(tmp_path: Path) -> None:
     assert float(shown[-1]["goodput"]) > 0
     assert "goodput" not in watched.callback_metrics
     assert "goodput" not in watched.progress_bar_callback.get_metrics(watched, watched.lightning_module)
+
+
+def test_goodput_is_logged_from_the_first_row_or_not_at_all(tmp_path: Path) -> None:
+    class Logging(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = self.loss(batch)
+            self.log("loss", loss, prog_bar=True)
+            return loss
+
+    shown: dict[str, list[str]] = {}
+    for name, wanted in (("on", True), ("off", False)):
+
+        class Look(pl.Callback):
+            def on_train_batch_end(
+                self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any, name: str = name
+            ) -> None:
+                shown[name] = list(trainer.progress_bar_callback.get_metrics(trainer, module))
+
+        spot = SpotCheckpoint(str(tmp_path / name), memory=None, notices=None, log_goodput=wanted)
+        logger = CSVLogger(str(tmp_path), name="log", version=name, flush_logs_every_n_steps=1)
+        bar = {"enable_progress_bar": True, "log_every_n_steps": 1, "max_steps": 3}
+        trainer(spot, Look(), logger=logger, **bar).fit(Logging(), data())
+        assert 0 < spot.goodput.compute() <= 1
+    rows = (tmp_path / "log" / "on" / "metrics.csv").read_text().splitlines()
+    assert dict(zip(rows[0].split(","), rows[1].split(","), strict=True))["spot/goodput"]
+    assert "spot" not in (tmp_path / "log" / "off" / "metrics.csv").read_text()
+    assert set(shown["on"]) - set(shown["off"]) == {"goodput"}
 
 
 # -- pacing -----------------------------------------------------------------------------------------------------------

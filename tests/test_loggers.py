@@ -31,7 +31,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
     """All rows but those on goodput, which depends on time."""
     with open(folder / "metrics.csv", newline="") as file:
         found = list(csv.DictReader(file))
-    plain = [{name: value for name, value in row.items() if not name.startswith("goodput")} for row in found]
+    plain = [{name: value for name, value in row.items() if not name.startswith("spot/")} for row in found]
     return [row for row in plain if any(value for name, value in row.items() if name not in ("step", "epoch"))]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
@@ -119,11 +120,14 @@ class AutoResume(Part):
         def resume_start(checkpoint_path: Any = None, **options: Any) -> None:
             private.RESUME_START.set(connector, original)  # once
             fit.trusts = options.get("weights_only") is False
+            begun_s = time.monotonic()
             original(checkpoint_path, **options)
             if checkpoint_path:
                 rank_zero_info(f"lightning_spot: resumed from ckpt_path={str(checkpoint_path)!r}, as asked")
             else:
                 self._restore(trainer, fit.trusts)
+            if checkpoint_path or self.resumed_from is not None:
+                fit.restore_s = time.monotonic() - begun_s
             fit.decided()
 
         # Its second parameter came with Lightning 2.6 and is passed by name.

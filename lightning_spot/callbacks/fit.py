@@ -10,6 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.exact.per_trainer import PerTrainer
 from lightning_spot.exact.resumable import Trial
+from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey, look_again, survey
 
@@ -25,12 +26,16 @@ class Fit(PerTrainer):
 
     Attributes:
         resumes: whether a callback is to resume the run in the ``fit`` that begins.
+        snapshots: what the tiers held of the run when this ``fit`` began, newest first; on rank 0.
+        restore_s: seconds that finding and reading the snapshot took that this ``fit`` goes on from; 0 without.
         trusts: whether this ``fit`` loads objects of any class (``weights_only=False``).
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
         self.resumes = self.trusts = False
+        self.restore_s = 0.0
+        self.snapshots: list[Manifest] = []
         self._found: Survey | None = None
         self._then: list[Callable[[], None]] = []
 
@@ -42,6 +47,7 @@ class Fit(PerTrainer):
     def survey(self, location: Location) -> Survey:
         """Ask all tiers; what was found is kept for :meth:`found`. On rank 0."""
         self._found = survey(location)
+        self.snapshots = [manifest for manifest, _ in self._found.candidates]
         return self._found
 
     def found(self, location: Location) -> Survey:
@@ -73,7 +79,8 @@ class Fit(PerTrainer):
     def clear(self) -> None:
         """Forget what an earlier ``fit`` left."""
         self.resumes = self.trusts = False
-        self._found = None
+        self.restore_s = 0.0
+        self.snapshots, self._found = [], None
         self._then.clear()
 
 

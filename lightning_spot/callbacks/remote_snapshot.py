@@ -154,7 +154,7 @@ class RemoteSnapshot(Part):
         move_to_the_end(trainer, self)
         FitState.of(trainer).attach()
         self.urgent.clear()
-        self._warmed, self._last_committed, self._begun_step = False, None, -1
+        self._warmed, self._last_committed, self._begun_step, self.attempt = False, None, -1, 0
         self._lineage, self._found = None, None
         fit = Fit.of(trainer)
         resumes = fit.begin()

@@ -47,6 +47,7 @@ class SpotCheckpoint(SpotCallback):
         idle_timeout_s: the node on this host ends when no trainer came for so long, seconds.
         max_stall_s: how long a call to the node on this host may keep the training thread, seconds, more than 0; a
             node that does not answer in time is replaced.
+        log_goodput: whether the loggers get ``spot/goodput`` and three more values, and the progress bar one.
         strict: raise where a warning and going on without snapshots would do.
 
     Raises:
@@ -83,6 +84,7 @@ class SpotCheckpoint(SpotCallback):
         flush_timeout_s: float = FLUSH_TIMEOUT_S,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
         max_stall_s: float = MAX_STALL_S,
+        log_goodput: bool = True,
         strict: bool = False,
     ) -> None:
         super().__init__()
@@ -103,7 +105,7 @@ class SpotCheckpoint(SpotCallback):
         )
         self._resume = AutoResume(dirpath, memory=memory, run=run, rewind=rewind) if resume else None
         self._guard = PreemptionGuard(notices, grace_s=grace_s) if notices is not None else None
-        self._goodput = GoodputMonitor()
+        self._goodput = GoodputMonitor(log_every_s=60.0 if log_goodput else None)
         parts = (self._resume, self._guard, self.snapshots, self._goodput)
         self.parts: list[SpotCallback] = [part for part in parts if part is not None]
 

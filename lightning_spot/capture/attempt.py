@@ -162,7 +162,8 @@ class Attempt:
         try:
             self.writer.begin(checkpoint, manifest, owned=owned, wait_s=wait_s)
         except RingFull as error:
-            self.writer.say_once("full", "snapshot of step %d is skipped, and others may be: %s", step, error)
+            cause = "full" if self.writer.ready else "slots not made"  # another cause, later, is said too
+            self.writer.say_once(cause, "snapshot of step %d is skipped, and others may be: %s", step, error)
         except Fenced as error:
             self.fenced = True
             self._complain("fenced", error)

@@ -8,14 +8,16 @@ import time
 from dataclasses import replace
 
 from lightning_spot.cli.output import plain_table, wide_console
+from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_seconds
 from lightning_spot.errors import SnapshotNotFound
 from lightning_spot.goodput.ledger import AttemptRecord, Spent, history, lost_steps, spent, total
+from lightning_spot.goodput.reached import completed
 from lightning_spot.goodput.records import read_records
 from lightning_spot.run.location import Location
 
 _WIDE = 60
-_PARTS = {"productive_s": "=", "stall_s": "s", "lost_s": "x", "restore_s": "r", "down_s": "."}
+_PARTS = {"start_s": "-", "restore_s": "r", "productive_s": "=", "stall_s": "s", "lost_s": "x", "down_s": "."}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def report(arguments: argparse.Namespace) -> int:
     """Show the attempts of a run, and the whole."""
     url = Location.of(arguments.url, None, None).url
-    before, records = history([AttemptRecord.from_dict(record) for record in read_records(url)])
+    before, records = history(_records(url))
     if not records:
         raise SnapshotNotFound(
             f"{url} has no records of attempts: it is no run, or was trained without SpotCheckpoint or GoodputMonitor"
@@ -36,7 +38,9 @@ def report(arguments: argparse.Namespace) -> int:
     parts = spent(records)
     whole = total([before.closed, *parts])
     if arguments.plot:
-        _plot(records, arguments.plot)
+        from lightning_spot.simulation.plot import plot_run
+
+        plot_run(records, arguments.plot)
     if arguments.json:
         print(json.dumps(_facts(records, parts, whole, before.attempts), indent=1))
         return 0
@@ -64,6 +68,20 @@ def report(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _records(url: str) -> list[AttemptRecord]:
+    """The records at the durable tier; of killed attempts with what this host and their snapshots tell beyond them."""
+    records = [AttemptRecord.from_dict(record) for record in read_records(url)]
+    if all(record.end != "running" for record in records):
+        return records
+    snapshots = open_store(url).survey().manifests
+    return [
+        completed(
+            url, record, [(item.step, item.created_unix_s) for item in snapshots if item.attempt == record.attempt]
+        )
+        for record in records
+    ]
+
+
 def _facts(records: list[AttemptRecord], parts: list[Spent], whole: Spent, before: int) -> dict[str, object]:
     def plain(part: Spent) -> dict[str, float]:
         return {**{name: getattr(part, name) for name in _PARTS}, "total_s": part.total_s, "goodput": part.goodput}
@@ -79,30 +97,8 @@ def _line(parts: list[Spent], whole: Spent) -> str:
     """The run on one line, to scale, and what the signs mean."""
     drawn = ""
     for part in parts:
-        for name in ("restore_s", "productive_s", "stall_s", "lost_s", "down_s"):
+        for name in _PARTS:
             share = getattr(part, name) / max(whole.total_s, 1e-9) * _WIDE
             drawn += _PARTS[name] * (round(share) or (1 if share > 0.05 else 0))
     meaning = ", ".join(f"{sign} {name.removesuffix('_s')}" for name, sign in _PARTS.items())
     return f"|{drawn}|  {meaning}"
-
-
-def _plot(records: list[AttemptRecord], path: str) -> None:
-    from lightning_spot.simulation.plot import Line, plot_lines
-
-    begun_s = records[0].begun_unix_s
-    lines = []
-    for record, after in zip(records, [*records[1:], None], strict=True):
-        if record.trained_unix_s is None:
-            continue
-        times = [(record.trained_unix_s - begun_s) / 3600, (record.unix_s - begun_s) / 3600]
-        marks = [((at - begun_s) / 3600, float(step)) for step, at in record.snapshots]
-        kept = record.step - lost_steps(record, after)
-        lines.append(
-            Line(
-                name=f"attempt {record.attempt}",
-                points=[(times[0], record.from_step), (times[1], record.step)],
-                marks=marks,
-                lost_from=float(kept) if kept < record.step else None,
-            )
-        )
-    plot_lines(lines, "hours since the run began", "optimizer step", path)

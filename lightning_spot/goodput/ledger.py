@@ -24,7 +24,9 @@ class AttemptRecord:
         unix_s: when this was noted.
         stall_s: seconds that training waited for snapshots.
         snapshots: step and time of those begun; every other one is left out when there are too many.
-        end: ``"running"`` (or killed), ``"preempted"``, ``"complete"`` or ``"failed"``.
+        restore_s: of the seconds before training began, those that finding and reading the snapshot took; 0 for a fresh
+            start.
+        end: ``"running"``, ``"killed"``, ``"preempted"``, ``"complete"`` or ``"failed"``.
         earlier: account of the attempts before it.
     """
 
@@ -36,6 +38,7 @@ class AttemptRecord:
     unix_s: float = 0.0
     stall_s: float = 0.0
     snapshots: list[tuple[int, float]] = field(default_factory=list)
+    restore_s: float = 0.0
     end: str = "running"
     earlier: Account | None = None
 
@@ -66,8 +69,9 @@ class Spent:
         productive_s: trained, and kept.
         stall_s: waited for snapshots.
         lost_s: trained, and done again by the next attempt.
-        restore_s: from the start of ``fit`` until training began.
+        restore_s: found and read the snapshot that an attempt went on from.
         down_s: from the end of an attempt to the start of the next.
+        start_s: the rest of the time from the start of ``fit`` until training began.
     """
 
     productive_s: float = 0.0
@@ -75,11 +79,12 @@ class Spent:
     lost_s: float = 0.0
     restore_s: float = 0.0
     down_s: float = 0.0
+    start_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         """All of them."""
-        return self.productive_s + self.stall_s + self.lost_s + self.restore_s + self.down_s
+        return float(sum(getattr(self, name) for name in Spent.__slots__))
 
     @property
     def goodput(self) -> float:
@@ -145,14 +150,16 @@ def history(records: Sequence[AttemptRecord]) -> tuple[Account, list[AttemptReco
     base = records[0].earlier or Account()
     first = base.latest[0].attempt if base.latest else records[0].attempt
     carried = [item for record in records if record.earlier for item in record.earlier.latest if item.attempt >= first]
-    known = {record.attempt: record for record in [*carried, *records]}
-    return replace(base, latest=[]), [known[number] for number in sorted(known)]
+    known = {record.attempt: record for record in sorted([*carried, *records], key=lambda record: record.unix_s)}
+    listed = [known[number] for number in sorted(known)]
+    for record in listed[:-1]:
+        if record.end == "running":
+            record.end = "killed"  # there is one trainer of a run at a time
+    return replace(base, latest=[]), listed
 
 
 def spent(records: Sequence[AttemptRecord]) -> list[Spent]:
     """Where the time of each attempt went, and the pause after it.
-
-    An attempt that was killed is known until it last told of itself: what it did after that counts as down.
 
     Args:
         records: of one run, in the order of the attempts.
@@ -162,8 +169,7 @@ def spent(records: Sequence[AttemptRecord]) -> list[Spent]:
 
 def total(parts: Sequence[Spent]) -> Spent:
     """The sum."""
-    names = ("productive_s", "stall_s", "lost_s", "restore_s", "down_s")
-    return Spent(**{name: sum(getattr(part, name) for part in parts) for name in names})
+    return Spent(**{name: sum(getattr(part, name) for part in parts) for name in Spent.__slots__})
 
 
 def lost_steps(record: AttemptRecord, after: AttemptRecord | None) -> int:
@@ -177,8 +183,9 @@ def _of(record: AttemptRecord, after: AttemptRecord | None) -> Spent:
     end_s = max(record.unix_s, record.begun_unix_s)
     down_s = max(0.0, after.begun_unix_s - end_s) if after is not None else 0.0
     if record.trained_unix_s is None:
-        return Spent(restore_s=end_s - record.begun_unix_s, down_s=down_s)
-    restore_s = max(0.0, record.trained_unix_s - record.begun_unix_s)
+        return Spent(start_s=end_s - record.begun_unix_s, down_s=down_s)
+    before_s = max(0.0, record.trained_unix_s - record.begun_unix_s)
+    restore_s = min(record.restore_s, before_s)
     training_s = max(0.0, end_s - record.trained_unix_s)
     stall_s = min(record.stall_s, training_s)
     steps = record.step - record.from_step
@@ -190,4 +197,5 @@ def _of(record: AttemptRecord, after: AttemptRecord | None) -> Spent:
         lost_s=work_s * share,
         restore_s=restore_s,
         down_s=down_s,
+        start_s=before_s - restore_s,
     )

@@ -13,7 +13,7 @@ from lightning_spot.goodput.ledger import Spent
 class Goodput(Metric):
     """Productive time over all time of a run, between 0 and 1.
 
-    Total time alone hides how much was lost, goodput alone how long it took: look at both (``goodput/total_s``). States
+    Total time alone hides how much was lost, goodput alone how long it took: ``lightning-spot report`` has both. States
     are sums of seconds (float64), so they add up over attempts and over ranks.
 
     Args:
@@ -34,6 +34,7 @@ class Goodput(Metric):
     lost_s: torch.Tensor
     restore_s: torch.Tensor
     down_s: torch.Tensor
+    start_s: torch.Tensor
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -47,6 +48,7 @@ class Goodput(Metric):
         lost_s: float = 0.0,
         restore_s: float = 0.0,
         down_s: float = 0.0,
+        start_s: float = 0.0,
     ) -> None:
         """Add seconds.
 
@@ -54,16 +56,18 @@ class Goodput(Metric):
             productive_s: trained, and kept.
             stall_s: waited for snapshots.
             lost_s: trained, and done again.
-            restore_s: from a start until training began.
+            restore_s: found and read what an attempt went on from.
             down_s: without machines.
+            start_s: the rest of the time from a start until training began.
         """
         self.productive_s += productive_s
         self.stall_s += stall_s
         self.lost_s += lost_s
         self.restore_s += restore_s
         self.down_s += down_s
+        self.start_s += start_s
 
     def compute(self) -> torch.Tensor:
         """Productive over total seconds; 1 before any time has passed."""
-        whole = self.productive_s + self.stall_s + self.lost_s + self.restore_s + self.down_s
+        whole = self.productive_s + self.stall_s + self.lost_s + self.restore_s + self.down_s + self.start_s
         return torch.where(whole > 0, self.productive_s / whole.clamp(min=1e-9), torch.ones_like(whole)).float()

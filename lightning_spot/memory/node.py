@@ -189,10 +189,15 @@ class Node:
         """A trainer on this host is connected, see :meth:`Registry.begin_session`."""
         self.registry.begin_session(session, owner)
 
-    def end_session(self, session: str) -> None:
-        """The connection of a trainer has closed (it ended or was killed): its half-filled slots are freed."""
-        self.registry.end_session(session)
+    def end_session(self, session: str) -> list[RunInfo]:
+        """The connection of a trainer has closed (it ended or was killed): its half-filled slots are freed.
+
+        Returns:
+            the runs that it had not left, as one does that was killed.
+        """
+        left = self.registry.end_session(session)
         self.uploads.end_session(session)
+        return left
 
     @property
     def closing(self) -> bool:

@@ -103,13 +103,14 @@ class Registry:
         with self.lock:
             self.sessions[session] = owner
 
-    def end_session(self, session: str) -> None:
-        """The connection of a trainer has closed: it ended or was killed."""
+    def end_session(self, session: str) -> list[RunInfo]:
+        """The connection of a trainer has closed: it ended or was killed; the runs that it had not left."""
         with self.lock:
             self.sessions.pop(session, None)
-            for run in self.runs.values():
-                if run.info.session == session:
-                    run.info = replace(run.info, session="")
+            left = [run for run in self.runs.values() if run.info.session == session]
+            for run in left:
+                run.info = replace(run.info, session="")
+            return [run.info for run in left]
 
     def stale(self) -> list[str]:
         """Keys of runs of which nothing is held and which nobody opened for a day; they are forgotten."""

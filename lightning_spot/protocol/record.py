@@ -1,7 +1,8 @@
 """The files of an embedded node in the runtime directory: where its sockets are, whether it lives, who it is.
 
 ``KEY.lock`` is held while one is being started, ``KEY.alive`` by the node as long as it lives (it names its process),
-``KEY.http`` and ``KEY.fds`` are its sockets, ``KEY.log`` is what it writes.
+``KEY.http`` and ``KEY.fds`` are its sockets, ``KEY.log`` is what it writes. ``KEY.attempt-0001.reached`` is how far an
+attempt got, written by its trainer.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from lightning_spot.protocol.process import ProcessId
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107
 _POLL_S = 0.02
 _ABANDONED_S = 24 * 3600.0
+_FORGOTTEN_S = 30 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +192,15 @@ def find_record(dirpath: str) -> Record:
 
 
 def sweep(folder: Path) -> None:
-    """Remove files of embedded nodes that were killed more than a day ago and that nobody replaced."""
+    """Remove files of embedded nodes that were killed more than a day ago and that nobody replaced.
+
+    How far a killed attempt got is kept for a month: its run may go on until then.
+    """
     now_s = time.time()
+    for path in folder.glob("*.reached"):
+        with contextlib.suppress(OSError):
+            if now_s - path.stat().st_mtime > _FORGOTTEN_S:
+                path.unlink()
     for path in folder.glob("*.alive"):
         record = Record(folder, path.name.removesuffix(".alive"))
         with contextlib.suppress(OSError):  # another node may be sweeping it too

@@ -23,6 +23,7 @@ from typing import Any
 from lightning_spot.errors import SnapshotNotFound
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
+from lightning_spot.service.killed import note_killed
 
 logger = logging.getLogger(__name__)
 
@@ -99,13 +100,14 @@ class DescriptorChannel:
             except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
                 logger.debug("a session ended: %s", error)
             finally:
-                if begun:
-                    self._node.end_session(session)
+                left = self._node.end_session(session) if begun else []
                 with self._lock:
                     self._open.discard(connection)
                 connection.close()
                 if pidfd is not None:
                     os.close(pidfd)
+        for info in left:
+            note_killed(info)
 
     def _answer(self, connection: socket.socket, asked: dict[str, Any], pins: ExitStack) -> None:
         connection.settimeout(_SEND_TIMEOUT_S)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_spot.config import format_seconds
 from lightning_spot.errors import SettingsError
+from lightning_spot.goodput.ledger import AttemptRecord, lost_steps, spent, total
 from lightning_spot.simulation.compare import Row
+
+_UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
+_MOST_NUMBERED, _MOST_LARGE = 20, 100  # more numbers, or large dots, would cover one another
 
 
 def plot_rows(groups: Mapping[str, Sequence[Row]], path: str | Path) -> None:
@@ -38,42 +42,54 @@ def plot_rows(groups: Mapping[str, Sequence[Row]], path: str | Path) -> None:
     save()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One attempt in the picture of a run.
+def plot_run(records: Sequence[AttemptRecord], path: str | Path) -> None:
+    """Draw the attempts of a run over time: their steps and snapshots, what was lost, and when nothing ran.
 
-    Attributes:
-        name: for people.
-        points: from where to where it went.
-        marks: snapshots.
-        lost_from: height from which on it was done again, if any was.
-    """
-
-    name: str
-    points: list[tuple[float, float]]
-    marks: list[tuple[float, float]]
-    lost_from: float | None
-
-
-def plot_lines(lines: Sequence[Line], xlabel: str, ylabel: str, path: str | Path) -> None:
-    """Draw attempts over time, with their snapshots and what was lost.
+    Args:
+        records: at least one, in the order of the attempts.
+        path: of the picture; its ending chooses the format.
 
     Raises:
         SettingsError: as :func:`plot_rows` does.
     """
     axes_of, save = _figure(1, 1, path)
     axes = axes_of[0][0]
-    for number, line in enumerate(lines):
-        (x0, y0), (x1, y1) = line.points
-        axes.plot([x0, x1], [y0, y1], color="tab:blue", label="attempt" if number == 0 else None)
-        if line.marks:
-            x, y = zip(*line.marks, strict=True)
-            axes.plot(x, y, ".", color="tab:green", label="snapshot" if number == 0 else None)
-        if line.lost_from is not None and y1 > y0:
-            begin = x0 + (x1 - x0) * (line.lost_from - y0) / (y1 - y0)
-            axes.plot([begin, x1], [line.lost_from, y1], color="tab:red", linewidth=3, label=f"lost by {line.name}")
-    axes.set(xlabel=xlabel, ylabel=ylabel)
-    axes.legend()
+    parts = spent(records)
+    whole = total(parts)
+    begun_s = records[0].begun_unix_s
+    unit, unit_s = next((item for item in _UNITS if whole.total_s >= 2 * item[1]), _UNITS[-1])
+
+    marker = 6 if sum(len(record.snapshots) for record in records) <= _MOST_LARGE else 2
+
+    def x_of(unix_s: float) -> float:
+        return (unix_s - begun_s) / unit_s
+
+    for record, part, after in zip(records, parts, [*records[1:], None], strict=True):
+        end = x_of(max(record.unix_s, record.begun_unix_s))
+        trained = x_of(record.trained_unix_s) if record.trained_unix_s is not None else end
+        lost = end - part.lost_s / unit_s if lost_steps(record, after) else end
+        axes.axvspan(
+            x_of(record.begun_unix_s), trained, color="tab:blue", alpha=0.15, lw=0, label="starting, restoring"
+        )
+        axes.axvspan(lost, end, color="tab:red", alpha=0.3, lw=0, label="lost: done again later")
+        if after is not None:
+            axes.axvspan(end, x_of(after.begun_unix_s), color="0.8", lw=0, label="down")
+        axes.plot([trained, end], [record.from_step, record.step], color="tab:blue", label="training")
+        if record.snapshots:
+            steps, times = zip(*record.snapshots, strict=True)
+            axes.plot([x_of(at) for at in times], steps, ".", color="tab:green", ms=marker, label="snapshot")
+        if len(records) <= _MOST_NUMBERED:
+            axes.annotate(str(record.attempt), (end, record.step), (-4, 3), textcoords="offset points", ha="right")
+    axes.set(
+        xlabel=f"{unit} since the run began",
+        ylabel="optimizer step",
+        title=f"goodput {100 * whole.goodput:.1f} % of {format_seconds(whole.total_s)}, {len(records)} attempts",
+        xlim=(0, None),
+        ylim=(0, None),
+    )
+    handles, labels = axes.get_legend_handles_labels()
+    kinds = dict(zip(labels, handles, strict=True))  # one entry for each kind
+    axes.figure.legend(kinds.values(), kinds.keys(), loc="outside lower center", ncols=len(kinds), fontsize="small")
     save()
 
 

@@ -1,0 +1,154 @@
+"""Keeps the record of the attempt that runs: on this host at every step, at the durable tier every few seconds."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+
+from lightning_spot.errors import SettingsError, TierError
+from lightning_spot.goodput.ledger import Account, AttemptRecord, Spent, account_after
+from lightning_spot.goodput.reached import Reached, completed, forget_reached
+from lightning_spot.goodput.records import newest_record, write_record
+from lightning_spot.image.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+"""How long the end of ``fit`` waits for a record to be written, where the tier is slow."""
+
+
+class Journal:
+    """The record of one attempt, and the account of those before it. Of the training thread, on rank 0.
+
+    Args:
+        run_url: durable directory or URL of the run.
+        attempt: its number; ``None`` for one more than the newest record's.
+        snapshots: of earlier attempts, at whatever tier: they tell how far one got whose machine is gone.
+        heartbeat_s: seconds between two writes to the durable tier.
+        begun_unix_s: when ``fit`` began.
+
+    Attributes:
+        record: of this attempt.
+        earlier: account of those before it.
+    """
+
+    def __init__(
+        self,
+        run_url: str,
+        attempt: int | None,
+        *,
+        snapshots: Iterable[Manifest] = (),
+        heartbeat_s: float,
+        begun_unix_s: float,
+    ) -> None:
+        self._url = run_url
+        self._heartbeat_s = heartbeat_s
+        self._mended: AttemptRecord | None = None
+        previous = self._previous(attempt, list(snapshots))
+        self.earlier: Account = account_after(previous)
+        number = attempt if attempt is not None else previous.attempt + 1 if previous is not None else 1
+        self.record = AttemptRecord(attempt=number, begun_unix_s=begun_unix_s, unix_s=time.time(), earlier=self.earlier)
+        self._reached = self._reach()
+        self._wake, self._stopping = threading.Event(), False
+        self._wake.set()
+        self._thread = threading.Thread(target=self._beat, name="spot-goodput", daemon=True)
+        self._thread.start()
+
+    @property
+    def spent(self) -> Spent:
+        """Where the time of the run went so far."""
+        return self.earlier.spent(self.record)
+
+    def train(self, step: int, restore_s: float) -> None:
+        """Training begins.
+
+        Args:
+            step: where it begins.
+            restore_s: seconds that the resume took.
+        """
+        record = self.record
+        record.trained_unix_s = record.unix_s = time.time()
+        record.from_step = record.step = step
+        record.restore_s = restore_s
+        self._keep()
+        self._wake.set()
+
+    def note(self, step: int, stall_s: float, begun_step: int) -> None:
+        """Note where training is; costs microseconds.
+
+        Args:
+            step: of the optimizer.
+            stall_s: seconds that training has waited for snapshots.
+            begun_step: of the newest snapshot that was begun, -1 for none.
+        """
+        record = self.record
+        record.step, record.unix_s, record.stall_s = step, time.time(), stall_s
+        if begun_step >= 0 and (not record.snapshots or record.snapshots[-1][0] != begun_step):
+            record.begin_snapshot(begun_step, record.unix_s)
+            self._keep()
+        elif self._reached is not None:
+            self._reached.note(record)
+
+    def close(self, end: str) -> None:
+        """Note how the attempt ended, and wait for that to be written."""
+        self.record.end = end
+        self._keep()
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(CLOSE_S)
+
+    def _previous(self, attempt: int | None, snapshots: list[Manifest]) -> AttemptRecord | None:
+        """The record of the attempt before, which carries the account of all before it."""
+        try:
+            found = newest_record(self._url, before=attempt)
+            written = AttemptRecord.from_dict(found) if found is not None else None
+        except (TierError, TypeError, ValueError) as error:
+            logger.warning("lightning_spot: goodput begins anew: %s", error)
+            return None
+        if written is None:
+            return None
+        seen = [(item.step, item.created_unix_s) for item in snapshots if item.attempt == written.attempt]
+        previous = completed(self._url, written, seen)
+        if previous.end == "running":
+            previous.end = "killed"  # there is one trainer of a run at a time
+        self._mended = previous if previous != written else None
+        return previous
+
+    def _reach(self) -> Reached | None:
+        try:
+            return Reached(self._url, self.record)
+        except (SettingsError, OSError) as error:
+            logger.warning(
+                "lightning_spot: if this trainer is killed, up to %.0f s of its work count as down (%s)",
+                self._heartbeat_s,
+                error,
+            )
+            return None
+
+    def _keep(self) -> None:
+        if self._reached is not None:
+            self._reached.keep(self.record)
+
+    def _beat(self) -> None:
+        stopping = False
+        while not stopping:
+            self._wake.wait(self._heartbeat_s)
+            self._wake.clear()
+            stopping = self._stopping
+            try:
+                write_record(self._url, self.record.attempt, self.record.as_dict())
+                self._mend()
+            except TierError as error:
+                logger.debug("lightning_spot: %s", error)  # the flusher tells of a tier that fails
+            else:
+                if stopping and self._reached is not None:
+                    self._reached.remove()
+
+    def _mend(self) -> None:
+        """Write what was found out of the attempt before in place of what it could write itself."""
+        mended, self._mended = self._mended, None
+        if mended is not None:
+            write_record(self._url, mended.attempt, mended.as_dict())
+            forget_reached(self._url, mended.attempt)

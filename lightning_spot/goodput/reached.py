@@ -1,0 +1,155 @@
+"""How far an attempt got: a small file of this host, mapped into the trainer's memory and written at every step.
+
+It outlives a killed trainer. The node on the host reads it as soon as its trainer is gone, the next attempt when it
+begins, ``report`` at any time; the record at the durable tier is written every few seconds only.
+
+Everything is kept twice and written in turn, each with a checksum, so that a kill in mid-write leaves the one before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from lightning_spot.errors import SettingsError
+from lightning_spot.goodput.ledger import AttemptRecord
+from lightning_spot.protocol.process import ProcessId
+from lightning_spot.protocol.record import find_record
+
+logger = logging.getLogger(__name__)
+
+_FRAME = struct.Struct("<QII")  # a count, the length of what follows, its CRC-32
+_STEP = struct.Struct("<qdd")  # step, time, stall
+_STEP_AT, _STEP_BYTES = 16, 64
+_REST_AT = _STEP_AT + 2 * _STEP_BYTES
+_LEAST_REST_BYTES = 64 * 1024
+
+
+class Reached:
+    """Writes how far an attempt got. Of one thread.
+
+    Args:
+        run_url: durable directory or URL of the run.
+        record: of the attempt.
+
+    Raises:
+        SettingsError: if this host has no place for it.
+    """
+
+    def __init__(self, run_url: str, record: AttemptRecord) -> None:
+        self._path = _path(run_url, record.attempt)
+        self._counts = {_STEP_AT: 0, _REST_AT: 0}
+        rest = self._rest(record)
+        self._rest_bytes = max(_LEAST_REST_BYTES, 4 * len(rest))
+        size = _REST_AT + 2 * self._rest_bytes
+        self._path.unlink(missing_ok=True)  # of another run that was here: whoever reads it goes on reading that one
+        try:
+            with open(self._path, "xb+") as file:
+                file.truncate(size)
+                self._map = mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            raise SettingsError(f"{self._path} cannot be written ({error.strerror})") from error
+        self._map[:8] = self._rest_bytes.to_bytes(8, "little")
+        self.keep(record)
+
+    def note(self, record: AttemptRecord) -> None:
+        """Note the step, its time and the stall: microseconds."""
+        data = _STEP.pack(record.step, record.unix_s, record.stall_s)
+        self._write(_STEP_AT, _STEP_BYTES, data)
+
+    def keep(self, record: AttemptRecord) -> None:
+        """Note the whole record: when it begins, trains, takes a snapshot, or ends."""
+        self._write(_REST_AT, self._rest_bytes, self._rest(record))
+        self.note(record)
+
+    def remove(self) -> None:
+        """The record is at the durable tier."""
+        self._path.unlink(missing_ok=True)
+
+    def _rest(self, record: AttemptRecord) -> bytes:
+        process = ProcessId.of(os.getpid())
+        return json.dumps({"record": record.as_dict(), "process": process and process.to_json()}).encode()
+
+    def _write(self, begin: int, size: int, data: bytes) -> None:
+        if len(data) > size - _FRAME.size:
+            return  # the record has grown fourfold: what was kept before stands, and the step goes on
+        count = self._counts[begin] = self._counts[begin] + 1
+        at = begin + count % 2 * size
+        self._map[at : at + _FRAME.size + len(data)] = _FRAME.pack(count, len(data), zlib.crc32(data)) + data
+
+
+def read_reached(run_url: str, attempt: int) -> AttemptRecord | None:
+    """How far an attempt on this host got; ``None`` if nothing is left of it here.
+
+    Its ``end`` is ``"killed"`` where it runs no more and did not say how it ended.
+    """
+    try:
+        data = _path(run_url, attempt).read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        rest, step = _newest(data, _REST_AT, size), _newest(data, _STEP_AT, _STEP_BYTES)
+        if rest is None or step is None:
+            return None
+        kept = json.loads(rest)
+        record = AttemptRecord.from_dict(kept["record"])
+    except (OSError, SettingsError, struct.error, ValueError, KeyError, TypeError) as error:
+        logger.debug("nothing is left of attempt %d on this host: %s", attempt, error)
+        return None
+    record.step, record.unix_s, record.stall_s = _STEP.unpack(step)
+    process = ProcessId.from_json(kept["process"] or "")
+    if record.end == "running" and (process is None or not process.alive):
+        record.end = "killed"
+    return record
+
+
+def forget_reached(run_url: str, attempt: int) -> None:
+    """Remove what is left of an attempt on this host: the durable tier has it."""
+    with contextlib.suppress(SettingsError):
+        _path(run_url, attempt).unlink(missing_ok=True)
+
+
+def completed(run_url: str, record: AttemptRecord, snapshots: Iterable[tuple[int, float]] = ()) -> AttemptRecord:
+    """A record from the durable tier, with all that is known beyond it of an attempt that was killed.
+
+    Args:
+        run_url: durable directory or URL of the run.
+        record: of an attempt; unchanged if it said itself how it ended.
+        snapshots: step and time of those of the attempt that are left, at whatever tier.
+    """
+    if record.end != "running":
+        return record
+    here = read_reached(run_url, record.attempt)
+    if here is not None and here.begun_unix_s == record.begun_unix_s:
+        record = replace(here, earlier=record.earlier)
+    snapshots = list(snapshots)
+    newest_step, newest_s = max(snapshots, default=(-1, 0.0))
+    if record.end in ("running", "killed") and newest_step > record.step:
+        record = replace(record, step=newest_step, unix_s=max(record.unix_s, newest_s))
+        if record.trained_unix_s is None:
+            record = replace(record, trained_unix_s=record.begun_unix_s)
+    known = {step for step, _ in record.snapshots}
+    more = [item for item in snapshots if item[0] not in known]
+    return replace(record, snapshots=sorted([*record.snapshots, *more])) if more else record
+
+
+def _path(run_url: str, attempt: int) -> Path:
+    record = find_record(run_url)
+    return record.folder / f"{record.key}.attempt-{attempt:04d}.reached"
+
+
+def _newest(data: bytes, begin: int, size: int) -> bytes | None:
+    """The newer one of two that is whole."""
+    found: list[tuple[int, bytes]] = []
+    for at in (begin, begin + size):
+        count, length, crc = _FRAME.unpack_from(data, at)
+        content = data[at + _FRAME.size : at + _FRAME.size + length]
+        if count and len(content) == length <= size and zlib.crc32(content) == crc:
+            found.append((count, content))
+    return max(found)[1] if found else None
