@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
+from lightning_spot import SpotCheckpoint
 from lightning_spot.client import embedded
 from lightning_spot.errors import SettingsError
 from lightning_spot.image.manifest import Manifest
@@ -96,7 +97,8 @@ class Between(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 4:
-            until(lambda: LocalStore(trainer.checkpoint_callbacks[0].location.url).survey().manifests, "a flush")
+            (own,) = [each for each in trainer.callbacks if isinstance(each, SpotCheckpoint)]
+            until(lambda: LocalStore(own.location.url).survey().manifests, "a flush")
             self.act()
         if trainer.global_step in (8, 11, 14):
             time.sleep(0.5)
