@@ -1,6 +1,8 @@
 # The two commands: `make demo` (train, be killed, carry on) and `make test`. Both make the environment they need.
 VENV ?= .venv
 BIN := $(VENV)/bin
+# The tests wait for a third of their time (for nodes, notices, back-off): more workers than two cores.
+WORKERS ?= 4
 
 .PHONY: demo test lint soak bench clean
 
@@ -8,7 +10,7 @@ demo: $(VENV)/.ready-examples
 	$(BIN)/python examples/demo.py
 
 test: lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

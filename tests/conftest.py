@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import shutil
@@ -19,8 +20,11 @@ import pytest
 
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.process import ProcessId
+from tests import warm
 
 DEADLINE_S = 30.0
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are small: more threads only get into each other's way
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -115,17 +119,36 @@ def start_node(tmp_path: Path) -> Iterator[Callable[..., RunningNode]]:
 
 
 @pytest.fixture(scope="session")
-def s3_server() -> Iterator[str]:
+def warm_python(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[str]:
+    """A Python to call in ``sys.executable``'s place, see ``tests/warm.py``; all workers of a test run share it."""
+    base = tmp_path_factory.getbasetemp()
+    noted = (base if worker_id == "master" else base.parent) / "warm-python"
+    with open(noted, "a+") as note:
+        fcntl.flock(note, fcntl.LOCK_EX)
+        note.seek(0)
+        python = note.read()
+        held = warm.hold(python)
+        if held is None:
+            python = warm.start(Path(tempfile.mkdtemp(prefix="ls-warm-")))
+            note.truncate(0)
+            note.write(python)
+            note.flush()
+            held = warm.hold(python)
+    assert held is not None
+    with held:
+        yield python
+
+
+@pytest.fixture(scope="session")
+def s3_server(warm_python: str) -> Iterator[str]:
     """Endpoint of a moto S3 server over real HTTP."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        [warm_python, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        # S3 wants 5 MiB in a part; with less, an upload in parts is tested with little data.
-        env={**os.environ, "S3_UPLOAD_PART_MIN_SIZE": "1024"},
     )
 
     def answers() -> bool:

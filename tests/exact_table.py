@@ -89,7 +89,13 @@ CALLBACKS: dict[str, Case] = {
         covers=("BackboneFinetuning",),
     ),
     "base-finetuning": Case(
-        model=m.Net, loaders=None, val=None, callbacks=lambda: [m.Thaw()], stops=(21, 14), covers=("BaseFinetuning",)
+        model=m.Net,
+        loaders=None,
+        val=None,
+        callbacks=lambda: [m.Thaw()],
+        stops=(21, 14),
+        covers=("BaseFinetuning",),
+        soak=True,
     ),
     "accumulation-scheduler": Case(
         callbacks=lambda: [shipped.GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})],
@@ -108,13 +114,14 @@ CALLBACKS: dict[str, Case] = {
             shipped.StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=2, annealing_strategy="linear")
         ],
         stops=(13, 8),
+        soak=True,
     ),
     "weight-averaging-ema": Case(
         callbacks=lambda: [shipped.EMAWeightAveraging(decay=0.8)], covers=("EMAWeightAveraging", "WeightAveraging")
     ),
     "pruning": Case(callbacks=m.prune, stops=(13, 6), covers=("ModelPruning",)),
     "pruning-kept-apart": Case(
-        callbacks=partial(m.prune, make_pruning_permanent=False, use_lottery_ticket_hypothesis=False)
+        callbacks=partial(m.prune, make_pruning_permanent=False, use_lottery_ticket_hypothesis=False), soak=True
     ),
     "pruning-at-validation": Case(
         callbacks=partial(m.prune, prune_on_train_epoch_end=False, use_lottery_ticket_hypothesis=False),
@@ -189,7 +196,7 @@ CALLBACKS: dict[str, Case] = {
         differs=True,
         covers=("OnExceptionCheckpoint",),
     ),
-    "timer": Case(callbacks=lambda: [shipped.Timer("01:00:00:00")], covers=("Timer",)),
+    "timer": Case(callbacks=lambda: [shipped.Timer("01:00:00:00")], covers=("Timer",), soak=True),
 }
 
 SETTINGS: dict[str, Case] = {
@@ -207,8 +214,9 @@ SETTINGS: dict[str, Case] = {
         settings={"val_check_interval": 11, "check_val_every_n_epoch": None},
         stops=(12, 7),
         covers=("check_val_every_n_epoch",),
+        soak=True,
     ),
-    "val-seldom": Case(settings={"check_val_every_n_epoch": 2, "max_epochs": 4}),
+    "val-seldom": Case(settings={"check_val_every_n_epoch": 2, "max_epochs": 4}, soak=True),
     "val-by-time": Case(settings={"val_check_interval": "00:00:00:10"}, says="val_check_interval"),
     "limited": Case(
         settings={"limit_train_batches": 5, "limit_val_batches": 1},
@@ -223,6 +231,7 @@ SETTINGS: dict[str, Case] = {
         val=None,
         settings={"reload_dataloaders_every_n_epochs": 1},
         covers=("reload_dataloaders_every_n_epochs",),
+        soak=True,
     ),
     "reload-every-second-epoch": Case(
         model=m.WithData,
@@ -231,7 +240,7 @@ SETTINGS: dict[str, Case] = {
         settings={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 5},
         stops=(11, 14),
     ),
-    "loaders-of-the-module": Case(model=m.WithData, loaders=None, val=None),
+    "loaders-of-the-module": Case(model=m.WithData, loaders=None, val=None, soak=True),
     "loaders-of-a-data-module": Case(
         data=m.Data, loaders=None, val=None, settings={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 4}
     ),
@@ -239,7 +248,7 @@ SETTINGS: dict[str, Case] = {
         settings={"num_sanity_val_steps": -1}, stops=(-1, 13), covers=("num_sanity_val_steps",), soak=True
     ),
     "no-sanity-check": Case(settings={"num_sanity_val_steps": 0}, stops=(13, 6), soak=True),
-    "no-validation": Case(val=None, settings={"limit_val_batches": 0}),
+    "no-validation": Case(val=None, settings={"limit_val_batches": 0}, soak=True),
     "max-steps": Case(
         settings={"max_steps": 21, "max_epochs": -1, "val_check_interval": 5}, covers=("max_steps", "max_epochs")
     ),
@@ -273,6 +282,7 @@ LOADERS: dict[str, Case] = {
         loaders=lambda: rows(num_workers=2, persistent_workers=True, drop_last=True),
         settings={"limit_train_batches": 5},
         stops=(7, 4),
+        soak=True,
     ),
     "workers-that-persist-own-generators": Case(
         loaders=lambda: DataLoader(
@@ -294,6 +304,7 @@ LOADERS: dict[str, Case] = {
         val=lambda: DataLoader(Rows(), BATCH, num_workers=2, persistent_workers=True),
         settings={"limit_val_batches": 3, "val_check_interval": 4},
         stops=(13, 6),
+        soak=True,
     ),
     "workers-for-validation": Case(
         val=lambda: validation(num_workers=1, generator=torch.Generator().manual_seed(3)), soak=True
@@ -302,6 +313,7 @@ LOADERS: dict[str, Case] = {
         model=Model,
         val=lambda: DataLoader(Rows(), 8, shuffle=True, generator=torch.Generator().manual_seed(3)),
         settings={"limit_val_batches": 2},
+        soak=True,
     ),
     "validation-with-own-generators": Case(
         val=lambda: DataLoader(m.Noisy(), 16, sampler=m.Own(random.Random(3))), settings={"val_check_interval": 5}
@@ -320,6 +332,7 @@ LOADERS: dict[str, Case] = {
             ),
         ),
         covers=("sampler",),
+        soak=True,
     ),
     "replacement": Case(
         loaders=lambda: rows(shuffle=False, sampler=RandomSampler(Rows(), replacement=True, num_samples=SAMPLES)),
@@ -332,10 +345,11 @@ LOADERS: dict[str, Case] = {
     "own-numpy-state": Case(loaders=lambda: rows(shuffle=False, sampler=m.Own(np.random.RandomState(5), eager=True))),
     "own-python-random": Case(loaders=lambda: rows(shuffle=False, sampler=m.Own(random.Random(5))), soak=True),
     "own-torch-generator": Case(
-        loaders=lambda: rows(shuffle=False, num_workers=1, sampler=m.Own(torch.Generator().manual_seed(5), eager=True))
+        loaders=lambda: rows(shuffle=False, num_workers=1, sampler=m.Own(torch.Generator().manual_seed(5), eager=True)),
+        soak=True,
     ),
-    "generator-deeper-down": Case(loaders=lambda: rows(shuffle=False, sampler=m.Holding())),
-    "counting-sampler": Case(loaders=lambda: rows(shuffle=False, sampler=m.Counting())),
+    "generator-deeper-down": Case(loaders=lambda: rows(shuffle=False, sampler=m.Holding()), soak=True),
+    "counting-sampler": Case(loaders=lambda: rows(shuffle=False, sampler=m.Counting()), soak=True),
     "popping-sampler": Case(loaders=lambda: rows(shuffle=False, sampler=m.Popping()), says="Popping", differs=True),
     "batch-sampler": Case(loaders=lambda: DataLoader(Rows(), batch_sampler=m.Batches()), covers=("batch_sampler",)),
     "batch-sampler-around": Case(
@@ -350,12 +364,16 @@ LOADERS: dict[str, Case] = {
     "drop-last": Case(
         loaders=lambda: rows(batch_size=5, drop_last=True), stops=(9, 4), covers=("drop_last",), soak=True
     ),
-    "generators-of-the-data": Case(loaders=lambda: DataLoader(m.Noisy(), BATCH, shuffle=True, collate_fn=m.Collate())),
+    "generators-of-the-data": Case(
+        loaders=lambda: DataLoader(m.Noisy(), BATCH, shuffle=True, collate_fn=m.Collate()), soak=True
+    ),
     "generators-of-nested-data": Case(
         loaders=lambda: DataLoader(ConcatDataset([Subset(m.Noisy(), range(16)), m.Noisy()]), BATCH, shuffle=True),
         stops=(15, 8),
     ),
-    "combined-max-size-cycle": Case(model=m.Several, loaders=m.combined("max_size_cycle"), covers=("max_size_cycle",)),
+    "combined-max-size-cycle": Case(
+        model=m.Several, loaders=m.combined("max_size_cycle"), covers=("max_size_cycle",), soak=True
+    ),
     "combined-min-size": Case(
         model=m.Several, loaders=m.combined("min_size"), stops=(4, 2), covers=("min_size",), soak=True
     ),
@@ -370,7 +388,7 @@ LOADERS: dict[str, Case] = {
         covers=("sequential",),
         soak=True,
     ),
-    "combined-streams": Case(model=m.Several, loaders=m.streams("max_size_cycle"), says=STREAM),
+    "combined-streams": Case(model=m.Several, loaders=m.streams("max_size_cycle"), says=STREAM, soak=True),
     "loader-of-ones-own": Case(loaders=m.HandMade, says=STREAM),
     "loader-that-iterates-in-its-own-way": Case(loaders=lambda: m.Generating(Rows(), BATCH, shuffle=True)),
     "loader-that-iterates-in-its-own-way-persistent": Case(
@@ -383,10 +401,10 @@ LOADERS: dict[str, Case] = {
         loaders=lambda: DataLoader(m.Epochs(), BATCH, shuffle=True),
         callbacks=lambda: [shipped.LambdaCallback(on_train_epoch_start=m.tell_the_epoch)],
     ),
-    "stream": Case(loaders=lambda: DataLoader(m.Stream(), BATCH), says=STREAM),
+    "stream": Case(loaders=lambda: DataLoader(m.Stream(), BATCH), says=STREAM, soak=True),
     "stream-with-a-length": Case(loaders=lambda: DataLoader(m.Sized(), BATCH), says=STREAM, soak=True),
     "stream-with-a-generator": Case(loaders=lambda: DataLoader(m.Shuffling(), BATCH), says=STREAM, soak=True),
-    "stream-with-workers": Case(loaders=lambda: DataLoader(m.Stream(), BATCH, num_workers=2), says=STREAM),
+    "stream-with-workers": Case(loaders=lambda: DataLoader(m.Stream(), BATCH, num_workers=2), says=STREAM, soak=True),
     "stream-with-workers-that-persist": Case(
         loaders=lambda: DataLoader(m.Stream(), BATCH, num_workers=2, persistent_workers=True),
         says="workers persist",
@@ -404,11 +422,17 @@ LOOPS: dict[str, Case] = {
     "lbfgs": Case(model=lambda: m.Optimized(partial(torch.optim.LBFGS, lr=0.01, max_iter=2)), soak=True),
     "adagrad": Case(model=lambda: m.Optimized(partial(torch.optim.Adagrad, lr=0.01)), soak=True),
     "fused-adam": Case(model=lambda: m.Optimized(partial(torch.optim.AdamW, lr=0.01, fused=True)), soak=True),
-    "step-schedule": Case(model=lambda: m.Scheduled(partial(_Step, step_size=1), interval="step", frequency=3)),
-    "epoch-schedule": Case(model=lambda: m.Scheduled(partial(_Step, step_size=1, gamma=0.5), interval="epoch")),
+    "step-schedule": Case(
+        model=lambda: m.Scheduled(partial(_Step, step_size=1), interval="step", frequency=3), soak=True
+    ),
+    "epoch-schedule": Case(
+        model=lambda: m.Scheduled(partial(_Step, step_size=1, gamma=0.5), interval="epoch"), soak=True
+    ),
     "plateau-of-the-epoch": Case(model=Plateau),
     "plateau-of-validation": Case(
-        model=lambda: m.Scheduled(partial(_Plateau, patience=0, threshold=0.3), monitor="val_loss"), stops=(8, 8)
+        model=lambda: m.Scheduled(partial(_Plateau, patience=0, threshold=0.3), monitor="val_loss"),
+        stops=(8, 8),
+        soak=True,
     ),
     "plateau-each-step": Case(
         model=lambda: m.Scheduled(
@@ -422,7 +446,7 @@ LOOPS: dict[str, Case] = {
         ),
         soak=True,
     ),
-    "epoch-start-hooks": Case(model=m.Evaluating),
+    "epoch-start-hooks": Case(model=m.Evaluating, soak=True),
     "cache-of-the-module": Case(model=m.Caching),
     "gathered-outputs": Case(model=m.Gathering),
     "skipped-batches": Case(model=m.Skipping, stops=(9, 6)),

@@ -96,6 +96,25 @@ def trainer(*callbacks: pl.Callback, **more: Any) -> pl.Trainer:
     )
 
 
+class EachDurable(pl.Callback):
+    """Trains on only once the snapshot of every ``every``-th step is at ``url``: so none is superseded on its way.
+
+    A tier takes the newest snapshot when it is free. Which ones a slow one takes depends on the machine otherwise.
+    """
+
+    def __init__(self, url: object, every: int) -> None:
+        from lightning_spot.client.stores import open_store  # the models are used where it is not installed, too
+
+        self.store, self.every = open_store(str(url)), every
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        from tests.conftest import until
+
+        step = trainer.global_step
+        if step and step % self.every == 0:
+            until(lambda: step in {manifest.step for manifest in self.store.survey().manifests}, f"step {step} there")
+
+
 class Probe(pl.Callback):
     """Keeps copies of the true state after each optimizer step, the oracle that snapshots are compared with."""
 

@@ -108,10 +108,10 @@ def check_checkpoint(file: IO[bytes], step: int) -> None:
 class Server:
     """A process to talk to by lines, every answer awaited for a bounded time."""
 
-    def __init__(self, module: str, log: Path) -> None:
+    def __init__(self, module: str, log: Path, python: str = sys.executable) -> None:
         with open(log, "ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module],
+                [python, "-m", module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,

@@ -6,7 +6,6 @@ import os
 import shutil
 import stat
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -72,14 +71,14 @@ def test_s3(s3: str) -> None:
         assert torch.load(file, weights_only=True)["global_step"] > 0
 
 
-def test_saved_means_committed_even_if_the_trainer_is_killed_at_once(tmp_path: Path) -> None:
+def test_saved_means_committed_even_if_the_trainer_is_killed_at_once(tmp_path: Path, warm_python: str) -> None:
     code = (
         "import os, torch; from lightning_spot import SpotCheckpointIO\n"
         "plugin = SpotCheckpointIO()\n"
         f"plugin.save_checkpoint({{'global_step': 5, 'w': torch.ones(10**6)}}, {str(tmp_path / 'x.ckpt')!r})\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    assert subprocess.run([warm_python, "-c", code], check=False).returncode == -9
     until((tmp_path / "x.ckpt").exists, "the node to write what was saved")
     assert torch.load(tmp_path / "x.ckpt", weights_only=True)["global_step"] == 5
 
@@ -174,7 +173,9 @@ def test_what_fits_no_memory_is_saved_past_it(tmp_path: Path, memory: str | None
     assert subprocess.run(["unzip", "-tq", str(path)], capture_output=True, check=False).returncode == 0
 
 
-def test_a_dead_trainer_never_puts_an_older_file_over_a_newer_one(tmp_path: Path, runtime_dir: Path) -> None:
+def test_a_dead_trainer_never_puts_an_older_file_over_a_newer_one(
+    tmp_path: Path, runtime_dir: Path, warm_python: str
+) -> None:
     """Its node went on trying, and replaced what the next trainer had saved meanwhile."""
     folder = tmp_path / "mine"
     code = (
@@ -185,7 +186,7 @@ def test_a_dead_trainer_never_puts_an_older_file_over_a_newer_one(tmp_path: Path
     )
     (folder / "last.ckpt").mkdir(parents=True)  # in the way: the node of the one that dies has to try again
     (folder / "last.ckpt" / "in-the-way").touch()
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    assert subprocess.run([warm_python, "-c", code], check=False).returncode == -9
     time.sleep(1.1)  # attempts are told apart by seconds
     plugin = SpotCheckpointIO(memory=None)
     shutil.rmtree(folder / "last.ckpt")

@@ -16,7 +16,7 @@ from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.cli import main
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode
-from tests.models import Net, data, trainer
+from tests.models import EachDurable, Net, data, trainer
 from tests.test_fit import Stop, StopAt
 
 
@@ -24,8 +24,9 @@ from tests.test_fit import Stop, StopAt
 def run_dir(tmp_path: Path) -> Path:
     """A run that was interrupted: snapshots in memory and on disk."""
     path = tmp_path / "run-1"
+    callback = SpotCheckpoint(str(path), interval=EverySteps(5), on_full="wait")
     with pytest.raises(Stop):
-        trainer(SpotCheckpoint(str(path), interval=EverySteps(5), on_full="wait"), StopAt(31)).fit(Net(), data())
+        trainer(callback, EachDurable(path, 5), StopAt(31)).fit(Net(), data())
     return path
 
 
@@ -112,7 +113,8 @@ def test_two_runs_of_one_name_at_a_node(
 ) -> None:
     node = start_node()
     for team in "ab":
-        callback = SpotCheckpoint(str(tmp_path / team / "run-1"), memory=node.url, interval=EverySteps(5), notices=None)
+        settings = {"memory": node.url, "interval": EverySteps(5), "on_full": "wait", "notices": None}
+        callback = SpotCheckpoint(str(tmp_path / team / "run-1"), **settings)
         with pytest.raises(Stop):
             trainer(callback, StopAt(11)).fit(Net(), data())
     capsys.readouterr()
@@ -127,7 +129,7 @@ def test_two_runs_of_one_name_at_a_node(
 
 def test_a_node(start_node: Callable[..., RunningNode], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     node = start_node()
-    callback = SpotCheckpoint(str(tmp_path / "run-1"), memory=node.url, interval=EverySteps(5))
+    callback = SpotCheckpoint(str(tmp_path / "run-1"), memory=node.url, interval=EverySteps(5), on_full="wait")
     with pytest.raises(Stop):
         trainer(callback, StopAt(31)).fit(Net(), data())
     capsys.readouterr()

@@ -16,7 +16,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 import zipfile
@@ -63,14 +62,14 @@ def chance(request: pytest.FixtureRequest) -> random.Random:
 class Training:
     """A run whose trainers are killed, and what was promised about it."""
 
-    def __init__(self, root: Path, ballast: int, pace_s: float) -> None:
+    def __init__(self, python: str, root: Path, ballast: int, pace_s: float) -> None:
         self.dirpath = root / "run-1"
         self.ballast, self.pace_s = ballast, pace_s
         self.promised: Order = (0, 0)
         self.seen = {"memory": 0, "durable": 0, "nowhere": 0}
         self._root = root
         self._trials = 0
-        self._trainers = Server("tests.crash_trainer", root / "trainers.log")
+        self._trainers = Server("tests.crash_trainer", root / "trainers.log", python)
 
     def close(self) -> None:
         self._trainers.close()
@@ -185,14 +184,14 @@ def again_and_again(training: Training, kinds: list[str], chance: random.Random,
 
 
 @pytest.fixture
-def begin(tmp_path: Path) -> Iterator[Callable[..., Training]]:
+def begin(tmp_path: Path, warm_python: str) -> Iterator[Callable[..., Training]]:
     """Begin a run; its trainers end with the test."""
     begun: list[Training] = []
 
     def start(ballast: int, pace_s: float = 0.002) -> Training:
         root = tmp_path / str(len(begun))
         root.mkdir()
-        begun.append(Training(root, ballast, pace_s))
+        begun.append(Training(warm_python, root, ballast, pace_s))
         return begun[-1]
 
     yield start
@@ -207,10 +206,10 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Training]]:
 
 @pytest.mark.parametrize("ballast", [0, 2_000_000], ids=["small", "some MB"])
 def test_killed_at_random_points(begin: Callable[..., Training], chance: random.Random, ballast: int) -> None:
-    kinds = [kind for kind in KINDS for _ in range(2)]
+    kinds = list(KINDS)
     chance.shuffle(kinds)
     training = begin(ballast)
-    again_and_again(training, kinds, chance, 0.5)
+    again_and_again(training, [TRAINER, *kinds], chance, 0.5)
     assert training.seen["memory"] > 0
 
 
@@ -223,12 +222,12 @@ def test_killed_at_a_hundred_random_points(begin: Callable[..., Training], chanc
     again_and_again(begin(ballast), kinds, chance, 1.5)
 
 
-def test_the_same_command_carries_on_and_tidies_up(tmp_path: Path, chance: random.Random) -> None:
+def test_the_same_command_carries_on_and_tidies_up(tmp_path: Path, warm_python: str, chance: random.Random) -> None:
     run_dir = tmp_path / "run-1"
     for trial, signal_number in enumerate([signal.SIGKILL, 0]):
         oracle = tmp_path / f"oracle-{trial}"
         request = {"dirpath": str(run_dir), "oracle": str(oracle), "elements": 3000, "watched": True, "alarm_s": 120}
-        command = [sys.executable, "-m", "tests.crash_trainer", json.dumps({**request, "max_steps": 150})]
+        command = [warm_python, "-m", "tests.crash_trainer", json.dumps({**request, "max_steps": 150})]
         with open(tmp_path / "trainers.log", "ab") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, cwd=HOME)
         try:
@@ -271,13 +270,13 @@ class Points:
     def __init__(self, root: Path, areas: Path, servers: list[Server]) -> None:
         self._root, self._areas, self._servers = root, areas, servers
 
-    def each(self, scenario: str, span: int, check: Check) -> int:
-        """Check after every point; returns how many there were."""
-        stride = len(self._servers)
-        with ThreadPoolExecutor(stride) as pool:
+    def each(self, scenario: str, span: int, check: Check, every: int) -> int:
+        """Check after every point, or every so many-th; returns how many were checked."""
+        stride, start = len(self._servers) * every, random.randrange(every) + 1
+        with ThreadPoolExecutor(len(self._servers)) as pool:
             lanes = [
-                pool.submit(self._lane, server, scenario, span, check, range(first, 1000, stride))
-                for first, server in enumerate(self._servers, start=1)
+                pool.submit(self._lane, server, scenario, span, check, range(start + lane * every, 1000, stride))
+                for lane, server in enumerate(self._servers)
             ]
             ends = [lane.result() for lane in lanes]
         wrong = [text for _, failures in ends for text in failures]
@@ -305,12 +304,18 @@ class Points:
         raise AssertionError(f"{scenario} does not end")
 
 
-@pytest.fixture
-def points(tmp_path: Path, runtime_dir: Path) -> Iterator[Points]:
-    servers = [Server("tests.oracle", tmp_path / f"server-{index}.log") for index in range(4)]
-    yield Points(tmp_path, Path(os.environ["LIGHTNING_SPOT_SHM_DIR"]), servers)
-    for server in servers:
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    logs = tmp_path_factory.mktemp("servers")
+    started = [Server("tests.oracle", logs / f"{index}.log") for index in range(2)]
+    yield started
+    for server in started:
         server.close()
+
+
+@pytest.fixture
+def points(tmp_path: Path, runtime_dir: Path, servers: list[Server]) -> Points:
+    return Points(tmp_path, Path(os.environ["LIGHTNING_SPOT_SHM_DIR"]), servers)
 
 
 def whole_steps(root: Path) -> list[int]:
@@ -375,18 +380,24 @@ def check_node(root: Path, told: dict[str, int]) -> None:
 CHECKS = {"store": check_store, "file": check_file, "node": check_node}
 
 
+SOME_OR_ALL = pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.soak)], ids=["some", "all"])
+"""The everyday suite takes every so many-th point, the soak takes each."""
+
+
+@SOME_OR_ALL
 @pytest.mark.parametrize("scenario", CHECKS)
-def test_killed_at_every_call_and_in_every_write(points: Points, scenario: str) -> None:
-    count = points.each(scenario, 0, CHECKS[scenario])
+def test_killed_at_every_call_and_in_every_write(points: Points, scenario: str, every: int) -> None:
+    count = points.each(scenario, 0, CHECKS[scenario], every)
     print(f"{count} crash points")
-    assert count > 40
+    assert count > 40 // every
 
 
+@SOME_OR_ALL
 @pytest.mark.parametrize(("scenario", "span"), [("store", 1), ("store", 12), ("file", 1), ("node", 1)])
-def test_disk_full_at_every_call_and_in_every_write(points: Points, scenario: str, span: int) -> None:
-    count = points.each(scenario, span, CHECKS[scenario])
+def test_disk_full_at_every_call_and_in_every_write(points: Points, scenario: str, span: int, every: int) -> None:
+    count = points.each(scenario, span, CHECKS[scenario], every)
     print(f"{count} points")
-    assert count > 25
+    assert count > 25 // every
 
 
 def test_put_again_makes_sure_of_the_names_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

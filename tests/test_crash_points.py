@@ -122,12 +122,17 @@ def in_child(run: Callable[[Callable[[int], None]], None], fault: AtCall) -> tup
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), told
 
 
+SOME_OR_ALL = pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.soak)], ids=["some", "all"])
+"""The everyday suite takes every so many-th call, the soak takes each."""
+
+
+@SOME_OR_ALL
 @pytest.mark.parametrize(("use", "newest"), [(use_store, newest_durable), (use_node, newest_anywhere)])
 def test_killed_at_every_call(
-    tmp_path: Path, use: Callable[[Path, Callable[[int], None]], None], newest: Callable[[Path], int]
+    tmp_path: Path, use: Callable[[Path, Callable[[int], None]], None], newest: Callable[[Path], int], stride: int
 ) -> None:
     points = 0
-    for number in range(1, 1000):
+    for number in range(random.randrange(stride) + 1, 1000, stride):
         root = tmp_path / str(number)
         root.mkdir()
         fault = AtCall(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -138,15 +143,16 @@ def test_killed_at_every_call(
             break
         assert status == -signal.SIGKILL, f"call {number}: exit {status}"
         points += 1
-    assert points > 30
+    assert points > 30 // stride
     print(f"{points} crash points")
 
 
-def test_disk_full_at_every_call(tmp_path: Path) -> None:
+@SOME_OR_ALL
+def test_disk_full_at_every_call(tmp_path: Path, stride: int) -> None:
     def fail() -> None:
         raise OSError(28, "No space left on device")
 
-    for number in range(1, 1000):
+    for number in range(random.randrange(stride) + 1, 1000, stride):
         root = tmp_path / str(number)
         root.mkdir()
         told: list[int] = []

@@ -18,9 +18,9 @@ from lightning_spot.exact.compare import compare, differences
 from lightning_spot.exact.compare import main as compare_files
 
 
-def drill(tmp_path: Path, case: str, kills: int) -> tuple[int, dict[str, Any]]:
-    training = [sys.executable, "-m", "tests.exact_cases", case, str(tmp_path), "--pace", "0.04"]
-    command = [sys.executable, "-c", "import sys; from lightning_spot.cli import main; sys.exit(main())", "drill"]
+def drill(python: str, tmp_path: Path, case: str, kills: int) -> tuple[int, dict[str, Any]]:
+    training = [python, "-m", "tests.exact_cases", case, str(tmp_path), "--pace", "0.02"]
+    command = [python, "-c", "import sys; from lightning_spot.cli import main; sys.exit(main())", "drill"]
     command += ["--json", "--kills", str(kills), "--limit", "120", "--keep", str(tmp_path / "kept"), "--", *training]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.stdout, done.stderr
@@ -28,16 +28,16 @@ def drill(tmp_path: Path, case: str, kills: int) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_an_exact_training(tmp_path: Path) -> None:
-    code, report = drill(tmp_path, "plain", kills=3)
+def test_an_exact_training(warm_python: str, tmp_path: Path) -> None:
+    code, report = drill(warm_python, tmp_path, "plain", kills=3)
     assert report["differences"] == []
     assert code == 0
     assert report["kills"]
 
 
 @pytest.mark.slow
-def test_a_training_that_is_not(tmp_path: Path) -> None:
-    code, report = drill(tmp_path, "clock", kills=1)
+def test_a_training_that_is_not(warm_python: str, tmp_path: Path) -> None:
+    code, report = drill(warm_python, tmp_path, "clock", kills=1)
     assert code == 1
     assert report["differences"][0].startswith("state_dict.net.0.")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,15 @@ SMALL = [
     "--trainer.enable_progress_bar=false",
     "--trainer.logger=false",
     "--trainer.accelerator=cpu",
+    "--model.width=32",
+    "--model.layers=1",
+    "--data.max_bytes=100000",
 ]
 
 
-def run(tmp_path: Path, *arguments: str) -> str:
+def run(python: str, tmp_path: Path, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [python, *arguments],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -38,28 +40,28 @@ def run(tmp_path: Path, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_callback_then_resume(tmp_path: Path) -> None:
+def test_callback_then_resume(warm_python: str, tmp_path: Path) -> None:
     script, path = str(ROOT / "examples" / "digits.py"), tmp_path / "digits"
-    run(tmp_path, script, f"--dirpath={path}", "--epochs=1", "--every-steps=10")
-    said = run(tmp_path, script, f"--dirpath={path}", "--epochs=2", "--every-steps=10")
+    run(warm_python, tmp_path, script, f"--dirpath={path}", "--epochs=1", "--every-steps=10")
+    said = run(warm_python, tmp_path, script, f"--dirpath={path}", "--epochs=2", "--every-steps=10")
     assert "resumes at step 45" in said
     assert LocalStore(path).survey().manifests[0].step == 90
 
 
-def test_cli_flags(tmp_path: Path) -> None:
+def test_cli_flags(warm_python: str, tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "stdlib_gpt.py")
     flags = ["--trainer.callbacks+=lightning_spot.SpotCheckpoint", "--trainer.callbacks.dirpath=checkpoints/gpt"]
-    run(tmp_path, script, "fit", *SMALL, *flags)
+    run(warm_python, tmp_path, script, "fit", *SMALL, *flags)
     assert LocalStore(tmp_path / "checkpoints" / "gpt").survey().manifests[0].complete
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_ready_made_configs(tmp_path: Path, config: Path) -> None:
+def test_ready_made_configs(warm_python: str, tmp_path: Path, config: Path) -> None:
     script = str(ROOT / "examples" / "stdlib_gpt.py")
     needs_a_cloud = "s3://" in config.read_text() or "spot://" in config.read_text()
     if needs_a_cloud:
-        said = run(tmp_path, script, "fit", *SMALL, "--config", str(config), "--print_config")
+        said = run(warm_python, tmp_path, script, "fit", *SMALL, "--config", str(config), "--print_config")
         assert "lightning_spot" in said
         return
-    run(tmp_path, script, "fit", *SMALL, "--config", str(config))
+    run(warm_python, tmp_path, script, "fit", *SMALL, "--config", str(config))
     assert list((tmp_path / "checkpoints").rglob("*.ckpt"))

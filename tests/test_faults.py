@@ -52,7 +52,8 @@ def test_full_disk(small_tmpfs: Callable[[str], Path], caplog: pytest.LogCapture
     disk = small_tmpfs("4m")
     filler = disk / "filler"
     path = str(disk / "run-1")
-    callback = SpotCheckpoint(path, interval=EverySteps(3), flush_timeout_s=3.0, on_full="wait")
+    # keep: what is deleted would make room again
+    callback = SpotCheckpoint(path, interval=EverySteps(3), flush_timeout_s=3.0, on_full="wait", keep=1000)
 
     class Fill(StopAt):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
@@ -172,7 +173,11 @@ def test_training_over_a_line_that_breaks_and_heals(
         trainer(callback, Break(31)).fit(Net(), data())
     assert LocalStore(tmp_path / "run-1").survey().manifests[0].step == 30
     reached = NodeStore(f"{node.url}/run-1")
-    until(lambda: reached.survey().manifests[0].step == 30, "the node on this host to try the line again", 60.0)
+    until(
+        lambda: 30 in [manifest.step for manifest in reached.survey().manifests],
+        "the node on this host to try the line again",
+        60.0,
+    )
     # This host is lost with its memory and its disk: the node elsewhere still has it.
     record = find_record(str(tmp_path / "run-1"))
     process = record.process()

@@ -23,7 +23,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.staging.copier import Copier
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, until
-from tests.models import Clipped, Net, Probe, TwoOptimizers, Unsteady, data, equal, state_of, trainer
+from tests.models import Clipped, EachDurable, Net, Probe, TwoOptimizers, Unsteady, data, equal, state_of, trainer
 from tests.oracle import claim_of
 
 StartNode = Callable[..., RunningNode]
@@ -70,11 +70,10 @@ def check_all(root: Path, probe: Probe) -> list[Manifest]:
 @pytest.mark.parametrize("memory", ["auto", None])
 def test_snapshots_are_the_state_of_their_step(tmp_path: Path, memory: str | None) -> None:
     probe, callback = Probe(), spot(tmp_path, memory=memory)
-    trainer(callback, probe).fit(Net(), data(), data(3))
+    trainer(callback, probe, EachDurable(tmp_path / "run-1", 3)).fit(Net(), data(), data(3))
     found = check_all(tmp_path, probe)
     assert found[0].complete
-    assert found[0].step == 40
-    assert {manifest.step for manifest in found} >= {3 * n for n in range(2, 6)}
+    assert [manifest.step for manifest in found] == [40, *range(39, 0, -3)]
     assert callback.attempt == 1
     assert callback.last_committed_step == 40
 
@@ -112,7 +111,7 @@ def test_weight_averaging(tmp_path: Path) -> None:
     probe = Probe()
     trainer(spot(tmp_path), averaging.EMAWeightAveraging(decay=0.9), probe, max_epochs=3).fit(Net(), data(), data(3))
     during = [manifest for manifest in manifests(tmp_path) if not manifest.complete]
-    assert len(during) > 5
+    assert during
     for manifest in during:
         checkpoint = load(tmp_path, manifest)
         averaged, current = checkpoint["state_dict"], checkpoint["current_model_state"]
@@ -132,7 +131,7 @@ def test_a_tensor_that_moves_is_never_committed(
     found = check_all(tmp_path, probe)
     assert caplog.text.count("was dropped: 1 tensors changed") == 1  # then it is known and copied at once
     assert 3 not in {manifest.step for manifest in found}
-    assert len(found) > 10
+    assert found[0].complete
 
 
 def test_plain_torch_and_lightning_read_it(tmp_path: Path) -> None:
@@ -157,10 +156,10 @@ def test_plain_torch_and_lightning_read_it(tmp_path: Path) -> None:
 # -- resume -----------------------------------------------------------------------------------------------------------
 
 
-def stopped(root: Path, at: int = 31, **more: Any) -> SpotCheckpoint:
+def stopped(root: Path, at: int = 31, *callbacks: pl.Callback, **more: Any) -> SpotCheckpoint:
     callback = spot(root, **more)
     with pytest.raises(Stop):
-        trainer(callback, StopAt(at)).fit(Net(), data())
+        trainer(callback, StopAt(at), *callbacks).fit(Net(), data())
     return callback
 
 
@@ -197,7 +196,7 @@ def test_resume_from_the_durable_tier_when_memory_is_gone(tmp_path: Path) -> Non
 def test_a_bad_snapshot_falls_back_to_the_one_before(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stopped(tmp_path, memory=None)
+    stopped(tmp_path, 11, EachDurable(tmp_path / "run-1", 3), memory=None)
     newest, before = manifests(tmp_path)[:2]
     path = tmp_path / "run-1" / newest.data_path
     if damage == "flip":
@@ -241,8 +240,8 @@ def test_resume_false_starts_afresh_and_supersedes(tmp_path: Path) -> None:
 
 
 def test_explicit_ckpt_path_wins(tmp_path: Path) -> None:
-    stopped(tmp_path)
-    chosen = manifests(tmp_path)[4]
+    stopped(tmp_path, 11, EachDurable(tmp_path / "run-1", 3))
+    chosen = manifests(tmp_path)[2]
     probe, callback = Probe(), spot(tmp_path)
     path = tmp_path / "run-1" / chosen.data_path
     trainer(callback, probe).fit(Net(), data(), ckpt_path=str(path))
@@ -306,11 +305,11 @@ def test_auto_resume_and_remote_snapshot_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("memory", ["auto", None])
 def test_s3(tmp_path: Path, s3: str, memory: str | None) -> None:
     def callback() -> SpotCheckpoint:
-        return SpotCheckpoint(f"{s3}/run-1", interval=EverySteps(5), memory=memory, on_full="wait")
+        return SpotCheckpoint(f"{s3}/run-1", interval=EverySteps(10), memory=memory, on_full="wait")
 
     with pytest.raises(Stop):
-        trainer(callback(), StopAt(31)).fit(Net(), data())
-    assert [manifest.step for manifest in open_store(f"{s3}/run-1").survey().manifests] == [30, 25]
+        trainer(callback(), StopAt(31), EachDurable(f"{s3}/run-1", 10)).fit(Net(), data())
+    assert [manifest.step for manifest in open_store(f"{s3}/run-1").survey().manifests] == [30, 20]
     again = callback()
     trainer(again).fit(Net(), data())
     assert again.resumed_from is not None
@@ -328,7 +327,7 @@ def test_every_seconds(tmp_path: Path) -> None:
     assert len(manifests(tmp_path)) > 2
 
 
-def test_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks(tmp_path: Path, warm_python: str) -> None:
     code = (
         "from tests.models import Net, data, trainer\n"
         "from lightning_spot import SpotCheckpoint, EverySeconds\n"
@@ -342,7 +341,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         script.write_text(code.replace("EPOCHS", str(epochs)))
         environment = {**os.environ, "PYTHONPATH": os.getcwd()}
         done = subprocess.run(
-            [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=120, check=False
+            [warm_python, str(script)], capture_output=True, text=True, env=environment, timeout=120, check=False
         )
         assert done.returncode == 0, done.stderr
         for rank in (0, 1):

@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,10 +27,10 @@ KINDS = ("trainer", "node then trainer", "both")
 class Zygote:
     """A warm process that forks trainers."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, python: str, log: Path) -> None:
         with open(log, "wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.crash_trainer"],
+                [python, "-m", "tests.crash_trainer"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
@@ -52,8 +51,8 @@ class Zygote:
 
 
 @pytest.fixture
-def zygote(tmp_path: Path) -> Iterator[Zygote]:
-    made = Zygote(tmp_path / "trainers.log")
+def zygote(warm_python: str, tmp_path: Path) -> Iterator[Zygote]:
+    made = Zygote(warm_python, tmp_path / "trainers.log")
     yield made
     made.process.kill()
     made.process.wait()
@@ -89,7 +88,8 @@ def kill_again_and_again(zygote: Zygote, root: Path, kinds: list[str], chance: r
         assert int(step) >= promised, f"trial {trial}: resumed at {step}, promised was {promised}"
         seen[tier] += 1
         seen["steps kept beyond the promise"] += int(step) - promised
-        time.sleep(chance.random() * 0.6)
+        until(lambda oracle=oracle: lines(oracle, "told"), "a snapshot to be committed", 60)
+        time.sleep(chance.random() * 0.4)
         if kind == "trainer":
             os.kill(pid, signal.SIGKILL)
         elif kind == "both":
@@ -108,10 +108,10 @@ def kill_again_and_again(zygote: Zygote, root: Path, kinds: list[str], chance: r
 
 def test_killed_at_random_points(zygote: Zygote, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
-    kinds = [kind for kind in KINDS for _ in range(3)]
+    kinds = [kind for kind in KINDS for _ in range(2)]
     chance.shuffle(kinds)
     seen = kill_again_and_again(zygote, tmp_path, [*kinds, "trainer"], chance)
-    assert seen["memory"] + seen["durable"] >= len(kinds) - 2, seen
+    assert seen["memory"] >= kinds.count("trainer"), seen
 
 
 @pytest.mark.soak

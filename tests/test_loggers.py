@@ -35,9 +35,26 @@ def rows(folder: Path) -> list[dict[str, str]]:
     return [row for row in plain if any(value for name, value in row.items() if name not in ("step", "epoch"))]
 
 
-@pytest.mark.parametrize("version", [None, 0, "mine"], ids=["numbered", "fixed", "named"])
-@pytest.mark.parametrize("stop", [StopAt(13), StopAt(8, in_validation=True), StopAt(30)])
-@pytest.mark.parametrize("accumulate", [1, 2])
+VERSIONS = {"numbered": None, "fixed": 0, "named": "mine"}
+STOPS = {"epoch-0": StopAt(13), "validation": StopAt(8, in_validation=True), "epoch-1": StopAt(30)}
+QUICK = {("numbered", "epoch-0", 1), ("fixed", "validation", 1), ("named", "epoch-1", 1), ("numbered", "epoch-1", 2)}
+
+
+@pytest.mark.parametrize(
+    ("version", "stop", "accumulate"),
+    [
+        pytest.param(
+            VERSIONS[version],
+            STOPS[stop],
+            accumulate,
+            id=f"{version}-{stop}-{accumulate}",
+            marks=[] if (version, stop, accumulate) in QUICK else pytest.mark.soak,
+        )
+        for version in VERSIONS
+        for stop in STOPS
+        for accumulate in (1, 2)
+    ],
+)
 def test_csv(tmp_path: Path, version: int | str | None, stop: StopAt, accumulate: int) -> None:
     def logger(name: str) -> CSVLogger:
         return CSVLogger(str(tmp_path), name, version, flush_logs_every_n_steps=7)

@@ -36,12 +36,12 @@ LATEST_S = 25.0
 class Program:
     """``tests.exact_ddp`` on some ranks, which can be sent signals in a phase of training."""
 
-    def __init__(self, root: Path, *arguments: str, ranks: int = 2) -> None:
+    def __init__(self, python: str, root: Path, *arguments: str, ranks: int = 2) -> None:
         self.root, self.ranks = root, ranks
         root.mkdir(exist_ok=True)
         for diary in root.glob("diary-*"):
             diary.unlink()
-        command = [sys.executable, "-m", "tests.exact_ddp", str(root), "--ranks", str(ranks), *arguments]
+        command = [python, "-m", "tests.exact_ddp", str(root), "--ranks", str(ranks), *arguments]
         with open(root / "log", "w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
@@ -79,13 +79,13 @@ def final(root: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Callable[..., dict[str, Any]]:
     made: dict[tuple[int, str], dict[str, Any]] = {}
 
     def of(ranks: int, *arguments: str) -> dict[str, Any]:
         key = (ranks, " ".join(arguments))
         if key not in made:
-            program = Program(tmp_path_factory.mktemp(f"undisturbed-{ranks}"), *arguments, ranks=ranks)
+            program = Program(warm_python, tmp_path_factory.mktemp(f"undisturbed-{ranks}"), *arguments, ranks=ranks)
             assert program.end() == 0
             made[key] = final(program.root)
         return made[key]
@@ -93,8 +93,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[
     return of
 
 
-def check_cell(root: Path, undisturbed: Callable[..., Any], ranks: int, phase: str, who: str, gap_s: float) -> None:
-    program = Program(root, "--pace", "0.02", ranks=ranks)
+def check_cell(
+    python: str, root: Path, undisturbed: Callable[..., Any], ranks: int, phase: str, who: str, gap_s: float
+) -> None:
+    program = Program(python, root, "--pace", "0.02", ranks=ranks)
     targets = {"first": [0], "last": [ranks - 1], "all": list(range(ranks))}[who]
     program.wait_for(phase, 0 if phase == "sanity-batch" else 28 // ranks, targets[0])  # in the middle of the run
     started = time.monotonic()
@@ -103,10 +105,10 @@ def check_cell(root: Path, undisturbed: Callable[..., Any], ranks: int, phase: s
         time.sleep(gap_s)
     assert program.end() == 143, (root / "log").read_text()[-3000:]
     assert time.monotonic() - started < LATEST_S
-    steps = {program.stopped_at(rank) for rank in range(ranks)}
-    assert len(steps) == 1
-    assert LocalStore(root / "run").survey().manifests[0].step == steps.pop()
-    again = Program(root, "--seed", "5", ranks=ranks)
+    (step,) = {program.stopped_at(rank) for rank in range(ranks)}
+    held = LocalStore(root / "run").survey().manifests
+    assert held[0].step == step if held else step == 0  # all were in the sanity check still: nothing was trained
+    again = Program(python, root, "--seed", "5", ranks=ranks)
     assert again.end() == 0
     assert list(differences(undisturbed(ranks), final(root))) == []
 
@@ -120,16 +122,18 @@ def check_cell(root: Path, undisturbed: Callable[..., Any], ranks: int, phase: s
         ("sanity-batch", "last", 0.0),
     ],
 )
-def test_two_ranks_stop_at_one_step(tmp_path: Path, undisturbed: Any, phase: str, who: str, gap_s: float) -> None:
-    check_cell(tmp_path / "r", undisturbed, 2, phase, who, gap_s)
+def test_two_ranks_stop_at_one_step(
+    warm_python: str, tmp_path: Path, undisturbed: Any, phase: str, who: str, gap_s: float
+) -> None:
+    check_cell(warm_python, tmp_path / "r", undisturbed, 2, phase, who, gap_s)
 
 
 @pytest.mark.slow
-def test_four_ranks_add_up_in_the_order_they_did(tmp_path: Path, undisturbed: Any) -> None:
+def test_four_ranks_add_up_in_the_order_they_did(warm_python: str, tmp_path: Path, undisturbed: Any) -> None:
     """From three ranks on, rounding depends on DDP's buckets, which it rebuilds after its first step."""
-    program = Program(tmp_path / "r", "--kill-at", "17", ranks=4)
+    program = Program(warm_python, tmp_path / "r", "--kill-at", "17", ranks=4)
     assert program.end() != 0
-    again = Program(tmp_path / "r", "--seed", "5", ranks=4)
+    again = Program(warm_python, tmp_path / "r", "--seed", "5", ranks=4)
     assert again.end() == 0
     assert "resumes at step" in (tmp_path / "r" / "log").read_text()
     assert list(differences(undisturbed(4), final(tmp_path / "r"))) == []
@@ -141,7 +145,7 @@ def test_four_ranks_add_up_in_the_order_they_did(tmp_path: Path, undisturbed: An
 @pytest.mark.parametrize(("who", "gap_s"), [("first", 0.0), ("last", 0.0), ("all", 0.0), ("all", 0.07)])
 def test_every_cell(tmp_path: Path, undisturbed: Any, ranks: int, who: str, gap_s: float) -> None:
     for phase in PHASES:
-        check_cell(tmp_path / phase, undisturbed, ranks, phase, who, gap_s)
+        check_cell(sys.executable, tmp_path / phase, undisturbed, ranks, phase, who, gap_s)
 
 
 @pytest.mark.soak

@@ -33,7 +33,7 @@ from lightning_spot.run.survey import survey
 from lightning_spot.tiers.local import LocalStore
 from tests import faulty
 from tests.faulty import Plan
-from tests.models import Net, Probe, data, trainer
+from tests.models import EachDurable, Net, Probe, data, trainer
 from tests.test_fit import Stop, StopAt
 
 EIO = Path("/proc/self/mem")  # reading its first byte fails with EIO, also for root
@@ -45,7 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trained") / "run-1"
     callback = SpotCheckpoint(str(path), interval=EverySteps(3), memory=None, on_full="wait", keep=3, notices=None)
     with pytest.raises(Stop):
-        trainer(callback, StopAt(10)).fit(Net(), data())
+        trainer(callback, StopAt(10), EachDurable(path, 3)).fit(Net(), data())
     assert [manifest.step for manifest in LocalStore(path).survey().manifests] == [9, 6, 3]
     return path
 
@@ -62,7 +62,7 @@ def run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 def begins(url: str | Path, **more: Any) -> int | type[SpotError]:
     """The step at which ``fit`` begins to train, or the kind of error it ends with. Its own snapshots are few."""
     settings: dict[str, Any] = {"interval": EverySteps(100), "memory": None, "notices": None, "keep": 1}
-    callback, probe = SpotCheckpoint(str(url), **{**settings, "run": "run-1", **more}), Probe()
+    callback, probe = SpotCheckpoint(str(url), **{**settings, "on_full": "wait", "run": "run-1", **more}), Probe()
     try:
         trainer(callback, probe, StopAt(11)).fit(Net(), data())
     except Stop:

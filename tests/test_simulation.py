@@ -109,12 +109,29 @@ def test_policies_run_in_a_job() -> None:
     assert np.diff(evenly) == pytest.approx(np.diff(evenly)[0], abs=2 * DAY_S / job.steps)
 
 
+LOSSES = {
+    "exponential-5": (losses.exponential(5), 0.8),
+    "exponential-12": (losses.exponential(12), 0.7),
+    "power": (losses.power(), 0.9),
+    "floor": (losses.floor(), 0.9),
+}
+LIVES = {"exponential": Exponential(7200.0), "weibull": Weibull(7200.0), "bathtub": Bathtub(7200.0)}
+EVERYDAY = {("exponential-5", "bathtub"), ("exponential-12", "weibull"), ("power", "exponential"), ("floor", "weibull")}
+
+
 @pytest.mark.parametrize(
-    ("loss", "most"),
-    [(losses.exponential(5), 0.8), (losses.exponential(12), 0.7), (losses.power(), 0.9), (losses.floor(), 0.9)],
-    ids=["exponential-5", "exponential-12", "power", "floor"],
+    ("loss", "most", "lifetimes"),
+    [
+        pytest.param(
+            *LOSSES[loss],
+            LIVES[lives],
+            id=f"{loss}-{lives}",
+            marks=[] if (loss, lives) in EVERYDAY else pytest.mark.soak,
+        )
+        for loss in LOSSES
+        for lives in LIVES
+    ],
 )
-@pytest.mark.parametrize("lifetimes", [Exponential(7200.0), Weibull(7200.0), Bathtub(7200.0)])
 def test_convergence_aware_keeps_what_it_promises(loss: losses.Loss, most: float, lifetimes: Lifetimes) -> None:
     job = Job(work_s=DAY_S, steps=8000, stall_s=2.0, tiers=TIERS, restart_s=600.0, restore_s=60.0, loss=loss)
     names = ("ConvergenceAware", "YoungDaly")

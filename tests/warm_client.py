@@ -1,0 +1,34 @@
+"""Called like ``python``; runs what it is given in a fork of a warm process, see ``tests/warm.py``. Imports little."""
+
+import json
+import os
+import signal
+import socket
+import sys
+
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    options = arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")
+    if options or (arguments[0] == "-m" and arguments[1].startswith("lightning_spot.service")):
+        os.execv(sys.executable, [sys.executable, *arguments])  # a node never imports torch: it starts as ever
+    request = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd()}
+    text = json.dumps(request).encode()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(os.path.join(os.path.dirname(sys.argv[0]), "socket"))
+        socket.send_fds(server, [len(text).to_bytes(4, "big")], [0, 1, 2])
+        server.sendall(text)
+        with server.makefile("rb") as answers:
+            pid = int(answers.readline())
+            for number in PASSED_ON:
+                signal.signal(number, lambda number, _: os.kill(pid, number))
+            code = int(answers.readline())
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+main()
