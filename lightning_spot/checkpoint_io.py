@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,10 +13,11 @@ from urllib.parse import urlsplit
 import torch
 
 from lightning_spot._version import __version__
-from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.capture.folder import FolderWriter, write_now
+from lightning_spot.capture.host_link import leave
 from lightning_spot.client.embedded import start
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import IDLE_TIMEOUT_S
+from lightning_spot.config import IDLE_TIMEOUT_S, plain_scheme
 from lightning_spot.errors import (
     NodeUnreachable,
     SettingsError,
@@ -42,7 +42,10 @@ class SpotCheckpointIO(SpotIO):
 
     ``save_checkpoint`` returns when the checkpoint is committed in memory, with its checksums: many times sooner than
     a plain save. The file then appears at its path whole or not at all. Errors show at the save itself where they can
-    be known, else at the next call. Reading, removing and the end of ``fit`` wait for what is under way.
+    be known, else at the next call. Reading and the end of ``fit`` wait for what is under way. Where no training runs,
+    ``trainer.save_checkpoint`` returns with the file at its path.
+
+    Beside the files lies a hidden folder ``.lightning_spot`` with the manifest of each.
 
     Args:
         memory: ``"auto"`` for a node on this host, which outlives a killed trainer; ``None`` for a ring inside this
@@ -102,43 +105,30 @@ class SpotCheckpointIO(SpotIO):
             super().save_checkpoint(checkpoint, path)  # a node is memory already
             return
         _check_folder(parent)
+        trains = _is_in_training()
+        if not trains and parent not in self._writers:
+            write_now(checkpoint, _manifest(folder_info(parent), name, checkpoint), open_store(parent))
+            return
         writer = self._writer(parent)
         self._raise_failures(writer, parent)
-        manifest = Manifest(
-            run=writer.info.name,
-            run_id=writer.info.id,
-            name=name,
-            file="",
-            step=int(checkpoint.get("global_step", 0)),
-            epoch=int(checkpoint.get("epoch", 0)),
-            attempt=writer.info.attempt,
-            nbytes=0,
-            created_unix_s=time.time(),
-            versions={"lightning_spot": __version__, "torch": str(torch.__version__)},
-        )
+        manifest = _manifest(writer.info, name, checkpoint)
         try:
-            self._commit(writer, checkpoint, manifest, parent)
+            self._commit(writer, checkpoint, manifest)
         except (NodeUnreachable, SnapshotTooLarge) as error:
             logger.warning("lightning_spot: %s; saving %s past the memory of this host", error, path)
-            self._save_past_memory(writer, checkpoint, manifest, parent)
+            writer.write_past_memory(checkpoint, manifest, open_store(parent))
+        if not trains:
+            self._flush(parent)
 
-    def _commit(self, writer: FolderWriter, checkpoint: dict[str, Any], manifest: Manifest, parent: str) -> None:
+    def _commit(self, writer: FolderWriter, checkpoint: dict[str, Any], manifest: Manifest) -> None:
         """Commit in memory; where the node is lost meanwhile, at the one that takes its slots over."""
         for last_try in (False, True):
             try:
-                writer.begin(checkpoint, manifest, wait_s=self.wait_timeout_s, destinations=[parent]).result()
+                writer.write(checkpoint, manifest, self.wait_timeout_s)
                 return
             except NodeUnreachable:
                 if last_try or writer.link.wait(_NEW_NODE_S) is None:
                     raise
-
-    def _save_past_memory(
-        self, writer: FolderWriter, checkpoint: dict[str, Any], manifest: Manifest, parent: str
-    ) -> None:
-        """Save from this process, part by part, under an attempt of its own: what is still in memory is older."""
-        writer.info = replace(writer.info, attempt=writer.info.attempt + 1)
-        writer.store_past_memory(checkpoint, replace(manifest, attempt=writer.info.attempt), open_store(parent))
-        writer.link.ask(lambda host: host.open_run(writer.info), None)
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint, waiting for it first if it is still on its way.
@@ -148,8 +138,9 @@ class SpotCheckpointIO(SpotIO):
             *args: as in Lightning's ``TorchCheckpointIO``, whose arguments differ between versions.
             **kwargs: likewise.
         """
-        self._flush(_split(path)[0])
-        return super().load_checkpoint(path, *args, **kwargs)
+        parent, name = _split(path)
+        self._flush(parent)
+        return super().load_checkpoint(_joined(parent, name), *args, **kwargs)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint from memory, and from its path once what was saved there before is at its own.
@@ -157,7 +148,9 @@ class SpotCheckpointIO(SpotIO):
         Returns at once. A checkpoint that replaces this one is on its way, perhaps: both are never missing.
         """
         parent, name = _split(path)
+        path = _joined(parent, name)
         if (writer := self._writers.get(parent)) is not None and not name.startswith("."):
+            writer.forget(name)
             if self._remove(writer, name):
                 return
             if problems := self._try_flush(parent, writer):
@@ -186,19 +179,21 @@ class SpotCheckpointIO(SpotIO):
         """Return when every checkpoint is at its path.
 
         Raises:
-            TierError: if one is not there within ``flush_timeout_s``; the node on this host goes on trying.
+            TierError: if one is not there within ``flush_timeout_s`` (the node on this host goes on trying), or was
+                refused there since somebody else has saved a newer one.
         """
         problems: list[str] = []
         for parent, writer in list(self._writers.items()):
-            problems += self._try_flush(parent, writer)
-            host = writer.host
-            if host is not None:
-                _quietly(lambda host=host, left=bool(problems): host.leave(complete=not left))  # type: ignore[misc]
+            left = self._try_flush(parent, writer)
+            problems += [f"{line}; the node on this host goes on trying" for line in left] if self.memory else left
+            problems += writer.refused(again=True)
+            if writer.host is not None:
+                leave(writer.host, complete=not left)
             writer.close()
             del self._writers[parent]
         super().teardown()
         if problems:
-            raise TierError("checkpoints are in memory but not at their path: " + "; ".join(problems))
+            raise TierError("checkpoints are not at their path: " + "; ".join(problems))
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -206,7 +201,7 @@ class SpotCheckpointIO(SpotIO):
         if parent not in self._writers:
             info = folder_info(parent)
             reopen = (lambda: self._open(parent, self._writers[parent].info)) if self.memory else None
-            self._writers[parent] = FolderWriter(self._open(parent, info), info, reopen)
+            self._writers[parent] = FolderWriter(parent, self._open(parent, info), info, reopen)
         return self._writers[parent]
 
     def _open(self, parent: str, info: RunInfo) -> Host:
@@ -231,12 +226,16 @@ class SpotCheckpointIO(SpotIO):
 
     def _raise_failures(self, writer: FolderWriter, parent: str) -> None:
         tiers = writer.link.ask(lambda host: host.tiers(), None) or {}
-        if (health := tiers.get(parent)) is not None and health.error:
+        if (health := tiers.get(parent)) is None:
+            return
+        if health.error:
             raise TierError(f"an earlier checkpoint could not be written to {parent}: {health.error}", tier=parent)
+        if health.refused and (lines := writer.refused()):
+            raise TierError("; ".join(lines), tier=parent)
 
     def _flush(self, parent: str) -> None:
         writer = self._writers.get(parent)
-        if writer is not None and (problems := self._try_flush(parent, writer)):
+        if writer is not None and (problems := self._try_flush(parent, writer) or writer.refused()):
             raise TierError("; ".join(problems), tier=parent)
 
     def _try_flush(self, parent: str, writer: FolderWriter) -> list[str]:
@@ -252,30 +251,50 @@ class SpotCheckpointIO(SpotIO):
 
 
 def _split(path: str | Path) -> tuple[str, str]:
-    """Folder (absolute path or URL) and file name of a checkpoint."""
+    """Folder (absolute path or URL) and file name of a checkpoint; the same however the place is written."""
     text = str(path)
     if "://" not in text or text.startswith("file://"):
         absolute = Path(os.path.abspath(text.removeprefix("file://")))
         return str(absolute.parent), absolute.name
-    folder, _, name = text.rstrip("/").rpartition("/")
-    return folder, name
+    scheme, _, below = text.rstrip("/").partition("://")
+    folder, _, name = below.rpartition("/")
+    return f"{plain_scheme(scheme)}://{folder.rstrip('/')}", name
 
 
-class FolderWriter(SnapshotWriter):
-    """Writes the files of one folder.
+def _joined(parent: str, name: str) -> str:
+    """The plain path of a checkpoint, see :func:`_split`."""
+    return f"{parent}{name}" if parent.endswith("/") else f"{parent}/{name}"
 
-    Args:
-        host: the ring.
-        info: what it was told of the folder.
-        reconnect: see :class:`SnapshotWriter`.
 
-    Attributes:
-        info: as above; its attempt fences writers of earlier processes.
+def _manifest(info: RunInfo, name: str, checkpoint: dict[str, Any]) -> Manifest:
+    return Manifest(
+        run=info.name,
+        run_id=info.id,
+        name=name,
+        file="",
+        step=int(checkpoint.get("global_step", 0)),
+        epoch=int(checkpoint.get("epoch", 0)),
+        attempt=info.attempt,
+        nbytes=0,
+        created_unix_s=time.time(),
+        versions={"lightning_spot": __version__, "torch": str(torch.__version__)},
+    )
+
+
+def _is_in_training() -> bool:
+    """Whether ``fit`` goes on, which calls :meth:`SpotCheckpointIO.teardown` in the end; else nobody waits later.
+
+    Lightning tells a CheckpointIO nothing of its trainer, so it is looked for among the callers. Where there is none
+    (a plugin around this one saves from a thread of its own), this is taken for a save in training.
     """
-
-    def __init__(self, host: Host, info: RunInfo, reconnect: Callable[[], Host] | None) -> None:
-        super().__init__(host, reconnect)
-        self.info = info
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "save_checkpoint":
+            state: Any = getattr(frame.f_locals.get("self"), "state", None)
+            if hasattr(state, "status") and hasattr(state, "fn"):
+                return bool(state.status == "running" and state.fn == "fit")
+        frame = frame.f_back  # type: ignore[assignment]
+    return True
 
 
 def _check_folder(parent: str) -> None:
@@ -288,10 +307,3 @@ def _check_folder(parent: str) -> None:
         raise TierError(f"checkpoint folder {parent} cannot be made: {error.strerror}", tier=parent) from error
     if not os.access(parent, os.W_OK | os.X_OK):
         raise TierError(f"checkpoint folder {parent} is not writable", tier=parent)
-
-
-def _quietly(leave: Callable[[], None]) -> None:
-    try:
-        leave()
-    except SpotError as error:
-        logger.debug("the node has gone already: %s", error)

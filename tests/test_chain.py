@@ -566,7 +566,8 @@ def test_what_left_memory_is_read_through_the_whole_chain(
     for name in names:
         files.pipe_file(f"{first.url}/{RUN}/{name}", data[name])
         assert NodeClient(Address(*_address(first))).call("POST", "/v1/flush", {"wait_s": 30})["unreached"] == []
-    assert sorted(path.name for path in (tmp_path / "durable").rglob("file-?")) == names
+    below = tmp_path / "durable"
+    until(lambda: sorted(path.name for path in below.rglob("file-?")) == names, "the last node to bring on what it has")
     run = f"{first.url}/{RUN}"
     assert sorted(path.rpartition("/")[2] for path in files.ls(run, detail=False)) == names
     for name in names:

@@ -6,8 +6,12 @@ import os
 import shutil
 import stat
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from signal import getsignal
 from typing import Any
 
 import fsspec
@@ -17,12 +21,34 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
-from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.checkpoint_io import _joined, _split
+from lightning_spot.client.embedded import EmbeddedHost, find_record
 from lightning_spot.client.node_client import NodeClient
+from lightning_spot.config import read_environment
 from lightning_spot.errors import SettingsError, TierError
+from lightning_spot.image.manifest import OWN_DIR, Manifest
 from lightning_spot.protocol.wire import Address
+from lightning_spot.run.files import folder_info
+from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.models import Net, data, trainer
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Puts of ``held.ckpt`` from this process say that they begin, and wait for the second event."""
+    begun, go = threading.Event(), threading.Event()
+    put = LocalStore.put
+
+    def gated(self: LocalStore, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
+        if manifest.name == "held.ckpt":
+            begun.set()
+            assert go.wait(60)
+        put(self, manifest, image, attempt=attempt)
+
+    monkeypatch.setattr(LocalStore, "put", gated)
+    yield begun, go
+    go.set()
 
 
 def files(folder: Path) -> list[str]:
@@ -195,6 +221,132 @@ def test_a_dead_trainer_never_puts_an_older_file_over_a_newer_one(
     (http,) = runtime_dir.glob("*.http")  # the dead one's node, which now tries again
     NodeClient(Address(socket_path=str(http))).call("POST", "/v1/flush", {"wait_s": 10.0})
     assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == 9
+
+
+@pytest.mark.parametrize("memory", ["auto", None])
+def test_a_refused_file_is_never_said_to_be_saved(tmp_path: Path, memory: str | None) -> None:
+    """Another process had saved to its place meanwhile; that was said with the next save only, if there was one."""
+    first = SpotCheckpointIO(memory=memory, slots=2, wait_timeout_s=20.0)
+    first.save_checkpoint({"global_step": 1}, tmp_path / "two.ckpt")
+    first.load_checkpoint(tmp_path / "two.ckpt")
+    second = SpotCheckpointIO(memory=None)
+    second.save_checkpoint({"global_step": 2}, tmp_path / "two.ckpt")
+    second.teardown()
+    first.save_checkpoint({"global_step": 3}, tmp_path / "two.ckpt")
+    with pytest.raises(TierError, match=r"two\.ckpt of step 3 is not in"):
+        first.load_checkpoint(tmp_path / "two.ckpt")
+    assert first.load_checkpoint(tmp_path / "two.ckpt")["global_step"] == 2
+    for name in ("a", "b", "c"):  # the slot of what was refused is free again
+        first.save_checkpoint({"global_step": 4}, tmp_path / name)
+    with pytest.raises(TierError, match=r"not at their path: two\.ckpt of step 3 is not in"):
+        first.teardown()
+    assert files(tmp_path) == ["a", "b", "c", "two.ckpt"]
+
+
+def test_what_was_refused_and_then_saved_anew_is_not_complained_of(tmp_path: Path) -> None:
+    first, second = SpotCheckpointIO(memory=None), SpotCheckpointIO(memory=None)
+    first.save_checkpoint({"global_step": 1}, tmp_path / "x.ckpt")
+    first.load_checkpoint(tmp_path / "x.ckpt")
+    second.save_checkpoint({"global_step": 2}, tmp_path / "x.ckpt")
+    second.teardown()
+    first.save_checkpoint({"global_step": 3}, tmp_path / "x.ckpt")
+    with pytest.raises(TierError, match="of step 3"):
+        first.load_checkpoint(tmp_path / "x.ckpt")
+    second.remove_checkpoint(tmp_path / "x.ckpt")
+    first.save_checkpoint({"global_step": 4}, tmp_path / "x.ckpt")
+    first.teardown()
+    assert torch.load(tmp_path / "x.ckpt", weights_only=True)["global_step"] == 4
+
+
+@pytest.mark.parametrize("nbytes", [10, 2_000_000])
+def test_what_a_killed_process_left_half_written_goes_with_the_next_save(tmp_path: Path, nbytes: int) -> None:
+    left = tmp_path / OWN_DIR / f".lightning-spot-tmp-0007-aaaaaaaaaaaa-{'0' * 32}"
+    left.parent.mkdir()
+    left.write_text("half")
+    os.utime(left, (1.0, 1.0))
+    plugin = SpotCheckpointIO(memory=None, memory_limit="4MiB")
+    plugin.save_checkpoint({"global_step": 1, "w": torch.zeros(nbytes)}, tmp_path / "x.ckpt")
+    plugin.teardown()
+    assert [path.name for path in (tmp_path / OWN_DIR).iterdir()] == ["x.ckpt.manifest.json"]
+
+
+def test_of_very_many_files_none_fences_who_saves_next(tmp_path: Path) -> None:
+    """64 manifests were read; one of a host whose clock is ahead, beyond these, refused all that was saved."""
+    noted = Manifest(run="files", name="x", file="", step=1, attempt=1, nbytes=0)
+    (tmp_path / OWN_DIR).mkdir()
+    for number in range(100):
+        for path in replace(noted, name=f"{number}.ckpt").manifest_paths:  # also where they once lay
+            (tmp_path / path).write_text(noted.to_json())
+    for attempt, folder in enumerate((tmp_path, tmp_path / OWN_DIR), 2):
+        last = [name for name in os.listdir(folder) if name.endswith(".json")][-1]
+        (folder / last).write_text(replace(noted, attempt=attempt).to_json())
+        assert folder_info(str(tmp_path), now_unix_s=0.0).attempt == attempt + 1
+
+
+def test_a_file_past_memory_is_not_removed_with_the_one_before_it(tmp_path: Path, gate: Any) -> None:
+    """Its deletion was still waiting for another file, and took the new one."""
+    begun, go = gate
+    plugin = SpotCheckpointIO(memory=None, memory_limit="4MiB")
+    plugin.save_checkpoint({"global_step": 1}, tmp_path / "x.ckpt")
+    plugin.load_checkpoint(tmp_path / "x.ckpt")
+    plugin.save_checkpoint({"global_step": 1}, tmp_path / "held.ckpt")
+    assert begun.wait(60)
+    plugin.remove_checkpoint(tmp_path / "x.ckpt")
+    plugin.save_checkpoint({"global_step": 2, "w": torch.zeros(2_000_000)}, tmp_path / "x.ckpt")
+    go.set()
+    plugin.teardown()
+    assert torch.load(tmp_path / "x.ckpt", weights_only=True)["global_step"] == 2
+    assert files(tmp_path) == ["held.ckpt", "x.ckpt"]
+
+
+def test_a_file_past_memory_is_newer_than_the_one_still_in_it(tmp_path: Path, gate: Any) -> None:
+    """The older one was tried for ever, and the end said that it could not be written."""
+    begun, go = gate
+    plugin = SpotCheckpointIO(memory=None, memory_limit="4MiB", flush_timeout_s=20.0)
+    plugin.save_checkpoint({"global_step": 1}, tmp_path / "held.ckpt")
+    assert begun.wait(60)
+    plugin.save_checkpoint({"global_step": 2, "w": torch.zeros(2_000_000)}, tmp_path / "held.ckpt")
+    go.set()
+    plugin.teardown()
+    assert torch.load(tmp_path / "held.ckpt", weights_only=True)["global_step"] == 2
+
+
+def test_outside_of_training_a_saved_file_is_there(tmp_path: Path) -> None:
+    plugin = SpotCheckpointIO()
+    run = trainer(enable_checkpointing=False, plugins=[plugin], max_epochs=1)
+    own = tmp_path / "own"
+    run.strategy.connect(Net())
+    run.save_checkpoint(own / "before.ckpt")
+    assert files(own) == ["before.ckpt"]
+    run.fit(Net(), data())
+    run.save_checkpoint(own / "after.ckpt")
+    assert torch.load(own / "after.ckpt", weights_only=True)["global_step"] == run.global_step
+    assert sorted(path.name for path in own.iterdir()) == [OWN_DIR, "after.ckpt", "before.ckpt"]
+    assert not plugin._writers
+
+
+def test_nothing_of_ours_is_left_after_fit(tmp_path: Path) -> None:
+    """What Lightning's own tests look for: threads, environment, signal handlers; and the node, and what it held."""
+    loader, run_url = data(), tmp_path / "run-1"
+    before = (set(threading.enumerate()), dict(os.environ), {number: getsignal(number) for number in (2, 10, 12, 15)})
+    own = ModelCheckpoint(str(tmp_path / "own"), save_last=True)
+    run = trainer(own, SpotCheckpoint(str(run_url), interval=EverySteps(3)), plugins=[SpotCheckpointIO()], max_epochs=1)
+    run.fit(Net(), loader)
+    threads = {thread for thread in threading.enumerate() if thread.name != "fsspecIO"}
+    assert threads <= before[0]
+    assert (dict(os.environ), {number: getsignal(number) for number in (2, 10, 12, 15)}) == before[1:]
+    assert run.train_dataloader is loader
+    assert "__iter__" not in vars(loader)
+    until(lambda: not find_record(str(run_url)).running(), "the node of the run to end")
+    until(lambda: not list(read_environment().shm_dir.iterdir()), "all slots to be given back")
+
+
+def test_one_folder_is_one_place_however_it_is_written() -> None:
+    for spelled in ("s3a://b/mine/x.ckpt", "s3://b/mine//x.ckpt", "S3://b/mine/x.ckpt/"):
+        assert _split(spelled) == ("s3://b/mine", "x.ckpt")
+    assert _split("gcs://b/x.ckpt") == _split("gs://b/x.ckpt") == ("gs://b", "x.ckpt")
+    assert _joined(*_split("memory://x.ckpt")) == "memory://x.ckpt"
+    assert _split("file:///a//b/x.ckpt") == _split("/a/b/x.ckpt") == ("/a/b", "x.ckpt")
 
 
 def test_a_node_killed_between_two_saves(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from lightning_spot.goodput.ledger import AttemptRecord, account_after
 from lightning_spot.goodput.records import newest_record, write_record
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_name
 from lightning_spot.tiers import store as seam
-from lightning_spot.tiers.files import temporary_name
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import retain
+from lightning_spot.tiers.temporaries import temporary_name
 from tests import faulty
 from tests.faulty import Plan, faulty_calls
 from tests.models import Net, data, trainer

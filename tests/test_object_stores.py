@@ -15,7 +15,7 @@ import s3fs
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import Fenced, SettingsError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.tiers import lanes
+from lightning_spot.tiers import lanes, objects
 from lightning_spot.tiers.multipart import _Block
 from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.store import Store, retain
@@ -246,3 +246,37 @@ def test_a_library_that_drops_the_condition_is_refused(s3: str, monkeypatch: pyt
     with pytest.raises(SettingsError, match=r"Install aiobotocore 2\.15"):
         store.claim(claim_of(1))
     s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_unfinished_uploads_of_killed_writers_of_files_are_aborted_and_no_others(
+    bucket: str, raw: s3fs.S3FileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stayed in the bucket for ever."""
+    store = ObjectStore(f"{bucket}/mine")
+    abort = store._fs.call_s3
+    cut = {"create_multipart_upload", "upload_part", "put_object"}
+
+    def killed(method: str, *arguments: Any, **more: Any) -> Any:
+        if method not in cut:
+            raise OSError("the process was killed")
+        return abort(method, *arguments, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._fs, "call_s3", killed)
+        patch.setattr(store._fs, "rm_file", lambda path: killed("delete_object"))
+        with pytest.raises(SpotError):
+            put(store, 1, 40 * KIB, name="mine.ckpt", file="")
+    name = bucket.removeprefix("s3://")
+    raw.call_s3("create_multipart_upload", Bucket=name, Key="mine/yours.ckpt")
+    assert sorted(uploads_of(raw, bucket)) == ["mine/mine.ckpt", "mine/yours.ckpt"]
+    store.sweep_files()
+    assert len(uploads_of(raw, bucket)) == 2, "its writer lives"
+    monkeypatch.setattr(objects, "writer_has_ended", lambda _name: True)
+    store.sweep_files()
+    assert uploads_of(raw, bucket) == ["mine/yours.ckpt"]
+    assert raw.find(f"{bucket}/mine") == []
+    put(store, 2, 40 * KIB, name="mine.ckpt", file="")
+    assert sorted(raw.find(f"{bucket}/mine")) == [
+        f"{name}/mine/.lightning_spot/mine.ckpt.manifest.json",
+        f"{name}/mine/mine.ckpt",
+    ]

@@ -283,6 +283,18 @@ def test_what_was_committed_before_the_fence_still_becomes_durable(bench: Bench)
     assert [manifest.attempt for manifest in bench.tier().survey().manifests] == [1]
 
 
+def test_a_file_of_the_attempt_before_is_brought_on_behalf_of_this_one(bench: Bench) -> None:
+    """It was refused and tried again for ever."""
+    bench.open()
+    bench.tier().open.clear()
+    bench.file("notes.txt", 5)
+    bench.open(attempt=2)
+    LocalStore(bench.tier().url).claim(claim_of(2))
+    bench.tier().open.set()
+    assert bench.flush() == []
+    assert (Path(bench.tier().url) / "notes.txt").read_bytes() == image_of(5, 1000)
+
+
 def test_a_fence_set_elsewhere_stops_the_flusher(bench: Bench) -> None:
     bench.open()
     LocalStore(bench.tier().url).claim(claim_of(7))

@@ -40,6 +40,7 @@ def file_of(step: int, attempt: int = 1) -> Manifest:
     return manifest_of(step, attempt, name="last.ckpt", file="")
 
 
+NOTED = ".lightning_spot/last.ckpt.manifest.json"
 NONE = (0, 0, False)
 
 
@@ -138,13 +139,13 @@ class Run:
         last = manifest_of(9, 9)
         self.store.put(last, memoryview(image_of(9)), attempt=9)
         retain(self.store, 1, last)
-        allowed = {f"{last.name}/model.ckpt", f"{last.name}/manifest.json", "last.ckpt", ".last.ckpt.manifest.json"}
+        allowed = {f"{last.name}/model.ckpt", f"{last.name}/manifest.json", "last.ckpt", NOTED}
         there = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
         left = {name for name in there - allowed if not name.startswith("attempts/attempt-")}
         assert left == set(), "something of ours is left behind"
 
     def _check_file(self, root: Path) -> None:
-        path, noted = root / "last.ckpt", root / ".last.ckpt.manifest.json"
+        path, noted = root / "last.ckpt", root / NOTED
         assert path.exists() or not self.file_step
         if path.exists():
             steps = [step for step in (1, 2) if image_of(step) == path.read_bytes()]

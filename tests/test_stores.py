@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from lightning_spot.errors import (
     TornSnapshot,
 )
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_name
+from lightning_spot.tiers import temporaries
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.store import Holdings, Store, retain
@@ -340,6 +343,71 @@ def test_claims_and_records_of_old_attempts_are_forgotten(store: Store, monkeypa
     _write(store, "attempts/attempt-900000.progress.json", b"{}")  # of no attempt of this run
     store.sweep(put(store, 6, attempt=6, by=6))
     assert store.claimed() == 6, "a stray record made all claims old, and they were removed"
+
+
+@pytest.fixture
+def dead_writer(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """Makes names of temporaries of a process that has ended."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+
+    def name() -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(temporaries, "_writer", lambda _pid: (temporaries._machine(), gone.pid, 0))
+            return temporaries.temporary_name(7, "aaaaaaaaaaaa")
+
+    return name
+
+
+@pytest.mark.parametrize("store", FILES, indirect=True)
+def test_what_killed_writers_of_files_left_is_swept_and_nothing_else(
+    store: Store, dead_writer: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder where other processes save, too, an attempt says nothing of who lives."""
+    put(store, 1, name="mine.ckpt", file="")
+    dead = [f"{folder}{dead_writer()}" for folder in ("", ".lightning_spot/")]
+    lives = [f"{folder}{temporaries.temporary_name(1, 'aaaaaaaaaaaa')}" for folder in ("", ".lightning_spot/")]
+    elsewhere = f".lightning-spot-tmp-0007-aaaaaaaaaaaa-{'f' * 32}"  # of another machine
+    others = ["mine.ckpt", "notes.txt", ".lightning_spot/mine.ckpt.manifest.json", ".lightning_spot/notes.txt"]
+    for below in [*dead, *lives, elsewhere, "notes.txt", ".lightning_spot/notes.txt"]:
+        _write(store, below, b"half")
+    store.sweep_files()
+    assert _there(store) == sorted([*lives, elsewhere, *others])
+    monkeypatch.setattr("lightning_spot.tiers.store.SETTLED_S", 0.0)
+    store.sweep_files()
+    assert _there(store) == sorted(others)
+    store.delete(replace(snapshot(1)[0], name="mine.ckpt", file=""))
+    assert _there(store) == [".lightning_spot/notes.txt", "notes.txt"]
+
+
+@pytest.mark.parametrize("store", FILES, indirect=True)
+def test_a_deletion_takes_no_file_that_was_written_after_it_was_asked_for(store: Store) -> None:
+    old = put(store, 1, name="x.ckpt", file="", run_id="aaaaaaaaaaaa")
+    new = put(store, 2, name="x.ckpt", file="", run_id="aaaaaaaaaaaa", attempt=2, by=2)
+    store.delete(old)
+    assert store.holds(new)
+    store.delete(new)
+    assert _there(store) == []
+
+
+@pytest.mark.parametrize("store", FILES, indirect=True)
+def test_a_manifest_where_it_once_lay_counts_and_moves(store: Store) -> None:
+    later = put(store, 2, name="x.ckpt", file="", run_id="aaaaaaaaaaaa", attempt=2, by=2)
+    files, root = fsspec.core.url_to_fs(store.url)
+    _write(store, ".x.ckpt.manifest.json", files.cat_file(f"{root}/{later.manifest_path}"))
+    files.rm_file(f"{root}/{later.manifest_path}")
+    assert store.holds(later)
+    with pytest.raises(Fenced):
+        put(store, 1, name="x.ckpt", file="", run_id="aaaaaaaaaaaa", attempt=1)
+    put(store, 3, name="x.ckpt", file="", run_id="aaaaaaaaaaaa", attempt=2, by=2)
+    assert _there(store) == [".lightning_spot/x.ckpt.manifest.json", "x.ckpt"]
+
+
+def _there(store: Store) -> list[str]:
+    """Every file of a store, below its root."""
+    files, root = fsspec.core.url_to_fs(store.url)
+    files.invalidate_cache()
+    return sorted(path.removeprefix(f"{root}/") for path in files.find(root))
 
 
 def test_local_store_says_what_the_system_said(tmp_path: Path) -> None:

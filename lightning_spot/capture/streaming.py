@@ -10,13 +10,31 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from lightning_spot.image.layout import Layout, Piece
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.tiers.store import Store
 
 _CRC = struct.Struct("<L")
 _CHUNK_BYTES = 4 * 1024 * 1024
+
+
+def store_streamed(layout: Layout, manifest: Manifest, store: Store) -> Manifest:
+    """Bring a laid-out checkpoint to a tier, part by part; its sealed manifest, once it is committed there.
+
+    Args:
+        layout: of the checkpoint; nothing changes it meanwhile.
+        manifest: what it is; size and checksums are filled in.
+        store: the tier.
+
+    Raises:
+        SpotError: if it is not there in the end.
+    """
+    manifest = replace(manifest, nbytes=layout.nbytes)
+    return store.put_parts(manifest, stream_parts(layout, manifest.part_bytes), attempt=manifest.attempt)
 
 
 def stream_parts(layout: Layout, part_bytes: int) -> Iterator[memoryview]:

@@ -22,7 +22,7 @@ from lightning_spot.capture.guess import Guess, same_places
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.outline import Outliner
 from lightning_spot.capture.pending import Pending
-from lightning_spot.capture.streaming import stream_parts
+from lightning_spot.capture.streaming import store_streamed
 from lightning_spot.capture.tensors import storage_address, tensors_in
 from lightning_spot.capture.views import SlotViews
 from lightning_spot.config import read_environment
@@ -219,9 +219,7 @@ class SnapshotWriter:
             SpotError: if it is not there in the end.
         """
         layout = self._outliner.lay_out(checkpoint)
-        manifest = replace(manifest, nbytes=layout.nbytes)
-        stored = store.put_parts(manifest, stream_parts(layout, manifest.part_bytes), attempt=manifest.attempt)
-        self.committed = self.past_memory = stored
+        self.committed = self.past_memory = stored = store_streamed(layout, manifest, store)
         self._look_at(outline_of(layout))
         return stored
 

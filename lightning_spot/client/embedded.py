@@ -230,6 +230,11 @@ class EmbeddedHost:
         """See :meth:`Host.tiers`."""
         return {url: TierHealth(**health) for url, health in self._call("GET", "/v1/status")["tiers"].items()}
 
+    def refused(self) -> list[Manifest]:
+        """See :meth:`Host.refused`."""
+        listing = self._call("GET", f"/v1/runs/{quoted(self.run)}/snapshots")
+        return [Manifest.from_dict(fields) for fields in listing["refused"]]
+
     def safe_step(self) -> int | None:
         """See :meth:`Host.safe_step`."""
         return max((manifest.step for manifest, _, safe in self.held() if safe), default=None)

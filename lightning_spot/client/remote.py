@@ -15,9 +15,10 @@ from lightning_spot.errors import CorruptSnapshot, NodeUnreachable, SnapshotNotF
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum, part_ranges
+from lightning_spot.image.sealing import seal_parts
 from lightning_spot.memory.runs import Opened, RunInfo, parse_run
 from lightning_spot.protocol.wire import Address, parse_spot_url
-from lightning_spot.tiers.store import Claim, Holdings, Progress, highest_attempt, newest_first, seal_parts
+from lightning_spot.tiers.store import Claim, Holdings, Progress, highest_attempt, newest_first
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,9 @@ class NodeStore:
 
     def sweep(self, current: Manifest) -> None:
         """Nothing to do: a node frees unfinished uploads by itself."""
+
+    def sweep_files(self) -> None:
+        """See :meth:`sweep`."""
 
     def claimed(self) -> int:
         """See :meth:`Store.claimed`."""

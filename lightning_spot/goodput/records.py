@@ -8,9 +8,9 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from lightning_spot.tiers.files import temporary_name
 from lightning_spot.tiers.filesystem import make_parent, open_filesystem, tier_errors
 from lightning_spot.tiers.store import ATTEMPTS_DIR
+from lightning_spot.tiers.temporaries import temporary_name
 from lightning_spot.tiers.writing import write_small
 
 logger = logging.getLogger(__name__)

@@ -14,6 +14,9 @@ from lightning_spot.image.parts import checksum_parts, verify_file, verify_parts
 
 MODEL_FILE = "model.ckpt"
 MANIFEST_FILE = "manifest.json"
+OWN_DIR = ".lightning_spot"
+"""Folder beside files that users named, which holds the manifests of these and what is on its way to become one."""
+
 _SNAPSHOT_NAME = re.compile(r"step-(\d{1,18})-attempt-(\d{1,9})(-complete)?")
 
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
@@ -38,6 +41,11 @@ def snapshot_order(name: str) -> tuple[int, int, bool] | None:
     """Sort key read from a snapshot's name, see :attr:`Manifest.order`; ``None`` for other names."""
     match = _SNAPSHOT_NAME.fullmatch(name)
     return (int(match[2]), int(match[1]), bool(match[3])) if match else None
+
+
+def manifest_paths(file: str) -> tuple[str, ...]:
+    """Where the manifest of a file that a user named may lie, see :attr:`Manifest.manifest_paths`."""
+    return (f"{OWN_DIR}/{file}.{MANIFEST_FILE}", f".{file}.{MANIFEST_FILE}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,8 +106,13 @@ class Manifest:
 
     @property
     def manifest_path(self) -> str:
-        """Path of the manifest below the run's directory (a hidden file beside a single file)."""
-        return f".{self.name}.{MANIFEST_FILE}" if self.is_file else f"{self.name}/{MANIFEST_FILE}"
+        """Path of the manifest below the run's directory."""
+        return f"{OWN_DIR}/{self.name}.{MANIFEST_FILE}" if self.is_file else f"{self.name}/{MANIFEST_FILE}"
+
+    @property
+    def manifest_paths(self) -> tuple[str, ...]:
+        """Where the manifest may lie: where it is written, and where earlier versions wrote it."""
+        return manifest_paths(self.name) if self.is_file else (self.manifest_path,)
 
     def sealed(self, image: memoryview) -> Manifest:
         """Return this manifest with the checksums of ``image``, which must be the whole file."""

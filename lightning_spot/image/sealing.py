@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import struct
 import threading
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from lightning_spot.errors import LayoutUnsupported
+from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported
 from lightning_spot.image.archive import Record, read_records
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.crc import combine, crc32
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.parts import checksum
+from lightning_spot.image.parts import checksum, part_ranges
 
 _CRC_BYTES = 4
 _MOST_THREADS = 4
@@ -114,3 +115,42 @@ class _Plan:
             if not self._waits[index]:
                 ready.append(index)
         return ready
+
+
+class NotedParts:
+    """Parts on their way through ``Store.put_parts``, their checksums noted for the manifest.
+
+    Args:
+        manifest: not sealed.
+        parts: of its file, in order; each is valid until the next one is asked for.
+    """
+
+    def __init__(self, manifest: Manifest, parts: Iterable[memoryview]) -> None:
+        self._manifest, self._parts = manifest, parts
+        self._checksums: list[str] = []
+        self._sizes: list[int] = []
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for part in self._parts:
+            self._checksums.append(checksum(part))
+            self._sizes.append(len(part))
+            yield part
+
+    def sealed(self) -> Manifest:
+        """The manifest, once all parts have passed; see :func:`seal_parts`."""
+        return seal_parts(self._manifest, self._checksums, self._sizes)
+
+
+def seal_parts(manifest: Manifest, checksums: Sequence[str], sizes: Sequence[int]) -> Manifest:
+    """The sealed manifest of a file that came in parts.
+
+    Raises:
+        CorruptSnapshot: if the parts are not those that the manifest announced.
+    """
+    wanted = [stop - start for start, stop in part_ranges(manifest.nbytes, manifest.part_bytes)]
+    if list(sizes) != wanted:
+        raise CorruptSnapshot(
+            f"{manifest.name} came as {sum(sizes)} bytes in {len(sizes)} parts, not as {manifest.nbytes} bytes in"
+            f" {len(wanted)}; it is not committed"
+        )
+    return replace(manifest, checksums=tuple(checksums))

@@ -16,10 +16,10 @@ from lightning_spot.errors import CorruptSnapshot, Fenced, SnapshotNotFound, Spo
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.ring import Ring
-from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.tier import NodeTier
 from lightning_spot.memory.work import Job, Kind, Work
-from lightning_spot.tiers.store import Store, retain
+from lightning_spot.tiers.store import SETTLED_S, Store, retain
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,8 @@ class Flusher:
         self._run = run
         self._heard = heard
         self._threads: dict[str, threading.Thread] = {}
+        self._refused: dict[str, dict[str, Manifest]] = {}
+        self._swept_s: dict[tuple[str, str], float] = {}
         self._closed = False
         ring.watch(self._serve)
         with ring.changed:
@@ -95,11 +97,13 @@ class Flusher:
         """Delete a snapshot at ``url``, after what is under way there (it cannot reappear) or owed of its run."""
         with self._ring.changed:
             self.work.delete(url, manifest)
+            self._refused.get(key_of(manifest), {}).pop(manifest.name, None)
             self._ring.notify()
 
-    def forget(self, urls: Iterable[str]) -> None:
-        """Forget how tiers did that nothing goes to any more."""
+    def forget(self, run: str, urls: Iterable[str]) -> None:
+        """Forget a run, and how tiers did that nothing goes to any more."""
         with self._ring.changed:
+            self._refused.pop(run, None)
             for url in urls:
                 if url not in self._threads:
                     self.health.pop(url, None)
@@ -108,6 +112,14 @@ class Flusher:
         """Delete nothing of that name any more: it is committed anew, and will be written over."""
         with self._ring.changed:
             self.work.keep(run, name)
+            self._refused.get(run, {}).pop(name, None)
+
+    def refused(self, run: str) -> list[Manifest]:
+        """Files of a run that a tier has refused for good, and that were not saved anew since."""
+        with self._ring.changed:
+            held = [slot.manifest for slot in self._ring.committed(run) if slot.manifest is not None and slot.refused]
+            found = {item.name: item for item in [*held, *self._refused.get(run, {}).values()] if item.is_file}
+            return list(found.values())
 
     def deletions(self, run: str) -> tuple[tuple[str, Manifest], ...]:
         """What is still to be deleted of a run, and where."""
@@ -170,11 +182,12 @@ class Flusher:
     def _work(self, url: str) -> None:
         store: Store | None = None
         while (job := self._next(url)) is not None:
+            attempt = self._attempt(job)
             try:
                 store = store or self._open_store(url)
-                self._do(store, url, job)
+                self._do(store, url, job, attempt)
             except Fenced as error:
-                self._fenced(url, job, error)
+                self._fenced(url, job, attempt, error)
             except Exception as error:  # whatever it is, it must not end the thread, or nothing would be safe again
                 if not isinstance(error, SpotError):
                     logger.exception("flushing to %s failed unexpectedly", url)
@@ -204,13 +217,18 @@ class Flusher:
             self._threads.pop(url, None)
             return None
 
-    def _do(self, store: Store, url: str, job: Job) -> None:
+    def _attempt(self, job: Job) -> int:
+        """The attempt on whose behalf something is done: this node's own, if it has a trainer."""
+        info = self._run(job.run)
+        return max(info.attempt if info is not None else 0, job.manifest.attempt)
+
+    def _do(self, store: Store, url: str, job: Job, attempt: int) -> None:
         started = time.monotonic()
         if job.kind is Kind.DELETE:
             store.delete(job.manifest)
         elif job.kind is Kind.RETAIN:
             retain(store, self._kept(job), job.manifest)
-        elif not self._put(store, url, job):
+        elif not self._put(store, url, job, attempt):
             with self._ring.changed:
                 self.work.dropped(url, job)
             return
@@ -220,12 +238,11 @@ class Flusher:
             self._ring.notify()
         self._heard(url, None)
 
-    def _put(self, store: Store, url: str, job: Job) -> bool:
+    def _put(self, store: Store, url: str, job: Job, attempt: int) -> bool:
         """Put a snapshot; whether there was one to put."""
         slot, manifest = job.slot, job.manifest
         assert slot is not None
         info = self._run(job.run)
-        attempt = max(info.attempt if info is not None else 0, manifest.attempt)
         if isinstance(store, NodeTier) and info is not None and slot.places is None:
             store.know(replace(info, nodes=(), session=""))
         if job.coming is not None:
@@ -242,7 +259,7 @@ class Flusher:
                 if not self._intact(image, job, known=url.startswith("spot://")):
                     return False
                 try:
-                    store.put(manifest, image, attempt=manifest.attempt if manifest.is_file else attempt)
+                    store.put(manifest, image, attempt=attempt)
                 except CorruptSnapshot:
                     if not self._intact(image, job, known=False):
                         return False
@@ -251,9 +268,22 @@ class Flusher:
             if url not in self._ring.tiers(job.run).carried and not url.startswith("spot://") and not manifest.is_file:
                 self.work.retain(url, job.run, manifest)
             self._ring.mark_safe(slot, manifest, url)
-        if info is not None and not manifest.is_file:
+        if manifest.is_file:
+            self._sweep_files(store, job.run)
+        elif info is not None:
             self._ring.trim(job.run, info.keep)
         return True
+
+    def _sweep_files(self, store: Store, run: str) -> None:
+        """Remove what killed writers left beside a user's files: with the first put there, and now and then."""
+        now_s = time.monotonic()
+        if now_s - self._swept_s.get((store.url, run), -SETTLED_S) < SETTLED_S:
+            return
+        self._swept_s[store.url, run] = now_s
+        try:
+            store.sweep_files()
+        except SpotError as error:
+            logger.warning("what killed writers left at %s stays for now: %s", store.url, error)
 
     def _intact(self, image: memoryview, job: Job, *, known: bool) -> bool:
         """Whether a slot still holds what was committed; if not it is dropped, never carried further.
@@ -310,11 +340,9 @@ class Flusher:
             self._ring.notify()
         self._heard(url, error)
 
-    def _fenced(self, url: str, job: Job, error: Fenced) -> None:
-        info = self._run(job.run)
-        if job.slot is not None and info is not None and info.attempt >= error.current > job.manifest.attempt:
-            # The later attempt is this node's own, or has just become it: it is written on its behalf.
-            self._failed(url, job, error)
+    def _fenced(self, url: str, job: Job, attempt: int, error: Fenced) -> None:
+        if self._attempt(job) >= error.current > attempt:
+            self._failed(url, job, error)  # the later attempt has just become this node's own, which writes it then
             return
         logger.warning("%s", error)
         if job.coming is not None:
@@ -324,6 +352,8 @@ class Flusher:
             self.health[url].refused = str(error)
             if job.slot is not None and job.kind is Kind.PUT:
                 self._ring.mark_refused(job.slot, job.manifest, url)
+                if job.manifest.is_file:
+                    self._refused.setdefault(job.run, {})[job.manifest.name] = job.manifest
             self._ring.notify()
         self._heard(url, error)
 

@@ -85,6 +85,9 @@ class Host(Protocol):
     def tiers(self) -> dict[str, TierHealth]:
         """How each tier below is doing, by its URL."""
 
+    def refused(self) -> list[Manifest]:
+        """Files of the run that a tier has refused for good, since a newer one is at their place."""
+
     def safe_step(self) -> int | None:
         """Newest step that is safe at a tier below, as far as memory knows."""
 
@@ -145,6 +148,10 @@ class InProcessHost:
     def tiers(self) -> dict[str, TierHealth]:
         """See :meth:`Host.tiers`."""
         return self._node.tiers()
+
+    def refused(self) -> list[Manifest]:
+        """See :meth:`Host.refused`."""
+        return self._node.flusher.refused(self._node.key(self.run))
 
     def safe_step(self) -> int | None:
         """See :meth:`Host.safe_step`."""

@@ -253,6 +253,8 @@ class Node:
         key = self.registry.key(run)
         try:
             manifest, urls = self.ring.drop(key, name)
+            if manifest.is_file:  # also one of its name that went past this node's memory since
+                manifest = replace(manifest, attempt=self.registry.highest(key))
         except SnapshotNotFound:
             if not unseen:
                 raise
@@ -317,7 +319,7 @@ class Node:
         tiers = self.ring.tiers(key)
         self.routes.forget(key)
         self.ring.set_tiers(key, None)
-        self.flusher.forget((*tiers.own, *tiers.carried))
+        self.flusher.forget(key, (*tiers.own, *tiers.carried))
         if self.ring.area is not None:
             self.ring.area.forget_run(key)
 

@@ -19,7 +19,7 @@ def resolve(ring: Ring, run: str, path: str) -> tuple[Slot, Manifest]:
     """
     committed = held(ring, run)
     for slot, manifest in committed:
-        if path in (manifest.data_path, manifest.manifest_path, manifest.name):
+        if path in (manifest.data_path, *manifest.manifest_paths, manifest.name):
             return slot, manifest
     names = ", ".join(manifest.name for _, manifest in committed) or "nothing"
     raise SnapshotNotFound(f"no {path!r} in run {run!r} at this node; it holds {names} (and {MANIFEST_FILE} of each)")

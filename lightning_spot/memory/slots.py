@@ -144,7 +144,8 @@ def reusable(slots: list[Slot]) -> list[Slot]:
     """Committed slots that may be reused, in the order in which they should be: the newest of a run last.
 
     A slot may be reused when nobody reads it and it is owed to no tier. The newest snapshot of a lineage, and a file,
-    must be safe somewhere below besides, or its sender have said that it is durable.
+    must be safe somewhere below besides, or its sender have said that it is durable, or the file have been refused
+    there, since a newer one is at its place.
     """
     newest = newest_of_lineages(slots)
     idle = [
@@ -153,7 +154,7 @@ def reusable(slots: list[Slot]) -> list[Slot]:
         if slot.state is SlotState.COMMITTED
         and not slot.readers
         and not slot.dirty
-        and (slot.safe or slot.settled or (slot not in newest and slot.snapshot is not None))
+        and (slot.safe or slot.settled or (slot.refused if slot.snapshot is None else slot not in newest))
     ]
     return sorted(idle, key=lambda slot: (slot in newest, slot.sequence))
 

@@ -14,6 +14,7 @@ from lightning_spot.notices.signals import SignalSource
 logger = logging.getLogger(__name__)
 
 LONGEST_PAUSE_S = 60.0
+_LAST_ANSWER_S = 1.0
 
 
 class Watcher:
@@ -34,6 +35,7 @@ class Watcher:
         self._latched: Notice | None = None
         self._accepted = False
         self._stopped = threading.Event()
+        self._threads: list[threading.Thread] = []
 
     @property
     def notice(self) -> Notice | None:
@@ -67,12 +69,17 @@ class Watcher:
     def start(self) -> None:
         """Begin to ask, on one thread for each source. Returns at once."""
         for number, source in enumerate(self._polled):
-            name = f"spot-notice-{source.name}-{number}"
-            threading.Thread(target=self._ask, args=(source, f"{source.name}-{number}"), name=name, daemon=True).start()
+            key = f"{source.name}-{number}"
+            thread = threading.Thread(target=self._ask, args=(source, key), name=f"spot-notice-{key}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def stop(self) -> None:
-        """Ask no more. Does not wait for answers under way."""
+        """Ask no more. Waits a little for answers under way."""
         self._stopped.set()
+        deadline_s = time.monotonic() + _LAST_ANSWER_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def install_signals(self) -> None:
         """Catch signals; from the main thread."""

@@ -5,30 +5,32 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import re
 import secrets
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lightning_spot.errors import CorruptManifest, TierError
-from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
+from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.tiers.filesystem import open_filesystem, tier_errors
+from lightning_spot.tiers.filesystem import open_filesystem, tier_errors, time_of
 
 logger = logging.getLogger(__name__)
 
 _EPOCH_UNIX_S = 1_577_836_800  # 2020-01-01: attempts are numbers below 10**9
-_HIDDEN = re.compile(rf"\..+\.{re.escape(MANIFEST_FILE)}")
-_MOST_READ = 64
-_READERS = 16
+_MOST_READ = 2000
+_READERS = 32
+
+_told: dict[str, int] = {}  # attempts of this process, by folder
+_told_lock = threading.Lock()
 
 
 def folder_info(folder: str, now_unix_s: float | None = None) -> RunInfo:
-    """What a node is told of a folder: to it, the folder is a run, and each process that saves there an attempt.
+    """What a node is told of a folder: to it, the folder is a run, and whoever begins to save there an attempt.
 
-    The attempt is the time in seconds, or one more than that of any file that is there. So what a dead process left
-    with its node never replaces what a later one has saved.
+    The attempt is the time in seconds, or one more than that of any file that is there, or that was told here before.
+    So what is left with the node of somebody before never replaces what is saved from now on.
 
     Args:
         folder: absolute path or URL.
@@ -36,11 +38,14 @@ def folder_info(folder: str, now_unix_s: float | None = None) -> RunInfo:
     """
     key = hashlib.sha256(folder.encode()).hexdigest()[:12]
     now = int(time.time() if now_unix_s is None else now_unix_s)
+    highest = _highest_attempt(folder)
+    with _told_lock:
+        _told[key] = attempt = 1 + max(now - _EPOCH_UNIX_S - 1, highest, _told.get(key, 0))
     return RunInfo(
         name=f"files-{key}",
         id=key,
         location=folder if "://" in folder else f"file://{folder}",
-        attempt=max(now - _EPOCH_UNIX_S, 1 + _highest_attempt(folder)),
+        attempt=attempt,
         token=secrets.token_hex(8),
         keep=1,
         durable_url=folder,
@@ -50,28 +55,41 @@ def folder_info(folder: str, now_unix_s: float | None = None) -> RunInfo:
 
 
 def _highest_attempt(folder: str) -> int:
-    """Highest attempt of the files that have manifests in a folder; 0 if none, or if it cannot be read."""
+    """Highest attempt of the files that have manifests in a folder; 0 if none, or if it cannot be read.
+
+    Of very many the newest are read: a later attempt than theirs would have written something newer.
+    """
     try:
         with tier_errors(folder):
             files, root = open_filesystem(folder)
-            names = [str(path).rpartition("/")[2] for path in _listed(files, root)]
-            hidden = [name for name in names if _HIDDEN.fullmatch(name)][:_MOST_READ]
+            facts = [fact for below in (root, f"{root}/{OWN_DIR}") for fact in _listed(files, below)]
+            newest = sorted((fact for fact in facts if _is_manifest(str(fact["name"]))), key=time_of, reverse=True)
             with ThreadPoolExecutor(_READERS) as pool:
-                return max(pool.map(lambda name: _attempt_in(files, f"{root}/{name}"), hidden), default=0)
+                return max(pool.map(lambda fact: _attempt_in(files, fact["name"]), newest[:_MOST_READ]), default=0)
     except TierError as error:
         logger.warning("lightning_spot: %s; the clock alone orders what is saved there", error)
         return 0
 
 
-def _listed(files: Any, root: str) -> list[Any]:
+def _listed(files: Any, folder: str) -> list[dict[str, Any]]:
     try:
-        return list(files.ls(root, detail=False))
-    except FileNotFoundError:
+        return list(files.ls(folder, detail=True))
+    except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def _is_manifest(path: str) -> bool:
+    """Whether a manifest of a file lies there, by its name."""
+    folder, _, name = path.rpartition("/")
+    hidden = name.startswith(".") or folder.rpartition("/")[2] == OWN_DIR
+    return hidden and name.endswith(f".{MANIFEST_FILE}")
 
 
 def _attempt_in(files: Any, path: str) -> int:
     try:
         return Manifest.from_json(files.cat_file(path)).attempt
     except (FileNotFoundError, CorruptManifest):
+        return 0
+    except Exception as error:  # every file system has errors of its own: one manifest hides no other
+        logger.warning("lightning_spot: %s cannot be read (%s)", path, error)
         return 0

@@ -8,17 +8,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any
 
 import fsspec
 
 from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError, TierError
-from lightning_spot.image.manifest import MANIFEST_FILE, MODEL_FILE, Manifest, snapshot_order
+from lightning_spot.image.manifest import MANIFEST_FILE, MODEL_FILE, OWN_DIR, Manifest, manifest_paths, snapshot_order
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.wire import parse_spot_url
+from lightning_spot.tiers.filesystem import time_of
 
 _LARGEST_CHECKED_PART = 64 * 1024 * 1024
 _LONGEST_MANIFEST = 64 * 1024 * 1024
@@ -67,7 +66,7 @@ class Below(ABC):
         """
         for wanted in _manifests_for(path):
             manifest = self._manifest_at(wanted)
-            if manifest is not None and path in (manifest.data_path, manifest.manifest_path, manifest.name):
+            if manifest is not None and path in (manifest.data_path, *manifest.manifest_paths, manifest.name):
                 return manifest
         raise SnapshotNotFound(f"no {path!r} at {self.url}")
 
@@ -124,9 +123,9 @@ class DurableDirectory(Below):
             if folder:
                 counts = file == MODEL_FILE and snapshot_order(folder) and f"{folder}/{MANIFEST_FILE}" in facts
             else:
-                counts = f".{file}.{MANIFEST_FILE}" in facts
+                counts = any(noted in facts for noted in manifest_paths(file))
             if counts:
-                listed.append(Entry(path, int(fact.get("size") or 0), _time_of(fact)))
+                listed.append(Entry(path, int(fact.get("size") or 0), time_of(fact)))
         return listed
 
     def _manifest_at(self, path: str) -> Manifest | None:
@@ -191,19 +190,8 @@ def open_below(url: str) -> Below:
 def _manifests_for(path: str) -> list[str]:
     """Where the manifest of a path may lie."""
     folder, _, file = path.rpartition("/")
+    if folder == OWN_DIR or (not folder and file.startswith(".") and file.endswith(f".{MANIFEST_FILE}")):
+        return [path]
     if folder:
         return [f"{folder}/{MANIFEST_FILE}"]
-    if file.startswith(".") and file.endswith(f".{MANIFEST_FILE}"):
-        return [file]
-    return [f".{file}.{MANIFEST_FILE}", f"{file}/{MANIFEST_FILE}"]
-
-
-def _time_of(fact: dict[str, Any]) -> float:
-    """When a file was changed, as file systems say it in different ways."""
-    for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
-        value = fact.get(name)
-        if isinstance(value, datetime):
-            return value.timestamp()
-        if isinstance(value, int | float):
-            return float(value)
-    return 0.0
+    return [*manifest_paths(file), f"{file}/{MANIFEST_FILE}"]

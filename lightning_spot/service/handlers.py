@@ -10,7 +10,7 @@ GET        /v1/runs                            the runs this node knows
 POST       /v1/runs/RUN/open                   let an attempt write
 POST       /v1/runs/RUN/close                  the trainer leaves
 POST       /v1/runs/RUN/settle                 a snapshot was made durable by its sender
-GET        /v1/runs/RUN/snapshots              the attempt that writes, and what is in memory, newest first
+GET        /v1/runs/RUN/snapshots              the attempt that writes, what is in memory, what a tier has refused
 GET        /v1/runs/RUN/files                  every file of the run, in memory and at the tier below
 POST       /v1/runs/RUN/uploads                take a slot
 POST       /v1/uploads/ID/stream               fill it, over a connection of its own: see :mod:`.wire`
@@ -252,13 +252,15 @@ class Service:
         return web.json_response({})
 
     async def _snapshots(self, request: web.Request) -> web.Response:
+        key = self.node.key(request.match_info["run"])
         listed = [
             {"manifest": json.loads(slot.manifest.to_json()), "dirty": slot.dirty, "safe": slot.safe}
-            for slot in self.node.ring.committed(self.node.key(request.match_info["run"]))
+            for slot in self.node.ring.committed(key)
             if slot.manifest is not None
         ]
+        refused = [json.loads(manifest.to_json()) for manifest in self.node.flusher.refused(key)]
         claimed = await asyncio.to_thread(self.node.claimed, request.match_info["run"])
-        return web.json_response({"attempt": claimed, "snapshots": listed})
+        return web.json_response({"attempt": claimed, "snapshots": listed, "refused": refused})
 
     # -- uploads --------------------------------------------------------------------------------------------------
 

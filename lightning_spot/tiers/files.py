@@ -5,36 +5,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import stat
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from lightning_spot.errors import CorruptManifest, SnapshotNotFound, SpotError, TierError
 from lightning_spot.tiers.store import LONGEST_MANIFEST_BYTES
+from lightning_spot.tiers.temporaries import temporary_name
 
-_PREFIX = ".lightning-spot-tmp-"
-_TEMPORARY = re.compile(r"\.lightning-spot-tmp-(\d{1,9})-([0-9a-f]*)-[0-9a-f]{32}")
 _PASSES = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO})
 _PAUSES_S = (0.05, 0.2)  # a failover of a file server takes longer; who calls tries again then
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 
 Result = TypeVar("Result")
-
-
-def temporary_name(attempt: int, run_id: str) -> str:
-    """Name of a file that is being written on behalf of an attempt of a run."""
-    return f"{_PREFIX}{attempt:04d}-{run_id}-{uuid.uuid4().hex}"
-
-
-def temporary_owner(name: str) -> tuple[str, int] | None:
-    """Run id and attempt of a temporary of ours; ``("", 0)`` if another version wrote it, ``None`` if it is none."""
-    if match := _TEMPORARY.fullmatch(name):
-        return match[2], int(match[1])
-    return ("", 0) if name.startswith(_PREFIX) else None
 
 
 def patiently(action: Callable[[], Result]) -> Result:
@@ -172,9 +157,14 @@ def _create_in_place(path: Path, data: memoryview) -> bool:
     return True
 
 
-def make_directory(path: Path) -> None:
-    """Make a directory and those above it; the name of each new one is synced."""
-    missing = []
+def make_directory(path: Path, *, like_parent: bool = False) -> None:
+    """Make a directory and those above it; the name of each new one is synced.
+
+    Args:
+        path: of the directory.
+        like_parent: whether it gets the permissions of the one above it, so that whoever may write there may here.
+    """
+    wanted, missing = path, []
     while not path.is_dir():
         missing.append(path)
         if path.parent == path:
@@ -183,6 +173,9 @@ def make_directory(path: Path) -> None:
     for folder in reversed(missing):
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder)
+            if like_parent and folder == wanted:
+                with contextlib.suppress(OSError):  # a mount that knows no permissions
+                    os.chmod(folder, stat.S_IMODE(os.stat(folder.parent).st_mode))
         sync_directory(folder.parent)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 import fsspec
@@ -37,6 +38,17 @@ def _options(url: str) -> dict[str, Any]:
     for name in ("s3a", "s3"):
         own |= dict(fsspec.config.conf.get(name, {})).get("config_kwargs") or {}
     return {"config_kwargs": {"max_pool_connections": MOST, **own}}
+
+
+def time_of(fact: dict[str, Any]) -> float:
+    """When a file was changed, as file systems say it in different ways: seconds since 1970, 0 if they do not."""
+    for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
+        value = fact.get(name)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+    return 0.0
 
 
 def speaks(files: Any, protocols: frozenset[str] = _BUCKETS) -> bool:

@@ -12,11 +12,13 @@ from pathlib import Path
 
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot, SpotError, TierError
-from lightning_spot.image.manifest import MANIFEST_FILE, MODEL_FILE, Manifest, snapshot_order
+from lightning_spot.image.manifest import MANIFEST_FILE, MODEL_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.parts import part_ranges
+from lightning_spot.image.sealing import NotedParts
 from lightning_spot.tiers import files, store
 from lightning_spot.tiers.files import tier_errors
 from lightning_spot.tiers.store import ATTEMPTS_DIR, Claim, Holdings, Progress
+from lightning_spot.tiers.temporaries import temporary_name, temporary_owner, writer_has_ended
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +116,8 @@ class LocalStore:
             if self._holds_every_byte(manifest):
                 # A node that takes over from a killed one may not know that this was committed, and must not undo it.
                 # Its predecessor may have been killed before it synced the names.
-                files.sync_directory((self.root / manifest.data_path).parent)
+                for path in (manifest.data_path, manifest.manifest_path):
+                    files.sync_directory((self.root / path).parent)
                 files.sync_directory(self.root)
                 return
             slices = (image[start:stop] for start, stop in part_ranges(len(image)))
@@ -124,7 +127,7 @@ class LocalStore:
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
         """See :meth:`Store.put_parts`."""
         self._check_fences(manifest, attempt)
-        noted = store.NotedParts(manifest, parts)
+        noted = NotedParts(manifest, parts)
         with tier_errors(self.url), self._aside(manifest, noted, attempt) as temporary:
             sealed = noted.sealed()
             self._commit(sealed, temporary, attempt)
@@ -133,13 +136,13 @@ class LocalStore:
     def delete(self, manifest: Manifest) -> None:
         """See :meth:`Store.delete`."""
         with tier_errors(self.url):
+            if manifest.is_file:
+                self._delete_file(manifest)
+                return
             folder = (self.root / manifest.data_path).parent
-            if not manifest.is_file and not files.is_own_directory(folder):
+            if not files.is_own_directory(folder):
                 return  # not there, or a link to somebody's place
             files.remove(self.root / manifest.manifest_path)
-            if manifest.is_file:
-                files.remove(self.root / manifest.data_path)
-                return
             files.sync_directory(folder)  # never a manifest without its bytes, also after a loss of power
             self._remove_own(folder, manifest.file)
 
@@ -151,9 +154,10 @@ class LocalStore:
                 folder = self.root / name
                 order = snapshot_order(name)
                 try:
-                    if name == ATTEMPTS_DIR and files.is_own_directory(folder):
+                    if name in (ATTEMPTS_DIR, OWN_DIR) and files.is_own_directory(folder):
                         self._sweep_temporaries(folder, current)
-                        self._forget_attempts(folder)
+                        if name == ATTEMPTS_DIR:
+                            self._forget_attempts(folder)
                     elif order is not None and files.is_own_directory(folder):
                         self._sweep_snapshot(folder, order, current)
                 except OSError as error:  # one place that fails keeps nothing else from being swept
@@ -161,6 +165,16 @@ class LocalStore:
             self._sweep_temporaries(self.root, current)
             if problem is not None:
                 raise problem
+
+    def sweep_files(self) -> None:
+        """See :meth:`Store.sweep_files`."""
+        with tier_errors(self.url):
+            paths = [self.root / name for name in files.list_directory(self.root)]
+            if files.is_own_directory(self.root / OWN_DIR):
+                paths += [self.root / OWN_DIR / name for name in files.list_directory(self.root / OWN_DIR)]
+            for path in paths:
+                if temporary_owner(path.name) is not None and (writer_has_ended(path.name) or _is_settled(path)):
+                    files.remove(path)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -177,17 +191,17 @@ class LocalStore:
 
     def _noted(self, manifest: Manifest) -> Manifest | None:
         """What the manifest at the place of ``manifest`` says now; ``None`` if there is none that can be used."""
-        try:
-            path = self.root / manifest.manifest_path
-            return store.whole(lambda: Manifest.from_json(files.read_small(path)))
-        except (FileNotFoundError, NotADirectoryError, CorruptManifest):
-            return None
+        for below in manifest.manifest_paths:
+            path = self.root / below
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, CorruptManifest):
+                return store.whole(lambda path=path: Manifest.from_json(files.read_small(path)))  # type: ignore[misc]
+        return None
 
     def _check_fences(self, manifest: Manifest, attempt: int) -> None:
         store.check_fence(manifest.run, attempt, self.claimed())
         if manifest.is_file:
             with tier_errors(self.url):
-                store.check_file_fence(manifest, attempt, self._noted(manifest))
+                store.check_file_fence(manifest, self._noted(manifest))
 
     def _holds_every_byte(self, manifest: Manifest) -> bool:
         """Whether this very snapshot is committed already, with every byte as it should be, and on the disk."""
@@ -208,10 +222,10 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _aside(self, manifest: Manifest, parts: Iterable[memoryview], attempt: int) -> Iterator[Path]:
-        """The bytes in a temporary file beside their place, until they are committed."""
-        folder = (self.root / manifest.data_path).parent
-        files.make_directory(folder)
-        if not manifest.is_file and not files.is_own_directory(folder):
+        """The bytes in a temporary file beside their manifest's place, until they are committed."""
+        folder = (self.root / manifest.manifest_path).parent
+        files.make_directory(folder, like_parent=manifest.is_file)
+        if not files.is_own_directory(folder):
             raise TierError(f"{folder} is a link; nothing is written where it leads to", tier=self.url)
         temporary = files.write_aside(folder, parts, attempt=attempt, run_id=manifest.run_id)
         try:
@@ -223,33 +237,48 @@ class LocalStore:
         """Put the bytes in place, then the manifest; whatever fails, a manifest never stands beside other bytes."""
         data, commit = self.root / manifest.data_path, self.root / manifest.manifest_path
         text = memoryview(manifest.to_json().encode())
-        noted = files.write_aside(data.parent, [text], attempt=attempt, run_id=manifest.run_id)
-        before = data.parent / files.temporary_name(attempt, manifest.run_id)
+        noted = files.write_aside(commit.parent, [text], attempt=attempt, run_id=manifest.run_id)
+        before: dict[Path, Path] = {}  # manifests of what is there, out of the way: by their places
         try:
             if manifest.is_file:
                 self._check_fences(manifest, attempt)  # again: a large file takes its time
             # Another writer, to whom the run was handed over, may have just committed the very same bytes: its manifest
             # is not taken away, or being killed in the middle would undo what was said to be durable.
             if self._noted(manifest) != manifest:
-                with contextlib.suppress(FileNotFoundError):
-                    os.rename(commit, before)
+                for place in (self.root / path for path in manifest.manifest_paths):
+                    aside = commit.parent / temporary_name(attempt, manifest.run_id)
+                    with contextlib.suppress(FileNotFoundError):
+                        os.rename(place, aside)
+                        before[place] = aside
+                if commit.parent != data.parent:
+                    files.sync_directory(commit.parent)
             try:
                 os.replace(temporary, data)
             except OSError:
                 if files.is_there(temporary):  # nothing was replaced: what was there has its manifest again
-                    with contextlib.suppress(FileNotFoundError):
-                        os.rename(before, commit)
+                    for place, aside in before.items():
+                        os.rename(aside, place)
                 raise
             files.sync_directory(data.parent)
             os.replace(noted, commit)
         finally:
             files.remove(noted)
-            files.remove(before)
-        files.sync_directory(data.parent)
+            for aside in before.values():
+                files.remove(aside)
+        files.sync_directory(commit.parent)
         if not manifest.is_file:
             files.sync_directory(self.root)
         if os.stat(data).st_size != manifest.nbytes:
             raise TierError(f"{data} was changed while it was committed; it is written again", tier=self.url)
+
+    def _delete_file(self, manifest: Manifest) -> None:
+        if store.is_newer(self._noted(manifest), manifest):
+            logger.info("%s stays at %s: a later attempt has written it anew", manifest.name, self.url)
+            return
+        for path in (*manifest.manifest_paths, manifest.data_path):
+            files.remove(self.root / path)
+        with contextlib.suppress(OSError):  # the manifests of other files are in it, or it never was
+            os.rmdir(self.root / OWN_DIR)
 
     def _sweep_snapshot(self, folder: Path, order: tuple[int, int, bool], current: Manifest) -> None:
         self._sweep_temporaries(folder, current)
@@ -264,16 +293,11 @@ class LocalStore:
 
     def _sweep_temporaries(self, folder: Path, current: Manifest) -> None:
         for name in os.listdir(folder):
-            if (owner := files.temporary_owner(name)) is None:
+            if (owner := temporary_owner(name)) is None:
                 continue
             run_id, attempt = owner
-            path = folder / name
-            try:
-                age_s = time.time() - os.lstat(path).st_mtime
-            except FileNotFoundError:
-                continue  # its writer is done
-            if age_s >= store.SETTLED_S or (run_id == current.run_id and 0 < attempt < current.attempt):
-                files.remove(path)
+            if (run_id == current.run_id and 0 < attempt < current.attempt) or _is_settled(folder / name):
+                files.remove(folder / name)
 
     def _forget_attempts(self, folder: Path) -> None:
         for name in store.forgettable(os.listdir(folder)):
@@ -282,7 +306,7 @@ class LocalStore:
     def _remove_own(self, folder: Path, data_name: str) -> None:
         """Remove our own files in a snapshot's directory, and it, unless it holds something of somebody else's."""
         for name in os.listdir(folder):
-            if name == data_name or files.temporary_owner(name) is not None:
+            if name == data_name or temporary_owner(name) is not None:
                 files.remove(folder / name)
         with contextlib.suppress(OSError):  # not empty: it stays, without our files
             os.rmdir(folder)
@@ -293,6 +317,14 @@ def _claim_in(path: Path) -> Claim | None:
         return store.whole(lambda: Claim.from_json(files.read_small(path)))
     except (FileNotFoundError, CorruptManifest):
         return None
+
+
+def _is_settled(path: Path) -> bool:
+    """Whether a file was not written to for so long that it has no writer any more."""
+    try:
+        return time.time() - os.lstat(path).st_mtime >= store.SETTLED_S
+    except FileNotFoundError:
+        return False  # its writer is done
 
 
 def _reason(error: OSError | CorruptManifest) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import os
 import time
@@ -83,7 +84,14 @@ class _Block(io.RawIOBase):
 
 
 def upload(
-    files: Any, path: str, blocks: Iterable[memoryview], size: int, *, lanes: Lanes, ready: Callable[[], None]
+    files: Any,
+    path: str,
+    blocks: Iterable[memoryview],
+    size: int,
+    *,
+    lanes: Lanes,
+    ready: Callable[[], None],
+    note: str | None = None,
 ) -> None:
     """Upload an object in blocks, in parallel. Each is retried by the library; S3 checks the CRC32 of each.
 
@@ -94,6 +102,7 @@ def upload(
         size: of a block.
         lanes: how many at once.
         ready: called when all blocks are there, before the object becomes visible.
+        note: path of a small object that names the upload while it is under way; ``None`` for none.
 
     Raises:
         Exception: whatever failed; the upload is aborted, what was there before is there still.
@@ -119,6 +128,8 @@ def upload(
             yield len(block), lambda number=number, block=block: send(number, block)  # type: ignore[misc]
 
     try:
+        if note is not None:
+            files.pipe_file(note, json.dumps({"key": key, "upload": begun}).encode())
         lanes.run(jobs(), size)
         ready()
         parts = [{"PartNumber": number, "ETag": tags[number]} for number in sorted(tags)]
@@ -129,8 +140,33 @@ def upload(
         # No block is under way any more. What cannot be aborted now, the next attempt's sweep aborts.
         with contextlib.suppress(Exception):
             files.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=begun)
+            _remove_note(files, note)
         raise
+    _remove_note(files, note)
     files.invalidate_cache(path)
+
+
+def _remove_note(files: Any, note: str | None) -> None:
+    if note is not None:
+        with contextlib.suppress(FileNotFoundError):
+            files.rm_file(note)
+
+
+def abort_noted(files: Any, note: str) -> None:
+    """Abort the upload that a note names, see :func:`upload`; a temporary that is no note, or names none, is none.
+
+    Raises:
+        Exception: if it could not be aborted.
+    """
+    try:
+        noted = json.loads(files.cat_file(note))
+        key, begun = str(noted["key"]), str(noted["upload"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return
+    try:
+        files.call_s3("abort_multipart_upload", Bucket=files.split_path(note)[0], Key=key, UploadId=begun)
+    except FileNotFoundError:
+        return  # it was completed, or has been aborted
 
 
 def create_object(files: Any, path: str, data: bytes) -> bool:

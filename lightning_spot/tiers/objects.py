@@ -11,20 +11,22 @@ from typing import TypeVar
 
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot, TierError
-from lightning_spot.image.manifest import MANIFEST_FILE, MODEL_FILE, Manifest, snapshot_order
+from lightning_spot.image.manifest import MANIFEST_FILE, MODEL_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.parts import part_ranges
+from lightning_spot.image.sealing import NotedParts
 from lightning_spot.tiers import store
-from lightning_spot.tiers.files import temporary_name, temporary_owner
 from lightning_spot.tiers.filesystem import check_bucket, make_parent, open_filesystem, speaks, tier_errors
 from lightning_spot.tiers.lanes import Job, Lanes
-from lightning_spot.tiers.multipart import S3, abort_dead_uploads, create_object
+from lightning_spot.tiers.multipart import S3, abort_dead_uploads, abort_noted, create_object
 from lightning_spot.tiers.store import ATTEMPTS_DIR, LONGEST_MANIFEST_BYTES, Claim, Holdings, Progress
+from lightning_spot.tiers.temporaries import temporary_name, temporary_owner, writer_has_ended
 from lightning_spot.tiers.writing import Parts, write_object, write_small
 
 logger = logging.getLogger(__name__)
 
 _READERS = 8  # small requests at once
 _PAUSES_S = (0.1, 0.5)
+_LONGEST_UPLOAD = 24  # times SETTLED_S: a day
 _CHANGES_WITH_CONTENT = ("size", "ETag", "etag", "LastModified", "last_modified", "mtime", "generation", "ino")
 
 Result = TypeVar("Result")
@@ -131,16 +133,18 @@ class ObjectStore:
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
         """See :meth:`Store.put_parts`."""
         self._check_fences(manifest, attempt)
-        noted = store.NotedParts(manifest, parts)
+        noted = NotedParts(manifest, parts)
         return self._commit(manifest, iter(noted), noted.sealed, attempt)
 
     def delete(self, manifest: Manifest) -> None:
         """See :meth:`Store.delete`."""
         with tier_errors(self.url):
-            self._remove(manifest.manifest_path)
-            self._remove(manifest.data_path)
-            if not manifest.is_file:
-                self._remove_directory(manifest.name)
+            if manifest.is_file and store.is_newer(self._noted(manifest), manifest):
+                logger.info("%s stays at %s: a later attempt has written it anew", manifest.name, self.url)
+                return
+            for path in (*manifest.manifest_paths, manifest.data_path):
+                self._remove(path)
+            self._remove_directory(OWN_DIR if manifest.is_file else manifest.name)
 
     def sweep(self, current: Manifest) -> None:
         """See :meth:`Store.sweep`. Unfinished multipart uploads are looked for once an attempt."""
@@ -153,11 +157,21 @@ class ObjectStore:
             attempts = self._list(ATTEMPTS_DIR)
             self._sweep_temporaries("", names, current)
             self._sweep_temporaries(f"{ATTEMPTS_DIR}/", attempts, current)
+            self._sweep_temporaries(f"{OWN_DIR}/", self._list(OWN_DIR) if OWN_DIR in names else [], current)
             for name in store.forgettable(attempts):
                 self._remove(f"{ATTEMPTS_DIR}/{name}")
             if speaks(self._fs, S3) and self._uploads_swept_for != current.attempt:
                 abort_dead_uploads(self._fs, self._root, current)
                 self._uploads_swept_for = current.attempt
+
+    def sweep_files(self) -> None:
+        """See :meth:`Store.sweep_files`."""
+        with tier_errors(self.url):
+            for below in [*self._list(""), *(f"{OWN_DIR}/{name}" for name in self._list(OWN_DIR))]:
+                name = below.rpartition("/")[2]
+                times = _LONGEST_UPLOAD if speaks(self._fs, S3) else 1  # S3's are notes of uploads, and not touched
+                if temporary_owner(name) is not None and (writer_has_ended(name) or self._is_settled(below, times)):
+                    self._remove_temporary(below)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -210,10 +224,10 @@ class ObjectStore:
         return manifest if manifest.name == name else f"its manifest is that of {manifest.name}"
 
     def _noted(self, manifest: Manifest) -> Manifest | None:
-        try:
-            return store.whole(lambda: Manifest.from_json(self._read_small(manifest.manifest_path)))
-        except (FileNotFoundError, CorruptManifest):
-            return None
+        for below in manifest.manifest_paths:
+            with contextlib.suppress(FileNotFoundError, CorruptManifest):
+                return store.whole(lambda below=below: Manifest.from_json(self._read_small(below)))  # type: ignore[misc]
+        return None
 
     def _size(self, below: str) -> int | None:
         try:
@@ -231,7 +245,7 @@ class ObjectStore:
         store.check_fence(manifest.run, attempt, self.claimed())
         if manifest.is_file:
             with tier_errors(self.url):
-                store.check_file_fence(manifest, attempt, self._noted(manifest))
+                store.check_file_fence(manifest, self._noted(manifest))
 
     def _create(self, below: str, data: bytes, claim: Claim) -> None:
         """Create an object unless there is one."""
@@ -248,7 +262,7 @@ class ObjectStore:
     def _commit(self, manifest: Manifest, parts: Parts, seal: Callable[[], Manifest], attempt: int) -> Manifest:
         """Write the bytes, then the manifest; whatever fails, a manifest never stands beside other bytes."""
         data, commit = self._path(manifest.data_path), self._path(manifest.manifest_path)
-        before: list[tuple[bytes, dict[str, object]]] = []
+        before: dict[str, tuple[bytes, dict[str, object]]] = {}  # manifests of what is there, by their places
 
         def ready() -> None:
             sealed = seal()  # what is not what was announced never becomes visible
@@ -256,22 +270,30 @@ class ObjectStore:
                 self._check_fences(manifest, attempt)  # again: a large file takes its time
             if self._noted(manifest) == sealed:
                 return  # the very same, once more: it stays durable meanwhile
-            with contextlib.suppress(FileNotFoundError):
-                before.append((bytes(self._fs.cat_file(commit)), self._mark(data)))
-                self._fs.rm_file(commit)
+            for place in map(self._path, manifest.manifest_paths):
+                with contextlib.suppress(FileNotFoundError):
+                    before[place] = (bytes(self._fs.cat_file(place)), self._mark(data))
+                    self._fs.rm_file(place)
 
         with tier_errors(self.url):
-            make_parent(self._fs, data)
-            temporary = f"{data.rpartition('/')[0]}/{temporary_name(attempt, manifest.run_id)}"
+            make_parent(self._fs, commit)
+            temporary = f"{commit.rpartition('/')[0]}/{temporary_name(attempt, manifest.run_id)}"
             try:
                 write_object(
-                    self._fs, data, parts, manifest.nbytes, lanes=self._lanes, temporary=temporary, ready=ready
+                    self._fs,
+                    data,
+                    parts,
+                    manifest.nbytes,
+                    lanes=self._lanes,
+                    temporary=temporary,
+                    ready=ready,
+                    noted=manifest.is_file,
                 )
             except BaseException:
-                if before:  # if nothing was replaced, what was there has its manifest again
+                for place, (text, mark) in before.items():  # if nothing was replaced, it has its manifest again
                     with contextlib.suppress(Exception):
-                        if before[0][1] == self._mark(data):
-                            write_small(self._fs, commit, before[0][0], temporary)
+                        if mark == self._mark(data):
+                            write_small(self._fs, place, text, temporary)
                 raise
             sealed = seal()
             if (size := self._size(manifest.data_path)) != sealed.nbytes:
@@ -304,12 +326,18 @@ class ObjectStore:
                 continue
             of_earlier = owner[0] == current.run_id and 0 < owner[1] < current.attempt
             if of_earlier or self._is_settled(f"{folder}{name}"):
-                self._remove(f"{folder}{name}")
+                self._remove_temporary(f"{folder}{name}")
 
-    def _is_settled(self, below: str) -> bool:
+    def _remove_temporary(self, below: str) -> None:
+        """Remove a temporary; if it is the note of an unfinished upload, that is aborted first."""
+        if speaks(self._fs, S3):
+            abort_noted(self._fs, self._path(below))
+        self._remove(below)
+
+    def _is_settled(self, below: str, times: int = 1) -> bool:
         """Whether an object was not written to for so long that it has no writer any more."""
         try:
-            return time.time() - float(self._fs.modified(self._path(below)).timestamp()) >= store.SETTLED_S
+            return time.time() - float(self._fs.modified(self._path(below)).timestamp()) >= times * store.SETTLED_S
         except (FileNotFoundError, NotImplementedError, AttributeError, KeyError):
             return False
 

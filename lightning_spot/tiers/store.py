@@ -14,14 +14,13 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from lightning_spot.config import KEEP
-from lightning_spot.errors import CorruptManifest, CorruptSnapshot, Fenced
+from lightning_spot.errors import CorruptManifest, Fenced
 from lightning_spot.image.manifest import Manifest, snapshot_order
-from lightning_spot.image.parts import checksum, part_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -159,8 +158,8 @@ class Store(Protocol):
         Args:
             manifest: sealed manifest of the snapshot.
             image: its file; not kept.
-            attempt: attempt on whose behalf it is written; refused if a later one has claimed the run, or has written
-                the file of that name.
+            attempt: attempt on whose behalf it is written; refused if a later one has claimed the run. A file is
+                refused, too, if one of its name is there that a later attempt than its own has written.
 
         Raises:
             Fenced: if a later attempt holds the run.
@@ -197,7 +196,10 @@ class Store(Protocol):
         """
 
     def delete(self, manifest: Manifest) -> None:
-        """Remove a snapshot: first its manifest, then its bytes, and no other file. Nothing happens if it is gone."""
+        """Remove a snapshot: first its manifest, then its bytes, and no other file. Nothing happens if it is gone.
+
+        Nor if a later attempt of the same run than that of ``manifest`` has written a file of its name meanwhile.
+        """
 
     def sweep(self, current: Manifest) -> None:
         """Remove what killed writers left behind, after ``current`` was committed here; nothing that is not our own.
@@ -205,6 +207,13 @@ class Store(Protocol):
         That is: temporaries, unfinished uploads, and uncommitted snapshots older than ``current`` that hold nothing
         but our own files. Of attempts before that of ``current``, which are fenced, at once; of its own, whose other
         writers may be alive, once they have not been touched for :data:`SETTLED_S`.
+        """
+
+    def sweep_files(self) -> None:
+        """Remove what killed writers of files left behind, in a folder in which other processes may save, too.
+
+        That is: temporaries, and unfinished uploads that are noted in one. At once if the writer was a process of this
+        machine that has ended, else once they have not been touched for :data:`SETTLED_S`.
         """
 
 
@@ -258,14 +267,20 @@ def check_claim(claim: Claim, existing: Claim | None) -> None:
         )
 
 
-def check_file_fence(manifest: Manifest, attempt: int, existing: Manifest | None) -> None:
+def is_newer(existing: Manifest | None, manifest: Manifest) -> bool:
+    """Whether a later attempt of the same run has written the file that is there."""
+    of_the_run = existing is not None and (existing.run_id, existing.run) == (manifest.run_id, manifest.run)
+    return existing is not None and of_the_run and existing.attempt > manifest.attempt
+
+
+def check_file_fence(manifest: Manifest, existing: Manifest | None) -> None:
     """Refuse to put an older file of a user's over one that a later attempt of the same run has written.
 
     Raises:
         Fenced: in that case.
     """
-    if existing is not None and existing.run_id == manifest.run_id and existing.run == manifest.run:
-        check_fence(manifest.run, attempt, existing.attempt)
+    if existing is not None and is_newer(existing, manifest):
+        check_fence(manifest.run, manifest.attempt, existing.attempt)
 
 
 def highest_attempt(claimed: int, names: Iterable[str], manifests: Iterable[Manifest]) -> int:
@@ -325,45 +340,6 @@ def forgettable(names: Iterable[str]) -> list[str]:
     oldest_kept = highest_claim(names) - KEPT_ATTEMPTS
     numbered = sorted((int(match[1]), name) for name in names if (match := _OF_ATTEMPT.fullmatch(name)))
     return [name for number, name in numbered[:_MOST_FORGOTTEN] if number <= oldest_kept]
-
-
-class NotedParts:
-    """Parts on their way through :meth:`Store.put_parts`, their checksums noted for the manifest.
-
-    Args:
-        manifest: not sealed.
-        parts: of its file, in order; each is valid until the next one is asked for.
-    """
-
-    def __init__(self, manifest: Manifest, parts: Iterable[memoryview]) -> None:
-        self._manifest, self._parts = manifest, parts
-        self._checksums: list[str] = []
-        self._sizes: list[int] = []
-
-    def __iter__(self) -> Iterator[memoryview]:
-        for part in self._parts:
-            self._checksums.append(checksum(part))
-            self._sizes.append(len(part))
-            yield part
-
-    def sealed(self) -> Manifest:
-        """The manifest, once all parts have passed; see :func:`seal_parts`."""
-        return seal_parts(self._manifest, self._checksums, self._sizes)
-
-
-def seal_parts(manifest: Manifest, checksums: Sequence[str], sizes: Sequence[int]) -> Manifest:
-    """The sealed manifest of a file that came in parts.
-
-    Raises:
-        CorruptSnapshot: if the parts are not those that the manifest announced.
-    """
-    wanted = [stop - start for start, stop in part_ranges(manifest.nbytes, manifest.part_bytes)]
-    if list(sizes) != wanted:
-        raise CorruptSnapshot(
-            f"{manifest.name} came as {sum(sizes)} bytes in {len(sizes)} parts, not as {manifest.nbytes} bytes in"
-            f" {len(wanted)}; it is not committed"
-        )
-    return replace(manifest, checksums=tuple(checksums))
 
 
 def retain(store: Store, keep: int, current: Manifest) -> None:

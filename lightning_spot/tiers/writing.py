@@ -28,6 +28,7 @@ def write_object(
     lanes: Lanes,
     temporary: str,
     ready: Callable[[], None],
+    noted: bool = False,
 ) -> None:
     """Write an object in place of what is there.
 
@@ -42,12 +43,13 @@ def write_object(
         lanes: how many at once.
         temporary: path of the temporary file.
         ready: called when all bytes are there, before the object becomes visible.
+        noted: whether ``temporary`` is to name an upload to S3 while it is under way, for whoever finds it unfinished.
 
     Raises:
         Exception: whatever failed; what was there before is there still.
     """
     if speaks(files, S3):
-        _write_to_s3(files, path, parts, nbytes, lanes, ready)
+        _write_to_s3(files, path, parts, nbytes, lanes, ready, temporary if noted else None)
     elif speaks(files):
         _write_in_turn(files, path, parts, ready)
     else:
@@ -90,11 +92,12 @@ def _write_to_s3(
     nbytes: int,
     lanes: Lanes,
     ready: Callable[[], None],
+    note: str | None,
 ) -> None:
     size = block_bytes(nbytes)
     if nbytes > size:
         blocks = slices_of(parts, size) if isinstance(parts, memoryview) else regrouped(parts, size)
-        upload(files, path, blocks, size, lanes=lanes, ready=ready)
+        upload(files, path, blocks, size, lanes=lanes, ready=ready, note=note)
         return
     data = bytearray()
     for part in _in_turn(parts):
