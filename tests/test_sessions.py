@@ -188,7 +188,10 @@ def test_every_call_to_a_stopped_node_ends_in_time(tmp_path: Path) -> None:
     lease = host.lease(NBYTES, 0.0)
     take(host, 1, NBYTES)
     manifest = host.manifests()[0]
-    os.kill(node_pid(host), STOP)
+    node = ProcessId.of(node_pid(host))
+    assert node is not None
+    os.kill(node.pid, STOP)
+    until(lambda: node.stopped, "the node to stop")  # its threads do, one after another
     calls: list[Callable[[], Any]] = [
         lambda: host.lease(NBYTES, 0.0),
         lambda: host.lease(NBYTES, 600.0),
