@@ -90,6 +90,10 @@ class SpotCheckpointIO(SpotIO):
         self.idle_timeout_s = idle_timeout_s
         self._writers: dict[str, FolderWriter] = {}
 
+    def of_a_fit(self) -> dict[str, Any]:
+        """See :class:`~lightning_spot.exact.namespaces.Copied`."""
+        return {"_writers": {}}
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Commit ``checkpoint`` in memory and have it carried to ``path``.
 

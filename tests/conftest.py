@@ -41,6 +41,18 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(autouse=True)
+def as_new_process() -> None:
+    """No test knows what an earlier one has trained."""
+    new_process()
+
+
+def new_process() -> None:
+    """Have what follows be as in a process that has trained nothing yet."""
+    if (earlier := sys.modules.get("lightning_spot.callbacks.earlier")) is not None:
+        earlier.forget()
+
+
+@pytest.fixture(autouse=True)
 def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A runtime directory and a tmpfs folder of the test's own; embedded nodes it left running are ended."""
     folder = Path(tempfile.mkdtemp(prefix="ls-"))  # short: socket paths are limited to 107 characters

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_spot.callbacks.fit import Fit, on_rank_zero, takes_part
+from lightning_spot.callbacks import earlier
+from lightning_spot.callbacks.fit import Fit, is_kept, on_rank_zero, takes_part
 from lightning_spot.callbacks.part import Part
 from lightning_spot.callbacks.remote_snapshot import snapshots_of
 from lightning_spot.errors import CorruptSnapshot, ModelChanged, SettingsError
@@ -81,6 +82,8 @@ class AutoResume(Part):
         trainer = L.Trainer(callbacks=[AutoResume("s3://bucket/run-1", memory="spot://10.0.0.5:7070")])
     """
 
+    resumes = True
+
     def __init__(
         self,
         dirpath: str,
@@ -93,7 +96,7 @@ class AutoResume(Part):
         if rewind not in REWINDS:
             raise SettingsError(f"rewind={rewind!r}: it is one of {', '.join(map(repr, REWINDS))}")
         self.rewind: Rewind = rewind
-        self.location = Location.of(dirpath, memory, run)
+        self.location = self._named = Location.of(dirpath, memory, run)
         self.resumed_from: ResumedFrom | None = None
         self._start_step = 0
 
@@ -106,11 +109,15 @@ class AutoResume(Part):
             return
         self.resumed_from = None
         fit = Fit.of(trainer)
-        fit.resumes = True
         FitState.of(trainer).rewind = self.rewind
         FitState.of(trainer).attach()
-        if not FitState.of(trainer).can(private.RESUME):
-            fit.resumes = False
+        self.location = fit.place_of(self._named)
+        if self.location != self._named:
+            rank_zero_info(
+                f"lightning_spot: this process has finished run {self._named.name!r}: this fit is a run of its own, in"
+                f" {self.location.url}"
+            )
+        if not fit.resumes:
             on_rank_zero(trainer, lambda: self._refuse(trainer))
             return
         connector = private.RESUMING_CONNECTOR.of(trainer)
@@ -149,8 +156,16 @@ class AutoResume(Part):
         Fit.of(trainer).clear()
         super().teardown(trainer, pl_module, stage)
 
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Remember it: another training in this process is not to take this one's place without a word."""
+        if is_kept(trainer, trainer.state.fn):
+            earlier.interrupted(self._named, exception)
+        super().on_exception(trainer, pl_module, exception)
+
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say so when the run had ended already: Lightning trains nothing then, without a word."""
+        if is_kept(trainer, "fit"):
+            earlier.finished(self._named)
         resumed = self.resumed_from
         if resumed is not None and self._start_step >= 0:
             rank_zero_info(
@@ -204,6 +219,11 @@ class AutoResume(Part):
         migrated, _ = private.MIGRATE.of(home)(checkpoint)
         private.LOADED_CHECKPOINT.set(private.RESUMING_CONNECTOR.of(trainer), migrated)
         self.resumed_from = facts
+        if (error := earlier.what_interrupted(self._named)) is not None:
+            rank_zero_warn(
+                f"lightning_spot: a fit of this process in {self._named.url} was ended by {error}, and this one goes on"
+                " from its last snapshot. If it is another training, give it a dirpath of its own"
+            )
 
 
 def _load(snapshot: OpenSnapshot, trusts: bool, with_bytes: bool) -> tuple[dict[str, Any], bytes | None]:

@@ -7,9 +7,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_spot.callbacks import earlier
+from lightning_spot.callbacks.part import Part
 from lightning_spot.errors import SettingsError, SpotError
+from lightning_spot.exact import private
+from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import PerTrainer
 from lightning_spot.exact.resumable import Trial
+from lightning_spot.exact.shipped import is_tuned
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey, look_again, survey
@@ -25,7 +30,6 @@ class Fit(PerTrainer):
     """Shared by our callbacks in one trainer, whether :class:`SpotCheckpoint` holds them or the user lists them.
 
     Attributes:
-        resumes: whether a callback is to resume the run in the ``fit`` that begins.
         snapshots: what the tiers held of the run when this ``fit`` began, newest first; on rank 0.
         restore_s: seconds that finding and reading the snapshot took that this ``fit`` goes on from; 0 without.
         trusts: whether this ``fit`` loads objects of any class (``weights_only=False``).
@@ -33,7 +37,7 @@ class Fit(PerTrainer):
 
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
-        self.resumes = self.trusts = False
+        self.trusts = False
         self.restore_s = 0.0
         self.snapshots: list[Manifest] = []
         self._found: Survey | None = None
@@ -43,6 +47,16 @@ class Fit(PerTrainer):
         """Our callbacks of one kind."""
         found = [part for item in self._trainer.callbacks for part in getattr(item, "parts", (item,))]  # type: ignore[attr-defined]
         return [part for part in found if isinstance(part, kind)]
+
+    @property
+    def resumes(self) -> bool:
+        """Whether one of them resumes the run, if this Lightning lets it."""
+        able = FitState.of(self._trainer).can(private.RESUME)
+        return able and any(part.resumes for part in self.parts(Part))
+
+    def place_of(self, named: Location) -> Location:
+        """Where the run of this ``fit`` is: a second one in this process has a run of its own, if runs are resumed."""
+        return earlier.place_of(named) if self.resumes else named
 
     def survey(self, location: Location) -> Survey:
         """Ask all tiers; what was found is kept for :meth:`found`. On rank 0."""
@@ -70,15 +84,9 @@ class Fit(PerTrainer):
         """Finds out whether the snapshots of this ``fit`` can be resumed from."""
         return Trial(self._trainer, lambda: self.trusts)
 
-    def begin(self) -> bool:
-        """Forget what an earlier ``fit`` left; whether a callback is to resume the run in this one."""
-        resumes = self.resumes
-        self.clear()
-        return resumes
-
     def clear(self) -> None:
         """Forget what an earlier ``fit`` left."""
-        self.resumes = self.trusts = False
+        self.trusts = False
         self.restore_s = 0.0
         self.snapshots, self._found = [], None
         self._then.clear()
@@ -126,13 +134,18 @@ def say_end(location: Location, step: int, *, durable: bool) -> None:
         )
 
 
+def is_kept(trainer: pl.Trainer, stage: str | None) -> bool:
+    """Whether a stage is a training whose state is to be kept."""
+    return stage == "fit" and not getattr(trainer, "fast_dev_run", False) and not is_tuned(trainer)
+
+
 def takes_part(trainer: pl.Trainer, stage: str) -> bool:
     """Whether a ``setup`` is that of a training whose state is to be kept.
 
     Raises:
         SettingsError: if it is, and its strategy is a sharded one.
     """
-    if stage != "fit" or getattr(trainer, "fast_dev_run", False):
+    if not is_kept(trainer, stage):
         return False
     _refuse_sharded(trainer)
     return True

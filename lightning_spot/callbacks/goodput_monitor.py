@@ -61,6 +61,10 @@ class GoodputMonitor(SpotCallback):
         self._begun_unix_s = self._logged_s = 0.0
         self._undo: Callable[[], None] = _nothing
 
+    def of_a_fit(self) -> dict[str, Any]:
+        """See :class:`~lightning_spot.exact.namespaces.Copied`."""
+        return {"_record": None, "_snapshots": None, "_wake": threading.Event(), "_thread": None, "_undo": _nothing}
+
     # -- Lightning's hooks ----------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -43,6 +43,14 @@ class Pacing:
         self._saved: dict[str, Any] | None = None
         self._reset()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy knows the policy, and measures anew."""
+        return {"policy": self.policy}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As before a ``fit``."""
+        self.__init__(state["policy"])  # type: ignore[misc]
+
     def _reset(self) -> None:
         self._rate = FailureRate()
         self._stall, self._stalled_s = RobustMean(), -1.0

@@ -12,7 +12,13 @@ if TYPE_CHECKING:
 
 
 class Part(SpotCallback):
-    """A callback that keeps the exact state; :class:`SpotCheckpoint` is made of several, and each works alone."""
+    """A callback that keeps the exact state; :class:`SpotCheckpoint` is made of several, and each works alone.
+
+    Attributes:
+        resumes: whether it resumes runs.
+    """
+
+    resumes = False
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -76,6 +76,10 @@ class PreemptionGuard(Part):
         self._undo: list[Callable[[], None]] = []
         self._grace_checked = False
 
+    def of_a_fit(self) -> dict[str, Any]:
+        """See :class:`~lightning_spot.exact.namespaces.Copied`."""
+        return {"_watcher": None, "_ranks": None, "_stop": None, "_place": Place(0), "_undo": []}
+
     # -- Lightning's hooks ----------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from lightning_spot.callbacks import earlier
 from lightning_spot.callbacks.fit import Fit, move_to_the_end, on_rank_zero, say_end, takes_part
 from lightning_spot.callbacks.pacing import Pacing
 from lightning_spot.callbacks.part import Part
@@ -98,7 +99,7 @@ class RemoteSnapshot(Part):
             raise SettingsError(f"on_full={on_full!r}: it is 'skip' or 'wait'")
         if not (durable_every_s >= 0 and max_stall_s > 0):
             raise SettingsError(f"{durable_every_s=} is 0 or more seconds, {max_stall_s=} more than 0")
-        self.location = Location.of(dirpath, memory, run)
+        self.location = self._named = Location.of(dirpath, memory, run)
         if read_environment().drill_dir is not None:
             interval = EverySeconds(1.0)  # a drill is short, and wants something to resume from
         self._pacing = Pacing(interval if interval is not None else ConvergenceAware())
@@ -123,6 +124,10 @@ class RemoteSnapshot(Part):
         self._warmed = False
         self._hooked: list[Callable[[], None]] = []
         self.urgent = UrgentSnapshot()
+
+    def of_a_fit(self) -> dict[str, Any]:
+        """See :class:`~lightning_spot.exact.namespaces.Copied`."""
+        return {"_current": None, "_host": None, "_found": None, "_hooked": [], "urgent": UrgentSnapshot()}
 
     @property
     def stall_s(self) -> float:
@@ -157,9 +162,11 @@ class RemoteSnapshot(Part):
         self._warmed, self._last_committed, self._begun_step, self.attempt = False, None, -1, 0
         self._lineage, self._found = None, None
         fit = Fit.of(trainer)
-        resumes = fit.begin()
+        fit.clear()
+        self.location = fit.place_of(self._named)
+        earlier.goes_on_at(self.location)
         doubtful = trainer.strategy.broadcast(on_rank_zero(trainer, lambda: self._look(fit)))
-        if doubtful and resumes:
+        if doubtful and fit.resumes:
             # No attempt begins, and claims the directory, before it is known that no resume depends on it.
             fit.after_decision(lambda: self._begin(trainer))
         else:
@@ -256,6 +263,8 @@ class RemoteSnapshot(Part):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Bring what is committed to safety. The state at hand may be in mid-step: it is no snapshot."""
         self._unhook(trainer)
+        if self._current is not None:
+            earlier.node_was_left(self.location, self.attempt, exception)
         self._finish(trainer, complete=False)
         super().on_exception(trainer, pl_module, exception)
 

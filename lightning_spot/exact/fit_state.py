@@ -18,6 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_spot.capture.tensors import storage_address
 from lightning_spot.exact import logged_values, loggers, private, progress, pruned, shipped
 from lightning_spot.exact.changed_values import ChangedValues
+from lightning_spot.exact.checkpoint import checkpoint_of, checkpoint_through_save, leave_out_callbacks
 from lightning_spot.exact.dump import KEY, VERSION, Dump, versions_of
 from lightning_spot.exact.gradient_order import GradientOrder
 from lightning_spot.exact.loaders import Loaders
@@ -52,6 +53,7 @@ class FitState(PerTrainer):
         self._precise: dict[str, torch.Tensor] = {}
         self._loaded = False
         self._begun = False
+        self._left_out = False
         self.rewind: Rewind = "auto"
 
     def attach(self) -> None:
@@ -84,7 +86,7 @@ class FitState(PerTrainer):
             self._undo.pop()()
         self._saved = self._random = self._values = self._val_total = None
         self._precise = {}
-        self._loaded = self._begun = False
+        self._loaded = self._begun = self._left_out = False
         self._steady.clear()
         self._changed.clear()
         self._order.end()
@@ -167,7 +169,8 @@ class FitState(PerTrainer):
         """
         trainer = self._trainer
         self._order.stepped(trainer)
-        checkpoint = self._try(private.SNAPSHOTS, lambda: _dump(trainer)) or _dump_through_save(trainer)
+        checkpoint = self._try(private.SNAPSHOTS, lambda: checkpoint_of(trainer)) or checkpoint_through_save(trainer)
+        self._say_left_out(leave_out_callbacks(checkpoint))
         self._try(private.PRUNING, lambda: pruned.as_it_acts(trainer, checkpoint))
         added = self._try("skipped batches", lambda: progress.even_out(checkpoint)) or {}
         mark = progress.mark_before_validation
@@ -183,6 +186,14 @@ class FitState(PerTrainer):
             )
             or [],
         )
+
+    def _say_left_out(self, names: list[str]) -> None:
+        if names and not self._left_out:
+            self._left_out = True
+            rank_zero_warn(
+                f"lightning_spot: hyperparameters that hold callbacks are not in snapshots: {', '.join(names)}. Resumes"
+                " do not need them; save_hyperparameters(ignore=[...]) leaves them out of all checkpoints"
+            )
 
     def capture(self, *, at_end: bool = False) -> State:
         """The state of this rank, as values of its own that load with ``weights_only=True``.
@@ -247,6 +258,8 @@ class FitState(PerTrainer):
         if shared is None:
             rank_zero_warn(f"lightning_spot: {shipped.why_without_exact_state(trainer)}")
             return
+        found = shared["ranks"][0]["shipped"].get("found")
+        self._undo += self._try(private.TUNERS, lambda: shipped.rest_tuners(trainer, found)) or []
         self._try(private.LOGGERS, lambda: loggers.continue_in(trainer, shared["loggers"]))
         if shared["version"] != VERSION or shared["world_size"] != trainer.world_size:
             rank_zero_warn(
@@ -263,9 +276,7 @@ class FitState(PerTrainer):
         if around is not None:
             self._try(private.LOADERS, lambda: self._followed.resume(around))
         self._precise = _more_precise(trainer.lightning_module, checkpoint)
-        found = self._saved["shipped"].get("found", {})
         self._try("SpikeDetection", lambda: shipped.before_loading(trainer, checkpoint))
-        self._undo += self._try(private.TUNERS, lambda: shipped.rest_tuners(trainer, found)) or []
 
     def _position_for(self, loader: PositionedLoader) -> State | None:
         """Position at which ``loader`` begins its epoch: the saved one for the first epoch after a resume."""
@@ -332,23 +343,6 @@ class FitState(PerTrainer):
         """Of a run whose loaders could not be positioned: what else was saved is put back after its first batch."""
         self.go_on()
         self._order.stepped(trainer)
-
-
-def _dump(trainer: pl.Trainer) -> dict[str, Any]:
-    checkpoint: dict[str, Any] = private.DUMP_CHECKPOINT.of(private.DUMPING_CONNECTOR.of(trainer))(False)
-    return checkpoint
-
-
-def _dump_through_save(trainer: pl.Trainer) -> dict[str, Any]:
-    """Lightning's checkpoint by public names only: what it would have saved."""
-    caught: dict[str, Any] = {}
-    strategy = trainer.strategy
-    strategy.save_checkpoint = lambda checkpoint, *_, **__: caught.update(checkpoint)  # type: ignore[method-assign]
-    try:
-        trainer.save_checkpoint("snapshot.ckpt", weights_only=False)
-    finally:
-        vars(strategy).pop("save_checkpoint", None)
-    return caught
 
 
 def say_what_is_not_exact(trainer: pl.Trainer, loaders: list[Any], *, resumed: bool) -> None:

@@ -81,7 +81,24 @@ if not TYPE_CHECKING:
     TorchCheckpointIO = classes("fabric.plugins", "TorchCheckpointIO")[0]
 
 
-class SpotCallback(Callback):
+class Copied:
+    """What can be pickled and copied at any time: a copy has the settings, and nothing of a ``fit`` under way."""
+
+    def of_a_fit(self) -> dict[str, Any]:
+        """The attributes that belong to a ``fit``, as they are before it."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything else; and not what Lightning hangs on a callback, through which it would take the model along."""
+        left_out = {*self.of_a_fit(), "log", "log_dict"}
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As before a ``fit``."""
+        vars(self).update({**self.of_a_fit(), **state})
+
+
+class SpotCallback(Copied, Callback):
     """Base of our callbacks: one for the Trainer of either namespace, whichever was imported first."""
 
     def __new__(cls, *_: Any, **__: Any) -> SpotCallback:
@@ -90,7 +107,7 @@ class SpotCallback(Callback):
         return super().__new__(cls)
 
 
-class SpotIO(TorchCheckpointIO):
+class SpotIO(Copied, TorchCheckpointIO):
     """Base of our plugin, in the same way."""
 
     def __new__(cls, *_: Any, **__: Any) -> SpotIO:

@@ -121,11 +121,11 @@ def _val_loop(trainer: pl.Trainer) -> Any:
     return trainer.fit_loop.epoch_loop.val_loop
 
 
-def _first(kind: str) -> Callable[[pl.Trainer], Any]:
-    """The first callback of a kind in the trainer."""
+def _first(*names: str) -> Callable[[pl.Trainer], Any]:
+    """The first callback of one of these kinds in the trainer."""
 
     def find(trainer: pl.Trainer) -> Any:
-        kinds = namespaces.classes("callbacks", kind)
+        kinds = namespaces.classes("callbacks", *names)
         return next((item for item in trainer.callbacks if isinstance(item, kinds)), None)  # type: ignore[attr-defined]
 
     return find
@@ -227,6 +227,7 @@ SWA_SCHEDULER = Name(AVERAGING, "_swa_scheduler", _first("StochasticWeightAverag
 ORIGINAL_LAYERS = Name(PRUNING, "_original_layers", _first("ModelPruning"))
 PARAMETERS_TO_PRUNE = Name(PRUNING, "_parameters_to_prune", _first("ModelPruning"))
 BATCH_SIZE_NAME = Name(TUNERS, "_batch_arg_name", _first("BatchSizeFinder"), str)
+ENDS_EARLY = Name(TUNERS, "_early_exit", _first("BatchSizeFinder", "LearningRateFinder"), bool)
 RATE_NAME = Name(TUNERS, "_attr_name", _first("LearningRateFinder"), (str, type(None)))
 EXPERIMENT = Name(LOGGERS, "_experiment", _first_logger("TensorBoardLogger", "CSVLogger"))
 VERSION = Name(LOGGERS, "_version", _first_logger("TensorBoardLogger", "CSVLogger"))

@@ -171,11 +171,11 @@ def rest_tuners(trainer: pl.Trainer, saved: State) -> list[Callable[[], object]]
     """
     undo: list[Callable[[], object]] = []
     for key, callback in _callbacks(trainer, "BatchSizeFinder", "LearningRateFinder"):
-        for name, value in saved.get(key, {}).items():
+        for name, value in (saved or {}).get(key, {}).items():
             namespaces.of(trainer, "utilities.parsing").lightning_setattr(trainer.lightning_module, name, value)
-        if key in saved:
-            callback.on_fit_start = lambda *_: None
-            undo.append(partial(vars(callback).pop, "on_fit_start", None))
+        # Its trial would end with Lightning's own restore, and that would forget what is to be resumed.
+        callback.on_fit_start = _nothing
+        undo.append(partial(vars(callback).pop, "on_fit_start", None))
     return undo
 
 
@@ -190,6 +190,12 @@ def what_begins_anew(trainer: pl.Trainer) -> Iterator[str]:
     """One sentence for each callback that cannot go on where it was."""
     if any(True for _ in _callbacks(trainer, "ThroughputMonitor")):
         yield "ThroughputMonitor measures this attempt only: its totals begin at 0 after a resume"
+
+
+def is_tuned(trainer: pl.Trainer) -> bool:
+    """Whether this ``fit`` is no training but a call of ``Tuner(trainer)``, which ends before its first step."""
+    tuners = _callbacks(trainer, "BatchSizeFinder", "LearningRateFinder")
+    return any(getattr(callback, private.ENDS_EARLY.name, False) for _, callback in tuners)
 
 
 def is_of_a_tuner(trainer: pl.Trainer) -> bool:

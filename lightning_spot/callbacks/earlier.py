@@ -1,0 +1,96 @@
+"""What this process has trained before: so that no second training is given the first one's weights.
+
+A ``fit`` that follows a finished one at the same ``dirpath`` (a fold, another model, a second phase) is a run of its
+own, in ``dirpath/fit-2`` and so on. The same program, killed and started again, counts in the same way, and so resumes
+each. A ``fit`` that follows one which an exception ended goes on from there, and says so.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+from collections import Counter
+from dataclasses import replace
+
+from lightning_spot.client.embedded import attach
+from lightning_spot.errors import Preempted, SpotError
+from lightning_spot.run.location import Location
+
+logger = logging.getLogger(__name__)
+
+_finished: Counter[str] = Counter()
+_interrupted: dict[str, str] = {}
+_nodes: dict[str, tuple[Location, int]] = {}
+_GIVEN_UP = "TrialPruned"  # Optuna's word for a trial that shall not go on
+
+
+def place_of(named: Location) -> Location:
+    """Where the ``fit`` that begins has its run, by the location that the user named."""
+    number = _finished[named.url] + 1
+    if number == 1:
+        return named
+    return replace(named, url=f"{named.url.rstrip('/')}/fit-{number}", name=f"{named.name}-fit-{number}")
+
+
+def finished(named: Location) -> None:
+    """A ``fit`` has come to its end there."""
+    _finished[named.url] += 1
+    _interrupted.pop(named.url, None)
+
+
+def interrupted(named: Location, error: BaseException) -> None:
+    """An exception has ended a ``fit`` there."""
+    if any(kind.__name__ == _GIVEN_UP for kind in type(error).__mro__):
+        finished(named)
+    else:
+        _interrupted[named.url] = type(error).__name__
+
+
+def what_interrupted(named: Location) -> str | None:
+    """Name of the exception that ended the last ``fit`` there, in this process."""
+    return _interrupted.get(named.url)
+
+
+def node_was_left(location: Location, attempt: int, error: BaseException) -> None:
+    """A node stays for a trainer that is started again. Where the program goes on instead, it is let go soon."""
+    if location.embedded and not isinstance(error, (Preempted, KeyboardInterrupt)):
+        if not _nodes:
+            atexit.register(_at_exit)
+        _nodes[location.url] = (location, attempt)
+
+
+def goes_on_at(location: Location) -> None:
+    """A ``fit`` begins there: let the nodes go that earlier ones have left elsewhere."""
+    _nodes.pop(location.url, None)
+    while _nodes:
+        _let_go(*_nodes.popitem()[1])
+
+
+def forget() -> None:
+    """Be as a new process is."""
+    _finished.clear()
+    _interrupted.clear()
+    _nodes.clear()
+
+
+def _at_exit() -> None:
+    """Where an exception ends the program, it will be started again, and goes on from the memory of its node."""
+    if getattr(sys, "last_value", None) is None:
+        while _nodes:
+            _let_go(*_nodes.popitem()[1])
+
+
+def _let_go(location: Location, attempt: int) -> None:
+    """Have a node end when all it holds is durable, unless another attempt is at work there."""
+    try:
+        host = attach(location.url, location.name, revive=False)
+        if host is None:
+            return
+        runs = host.client.call("GET", "/v1/runs")["runs"]
+        if all(run["attempt"] <= attempt and not run["live"] for run in runs):
+            host.leave(complete=True)
+        else:
+            host.disconnect()
+    except (SpotError, OSError) as error:
+        logger.debug("the node of %s was not told that it is not needed: %s", location.url, error)

@@ -1,0 +1,212 @@
+"""More than one training in one process: none is given another's weights, and each is resumed by the same program."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.tuner import Tuner
+
+from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
+from lightning_spot.callbacks import earlier
+from lightning_spot.protocol.record import find_record
+from lightning_spot.tiers.local import LocalStore
+from tests.conftest import new_process, until
+from tests.models import Net, data, trainer
+
+
+class Stop(Exception):
+    """Ends a training."""
+
+
+class TrialPruned(Exception):
+    """As Optuna's."""
+
+
+class EndAt(pl.Callback):
+    def __init__(self, step: int, error: type[BaseException] = Stop) -> None:
+        self.step, self.error = step, error
+
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise self.error
+
+
+def spot(root: Path, **more: Any) -> SpotCheckpoint:
+    settings = {"memory": None, "interval": EverySteps(2), "on_full": "wait", "notices": None}
+    return SpotCheckpoint(str(root / "run"), **{**settings, **more})
+
+
+def fold(root: Path, *callbacks: pl.Callback, start: float, **more: Any) -> tuple[SpotCheckpoint, Net]:
+    """One training of a script that makes several."""
+    callback, model = spot(root), Net()
+    with torch.no_grad():
+        model.net[0].bias.fill_(start)
+    trainer(callback, *callbacks, max_epochs=1, **more).fit(model, data(6))
+    return callback, model
+
+
+def test_folds_have_runs_of_their_own_and_each_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    _, first = fold(tmp_path, start=0.0)
+    with pytest.raises(Stop):
+        fold(tmp_path, EndAt(5), start=1.0)
+    assert "this fit is a run of its own" in caplog.text
+    new_process()  # the script is killed, and started again
+    again, model = fold(tmp_path, start=0.0)
+    assert again.resumed_from is not None
+    assert again.resumed_from.complete
+    assert torch.equal(model.net[0].bias, first.net[0].bias)
+    second, _ = fold(tmp_path, start=1.0)
+    assert second.resumed_from is not None
+    assert (second.resumed_from.step, second.location.url) == (4, str(tmp_path / "run" / "fit-2"))
+    third, _ = fold(tmp_path, start=2.0)
+    assert third.resumed_from is None
+    assert third.attempt == 1
+    assert [LocalStore(path).survey().manifests[0].step for path in (third.location.url, tmp_path / "run")] == [6, 6]
+
+
+def test_one_trainer_and_callback_for_two_models(tmp_path: Path) -> None:
+    callback = spot(tmp_path)
+    run = trainer(callback, max_epochs=1)
+    run.fit(Net(), data(6))
+    run.fit_loop.max_epochs = 2
+    other = Net()
+    before = other.net[0].weight.detach().clone()
+    seen: list[bool] = []
+    look = pl.callbacks.LambdaCallback(
+        on_train_start=lambda _, module: seen.append(torch.equal(module.net[0].weight, before))
+    )
+    run.callbacks.insert(0, look)  # type: ignore[attr-defined]
+    run.fit(other, data(6))
+    assert seen == [True]
+    assert callback.location.name == "run-fit-2"
+
+
+def test_a_pruned_trial_is_over_and_another_exception_is_said(tmp_path: Path) -> None:
+    with pytest.raises(TrialPruned):
+        fold(tmp_path, EndAt(5, TrialPruned), start=0.0)
+    with pytest.raises(Stop):
+        fold(tmp_path, EndAt(5), start=0.0)
+    with pytest.warns(UserWarning, match=r"was ended by Stop, and this one goes on.*dirpath of its own"):
+        callback, _ = fold(tmp_path, start=0.0)
+    assert callback.resumed_from is not None
+    assert callback.location.name == "run-fit-2"
+
+
+def test_a_node_of_a_trial_goes_when_the_next_one_begins(tmp_path: Path) -> None:
+    with pytest.raises(TrialPruned):
+        trainer(spot(tmp_path / "one", memory="auto"), EndAt(5, TrialPruned)).fit(Net(), data(6))
+    record = find_record(str(tmp_path / "one" / "run"))
+    assert record.running()
+    fold(tmp_path / "two", start=0.0)
+    until(lambda: not record.running(), "the node of the first trial to end")
+    assert LocalStore(tmp_path / "one" / "run").survey().manifests[0].step == 4
+
+
+def test_nodes_go_at_the_end_of_a_program_unless_an_exception_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Stop):
+        trainer(spot(tmp_path, memory="auto"), EndAt(5)).fit(Net(), data(6))
+    record = find_record(str(tmp_path / "run"))
+    monkeypatch.setattr("sys.last_value", Stop(), raising=False)
+    earlier._at_exit()
+    assert earlier._nodes
+    monkeypatch.delattr("sys.last_value")
+    earlier._at_exit()
+    until(lambda: not record.running(), "the node to end")
+
+
+class Tuned(Net):
+    """Has a learning rate to tune."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.01
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def test_a_finder_that_keeps_nothing_does_not_undo_a_resume(tmp_path: Path) -> None:
+    first: list[int] = []
+
+    def fit(*callbacks: pl.Callback) -> pl.Trainer:
+        finder = LearningRateFinder(num_training_steps=3, update_attr=False)
+        look = pl.callbacks.LambdaCallback(on_train_batch_start=lambda run, *_: first.append(run.global_step))
+        run = trainer(finder, spot(tmp_path), look, *callbacks, max_epochs=1, default_root_dir=tmp_path)
+        run.fit(Tuned(), data(6))
+        return run
+
+    with pytest.raises(Stop):
+        fit(EndAt(5))
+    first.clear()
+    assert fit().global_step == 6
+    assert first[0] == 4
+
+
+def test_the_tuner_is_no_training_of_the_run(tmp_path: Path) -> None:
+    def fit(*callbacks: pl.Callback) -> SpotCheckpoint:
+        callback, model = spot(tmp_path), Tuned()
+        run = trainer(callback, *callbacks, max_epochs=1, default_root_dir=tmp_path)
+        Tuner(run).lr_find(model, data(6), num_training=3)
+        assert callback.attempt == 0
+        run.fit(model, data(6))
+        return callback
+
+    with pytest.raises(Stop):
+        fit(EndAt(5))
+    new_process()
+    resumed = fit()
+    assert resumed.attempt == 2
+    assert resumed.resumed_from is not None
+    assert resumed.resumed_from.step == 4
+
+
+# -- copies -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda item: pickle.loads(pickle.dumps(item))])
+def test_callback_and_trainer_can_be_copied_before_and_after_fit(tmp_path: Path, copied: Any) -> None:
+    def copies(run: pl.Trainer, callback: SpotCheckpoint) -> None:
+        assert isinstance(copied(callback), SpotCheckpoint)
+        again = copied(run)
+        (theirs,) = (item for item in again.callbacks if isinstance(item, SpotCheckpoint))
+        assert theirs is not callback
+        assert theirs.location == callback.location
+        assert theirs.interval is not callback.interval
+
+    callback = spot(tmp_path, memory="auto", notices="signal")
+    run = trainer(callback, max_epochs=1, plugins=[SpotCheckpointIO(memory=None)])
+    copies(run, callback)
+    copied(run).fit(Net(), data(4))
+    new_process()
+    run.fit(Net(), data(4))
+    assert callback.resumed_from is not None
+    copies(run, callback)
+
+
+def test_callbacks_in_hyperparameters_do_not_stop_snapshots(tmp_path: Path) -> None:
+    class Keeps(Net):
+        def __init__(self, width: int, callbacks: list[Any]) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    def fit(*callbacks: pl.Callback) -> SpotCheckpoint:
+        callback = spot(tmp_path)
+        held = [callback, pl.callbacks.Timer(), *callbacks]
+        trainer(*held, max_epochs=1).fit(Keeps(3, held), data(6))
+        return callback
+
+    with pytest.raises(Stop), pytest.warns(UserWarning, match="hold callbacks are not in snapshots: callbacks"):
+        fit(EndAt(5))
+    resumed = fit().resumed_from
+    assert resumed is not None
+    assert resumed.step == 4
