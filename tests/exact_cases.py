@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.tiers.local import LocalStore
+from tests.conftest import new_process
 
 SAMPLES = 96
 BATCH = 4
@@ -220,6 +221,7 @@ def train(
     **more: Any,
 ) -> pl.Trainer:
     """Train a case to its end, or go on with it. Every process begins with another ``seed``."""
+    new_process()
     pl.seed_everything(11, verbose=False)
     module, loaders, settings = {**CASES, **INEXACT}[case]() if isinstance(case, str) else case()
     fresh = not LocalStore(root / "run").survey().manifests

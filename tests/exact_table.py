@@ -34,6 +34,7 @@ from torch.utils.data import (
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from tests import exact_models as m
+from tests.conftest import new_process
 from tests.exact_cases import Gan, Model, Plateau
 from tests.exact_models import BATCH, SAMPLES, Rows, rows, validation
 
@@ -470,6 +471,7 @@ def train(case: Case, root: Path, *callbacks: pl.Callback, seed: int, told: list
     Returns:
         our warnings, up to the first training batch.
     """
+    new_process()
     torch.set_num_threads(1)
     pl.seed_everything(seed, verbose=False)
     module, data = case.model(), case.data() if case.data is not None else None

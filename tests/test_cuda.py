@@ -14,6 +14,7 @@ from lightning_spot.exact.compare import differences
 from lightning_spot.image.layout import lay_out
 from lightning_spot.staging.copier import Copier, SlotView, watch
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
+from tests.conftest import new_process
 from tests.models import Net, Probe, TwoOptimizers, data, trainer
 from tests.test_fit import Stop, StopAt, check_all, spot
 
@@ -93,6 +94,7 @@ def test_mixed_precision_with_a_scaler(tmp_path: Path) -> None:
     settings = {"accelerator": "gpu", "devices": 1, "precision": "16-mixed", "max_epochs": 3}
     run, callback = trainer(spot(tmp_path), **settings), spot(tmp_path)
     run.fit(Net(), data())
+    new_process()
     again = trainer(callback, **{**settings, "max_epochs": 4})
     again.fit(Net(), data())
     assert callback.resumed_from is not None

@@ -22,7 +22,7 @@ from lightning_spot.errors import CorruptSnapshot, ModelChanged, NotSerialisable
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.staging.copier import Copier
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import RunningNode, until
+from tests.conftest import RunningNode, new_process, until
 from tests.models import Clipped, EachDurable, Net, Probe, TwoOptimizers, Unsteady, data, equal, state_of, trainer
 from tests.oracle import claim_of
 
@@ -263,6 +263,7 @@ def test_a_finished_run_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture
     caplog.set_level(logging.INFO)
     trainer(spot(tmp_path)).fit(Net(), data())
     before = manifests(tmp_path)
+    new_process()
     model, callback = Net(), spot(tmp_path)
     trainer(callback).fit(model, data())
     assert "run 'run-1' is complete (epoch 2, step 40): nothing was left to train" in caplog.text
@@ -270,6 +271,7 @@ def test_a_finished_run_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert torch.equal(
         model.net[0].weight, load(tmp_path, before[0])["state_dict"]["net.0.weight"]
     )  # weights are there
+    new_process()
     longer = trainer(spot(tmp_path), max_epochs=4)
     longer.fit(Net(), data())
     assert longer.global_step == 80

@@ -29,7 +29,7 @@ from lightning_spot.interval.deadline import Deadline
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Store
-from tests.conftest import RunningNode, until
+from tests.conftest import RunningNode, new_process, until
 from tests.gated import RUN_ID, image_of, manifest_of, write_crcs
 from tests.models import Net, Probe, data, trainer
 from tests.test_fit import Stop, StopAt, check_all, spot
@@ -101,6 +101,7 @@ def test_the_end_is_durable_although_the_node_is_lost(
     assert check_all(tmp_path, probe)[0].complete
     assert "is complete at step 40; its last snapshot is in" in caplog.text
     until(lambda: ended(strike.struck[0]), "the lost node to be gone")
+    new_process()
     again = spot(tmp_path, notices=None)
     trainer(again).fit(Net(), data())
     assert again.resumed_from is not None

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_spot.callbacks.fit import Fit
+from lightning_spot.callbacks.fit import Fit, takes_part
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot, snapshots_of
 from lightning_spot.config import format_seconds
 from lightning_spot.errors import Preempted, SettingsError
-from lightning_spot.exact import private
+from lightning_spot.exact.loggers import logged_step
 from lightning_spot.exact.namespaces import SpotCallback
 from lightning_spot.goodput.journal import Journal
 from lightning_spot.goodput.ledger import Spent
@@ -63,13 +63,14 @@ class GoodputMonitor(SpotCallback):
 
     def of_a_fit(self) -> dict[str, Any]:
         """See :class:`~lightning_spot.exact.namespaces.Copied`."""
-        return {"_record": None, "_snapshots": None, "_wake": threading.Event(), "_thread": None, "_undo": _nothing}
+        return {"_journal": None, "_snapshots": None, "_undo": _nothing}
 
     # -- Lightning's hooks ----------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Read what earlier attempts noted (rank 0)."""
-        if stage != "fit" or getattr(trainer, "fast_dev_run", False) or not trainer.is_global_zero:
+        self._url = ""
+        if not takes_part(trainer, stage) or not trainer.is_global_zero:
             return
         snapshots = self._snapshots = next(iter(snapshots_of(trainer)), None)
         self._url = self._dirpath if self._dirpath is not None else snapshots.location.url if snapshots else ""
@@ -149,7 +150,7 @@ class GoodputMonitor(SpotCallback):
         values = {"goodput": float(self.metric.compute()), **{name: getattr(whole, name) for name in _LOGGED}}
         if self._log_every_s is None:
             return
-        step = private.BATCHES_THAT_STEPPED.of(trainer.fit_loop.epoch_loop)  # what Lightning itself logs by
+        step = logged_step(trainer)  # what Lightning itself logs by
         for target in trainer.loggers:
             target.log_metrics({f"spot/{name}": value for name, value in values.items()}, step=step)
 

@@ -37,6 +37,11 @@ def places_of(trainer: pl.Trainer, *, before_validation: bool, at_end: bool) -> 
     return [_place(logger, step, at_end) for logger in trainer.loggers]
 
 
+def logged_step(trainer: pl.Trainer) -> int:
+    """The step that Lightning itself logs by: it counts batches, where a batch may make several optimizer steps."""
+    return int(getattr(trainer.fit_loop.epoch_loop, private.BATCHES_THAT_STEPPED.name, trainer.global_step))
+
+
 def continue_in(trainer: pl.Trainer, places: list[dict[str, Any]]) -> None:
     """Point the loggers back to where they were. Called by every rank, before callbacks get their state."""
     for logger, place in zip(trainer.loggers, places, strict=False):

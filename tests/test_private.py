@@ -1,0 +1,107 @@
+"""Private names of others sit in one module, and each may be gone: training goes on without the part that needs it."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.errors import SettingsError
+from lightning_spot.exact import private
+from lightning_spot.tiers.local import LocalStore
+from tests.models import Net, data, trainer
+from tests.test_house import PACKAGE
+
+USERS = sorted([*(PACKAGE / "callbacks").glob("*.py"), *(PACKAGE / "exact").glob("*.py"), PACKAGE / "checkpoint_io.py"])
+IN_DDP = {private.BUCKETS}  # nothing has the names of these parts here
+IN_TUNERS = {private.TUNERS}
+IN_TENSORBOARD = {private.TENSORBOARD_OPTIONS}
+USED = [name for name in private.ALL if name.part not in IN_DDP | IN_TUNERS and name not in IN_TENSORBOARD]
+NAMES = sorted({name.name for name in USED})
+
+
+@pytest.mark.parametrize("path", USERS, ids=lambda path: path.name)
+def test_no_private_name_of_others_elsewhere(path: Path) -> None:
+    if path.name == "private.py":
+        return
+    tree = ast.parse(path.read_text())
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    own = {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")}
+    own |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    found = {
+        ast.unparse(node)
+        for node in attributes
+        if node.attr.startswith("_") and not node.attr.startswith("__") and node.attr not in own
+    }
+    assert not found
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+    """Have no object an attribute of this name."""
+    real_of, real_set = private.Name.of, private.Name.set
+
+    def of(self: private.Name, owner: Any) -> Any:
+        if self.name == hidden:
+            raise AttributeError(f"{type(owner).__name__!r} object has no attribute {hidden!r}")
+        return real_of(self, owner)
+
+    def set_(self: private.Name, owner: Any, value: Any) -> None:
+        of(self, owner)
+        real_set(self, owner, value)
+
+    monkeypatch.setattr(private.Name, "of", of)
+    monkeypatch.setattr(private.Name, "set", set_)
+
+
+def fit(root: Path) -> list[str]:
+    """Train with everything that has private names; our warnings."""
+    spot = SpotCheckpoint(str(root / "run"), memory=None, interval=EverySteps(2), on_full="wait", notices="signal")
+    callbacks = [StochasticWeightAveraging(0.01, swa_epoch_start=1), ModelPruning("l1_unstructured", amount=1), spot]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = trainer(*callbacks, max_epochs=1, logger=CSVLogger(str(root)), default_root_dir=root)
+        run.fit(Net(), data(4), data(1))
+    assert run.global_step >= 4  # averaging adds one
+    newest = LocalStore(root / "run").survey().manifests[0]
+    assert newest.complete
+    assert torch.load(root / "run" / newest.data_path, weights_only=True)["global_step"] == run.global_step
+    return [str(item.message) for item in caught if str(item.message).startswith("lightning_spot: ")]
+
+
+@pytest.mark.parametrize("hidden", NAMES)
+def test_a_name_that_is_gone(hidden: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, hidden)
+    said = fit(tmp_path)
+    parts = {name.part for name in private.ALL if name.name == hidden}
+    for part in parts:
+        assert len([text for text in said if text.startswith(f"lightning_spot: {part}: ")]) == 1, said
+    assert all(hidden in text for text in said), said
+
+
+def test_all_names_are_there(tmp_path: Path) -> None:
+    assert fit(tmp_path) == []
+
+
+def test_a_name_of_another_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = private.Name.of
+    shape = "_callback_metrics"
+    monkeypatch.setattr(private.Name, "of", lambda self, owner: [] if self.name == shape else real(self, owner))
+    (said,) = fit(tmp_path)
+    assert f"lightning_spot: {private.LOGGED}: " in said
+    assert "is of type list here" in said
+
+
+def test_no_resume_is_an_error_where_there_is_something_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(tmp_path)
+    hide(monkeypatch, "resume_start")
+    with pytest.raises(SettingsError, match=r"has snapshots, and with this version of Lightning none.*resume=False"):
+        fit(tmp_path)
