@@ -244,6 +244,18 @@ def test_what_a_node_left_in_a_second_directory_is_taken_over(tmp_path: Path, ru
         heir.close()
 
 
+def test_a_directory_of_somebody_else_is_left_as_it_is(tmp_path: Path, runtime_dir: Path) -> None:
+    (runtime_dir / "area-1" / "lock").mkdir(parents=True)
+    bench = Bench(tmp_path, area=runtime_dir / "area")
+    try:
+        bench.open(durable=False)
+        bench.save(1)
+        assert bench.held() == [1]
+        assert (runtime_dir / "area-1" / "lock").is_dir()
+    finally:
+        bench.close()
+
+
 def test_killed_while_it_takes_over_nothing_is_lost_or_there_twice(tmp_path: Path, runtime_dir: Path) -> None:
     area = runtime_dir / "area"
     killed = Bench(tmp_path, area=area, slots=4)

@@ -125,7 +125,14 @@ class SlotArea:
         Those in the directories beside this one, which nobody holds any more, are brought here first.
         """
         for other in self._places:
-            if other != self.path and other.is_dir() and (lock := _lock(other)) is not None:
+            if other == self.path or not other.is_dir():
+                continue
+            try:
+                lock = _lock(other)
+            except (OSError, TierError) as error:  # somebody else's
+                logger.warning("%s is left as it is: %s", other, error)
+                continue
+            if lock is not None:
                 with lock:
                     self._take_in(other)
         slots = [slot for path in self.path.glob("slot-*.json") if (slot := self._reopen(path)) is not None]
