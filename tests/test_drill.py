@@ -22,12 +22,13 @@ def drill(python: str, tmp_path: Path, case: str, kills: int) -> tuple[int, dict
     training = [python, "-m", "tests.exact_cases", case, str(tmp_path), "--pace", "0.02"]
     command = [python, "-c", "import sys; from lightning_spot.cli import main; sys.exit(main())", "drill"]
     command += ["--json", "--kills", str(kills), "--limit", "120", "--keep", str(tmp_path / "kept"), "--", *training]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_an_exact_training(warm_python: str, tmp_path: Path) -> None:
     code, report = drill(warm_python, tmp_path, "plain", kills=3)
     assert report["differences"] == []
@@ -36,6 +37,7 @@ def test_an_exact_training(warm_python: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_training_that_is_not(warm_python: str, tmp_path: Path) -> None:
     code, report = drill(warm_python, tmp_path, "clock", kills=1)
     assert code == 1

@@ -12,6 +12,7 @@ import io
 import random
 import sys
 import types
+import warnings
 import zipfile
 from collections.abc import Callable
 from decimal import Decimal
@@ -336,3 +337,42 @@ def test_a_user_who_trusts_the_snapshots_is_not_warned(
         trainer(callback, Loading(), max_steps=6).fit(Net(), data(), weights_only=False)
     assert callback.resumed_from is not None
     assert "NO RESUME" not in caplog.text
+
+
+class Scaler:
+    """As the normalizers of pytorch-forecasting: fitted when the model is made, saved and taken back by its hooks."""
+
+    def __init__(self, mean: float) -> None:
+        self.mean = mean
+
+
+class TakingBack(Net):
+    def __init__(self, mean: float = 1.0) -> None:
+        super().__init__()
+        self.criterion = torch.nn.MSELoss()
+        self.scalers = [Scaler(mean)]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["special"] = {"criterion": self.criterion, "scalers": self.scalers, "kind": Scaler}
+        checkpoint["hyper_parameters"] = {**checkpoint.get("hyper_parameters", {}), **checkpoint["special"]}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        for name, value in checkpoint["special"].items():
+            setattr(self, name, value)
+
+
+def test_a_hook_that_takes_objects_back_gets_those_of_this_process(tmp_path: Path, no_node: dict[str, Any]) -> None:
+    with pytest.raises(Stop):
+        trainer(spot(tmp_path, **no_node), StopAt(7)).fit(TakingBack(), data())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*is not loaded")
+        callback, model = spot(tmp_path, **no_node), TakingBack()
+        criterion, scalers = model.criterion, list(model.scalers)
+        with pytest.raises(Stop):
+            trainer(callback, StopAt(10)).fit(model, data())
+    assert callback.resumed_from is not None
+    assert model.criterion is criterion
+    assert model.scalers == scalers
+    assert model.kind is Scaler
+    with pytest.warns(UserWarning, match=r"special\.scalers\.0 of the snapshot.*differs: mean: 1\.0 and 2\.0"):
+        trainer(spot(tmp_path, **no_node)).fit(TakingBack(2.0), data())

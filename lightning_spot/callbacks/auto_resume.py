@@ -19,7 +19,7 @@ from lightning_spot.errors import CorruptSnapshot, ModelChanged, SettingsError
 from lightning_spot.exact import namespaces, private
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.position import REWINDS, Rewind
-from lightning_spot.exact.resumable import check_resumable
+from lightning_spot.exact.resumable import check_resumable, put_in_own_objects
 from lightning_spot.exact.unpickling import read_checkpoint
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
@@ -213,6 +213,7 @@ class AutoResume(Part):
                 assert data is not None
                 checkpoint = _read(io.BytesIO(data), trusts)
         assert checkpoint is not None
+        put_in_own_objects(trainer, checkpoint)
         check_resumable(trainer, checkpoint)
         _check_model(trainer, checkpoint, facts)
         home = namespaces.of(trainer, "utilities.migration")

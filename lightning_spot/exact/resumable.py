@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO, TYPE_CHECKING, Any, cast
 
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
 from lightning_spot.errors import NotSerialisable
+from lightning_spot.exact.compare import differences
 from lightning_spot.exact.dump import KEY
-from lightning_spot.exact.unpickling import ADVICE, kind_of, placeholders_in, read_checkpoint
+from lightning_spot.exact.unpickling import ADVICE, Placeholder, kind_of, placeholders_in, read_checkpoint
 from lightning_spot.image.layout import Layout
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+logger = logging.getLogger(__name__)
 
 _ALWAYS = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "epoch", "global_step", KEY)
 _BASES = ("Callback", "LightningDataModule", "Precision")  # theirs does nothing
@@ -45,6 +52,66 @@ def check_resumable(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
             "a resume needs objects that torch does not load with weights_only=True:"
             f" {', '.join(lacking[:_MOST_NAMED])}{more}. {ADVICE}"
         )
+
+
+def put_in_own_objects(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
+    """Give hooks the objects that this process has, in place of those that were not loaded.
+
+    Models save objects in ``on_save_checkpoint`` (a loss, an encoder) and take them back in ``on_load_checkpoint``.
+    What the model would save now has the same kinds of objects at the same places. A submodule gets its state from
+    the ``state_dict``; any other object is compared with what the file has of it, and a warning tells where they
+    differ.
+
+    Args:
+        trainer: that is to go on from the checkpoint.
+        checkpoint: as :func:`read_checkpoint` gave it; changed in place.
+    """
+    module = trainer.lightning_module
+    if next(placeholders_in(checkpoint), None) is None:
+        return
+    own: dict[str, Any] = {"hyper_parameters": dict(module.hparams)}
+    try:
+        module.on_save_checkpoint(own)
+    except Exception as error:  # it may want more of a checkpoint than this
+        logger.debug("lightning_spot: what the model would save is not known: %s", error)
+        return
+    parts = {id(part) for part in module.modules()}
+    for where, saved, live in _put_in(checkpoint, own, ""):
+        different = [] if id(live) in parts else _differences(saved, live)
+        if different:
+            rank_zero_warn(
+                f"lightning_spot: {where} of the snapshot, a {kind_of(saved)}, is not loaded; the one that this process"
+                f" made stands for it, and differs: {different[0]}. {ADVICE}"
+            )
+
+
+def _put_in(saved: Any, own: Any, path: str) -> Iterator[tuple[str, Placeholder, Any]]:
+    """Replace placeholders in containers by what is at the same place, if it is of the same kind."""
+    if isinstance(saved, dict) and isinstance(own, dict):
+        pairs: list[tuple[Any, Any]] = [(key, own[key]) for key in saved if key in own]
+    elif isinstance(saved, list) and isinstance(own, list):
+        pairs = list(enumerate(own[: len(saved)]))
+    else:
+        return
+    for key, live in pairs:
+        where = f"{path}.{key}" if path else str(key)
+        old = saved[key]
+        if not isinstance(old, Placeholder):
+            yield from _put_in(old, live, where)
+        elif kind_of(old) in (_name(type(live)), _name(live)):
+            saved[key] = live
+            yield where, old, live
+
+
+def _name(kind: Any) -> str:
+    return f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', '')}"
+
+
+def _differences(saved: Placeholder, live: Any) -> list[str]:
+    file = io.BytesIO()
+    torch.save(live, file)
+    file.seek(0)
+    return differences(saved, read_checkpoint(file))
 
 
 def _needed(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> list[tuple[str, Any]]:
