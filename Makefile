@@ -4,13 +4,21 @@ BIN := $(VENV)/bin
 # The tests wait for a third of their time (for nodes, notices, back-off): more workers than two cores.
 WORKERS ?= 4
 
-.PHONY: demo test lint soak bench clean
+# The oldest that is supported, and what is tested with it.
+OLDEST := lightning==2.5.0 pytorch-lightning==2.5.0 torchmetrics==1.4.0
+OLDEST_TESTS := tests/test_exact.py tests/test_exact_guards.py tests/test_exact_table.py tests/test_fit.py \
+	tests/test_loggers.py tests/test_namespaces.py tests/test_private.py tests/test_second_fit.py
+
+.PHONY: demo test test-oldest lint soak bench clean
 
 demo: $(VENV)/.ready-examples
 	$(BIN)/python examples/demo.py
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+test-oldest: $(VENV)-oldest/.ready
+	$(VENV)-oldest/bin/python -m pytest -n 2 $(OLDEST_TESTS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
@@ -25,9 +33,16 @@ bench: $(VENV)/.ready-dev
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-oldest
 
 # PYTHON=... chooses another interpreter than python3.11.
 $(VENV)/.ready-%: pyproject.toml constraints.txt scripts/environment
 	PYTHON="$(PYTHON)" scripts/environment $(VENV) $*
+	@touch $@
+
+$(VENV)-oldest/.ready: Makefile pyproject.toml constraints.txt scripts/environment
+	mkdir -p $(VENV)-oldest
+	grep -vE '^(lightning|pytorch-lightning|torchmetrics)==' constraints.txt > $(VENV)-oldest/constraints.txt
+	printf '%s\n' $(OLDEST) >> $(VENV)-oldest/constraints.txt
+	CONSTRAINTS=$(VENV)-oldest/constraints.txt PYTHON="$(PYTHON)" scripts/environment $(VENV)-oldest dev
 	@touch $@
