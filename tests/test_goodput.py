@@ -76,11 +76,14 @@ def test_the_ledger_by_hand() -> None:
 
 def test_lost_steps_are_those_done_again() -> None:
     first, second = attempt(1, 0.0, 0.0, (0, 100), 100.0), attempt(2, 100.0, 100.0, (80, 200), 220.0)
-    assert lost_steps(first, second) == 20
-    assert lost_steps(second, None) == 0
+    assert lost_steps([first, second]) == [20, 0]
     parts = spent([first, second])
     assert parts[0].lost_s == pytest.approx(20.0)
     assert parts[0].productive_s == pytest.approx(80.0)
+    never = attempt(2, 120.0, None, (0, 0), 130.0)
+    assert lost_steps([first, never, second]) == [20, 0, 0]
+    further_back = attempt(3, 240.0, 250.0, (60, 300), 500.0)
+    assert lost_steps([first, second, further_back]) == [40, 120, 0]
 
 
 def test_a_record_keeps_its_size() -> None:
@@ -268,7 +271,7 @@ def test_the_next_attempt_completes_the_record_of_one_that_was_killed(tmp_path: 
     first, _ = following.earlier.latest[0], until(lambda: written(url).end == "killed", "the mended record")
     assert first.step == written(url).step == 17
     assert [step for step, _ in written(url).snapshots] == [10]
-    assert lost_steps(first, following.record) == 7
+    assert lost_steps([first, following.record]) == [7, 0]
     assert following.spent.lost_s == pytest.approx((first.unix_s - (first.trained_unix_s or 0)) * 7 / 17)
     assert not list(read_environment().runtime_dir.glob("*.attempt-0001.reached"))
     following.close("complete")

@@ -47,8 +47,7 @@ def report(arguments: argparse.Namespace) -> int:
     console = wide_console()
     headings = ("ATTEMPT", "BEGUN", "STEPS", "LASTED", "SNAPSHOTS", "STALL", "LOST", "DOWN AFTER", "END")
     table = plain_table(headings, left=("BEGUN", "END"))
-    for record, part, after in zip(records, parts, [*records[1:], None], strict=True):
-        lost = lost_steps(record, after)
+    for record, part, lost in zip(records, parts, lost_steps(records), strict=True):
         table.add_row(
             str(record.attempt),
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.begun_unix_s)),

@@ -164,7 +164,24 @@ def spent(records: Sequence[AttemptRecord]) -> list[Spent]:
     Args:
         records: of one run, in the order of the attempts.
     """
-    return [_of(record, after) for record, after in zip(records, [*records[1:], None], strict=True)]
+    following = [*records[1:], None]
+    return [_of(*item) for item in zip(records, following, lost_steps(records), strict=True)]
+
+
+def lost_steps(records: Sequence[AttemptRecord]) -> list[int]:
+    """Steps of each attempt that a later one did again; one that never trained did none.
+
+    Args:
+        records: of one run, in the order of the attempts.
+    """
+    lost: list[int] = []
+    lowest: int | None = None
+    for record in reversed(records):
+        again = record.step - lowest if lowest is not None else 0
+        lost.append(max(0, min(again, record.step - record.from_step)))
+        if record.trained_unix_s is not None:
+            lowest = record.from_step if lowest is None else min(lowest, record.from_step)
+    return lost[::-1]
 
 
 def total(parts: Sequence[Spent]) -> Spent:
@@ -172,14 +189,7 @@ def total(parts: Sequence[Spent]) -> Spent:
     return Spent(**{name: sum(getattr(part, name) for part in parts) for name in Spent.__slots__})
 
 
-def lost_steps(record: AttemptRecord, after: AttemptRecord | None) -> int:
-    """Steps that the next attempt did again."""
-    if after is None or after.trained_unix_s is None:
-        return 0
-    return max(0, min(record.step - after.from_step, record.step - record.from_step))
-
-
-def _of(record: AttemptRecord, after: AttemptRecord | None) -> Spent:
+def _of(record: AttemptRecord, after: AttemptRecord | None, lost: int) -> Spent:
     end_s = max(record.unix_s, record.begun_unix_s)
     down_s = max(0.0, after.begun_unix_s - end_s) if after is not None else 0.0
     if record.trained_unix_s is None:
@@ -189,7 +199,7 @@ def _of(record: AttemptRecord, after: AttemptRecord | None) -> Spent:
     training_s = max(0.0, end_s - record.trained_unix_s)
     stall_s = min(record.stall_s, training_s)
     steps = record.step - record.from_step
-    share = lost_steps(record, after) / steps if steps > 0 else 0.0
+    share = lost / steps if steps > 0 else 0.0
     work_s = training_s - stall_s
     return Spent(
         productive_s=work_s * (1 - share),

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_spot.config import format_seconds
 from lightning_spot.errors import SettingsError
-from lightning_spot.goodput.ledger import AttemptRecord, lost_steps, spent, total
+from lightning_spot.goodput.ledger import AttemptRecord, spent, total
 from lightning_spot.simulation.compare import Row
 
 _UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
@@ -67,17 +67,18 @@ def plot_run(records: Sequence[AttemptRecord], path: str | Path) -> None:
     for record, part, after in zip(records, parts, [*records[1:], None], strict=True):
         end = x_of(max(record.unix_s, record.begun_unix_s))
         trained = x_of(record.trained_unix_s) if record.trained_unix_s is not None else end
-        lost = end - part.lost_s / unit_s if lost_steps(record, after) else end
+        lost = end - part.lost_s / unit_s
         axes.axvspan(
             x_of(record.begun_unix_s), trained, color="tab:blue", alpha=0.15, lw=0, label="starting, restoring"
         )
         axes.axvspan(lost, end, color="tab:red", alpha=0.3, lw=0, label="lost: done again later")
         if after is not None:
             axes.axvspan(end, x_of(after.begun_unix_s), color="0.8", lw=0, label="down")
-        axes.plot([trained, end], [record.from_step, record.step], color="tab:blue", label="training")
-        if record.snapshots:
-            steps, times = zip(*record.snapshots, strict=True)
-            axes.plot([x_of(at) for at in times], steps, ".", color="tab:green", ms=marker, label="snapshot")
+        marks = [(x_of(at), float(step)) for step, at in record.snapshots]
+        line = [(trained, float(record.from_step)), *marks, (end, float(record.step))]
+        axes.plot(*zip(*line, strict=True), color="tab:blue", label="training")
+        if marks:
+            axes.plot(*zip(*marks, strict=True), ".", color="tab:green", ms=marker, label="snapshot")
         if len(records) <= _MOST_NUMBERED:
             axes.annotate(str(record.attempt), (end, record.step), (-4, 3), textcoords="offset points", ha="right")
     axes.set(
@@ -87,6 +88,7 @@ def plot_run(records: Sequence[AttemptRecord], path: str | Path) -> None:
         xlim=(0, None),
         ylim=(0, None),
     )
+    axes.yaxis.get_major_locator().set_params(integer=True)
     handles, labels = axes.get_legend_handles_labels()
     kinds = dict(zip(labels, handles, strict=True))  # one entry for each kind
     axes.figure.legend(kinds.values(), kinds.keys(), loc="outside lower center", ncols=len(kinds), fontsize="small")
