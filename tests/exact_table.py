@@ -60,6 +60,7 @@ class Case:
         stops: batches (or validation batches, if negative) of each attempt after which it is stopped.
         covers: names of Lightning's that this case stands for.
         soak: whether it is left to the long run.
+        since: the first Lightning that has it, or trains with it to the end.
     """
 
     model: Callable[[], pl.LightningModule] = Model
@@ -74,6 +75,7 @@ class Case:
     stops: tuple[int, ...] = (13, 6)
     covers: tuple[str, ...] = ()
     soak: bool = False
+    since: str = ""
 
 
 STREAM = "not exact unless this stream yields the same samples each time"
@@ -118,7 +120,9 @@ CALLBACKS: dict[str, Case] = {
         soak=True,
     ),
     "weight-averaging-ema": Case(
-        callbacks=lambda: [shipped.EMAWeightAveraging(decay=0.8)], covers=("EMAWeightAveraging", "WeightAveraging")
+        callbacks=lambda: [shipped.EMAWeightAveraging(decay=0.8)],
+        covers=("EMAWeightAveraging", "WeightAveraging"),
+        since="2.6",
     ),
     "pruning": Case(callbacks=m.prune, stops=(13, 6), covers=("ModelPruning",)),
     "pruning-kept-apart": Case(
@@ -148,6 +152,7 @@ CALLBACKS: dict[str, Case] = {
         val=None,
         callbacks=lambda: [shipped.BatchSizeFinder(max_trials=2, steps_per_trial=1)],
         covers=("BatchSizeFinder",),
+        since="2.6",
     ),
     "early-stopping": Case(
         callbacks=lambda: [shipped.EarlyStopping("loss_epoch", patience=2, min_delta=10.0)],
@@ -218,7 +223,7 @@ SETTINGS: dict[str, Case] = {
         soak=True,
     ),
     "val-seldom": Case(settings={"check_val_every_n_epoch": 2, "max_epochs": 4}, soak=True),
-    "val-by-time": Case(settings={"val_check_interval": "00:00:00:10"}, says="val_check_interval"),
+    "val-by-time": Case(settings={"val_check_interval": "00:00:00:10"}, says="val_check_interval", since="2.6"),
     "limited": Case(
         settings={"limit_train_batches": 5, "limit_val_batches": 1},
         stops=(7, 4),
@@ -419,7 +424,9 @@ _Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
 
 LOOPS: dict[str, Case] = {
     "manual": Case(model=Gan),
-    "manual-clipped": Case(model=Gan, callbacks=lambda: [shipped.EMAWeightAveraging(decay=0.5)], soak=True),
+    "manual-clipped": Case(
+        model=Gan, callbacks=lambda: [shipped.EMAWeightAveraging(decay=0.5)], soak=True, since="2.6"
+    ),
     "lbfgs": Case(model=lambda: m.Optimized(partial(torch.optim.LBFGS, lr=0.01, max_iter=2)), soak=True),
     "adagrad": Case(model=lambda: m.Optimized(partial(torch.optim.Adagrad, lr=0.01)), soak=True),
     "fused-adam": Case(model=lambda: m.Optimized(partial(torch.optim.AdamW, lr=0.01, fused=True)), soak=True),
