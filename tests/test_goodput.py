@@ -40,6 +40,7 @@ from lightning_spot.goodput.records import read_records, write_record
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.process import ProcessId
+from lightning_spot.service.channel import DescriptorChannel
 from lightning_spot.service.killed import note_killed
 from tests.conftest import RunningNode, until
 from tests.models import Net, data, trainer
@@ -80,6 +81,8 @@ def test_lost_steps_are_those_done_again() -> None:
     parts = spent([first, second])
     assert parts[0].lost_s == pytest.approx(20.0)
     assert parts[0].productive_s == pytest.approx(80.0)
+    noted = attempt(1, 0.0, 0.0, (0, 100), 100.0, snapshots=[(60, 50.0), (80, 95.0)])
+    assert spent([noted, second])[0].lost_s == pytest.approx(5.0)  # slow at first: the snapshot tells
     never = attempt(2, 120.0, None, (0, 0), 130.0)
     assert lost_steps([first, never, second]) == [20, 0, 0]
     further_back = attempt(3, 240.0, 250.0, (60, 300), 500.0)
@@ -258,6 +261,56 @@ def test_a_trainer_that_is_gone_was_killed(tmp_path: Path, monkeypatch: pytest.M
     assert read_reached(url, 1) is None
 
 
+LEAVES = """
+import socket, sys
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(sys.argv[1])
+connection.sendall(b"{}\\n")
+assert connection.recv(4096)
+print("there", flush=True)
+sys.stdin.readline()
+connection.close()
+sys.stdin.read()
+"""
+
+
+def test_a_trainer_whose_connection_closes_first_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel closes a killed process' connections a moment before the process counts as dead."""
+    url, ended = str(tmp_path / "run"), threading.Event()
+
+    class Left:
+        def begin_session(self, *_: str) -> None:
+            pass
+
+        def end_session(self, _: str) -> list[RunInfo]:
+            ended.set()
+            return [RunInfo(name="run", id="0123456789ab", location=url, attempt=1, token="t", durable_url=url)]
+
+    channel: Any = DescriptorChannel(Left(), read_environment().runtime_dir / "fds", None)  # type: ignore[arg-type] # all that is asked
+    child = subprocess.Popen(
+        [sys.executable, "-c", LEAVES, str(read_environment().runtime_dir / "fds")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdout.readline()
+    process = ProcessId.of(child.pid)
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_spot.goodput.reached.ProcessId.of", lambda _pid: process)
+        Reached(url, attempt(1, 100.0, 110.0, (0, 9), 120.0))
+    child.stdin.write("\n")
+    child.stdin.flush()
+    assert ended.wait(30)
+    assert not read_records(url)
+    child.kill()
+    child.wait()
+    until(lambda: read_records(url), "what the node writes")
+    assert (written(url).end, written(url).step) == ("killed", 9)
+    channel.close()
+
+
 def test_the_next_attempt_completes_the_record_of_one_that_was_killed(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     killed = journal(url, 1)
@@ -272,7 +325,7 @@ def test_the_next_attempt_completes_the_record_of_one_that_was_killed(tmp_path: 
     assert first.step == written(url).step == 17
     assert [step for step, _ in written(url).snapshots] == [10]
     assert lost_steps([first, following.record]) == [7, 0]
-    assert following.spent.lost_s == pytest.approx((first.unix_s - (first.trained_unix_s or 0)) * 7 / 17)
+    assert following.spent.lost_s == pytest.approx(first.unix_s - dict(first.snapshots)[10])
     assert not list(read_environment().runtime_dir.glob("*.attempt-0001.reached"))
     following.close("complete")
     assert [written(url, number).end for number in (0, 1)] == ["killed", "complete"]
@@ -350,7 +403,8 @@ def test_three_attempts_two_of_them_killed(tmp_path: Path, capsys: Said) -> None
     first = told["attempts"][0]["spent"]
     trained = records[0].unix_s - (records[0].trained_unix_s or 0)
     assert first["productive_s"] + first["lost_s"] + first["stall_s"] == pytest.approx(trained)
-    assert first["lost_s"] == pytest.approx((trained - first["stall_s"]) * 3 / 13)
+    lost_share = (records[0].unix_s - dict(records[0].snapshots)[10]) / trained
+    assert first["lost_s"] == pytest.approx((trained - first["stall_s"]) * lost_share)
     assert main(["report", url]) == 0
     said = capsys.readouterr().out
     assert "0 to 13" in said

@@ -198,8 +198,7 @@ def _of(record: AttemptRecord, after: AttemptRecord | None, lost: int) -> Spent:
     restore_s = min(record.restore_s, before_s)
     training_s = max(0.0, end_s - record.trained_unix_s)
     stall_s = min(record.stall_s, training_s)
-    steps = record.step - record.from_step
-    share = lost / steps if steps > 0 else 0.0
+    share = _share_of_time(record, lost, end_s, training_s)
     work_s = training_s - stall_s
     return Spent(
         productive_s=work_s * (1 - share),
@@ -209,3 +208,12 @@ def _of(record: AttemptRecord, after: AttemptRecord | None, lost: int) -> Spent:
         down_s=down_s,
         start_s=before_s - restore_s,
     )
+
+
+def _share_of_time(record: AttemptRecord, lost: int, end_s: float, training_s: float) -> float:
+    """Share of an attempt's training that its last ``lost`` steps took: since the snapshot before them, if known."""
+    if lost <= 0 or training_s <= 0:
+        return 0.0
+    taken_s = dict(record.snapshots).get(record.step - lost)
+    share = lost / (record.step - record.from_step) if taken_s is None else (end_s - taken_s) / training_s
+    return min(1.0, max(0.0, share))

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 LONGEST_LINE = 65536
 _GREETING_TIMEOUT_S = 5.0
 _SEND_TIMEOUT_S = 30.0
+_EXIT_TIMEOUT_S = 30.0
 _MOST_SESSIONS = 256
 _CREDENTIALS = struct.Struct("3i")  # pid, user and group, see unix(7)
 
@@ -105,6 +106,8 @@ class DescriptorChannel:
                     self._open.discard(connection)
                 connection.close()
                 if pidfd is not None:
+                    if left:  # the kernel closes a killed process' sockets a moment before it counts as dead
+                        wait_readable([pidfd], _EXIT_TIMEOUT_S)
                     os.close(pidfd)
         for info in left:
             note_killed(info)
