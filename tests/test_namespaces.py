@@ -20,6 +20,13 @@ other: Any = pytest.importorskip("pytorch_lightning")
 SCRIPT = """
 import sys
 sys.modules[BLOCKED.split(".")[0]] = None  # as if it were not installed
+import importlib.metadata
+real = importlib.metadata.version
+def version(name):
+    if name.replace("-", "_") == BLOCKED.split(".")[0]:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return real(name)
+importlib.metadata.version = version
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
 callback = lambda path: SpotCheckpoint(path, memory=None, interval=EverySteps(2), on_full="wait", notices=None)
 import {name} as pl

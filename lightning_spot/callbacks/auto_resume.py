@@ -125,7 +125,7 @@ class AutoResume(Part):
         original = private.RESUME_START.of(connector)
 
         def resume_start(checkpoint_path: Any = None, **options: Any) -> None:
-            private.RESUME_START.set(connector, original)  # once
+            vars(connector).pop(private.RESUME_START.name, None)  # once
             fit.trusts = options.get("weights_only") is False
             begun_s = time.monotonic()
             original(checkpoint_path, **options)

@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -230,4 +230,10 @@ class Attempt:
 
 @functools.cache  # read from files, and the training thread asks
 def _versions() -> dict[str, str]:
-    return {"lightning": version("lightning"), "lightning_spot": __version__, "torch": str(torch.__version__)}
+    present = {"lightning_spot": __version__, "torch": str(torch.__version__)}
+    for name in ("lightning", "pytorch-lightning"):  # the same by two names, and one may be there alone
+        try:
+            return {"lightning": version(name), **present}
+        except PackageNotFoundError:
+            continue
+    return present
