@@ -57,9 +57,9 @@ def load(root: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def check_all(root: Path, probe: Probe) -> list[Manifest]:
-    """Every snapshot is, bit for bit, the state of its step."""
+    """Every snapshot that is durable is, bit for bit, the state of its step; a slow tier takes the newest only."""
     found = manifests(root)
-    assert len(found) >= 2
+    assert found
     for manifest in found:
         checkpoint = load(root, manifest)
         assert checkpoint["global_step"] == manifest.step

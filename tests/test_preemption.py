@@ -55,7 +55,7 @@ class Program:
             found = [line.split() for line in self.lines(rank)]
             return any(name == phase and int(number) >= step for name, number in found)
 
-        until(reached, f"{phase} of step {step}", 60)
+        until(reached, f"{phase} of step {step}", 150)
 
     def signal(self, rank: int, number: int = signal.SIGTERM) -> None:
         pid = next(int(line.split()[1]) for line in self.lines(rank) if line.startswith("pid "))
