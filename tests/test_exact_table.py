@@ -31,16 +31,19 @@ NO_OPTIONS = {"pin_memory", "pin_memory_device", "timeout", "multiprocessing_con
 """Of a DataLoader: how batches travel, not which."""
 
 
-def _marked(name: str, case: Case) -> Any:
-    return pytest.param(case, id=name, marks=[pytest.mark.soak] if case.soak else [])
+def _marked(name: str, case: Case) -> list[Any]:
+    """A case stopped once, and in the soak as often as it says."""
+    once = pytest.param(case, case.stops[:1], id=name, marks=[pytest.mark.soak] if case.soak else [])
+    again = pytest.param(case, case.stops, id=f"{name}-again", marks=pytest.mark.soak)
+    return [once, again] if len(case.stops) > 1 else [once]
 
 
-@pytest.mark.parametrize("case", [_marked(name, case) for name, case in CASES.items()])
-def test_equal_or_warned_of(case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "stops"), [item for name, case in CASES.items() for item in _marked(name, case)])
+def test_equal_or_warned_of(case: Case, stops: tuple[int, ...], tmp_path: Path) -> None:
     if pl.__version__ < case.since:
         pytest.skip(f"Lightning {case.since} is the first that has it")
     broken = tmp_path / "broken"
-    for attempt, stop in enumerate(case.stops):
+    for attempt, stop in enumerate(stops):
         with pytest.raises(Stop):
             train(case, broken, StopAt(abs(stop), in_validation=stop < 0), seed=11 if attempt == 0 else 100 + attempt)
     said = train(case, broken, seed=200)

@@ -80,9 +80,21 @@ def ended(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("memory_file", [False, True], ids=["tmpfs", "memory-file"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("when", ["before the last", "after the last"])
+STRIKES = [
+    pytest.param(
+        when,
+        number,
+        memory_file,
+        id=f"{when}-{number.name}-{'memory-file' if memory_file else 'tmpfs'}",
+        marks=[] if (number is signal.SIGKILL) is memory_file else pytest.mark.soak,
+    )
+    for when in ("before the last", "after the last")
+    for number in (signal.SIGKILL, signal.SIGSTOP)
+    for memory_file in (False, True)
+]
+
+
+@pytest.mark.parametrize(("when", "number", "memory_file"), STRIKES)
 def test_the_end_is_durable_although_the_node_is_lost(
     tmp_path: Path,
     when: str,

@@ -168,8 +168,19 @@ def test_a_linked_directory_and_one_with_special_characters(run: Path) -> None:
     assert begins(special) >= 9
 
 
-@pytest.mark.parametrize(("scheme", "kind"), [("faulty", "EIO"), ("faulty", "EACCES"), ("faulty-objects", "ESTALE")])
-@pytest.mark.parametrize("only", [("ls",), ("cat_file",), ()], ids=["listing", "reading", "everything"])
+UNREADABLE = [
+    pytest.param(
+        scheme, kind, only, id=f"{scheme}-{kind}-{what}", marks=[] if index % 4 == 0 or index == 5 else pytest.mark.soak
+    )
+    for index, (scheme, kind, (what, only)) in enumerate(
+        (scheme, kind, item)
+        for scheme, kind in (("faulty", "EIO"), ("faulty", "EACCES"), ("faulty-objects", "ESTALE"))
+        for item in {"listing": ("ls",), "reading": ("cat_file",), "everything": ()}.items()
+    )
+]
+
+
+@pytest.mark.parametrize(("scheme", "kind", "only"), UNREADABLE)
 def test_a_tier_that_cannot_be_read_is_an_error_and_then_goes_on(
     run: Path, scheme: str, kind: str, only: tuple[str, ...]
 ) -> None:
@@ -181,8 +192,13 @@ def test_a_tier_that_cannot_be_read_is_an_error_and_then_goes_on(
     assert begins(f"{scheme}://{run}") == 9
 
 
-@pytest.mark.parametrize("span", [1, 5, 9, 30])
-@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize(
+    ("at", "span"),
+    [
+        *((1, 5), (4, 1), (4, 9), (1, 30)),
+        *(pytest.param(at, span, marks=pytest.mark.soak) for at, span in ((1, 1), (4, 5), (1, 9), (4, 30))),
+    ],
+)
 def test_a_tier_that_is_dead_for_some_calls_costs_no_step(run: Path, at: int, span: int) -> None:
     """It is asked again; or it is an error, and the next start goes on from the newest."""
     before = names(run)
