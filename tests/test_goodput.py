@@ -387,7 +387,7 @@ def test_three_attempts_two_of_them_killed(tmp_path: Path, capsys: Said) -> None
         )
         assert done.returncode == -signal.SIGKILL, done.stderr
         times.append([float(word) for word in done.stdout.split()[-2:]])
-        until(lambda number=number: written(url, number).end == "killed", "what the node writes")  # type: ignore[misc]
+        until(lambda number=number: written(url, number).end == "killed", "what the node writes", 120)  # type: ignore[misc]
         assert written(url, number).step == last
     trainer(SpotCheckpoint(url, interval=EverySteps(5), notices=None)).fit(Net(), data())
     records = [written(url, number) for number in range(3)]
