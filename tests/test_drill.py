@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -69,6 +70,14 @@ def test_differences_are_told_entry_by_entry() -> None:
     assert list(differences({"a": -0.0 * torch.ones(1)}, {"a": torch.zeros(1)})) != []  # to the bit
     assert list(differences({"a": 1}, {"b": 1})) == ["a: only in the first", "b: only in the second"]
     assert list(differences({"a": [1]}, {"a": [1, 2]})) == ["a: 1 items and 2"]
+
+
+def test_arrays_of_objects_are_compared_by_what_they_hold() -> None:
+    left, right, other = (np.array([f"column {end}", None], dtype=object) for end in ("a", "a", "b"))
+    assert left.tobytes() != right.tobytes()  # as when they come from two processes
+    assert differences({"names": left}, {"names": right}) == []
+    assert differences({"names": left}, {"names": other}) == ["names[0]: 'column a' and 'column b'"]
+    assert differences({"names": left}, {"names": left[:1]}) == ["names: arrays of object (2,) and object (1,) differ"]
 
 
 def test_paths_and_times_of_the_runs_are_listed_apart() -> None:

@@ -48,6 +48,26 @@ def test_callback_then_resume(warm_python: str, tmp_path: Path) -> None:
     assert LocalStore(path).survey().manifests[0].step == 90
 
 
+@pytest.mark.parametrize(
+    ("example", "needs", "small"),
+    [
+        pytest.param("tabular.py", "sklearn", []),
+        pytest.param("graphs.py", "torch_geometric", ["--graphs=60"]),
+        pytest.param("hugging_face.py", "transformers", ["--max-bytes=20000"]),
+    ],
+)
+def test_third_party_models(warm_python: str, tmp_path: Path, example: str, needs: str, small: list[str]) -> None:
+    pytest.importorskip(needs)
+    command = [str(ROOT / "examples" / example), f"--dirpath={tmp_path / 'run'}", *small]
+    run(warm_python, tmp_path, *command, "--epochs=1")
+    steps = LocalStore(tmp_path / "run").survey().manifests[0].step
+    said = run(warm_python, tmp_path, *command, "--epochs=2")
+    assert f"resumes at step {steps}" in said
+    newest = LocalStore(tmp_path / "run").survey().manifests[0]
+    assert newest.complete
+    assert newest.step == 2 * steps
+
+
 def test_cli_flags(warm_python: str, tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "stdlib_gpt.py")
     flags = ["--trainer.callbacks+=lightning_spot.SpotCheckpoint", "--trainer.callbacks.dirpath=checkpoints/gpt"]

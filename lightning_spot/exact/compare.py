@@ -78,7 +78,10 @@ def compare(left: Any, right: Any, path: str = "", within: tuple[int, ...] = ())
         if id(left) not in within:  # it may hold itself
             yield from compare(_content(left), _content(right), path, (*within, id(left)))
     elif isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
-        if left.dtype != right.dtype or left.shape != right.shape or left.tobytes() != right.tobytes():
+        same_form = left.dtype == right.dtype and left.shape == right.shape
+        if same_form and left.dtype.hasobject:  # its bytes are addresses
+            yield from compare(left.tolist(), right.tolist(), path, within)
+        elif not same_form or left.tobytes() != right.tobytes():
             yield Difference(path, f"arrays of {left.dtype} {left.shape} and {right.dtype} {right.shape} differ")
     elif isinstance(left, dict) and isinstance(right, dict):
         yield from _compare_dicts(left, right, path, within)
