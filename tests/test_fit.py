@@ -455,7 +455,7 @@ def test_state_that_is_not_safe_to_load_is_left_alone_until_a_hook_wants_it(tmp_
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["thing"] = Thing()
 
-    class Wanting(Odd):
+    class Wanting(Net):  # and has no such thing of its own
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["thing"].size = 1 + checkpoint["thing"].size
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import json
 import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import fsspec
 import pytest
@@ -17,7 +20,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.errors import CorruptSnapshot, SettingsError, SpotError
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.slots import Slot
 from lightning_spot.protocol.wire import parse_spot_url
+from lightning_spot.service import files
 from tests.conftest import RunningNode
 from tests.models import Net, data, trainer
 from tests.test_node import put
@@ -397,3 +403,26 @@ def test_model_checkpoint_removes_what_it_no_longer_wants(start_node: StartNode,
     assert {path.split("/")[1] for path in fs.ls("mine", detail=False)} == {*best, "last.ckpt"}
     assert math.isfinite(float(own.best_model_score or math.nan))
     run.validate(ckpt_path="best", dataloaders=data(3), verbose=False)
+
+
+def test_a_file_that_leaves_memory_while_it_is_listed_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = Manifest(run="run", name="best.ckpt", step=1, attempt=1, nbytes=1, created_unix_s=0.0, file="")
+    in_memory = [(Slot(index=0), manifest)]
+
+    class Below:
+        def entries(self) -> list[files.Entry]:
+            in_memory.clear()  # the tier below has it now, but was asked before it had
+            return []
+
+    node = SimpleNamespace(
+        key=lambda text: text,
+        below=lambda text: "file:///below",
+        ring=None,
+        registry=SimpleNamespace(runs={}),
+        flusher=SimpleNamespace(deletions=lambda key: []),
+    )
+    monkeypatch.setattr(files, "held", lambda ring, key: list(in_memory))
+    monkeypatch.setattr(files, "open_below", lambda url: Below())
+    asked = SimpleNamespace(match_info={"run": "run"})
+    answer = asyncio.run(files.Files(cast(Any, node), cast(Any, None)).listing(cast(Any, asked)))
+    assert [item["path"] for item in json.loads(cast(bytes, answer.body))["files"]] == [manifest.data_path]

@@ -57,16 +57,21 @@ class Files:
         """Every file of a run, at whichever tier."""
         text = request.match_info["run"]
         key, directory = self._node.key(text), self._directory(text)
+        in_memory = self._in_memory(key)  # before what is below: what moves there meanwhile is seen at one of the two
         entries = {} if directory is None else await asyncio.to_thread(self._below, directory, key)
         known = bool(entries) or key in self._node.registry.runs
-        listed = {path: _as_json(entry, [], ["below"]) for path, entry in entries.items()}
-        for slot, manifest in held(self._node.ring, key):
-            entry = Entry(manifest.data_path, manifest.nbytes, manifest.created_unix_s)
-            listed[entry.path] = {**_as_json(entry, slot.dirty, slot.safe), "step": manifest.step}
+        listed = {path: _as_json(entry, [], ["below"]) for path, entry in entries.items()} | in_memory
         if not listed and not known:
             raise SnapshotNotFound(f"this node has no run {text!r}")
         last = LAST if LAST in listed else self._newest(list(listed))
         return web.json_response({"files": [listed[path] for path in sorted(listed)], "last": last})
+
+    def _in_memory(self, key: str) -> dict[str, dict[str, object]]:
+        listed = {}
+        for slot, manifest in held(self._node.ring, key):
+            entry = Entry(manifest.data_path, manifest.nbytes, manifest.created_unix_s)
+            listed[entry.path] = {**_as_json(entry, slot.dirty, slot.safe), "step": manifest.step}
+        return listed
 
     def _below(self, directory: Below, key: str) -> dict[str, Entry]:
         hidden = self._hidden(key)  # before it is listed: what is gone meanwhile may be listed still
