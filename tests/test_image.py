@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from lightning_spot.config import parse_bytes
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot, LayoutUnsupported, SettingsError, SnapshotNotFound
-from lightning_spot.image.archive import read_records
+from lightning_spot.image.archive import read_entries
 from lightning_spot.image.crc import combine
 from lightning_spot.image.layout import Layout, lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
@@ -125,7 +125,7 @@ def test_a_file_sealed_in_parts_is_the_file(threads: int, part_bytes: int, strea
     """By several threads, with records over many parts, and CRC fields after their data or before it."""
     whole = _archive(streamed)
     image = bytearray(whole)
-    for record in read_records(whole):
+    for record in read_entries(whole):
         for place in record.crc_at if record.nbytes else ():
             image[place : place + 4] = bytes(4)
     manifest = Manifest(run="r", name="x", step=1, attempt=1, nbytes=len(image), part_bytes=part_bytes)
@@ -203,14 +203,14 @@ def test_records_are_those_of_the_zip_directory() -> None:
     buffer = io.BytesIO()
     torch.save({"w": torch.randn(1000), "b": torch.ones(3)}, buffer)
     infos = zipfile.ZipFile(buffer).infolist()
-    records = read_records(buffer.getvalue())
+    records = read_entries(buffer.getvalue())
     assert [(record.name, record.nbytes) for record in records] == [(info.filename, info.file_size) for info in infos]
 
 
 @pytest.mark.parametrize("damage", [b"", b"PK", b"no zip at all" * 10])
 def test_no_archive_is_refused(damage: bytes) -> None:
     with pytest.raises(LayoutUnsupported):
-        read_records(damage)
+        read_entries(damage)
 
 
 @given(st.binary(max_size=400), st.integers(1, 64))

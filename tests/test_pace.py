@@ -315,7 +315,7 @@ def test_back_off_of_things_and_of_the_tier() -> None:
     backoff.succeeded("b")
     assert backoff.due_s("new") == 0.0
     assert backoff.due_s("a") == now + 4.0
-    backoff.hurry()
+    backoff.shorten()
     assert backoff.due_s("a") == now + 0.5
 
 

@@ -282,7 +282,7 @@ class RemoteSnapshot(Part):
         """Take snapshots more often from now on: this machine is likely to be taken away."""
         self._pacing.expect_failure()
 
-    def secure(self, trainer: pl.Trainer, seam: Seam, named_s: float | None, hurried: Callable[[], bool]) -> str:
+    def secure(self, trainer: pl.Trainer, seam: Seam, named_s: float | None, cut_short: Callable[[], bool]) -> str:
         """Bring the training state to safety: an urgent snapshot if there is something new and time for it.
 
         Every rank calls it, at the same place.
@@ -291,7 +291,7 @@ class RemoteSnapshot(Part):
             trainer: that is about to stop.
             seam: where it is.
             named_s: when this machine may end, on the monotonic clock; ``None`` if nobody knows.
-            hurried: asked while waiting: whether to give up waiting at once.
+            cut_short: asked while waiting: whether to give up waiting at once.
 
         Returns:
             one line on what is safe where, on rank 0; empty on the others.
@@ -300,7 +300,7 @@ class RemoteSnapshot(Part):
         self._wait_copied()
         is_taken = self._begun_step == trainer.global_step
         write = lambda dump, wait_s: self._write(trainer, dump, wait_s=wait_s)  # noqa: E731
-        return self.urgent.secure(trainer, seam, self._current, write, hurried, is_taken=is_taken)
+        return self.urgent.secure(trainer, seam, self._current, write, cut_short, is_taken=is_taken)
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 

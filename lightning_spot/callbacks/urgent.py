@@ -47,7 +47,7 @@ class UrgentSnapshot:
         seam: Seam,
         attempt: Attempt | None,
         write: Callable[[Dump, float], None],
-        hurried: Callable[[], bool],
+        cut_short: Callable[[], bool],
         *,
         is_taken: bool,
     ) -> str:
@@ -58,7 +58,7 @@ class UrgentSnapshot:
             seam: where it is.
             attempt: that writes snapshots; ``None`` on other ranks than the first.
             write: takes a snapshot, within seconds.
-            hurried: asked while waiting: whether to give up waiting at once.
+            cut_short: asked while waiting: whether to give up waiting at once.
             is_taken: whether a snapshot of this step has begun already.
 
         Returns:
@@ -73,7 +73,7 @@ class UrgentSnapshot:
             write(dump, deadline.left_s)
         if attempt is None or plan is None:
             return ""
-        return attempt.safety.bring(deadline, plan, hurried)
+        return attempt.safety.bring(deadline, plan, cut_short)
 
     def _dump(self, trainer: pl.Trainer, seam: Seam) -> Dump | None:
         """The newest state that a run can resume from exactly."""

@@ -55,13 +55,13 @@ class Safety:
         """How fast each working tier takes snapshots, as measured."""
         return paces_of(self._writer.link.ask(lambda host: host.tiers(), {}), self._durable_every_s)
 
-    def bring(self, deadline: Deadline, plan: Plan, hurried: Callable[[], bool]) -> str:
+    def bring(self, deadline: Deadline, plan: Plan, cut_short: Callable[[], bool]) -> str:
         """Wait until the newest snapshot is committed, and safe at one tier below.
 
         Args:
             deadline: how long to wait at most.
             plan: what was expected.
-            hurried: asked while waiting: whether to give up at once.
+            cut_short: asked while waiting: whether to give up at once.
 
         Returns:
             one line for people.
@@ -76,7 +76,7 @@ class Safety:
         what = f"step {newest.step} ({format_bytes(newest.nbytes)})"
         if not plan.take:
             what = f"a new snapshot would take {plan.expected_s or 0:.0f} s to be safe, too long; the newest is {what}"
-        while not hurried():
+        while not cut_short():
             try:
                 if self._safe_step(writer.host.safe_step() if writer.host is not None else None) >= newest.step:
                     return f"{what} is safe in {time.monotonic() - started_s:.1f} s{of}"

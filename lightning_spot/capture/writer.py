@@ -1,7 +1,7 @@
 """Takes snapshots: lays the checkpoint out, leases a slot, copies beside training, guards, commits.
 
 The training thread calls :meth:`SnapshotWriter.begin` and, before the tensors change, :meth:`~SnapshotWriter.copied`.
-Everything else happens on one background thread, the courier.
+Everything else happens on one background thread.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ class SnapshotWriter:
         self._unsteady: frozenset[int] = frozenset()
         self._said: set[str] = set()
         self._outliner = Outliner(read_environment().shm_dir, self.say_once)
-        self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._warming = threading.Event()
         self._warming.set()
-        self._courier = threading.Thread(target=self._run_errands, name="spot-courier", daemon=True)
-        self._courier.start()
+        self._thread = threading.Thread(target=self._run_tasks, name="spot-writer", daemon=True)
+        self._thread.start()
 
     # -- on the training thread -----------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class SnapshotWriter:
         """
         self._warming.clear()
         self._warm_size = (nbytes, cuda)
-        self._errands.put(self._warm)
+        self._tasks.put(self._warm)
 
     def begin(
         self,
@@ -171,7 +171,7 @@ class SnapshotWriter:
             replace(manifest, nbytes=layout.nbytes), lease, job, Future(), destinations, outline_of(layout)
         )
         self._pending.append(pending)
-        self._errands.put(lambda: self._finish(host, pending))
+        self._tasks.put(lambda: self._finish(host, pending))
         return pending.done
 
     def copied(self) -> None:
@@ -180,7 +180,7 @@ class SnapshotWriter:
             try:
                 pending.job.wait_cpu()
             except SpotError:
-                continue  # the courier reports it through the future
+                continue  # the background thread reports it through the future
             self._copier.fence()
             pending.job.settle()
         self._pending = [pending for pending in self._pending if not pending.done.done()]
@@ -198,11 +198,11 @@ class SnapshotWriter:
     def close(self) -> None:
         """Stop the threads. The host stays open: it is the caller's, unless it keeps a thread waiting."""
         self.link.close()
-        self._errands.put(None)
-        self._courier.join(_CLOSE_S)
-        if self._courier.is_alive() and self.host is not None:
+        self._tasks.put(None)
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive() and self.host is not None:
             self.host.disconnect()
-            self._courier.join(_CLOSE_S)
+            self._thread.join(_CLOSE_S)
         self._copier.close()
         for host in self._views.others(None):
             self._views.drop(host)
@@ -296,11 +296,11 @@ class SnapshotWriter:
                 self._outliner.scratch,
             )
 
-    # -- on the courier -------------------------------------------------------------------------------------------
+    # -- on the background thread ---------------------------------------------------------------------------------
 
-    def _run_errands(self) -> None:
-        while (errand := self._errands.get()) is not None:
-            errand()
+    def _run_tasks(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
 
     def _finish(self, host: Host, pending: Pending) -> None:
         name = pending.manifest.name

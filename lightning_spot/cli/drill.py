@@ -56,7 +56,7 @@ class Drill:
         kills: how often the second run is disturbed.
         limit_s: the longest that an undisturbed run may take.
         chance: decides when and how.
-        deeds: what was done, for the report.
+        disturbances: what was done, for the report.
     """
 
     command: list[str]
@@ -64,68 +64,70 @@ class Drill:
     kills: int
     limit_s: float
     chance: random.Random
-    deeds: list[str] = field(default_factory=list)
+    disturbances: list[str] = field(default_factory=list)
 
     def run(self) -> Verdict:
         """Carry it out."""
-        calm, harried = self.folder / "undisturbed", self.folder / "disturbed"
+        undisturbed, disturbed = self.folder / "undisturbed", self.folder / "disturbed"
         started = time.monotonic()
-        self._undisturbed(calm, harried)
-        took_s, (_, store) = time.monotonic() - started, _store(calm)
-        self._disturbed(harried, took_s, store.survey().manifests[0].step)
-        if not self.deeds:
+        self._undisturbed(undisturbed, disturbed)
+        took_s, (_, store) = time.monotonic() - started, _store(undisturbed)
+        self._disturbed(disturbed, took_s, store.survey().manifests[0].step)
+        if not self.disturbances:
             raise DrillFailed("the second run was done before it was disturbed: the training has to take longer")
-        return _differences(_final(calm), _final(harried))
+        return _differences(_final(undisturbed), _final(disturbed))
 
-    def _undisturbed(self, calm: Path, harried: Path) -> None:
+    def _undisturbed(self, undisturbed: Path, disturbed: Path) -> None:
         """Train to the end. The second run begins with the first snapshot of this one, so that no seed is needed."""
-        with self._training(calm) as process:
+        with self._training(undisturbed) as process:
             deadline = time.monotonic() + self.limit_s
             while process.poll() is None:
                 if time.monotonic() > deadline:
                     raise DrillFailed(f"the training is not done after {self.limit_s:.0f} s: give it less, or --limit")
-                if not harried.exists():
-                    _begin_with_first_snapshot(calm, harried)
+                if not disturbed.exists():
+                    _begin_with_first_snapshot(undisturbed, disturbed)
                 time.sleep(_POLL_S)
         if process.returncode != 0:
-            raise DrillFailed(f"the undisturbed training ended with exit code {process.returncode}:\n{_tail(calm)}")
-        if not harried.exists():
+            raise DrillFailed(
+                f"the undisturbed training ended with exit code {process.returncode}:\n{_tail(undisturbed)}"
+            )
+        if not disturbed.exists():
             raise DrillFailed(
                 "the training took no snapshot before its last one: it must use SpotCheckpoint, and take longer than"
                 " its first few steps"
             )
 
-    def _disturbed(self, harried: Path, took_s: float, steps: int) -> None:
+    def _disturbed(self, disturbed: Path, took_s: float, steps: int) -> None:
         for attempt in range(self.kills + 1):
             last = attempt == self.kills
-            notice = harried / "notice"
+            notice = disturbed / "notice"
             notice.unlink(missing_ok=True)
-            with self._training(harried, notice) as process:
-                way = None if last else self._disturb(process, harried, notice, took_s, steps)
+            with self._training(disturbed, notice) as process:
+                way = None if last else self._disturb(process, disturbed, notice, took_s, steps)
                 try:
                     code = process.wait(self.limit_s)
                 except subprocess.TimeoutExpired:
                     raise DrillFailed(
-                        f"the training did not end within {self.limit_s:.0f} s\n{_tail(harried)}"
+                        f"the training did not end within {self.limit_s:.0f} s\n{_tail(disturbed)}"
                     ) from None
             if code == 0:
                 return
             if way is None or code not in (143, -signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGKILL):
-                raise DrillFailed(f"a resumed training ended with exit code {code}:\n{_tail(harried)}")
+                raise DrillFailed(f"a resumed training ended with exit code {code}:\n{_tail(disturbed)}")
 
     def _disturb(
-        self, process: subprocess.Popen[bytes], harried: Path, notice: Path, took_s: float, steps: int
+        self, process: subprocess.Popen[bytes], disturbed: Path, notice: Path, took_s: float, steps: int
     ) -> str | None:
         """Disturb it at a random moment of an undisturbed run's time, or of the steps that are left if sooner."""
-        started, begin = time.monotonic(), _newest_step(harried)
+        started, begin = time.monotonic(), _newest_step(disturbed)
         until_s = self.chance.uniform(0.2, 0.9) * took_s
         until_step = begin + self.chance.uniform(0.1, 0.6) * (steps - begin)
-        while (wait_s := time.monotonic() - started) < until_s and _newest_step(harried) < until_step:
+        while (wait_s := time.monotonic() - started) < until_s and _newest_step(disturbed) < until_step:
             if process.poll() is not None:
                 return None
             time.sleep(_POLL_S)
-        way = WAYS[len(self.deeds) % len(WAYS)]
-        self.deeds.append(f"{way} after {wait_s:.1f} s, newest snapshot at step {_newest_step(harried)}")
+        way = WAYS[len(self.disturbances) % len(WAYS)]
+        self.disturbances.append(f"{way} after {wait_s:.1f} s, newest snapshot at step {_newest_step(disturbed)}")
         if way == "notice":
             notice.write_text("60")
         else:
@@ -188,21 +190,23 @@ def drill(arguments: argparse.Namespace) -> int:
     found = one.run()
     if arguments.json:
         facts = {"equal": not found.different, "differences": found.different, "of_the_run": found.of_the_run}
-        print(json.dumps({**facts, "kills": one.deeds, "seed": seed}))
+        print(json.dumps({**facts, "kills": one.disturbances, "seed": seed}))
     else:
-        _report(console, one.deeds, found, seed, folder)
+        _report(console, one.disturbances, found, seed, folder)
     if not arguments.keep and not found.different:
         shutil.rmtree(folder)
     return 1 if found.different else 0
 
 
-def _report(console: Console, deeds: list[str], found: Verdict, seed: int, folder: Path) -> None:
-    for deed in deeds:
-        console.print(f"  {deed}")
+def _report(console: Console, disturbances: list[str], found: Verdict, seed: int, folder: Path) -> None:
+    for disturbance in disturbances:
+        console.print(f"  {disturbance}")
     if found.different:
         _show(console, f"DIFFERENT in {len(found.different)} entries:", found.different)
     else:
-        console.print(f"EQUAL: after {len(deeds)} kills the final state is that of the undisturbed run, to the bit")
+        console.print(
+            f"EQUAL: after {len(disturbances)} kills the final state is that of the undisturbed run, to the bit"
+        )
     if found.of_the_run:
         _show(console, "apart from paths and times of the runs themselves:", found.of_the_run)
     if found.different:
@@ -225,18 +229,18 @@ def _store(folder: Path) -> tuple[Path, LocalStore]:
     return runs[0], LocalStore(runs[0])
 
 
-def _begin_with_first_snapshot(calm: Path, harried: Path) -> None:
+def _begin_with_first_snapshot(undisturbed: Path, disturbed: Path) -> None:
     with contextlib.suppress(DrillFailed, SpotError, OSError):
-        run, store = _store(calm)
+        run, store = _store(undisturbed)
         early = [manifest for manifest in store.survey().manifests if not manifest.complete]
         if not early:
             return
         name = early[-1].name
-        partial = harried.with_name("disturbed.partial")
+        partial = disturbed.with_name("disturbed.partial")
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(run / name, partial / "runs" / run.name / name)
         shutil.copytree(run / "attempts", partial / "runs" / run.name / "attempts")
-        partial.rename(harried)
+        partial.rename(disturbed)
 
 
 def _newest_step(folder: Path) -> int:

@@ -25,7 +25,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.flusher import TierHealth
 from lightning_spot.memory.host import Lease
 from lightning_spot.memory.runs import Opened, RunInfo
-from lightning_spot.protocol.record import Record, find_record
+from lightning_spot.protocol.record import NodeRecord, find_record
 from lightning_spot.protocol.wire import Address
 from lightning_spot.tiers.store import newest_first
 
@@ -92,7 +92,7 @@ def start(
 
 
 def _connect(
-    record: Record, run: str, max_stall_s: float, settings: Callable[[], dict[str, Any]]
+    record: NodeRecord, run: str, max_stall_s: float, settings: Callable[[], dict[str, Any]]
 ) -> EmbeddedHost | None:
     """Connect to a node; where none lives, start one with ``settings()``, or return ``None`` if that is empty."""
     if not record.running() and not settings():
@@ -112,7 +112,7 @@ def _connect(
                 return None
 
 
-def _wait_or_end(record: Record, error: NodeUnreachable, deadline: float) -> None:
+def _wait_or_end(record: NodeRecord, error: NodeUnreachable, deadline: float) -> None:
     """Give a node that is coming up or leaving a little time; end one that has stopped answering."""
     if time.monotonic() > deadline:
         raise NodeUnreachable(f"the embedded node does not answer at {record.http}; see {record.log}") from error
@@ -130,7 +130,7 @@ def _wait_or_end(record: Record, error: NodeUnreachable, deadline: float) -> Non
         raise NodeUnreachable(f"the embedded node (pid {process.pid}) does not answer and cannot be ended") from error
 
 
-def _spawn(record: Record, deadline: float, *, slots: int, memory_bytes: int, idle_timeout_s: float) -> None:
+def _spawn(record: NodeRecord, deadline: float, *, slots: int, memory_bytes: int, idle_timeout_s: float) -> None:
     command = [sys.executable, "-m", "lightning_spot.service.program", "--embedded", str(record.folder), record.key]
     command += ["--slots", str(slots), "--memory", str(memory_bytes), "--idle-timeout", str(idle_timeout_s)]
     package_home = str(Path(__file__).resolve().parents[2])
@@ -175,7 +175,7 @@ class EmbeddedHost:
             views of it lets them go.
     """
 
-    def __init__(self, record: Record, run: str, max_stall_s: float = MAX_STALL_S) -> None:
+    def __init__(self, record: NodeRecord, run: str, max_stall_s: float = MAX_STALL_S) -> None:
         self.run = run
         self.attempt = 0
         self.max_stall_s = max_stall_s

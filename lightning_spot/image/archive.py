@@ -26,7 +26,7 @@ _STREAMED = 0x08  # flag: CRC and sizes follow the data in a descriptor
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ZipEntry:
     """One record of the archive.
 
     Attributes:
@@ -42,7 +42,7 @@ class Record:
     crc_at: tuple[int, ...]
 
 
-def read_records(image: Buffer) -> list[Record]:
+def read_entries(image: Buffer) -> list[ZipEntry]:
     """List the records of a stored (uncompressed) zip archive, in the order of its directory.
 
     Args:
@@ -57,7 +57,7 @@ def read_records(image: Buffer) -> list[Record]:
         raise LayoutUnsupported(f"the checkpoint file's record table cannot be read: {error}") from error
 
 
-def _walk(image: memoryview) -> Iterator[Record]:
+def _walk(image: memoryview) -> Iterator[ZipEntry]:
     count, position = _directory(image)
     for _ in range(count):
         fields = _CENTRAL.unpack_from(image, position)
@@ -74,7 +74,7 @@ def _walk(image: memoryview) -> Iterator[Record]:
         position = start + name_bytes + extra_bytes + comment_bytes
 
 
-def _record(image: memoryview, name: str, flags: int, header: int, nbytes: int, central: int) -> Record:
+def _record(image: memoryview, name: str, flags: int, header: int, nbytes: int, central: int) -> ZipEntry:
     local = _LOCAL.unpack_from(image, header)
     if local[0] != b"PK\x03\x04":
         raise LayoutUnsupported(f"record {name!r} has no local header where the directory says")
@@ -86,7 +86,7 @@ def _record(image: memoryview, name: str, flags: int, header: int, nbytes: int, 
         places.append(after + 4 if bytes(image[after : after + 4]) == b"PK\x07\x08" else after)
     else:
         places.append(header + _LOCAL_CRC)
-    return Record(name, offset, nbytes, tuple(places))
+    return ZipEntry(name, offset, nbytes, tuple(places))
 
 
 def _directory(image: memoryview) -> tuple[int, int]:

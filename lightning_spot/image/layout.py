@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from lightning_spot.errors import LayoutUnsupported
-from lightning_spot.image.archive import read_records
+from lightning_spot.image.archive import read_entries
 
 _TEMPLATE = "model.ckpt"  # torch names the archive's top folder after this file's stem
 
@@ -103,7 +103,7 @@ def outline_of(layout: Layout) -> Layout:
 
 def _layout(skeleton: memoryview, storages: dict[str, torch.UntypedStorage]) -> Layout:
     pieces = []
-    for record in read_records(skeleton):
+    for record in read_entries(skeleton):
         folder, _, key = record.name.rpartition("/")
         if not folder.endswith("/data") or key not in storages:
             continue

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported
-from lightning_spot.image.archive import Record, read_records
+from lightning_spot.image.archive import ZipEntry, read_entries
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.crc import combine, crc32
 from lightning_spot.image.manifest import Manifest
@@ -33,7 +33,7 @@ class Sealing(Coming):
         Raises:
             LayoutUnsupported: if the file is no archive of stored records.
         """
-        plan = _Plan(read_records(self.image[: self.manifest.nbytes]), self._parts, self.manifest.part_bytes)
+        plan = _Plan(read_entries(self.image[: self.manifest.nbytes]), self._parts, self.manifest.part_bytes)
         helpers = [threading.Thread(target=self._work, args=(plan,), name="spot-seal") for _ in range(threads - 1)]
         for helper in helpers:
             helper.start()
@@ -52,7 +52,7 @@ class Sealing(Coming):
 class _Plan:
     """Which parts still wait for CRCs: a part may be checksummed once every CRC field that lies in it is written."""
 
-    def __init__(self, records: list[Record], parts: list[tuple[int, int]], part_bytes: int) -> None:
+    def __init__(self, records: list[ZipEntry], parts: list[tuple[int, int]], part_bytes: int) -> None:
         self._lock = threading.Lock()
         self._next = 0
         self._part_bytes = part_bytes
@@ -100,7 +100,7 @@ class _Plan:
             struct.pack_into("<L", image, place, whole)
         return self._parts_of(self._records[number])
 
-    def _parts_of(self, record: Record) -> list[int]:
+    def _parts_of(self, record: ZipEntry) -> list[int]:
         """Parts in which fields of a record lie, once for each field and part."""
         return [
             index

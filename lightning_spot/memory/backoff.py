@@ -57,7 +57,7 @@ class BackOff:
         for item in [item for item in self._items if item not in items]:
             del self._items[item]
 
-    def hurry(self) -> None:
+    def shorten(self) -> None:
         """Let everything be tried again soon, but not at once: who hurries may do so many times a second."""
         for failure in [*self._items.values(), self._tier]:
             failure.count = min(failure.count, 1)

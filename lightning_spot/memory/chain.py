@@ -63,7 +63,7 @@ class Chain:
         open_store: makes the stores of nodes and of the durable tier.
         info: of the run; its ``nodes`` are the candidates, in order of preference.
         may_write: whether this node may write to the durable tier itself.
-        hurried: tells whether somebody waits for the run to be safe.
+        is_urgent: tells whether somebody waits for the run to be safe.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Chain:
         info: RunInfo,
         *,
         may_write: bool,
-        hurried: Callable[[], bool] = lambda: False,
+        is_urgent: Callable[[], bool] = lambda: False,
     ) -> None:
         self.info = info
         self.carries = False
@@ -81,7 +81,7 @@ class Chain:
         self._ring = ring
         self._open_store = open_store
         self._may_write = may_write
-        self._hurried = hurried
+        self._is_urgent = is_urgent
         self._candidates = [_Candidate(f"{node.rstrip('/')}/{info.text}") for node in info.nodes]
         self._active: _Candidate | None = None
         self._decided = False
@@ -207,7 +207,7 @@ class Chain:
             self.heard(candidate.url, error)
             return 0.0
         self._look_s = min(_LAST_LOOK_S, self._look_s * 1.5)
-        return 0.0 if self._hurried() else self._look_s
+        return 0.0 if self._is_urgent() else self._look_s
 
     def _waiting(self, candidate: _Candidate) -> list[tuple[Slot, Manifest]]:
         """Snapshots that the node has, and of which it is not known yet that they are durable."""
@@ -251,7 +251,7 @@ class Chain:
     def _learn(self, candidate: _Candidate, waiting: list[tuple[Slot, Manifest]]) -> None:
         node, durable_url = self._node(candidate), self.info.durable_url
         assert durable_url is not None
-        if self._hurried():
+        if self._is_urgent():
             node.flush(_HURRIED_S)  # nobody there puts anything off while this is waited for
         held = {(manifest.name, manifest.checksums): safe for manifest, _dirty, safe in node.held()}
         for slot, manifest in waiting:

@@ -126,10 +126,10 @@ class Flusher:
         with self._ring.changed:
             return self.work.deletions(run)
 
-    def hurried(self, run: str) -> bool:
+    def is_urgent(self, run: str) -> bool:
         """Whether somebody waits for a run to be safe."""
         with self._ring.changed:
-            return self.work.hurried(run)
+            return self.work.is_urgent(run)
 
     def owed(self) -> set[str]:
         """Tiers that wait for something, see :meth:`Work.owed`."""
@@ -144,7 +144,7 @@ class Flusher:
         """
         deadline = time.monotonic() + wait_s
         with self._ring.changed:
-            self.work.hurry(run)
+            self.work.urge(run)
             self._ring.notify()
             try:
                 while owed := self.work.owed(run):
@@ -153,7 +153,7 @@ class Flusher:
                         return [f"{url}: {self._problem(url)}" for url in sorted(owed)]
                     self._ring.changed.wait(left)
             finally:
-                self.work.calm(run)
+                self.work.relax(run)
         return []
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ class Routes:
                 self.open_store,
                 info,
                 may_write=not refused,
-                hurried=lambda: self._flusher.hurried(key),
+                is_urgent=lambda: self._flusher.is_urgent(key),
             )
             self._chains[key].start()
             return

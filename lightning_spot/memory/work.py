@@ -80,7 +80,7 @@ class Work:
         self._backoffs: dict[str, BackOff] = {}
         self._errors: dict[str, dict[tuple[str, str, str], str]] = {}
         self._begun: dict[tuple[str, str], float] = {}  # when a tier last took a snapshot of a run
-        self._hurried: Counter[str | None] = Counter()  # runs (None: all) that somebody waits for
+        self._waited_for: Counter[str | None] = Counter()  # runs (None: all) that somebody waits for
 
     def urls(self) -> set[str]:
         """Tiers that this node has something to do at."""
@@ -176,19 +176,19 @@ class Work:
         """Failures at a tier."""
         return self._backoffs.setdefault(url, BackOff())
 
-    def hurry(self, run: str | None) -> None:
-        """Somebody waits for a run: nothing of it is put off, what fails is tried soon. Ends with :meth:`calm`."""
-        self._hurried[run] += 1
+    def urge(self, run: str | None) -> None:
+        """Somebody waits for a run: nothing of it is put off, what fails is tried soon. Ends with :meth:`relax`."""
+        self._waited_for[run] += 1
         for backoff in self._backoffs.values():
-            backoff.hurry()
+            backoff.shorten()
 
-    def hurried(self, run: str) -> bool:
-        """Whether somebody waits for a run, see :meth:`hurry`."""
-        return bool(self._hurried[run] or self._hurried[None])
+    def is_urgent(self, run: str) -> bool:
+        """Whether somebody waits for a run, see :meth:`urge`."""
+        return bool(self._waited_for[run] or self._waited_for[None])
 
-    def calm(self, run: str | None) -> None:
+    def relax(self, run: str | None) -> None:
         """Nobody waits any more."""
-        self._hurried[run] -= 1
+        self._waited_for[run] -= 1
 
     def _own(self, slot: Slot) -> list[str]:
         """Tiers that this node must bring a slot to by itself."""
@@ -242,7 +242,7 @@ class Work:
             or job.manifest.complete
             or info is None
             or url.startswith("spot://")
-            or self.hurried(job.run)
+            or self.is_urgent(job.run)
         ):
             return 0.0
         return self._begun.get((url, job.run), -info.durable_every_s) + info.durable_every_s

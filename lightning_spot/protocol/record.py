@@ -29,7 +29,7 @@ _FORGOTTEN_S = 30 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class NodeRecord:
     """Where the embedded node of a run keeps its things.
 
     Attributes:
@@ -165,7 +165,7 @@ def hold(path: Path, within_s: float) -> int | None:
         os.close(fd)
 
 
-def find_record(dirpath: str) -> Record:
+def find_record(dirpath: str) -> NodeRecord:
     """The record of the embedded node that serves a run's durable URL (whether or not it lives).
 
     Raises:
@@ -183,7 +183,7 @@ def find_record(dirpath: str) -> Record:
             " writable one"
         ) from error
     place = os.path.realpath(dirpath) if dirpath.startswith("/") else dirpath  # one node, whatever links lead there
-    record = Record(folder, run_key(place))
+    record = NodeRecord(folder, run_key(place))
     if len(str(record.http)) > _LONGEST_SOCKET_PATH:
         raise SettingsError(
             f"{folder} is too long for a socket's path; set LIGHTNING_SPOT_RUNTIME_DIR to a shorter one"
@@ -202,7 +202,7 @@ def sweep(folder: Path) -> None:
             if now_s - path.stat().st_mtime > _FORGOTTEN_S:
                 path.unlink()
     for path in folder.glob("*.alive"):
-        record = Record(folder, path.name.removesuffix(".alive"))
+        record = NodeRecord(folder, path.name.removesuffix(".alive"))
         with contextlib.suppress(OSError):  # another node may be sweeping it too
             fd = hold(path, 0.0) if now_s - path.stat().st_mtime > _ABANDONED_S else None
             if fd is not None:

@@ -25,7 +25,7 @@ from lightning_spot.config import format_bytes, read_environment
 from lightning_spot.errors import SpotError
 from lightning_spot.memory.area import remove_abandoned
 from lightning_spot.memory.node import Node
-from lightning_spot.protocol.record import Record, hold, sweep
+from lightning_spot.protocol.record import NodeRecord, hold, sweep
 from lightning_spot.service.channel import DescriptorChannel
 from lightning_spot.service.connections import allow_descriptors
 from lightning_spot.service.handlers import Service
@@ -195,7 +195,7 @@ async def _end(
     service: Service,
     runner: web.AppRunner,
     channel: DescriptorChannel | None,
-    record: Record | None,
+    record: NodeRecord | None,
     *,
     keep_files: bool,
 ) -> None:
@@ -232,7 +232,7 @@ def _sweep(shm_dir: Path | None, records: Path) -> None:
         with contextlib.suppress(OSError):  # another node may be sweeping it too
             latest_s = max([area.stat().st_mtime, *(path.stat().st_mtime for path in area.iterdir())])
             owned = area.stat().st_uid == os.getuid()
-            old = owned and time.time() - latest_s > _ABANDONED_S and not Record(records, key).running()
+            old = owned and time.time() - latest_s > _ABANDONED_S and not NodeRecord(records, key).running()
             if old and remove_abandoned(area):
                 logger.info("removed %s, abandoned for a day", area)
     sweep(records)

@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning_spot.config import FLUSH_TIMEOUT_S, IDLE_TIMEOUT_S, parse_bytes, read_environment
 from lightning_spot.errors import SettingsError
 from lightning_spot.memory.prefixes import check_prefix
-from lightning_spot.protocol.record import Record
+from lightning_spot.protocol.record import NodeRecord
 from lightning_spot.protocol.wire import DEFAULT_PORT
 
 
@@ -34,7 +34,7 @@ class NodeSettings:
 
     host: str = ""
     port: int = 0
-    record: Record | None = None
+    record: NodeRecord | None = None
     flush_to: str | None = None
     allow: tuple[str, ...] = ()
     memory_bytes: int = 8 * 2**30
@@ -91,7 +91,7 @@ def settings_from(arguments: argparse.Namespace) -> NodeSettings:
     }
     if arguments.embedded:
         folder, key = arguments.embedded
-        return NodeSettings(record=Record(Path(folder), key), **shared)
+        return NodeSettings(record=NodeRecord(Path(folder), key), **shared)
     host, _, port = arguments.listen.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise SettingsError(f"--listen {arguments.listen!r}: write it like 127.0.0.1:{DEFAULT_PORT}")
