@@ -302,7 +302,7 @@ def earlier(root: Path, attempts: int) -> None:
         (root / "attempts" / seam.claim_name(number)).write_text(claim.to_json())
         previous = AttemptRecord(
             attempt=number, begun_unix_s=at_s, trained_unix_s=at_s + 1, from_step=number, step=number + 1,
-            unix_s=at_s + 9, earlier=account_after(previous),
+            unix_s=at_s + 9, restore_s=0.25, earlier=account_after(previous),
         )  # fmt: skip
         path = root / "attempts" / f"attempt-{number:04d}.progress.json"
         path.write_text(json.dumps(previous.as_dict()) if number >= attempts - 3 else "{}")  # it takes its time
@@ -319,7 +319,8 @@ def test_what_is_carried_on_is_bounded_and_adds_up(tmp_path: Path) -> None:
     assert len(account.latest) == 64
     whole = account.spent(None)
     assert whole.total_s == pytest.approx(299 * 10.0 - 1.0)
-    assert (whole.restore_s, whole.down_s) == (pytest.approx(299.0), pytest.approx(298.0))
+    assert (whole.restore_s, whole.start_s) == (pytest.approx(0.25 * 299), pytest.approx(0.75 * 299))
+    assert whole.down_s == pytest.approx(298.0)
     assert len(json.dumps(newest)) < 50_000
 
 

@@ -29,6 +29,7 @@ from lightning_spot.exact.compare import differences
 from lightning_spot.exact.resumable import Outline
 from lightning_spot.exact.unpickling import Placeholder, kind_of, placeholders_in, read_checkpoint
 from lightning_spot.image.layout import lay_out
+from tests.conftest import new_process
 from tests.models import Net, data, trainer
 from tests.test_fit import Stop, StopAt, manifests, spot
 
@@ -333,6 +334,7 @@ def test_a_user_who_trusts_the_snapshots_is_not_warned(
     tmp_path: Path, no_node: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
+        new_process()
         callback = spot(tmp_path, **no_node)
         trainer(callback, Loading(), max_steps=6).fit(Net(), data(), weights_only=False)
     assert callback.resumed_from is not None
