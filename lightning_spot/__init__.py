@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_spot.interval.convergence import ConvergenceAware
     from lightning_spot.interval.costs import Costs
     from lightning_spot.interval.policy import EverySeconds, EverySteps, IntervalPolicy
+    from lightning_spot.notices.notice import Notice, NoticeSource
 
 __all__ = [
     "AutoResume",
@@ -35,6 +36,8 @@ __all__ = [
     "Goodput",
     "GoodputMonitor",
     "IntervalPolicy",
+    "Notice",
+    "NoticeSource",
     "OverheadBudget",
     "Preempted",
     "PreemptionGuard",
@@ -56,6 +59,8 @@ _HOMES = {
     "Goodput": "lightning_spot.goodput.metric",
     "GoodputMonitor": "lightning_spot.callbacks.goodput_monitor",
     "IntervalPolicy": "lightning_spot.interval.policy",
+    "Notice": "lightning_spot.notices.notice",
+    "NoticeSource": "lightning_spot.notices.notice",
     "OverheadBudget": "lightning_spot.interval.adaptive",
     "Preempted": "lightning_spot.errors",
     "PreemptionGuard": "lightning_spot.callbacks.preemption_guard",
