@@ -154,6 +154,19 @@ def test_a_part_that_arrives_twice_is_not_sent_on_before_the_commit(bench: Recei
     assert bench.watched().taken == 2
 
 
+def test_a_part_that_changes_in_memory_is_not_made_durable(bench: Receiving) -> None:
+    """The tier would note the checksum of the changed bytes, and take them for good ones."""
+    upload = bench.begin()
+    bench.receive(upload, 1)
+    until(lambda: bench.tier().tries, "the put to begin")
+    with upload.slot.view(NBYTES) as view:
+        view[PART] ^= 1
+    bench.receive(upload, 0, 2, 3)
+    bench.commit(upload)
+    bench.flush()
+    assert bench.durable() == []
+
+
 def test_a_sender_that_falls_silent_holds_nothing_up(bench: Receiving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coming, "QUIET_S", 0.2)
     upload = bench.begin()

@@ -238,6 +238,13 @@ def test_what_an_attempt_reached_is_on_this_host_at_every_step(tmp_path: Path) -
     assert not path.exists()
 
 
+def test_what_is_noted_at_every_step_has_its_place_from_the_start(tmp_path: Path) -> None:
+    """Where a full file system has none for a page of it, writing to that would kill the trainer (SIGBUS)."""
+    Reached(str(tmp_path / "run-1"), AttemptRecord(attempt=1, begun_unix_s=1.0, unix_s=1.0))
+    (noted,) = read_environment().runtime_dir.glob("*.reached")
+    assert noted.stat().st_blocks * 512 >= noted.stat().st_size
+
+
 def test_a_trainer_that_is_gone_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = str(tmp_path / "run")
     gone = subprocess.Popen(["sleep", "60"])

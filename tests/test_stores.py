@@ -353,10 +353,24 @@ def dead_writer(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
 
     def name() -> str:
         with monkeypatch.context() as patch:
-            patch.setattr(temporaries, "_writer", lambda _pid: (temporaries._machine(), gone.pid, 0))
+            patch.setattr(temporaries, "_writer", lambda _pid: (temporaries._machine() or "0" * 8, gone.pid, 0))
             return temporaries.temporary_name(7, "aaaaaaaaaaaa")
 
     return name
+
+
+def test_where_proc_is_that_of_another_namespace_no_writer_counts_as_ended(
+    dead_writer: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As below ``unshare --pid`` alone: a living process of ours is not listed there."""
+    assert temporaries.writer_has_ended(dead_writer())
+    read = os.readlink
+    monkeypatch.setattr(os, "readlink", lambda path: "1" if path == "/proc/self" else read(path))
+    temporaries._machine.cache_clear()
+    try:
+        assert not temporaries.writer_has_ended(dead_writer())
+    finally:
+        temporaries._machine.cache_clear()
 
 
 @pytest.mark.parametrize("store", FILES, indirect=True)

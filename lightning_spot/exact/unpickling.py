@@ -190,9 +190,11 @@ class _Machine:
 
     def load(self) -> Any:
         """What was pickled."""
-        for opcode, argument, _ in pickletools.genops(self._file):
+        for opcode, argument, position in pickletools.genops(self._file):
             if opcode.name == "STOP":
                 return self._stack.pop()
+            if opcode.name == "GLOBAL":
+                self._check_written_plainly(str(argument), position or 0)
             if opcode.name in _VALUES:
                 self._stack.append(argument)
             elif opcode.name in _MADE:
@@ -202,6 +204,15 @@ class _Machine:
             else:
                 raise UnpicklingError(f"{opcode.name} is no opcode that torch.save writes")
         raise UnpicklingError("the pickle has no end")
+
+    def _check_written_plainly(self, names: str, position: int) -> None:
+        """Refuse a name with escapes, which ``pickletools`` takes for another name than torch did that judged it."""
+        after = self._file.tell()
+        self._file.seek(position + 1)
+        written = self._file.readline()[:-1], self._file.readline()[:-1]
+        self._file.seek(after)
+        if b" ".join(written) != names.encode() or names.count(" ") != 1:
+            raise UnpicklingError(f"{names!r} is no name of a class as torch.save writes it")
 
     def _is_safe(self, value: Any) -> bool:
         return any(value is item for item in self._safe)
@@ -244,7 +255,8 @@ class _Machine:
             module, name = NAME_MAPPING[module, name]
         else:
             module = IMPORT_MAPPING.get(module, module)
-        self._stack.append(self.find_class(module, name))
+        full = f"{module}.{name}"  # as torch looked at it; its own find_class takes some modules for others
+        self._stack.append(Placeholder(full) if full in self._unsafe else self.find_class(module, name))
 
     def _persistent(self, _: Any) -> None:
         self._stack.append(self.persistent_load(self._stack.pop()))

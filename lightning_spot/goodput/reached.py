@@ -50,11 +50,15 @@ class Reached:
         rest = self._rest(record)
         self._rest_bytes = max(_LEAST_REST_BYTES, 4 * len(rest))
         size = _REST_AT + 2 * self._rest_bytes
-        self._path.unlink(missing_ok=True)  # of another run that was here: whoever reads it goes on reading that one
         try:
+            self._path.unlink(missing_ok=True)  # of another run that was here: who reads it goes on reading that one
             with open(self._path, "xb+") as file:
-                file.truncate(size)
-                self._map = mmap.mmap(file.fileno(), size)
+                try:
+                    os.posix_fallocate(file.fileno(), 0, size)  # what is full shows here, not as a SIGBUS in a step
+                    self._map = mmap.mmap(file.fileno(), size)
+                except OSError:
+                    self._path.unlink(missing_ok=True)
+                    raise
         except OSError as error:
             raise SettingsError(f"{self._path} cannot be written ({error.strerror})") from error
         self._map[:8] = self._rest_bytes.to_bytes(8, "little")

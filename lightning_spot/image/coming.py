@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from lightning_spot.errors import SnapshotNotFound
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.parts import part_ranges
+from lightning_spot.image.parts import checksum, part_ranges
 
 QUIET_S = 30.0
 """Who waits for parts waits no longer when none became final for so long: the file is sent on once it is committed."""
@@ -91,7 +91,11 @@ class Coming:
         """
         for index, (start, stop) in enumerate(self._parts):
             self._wait(lambda index=index: bool(self._checksums[index]))  # type: ignore[misc]
-            yield self.image[start:stop]
+            part = self.image[start:stop]
+            if checksum(part) != self._checksums[index]:  # who takes it would note the checksum of what it is now
+                self.give_up()
+                raise SnapshotNotFound(f"part {index} of {self.manifest.name} has changed in memory since it arrived")
+            yield part
         self.committed()
 
     def committed(self) -> Manifest:

@@ -34,7 +34,7 @@ def temporary_owner(name: str) -> tuple[str, int] | None:
 def writer_has_ended(name: str) -> bool:
     """Whether the process that wrote a temporary is known to have ended: one of this machine, since it was started."""
     match = _TEMPORARY.fullmatch(name)
-    if match is None or match[3] != _machine():
+    if match is None or match[3] != _machine():  # also where nothing is known of other processes
         return False
     pid = int(match[4], 16)
     process = ProcessId.of(pid)
@@ -52,16 +52,21 @@ def writer_has_ended(name: str) -> bool:
 @functools.lru_cache(maxsize=1)  # a forked child has another number
 def _writer(pid: int) -> tuple[str, int, int]:
     process = ProcessId.of(pid)
-    return _machine(), pid, process.started % _TICKS if process is not None else 0
+    return _machine() or secrets.token_hex(4), pid, process.started % _TICKS if process is not None else 0
 
 
 @functools.cache
-def _machine() -> str:
-    """Eight digits that stand for this machine, since it was started, and the namespace in which processes count."""
+def _machine() -> str | None:
+    """Eight digits that stand for this machine, since it was started, and the namespace in which processes count.
+
+    ``None`` where nothing is known of other processes, such as where ``/proc`` is that of another namespace.
+    """
     try:
         with open(_BOOT_ID, encoding="ascii") as file:
             boot = file.read().strip()
         namespace = os.readlink("/proc/self/ns/pid")
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return None
     except OSError:
-        return secrets.token_hex(4)  # equal to nobody's: nothing is known of other processes
+        return None
     return hashlib.sha256(f"{boot}:{namespace}".encode()).hexdigest()[:8]
