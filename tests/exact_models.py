@@ -231,6 +231,13 @@ class WithData(Model):
         return DataLoader(Rows(samples=8), BATCH, shuffle=True, generator=torch.Generator().manual_seed(5))
 
 
+class DrawingForValidation(WithData):
+    """Validates on what is drawn when Lightning asks."""
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Subset(Rows(), torch.randperm(SAMPLES)[:8].tolist()), BATCH)
+
+
 class Data(pl.LightningDataModule):
     """A data module with a state of its own."""
 

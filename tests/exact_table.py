@@ -223,6 +223,19 @@ SETTINGS: dict[str, Case] = {
         soak=True,
     ),
     "val-seldom": Case(settings={"check_val_every_n_epoch": 2, "max_epochs": 4}, soak=True),
+    "val-not-asked-for-yet": Case(
+        model=m.DrawingForValidation,
+        loaders=None,
+        val=None,
+        settings={"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0, "max_epochs": 4},
+    ),
+    "val-not-asked-for-yet-combined": Case(
+        model=m.Several,
+        loaders=m.combined("max_size_cycle"),
+        val=lambda: CombinedLoader([validation(), validation()], "sequential"),
+        settings={"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0, "max_epochs": 4},
+        soak=True,
+    ),
     "val-by-time": Case(settings={"val_check_interval": "00:00:00:10"}, says="val_check_interval", since="2.6"),
     "limited": Case(
         settings={"limit_train_batches": 5, "limit_val_batches": 1},

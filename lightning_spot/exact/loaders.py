@@ -184,6 +184,11 @@ class Loaders:
         """Just before the step: set what loaders draw from of their own."""
         for loader in self.training:
             restore_owners(loader)
+        if "validation" not in saved["requests"] and not self._trainer.validating:
+            # Where an epoch that is resumed ends with a validation, Lightning asks before the epoch: the undisturbed
+            # run asks when the validation begins, after other numbers were drawn.
+            private.VAL_COMBINED_LOADER.set(self._trainer.fit_loop.epoch_loop.val_loop, None)
+            self._requests.pop("validation", None)
         self._states = list(saved["validation"])
         for loader in self.validation:
             self._before_validation(loader)
