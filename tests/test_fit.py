@@ -410,15 +410,24 @@ def test_our_hooks_come_last(tmp_path: Path, ours_first: bool) -> None:
             with torch.no_grad():
                 pl_module.net[0].bias.fill_(7.0)
 
+    class Swapping(Net):
+        """Does so itself."""
+
+        def on_train_end(self) -> None:
+            with torch.no_grad():
+                self.net[0].weight.fill_(5.0)
+
     own = ModelCheckpoint(str(tmp_path / "mine"), save_last=True)
     callbacks = [spot(tmp_path, memory=None), Swap(), own]
     run = trainer(*(callbacks if ours_first else reversed(callbacks)))
-    run.fit(Net(), data())
+    run.fit(Swapping(), data())
     assert isinstance(run.callbacks[-1], SpotCheckpoint)
     assert run.checkpoint_callback is own
     last = manifests(tmp_path)[0]
     assert last.complete
     assert torch.all(load(tmp_path, last)["state_dict"]["net.0.bias"] == 7.0)
+    assert torch.all(load(tmp_path, last)["state_dict"]["net.0.weight"] == 5.0)
+    assert "on_train_end" not in vars(run.strategy)
 
 
 def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:

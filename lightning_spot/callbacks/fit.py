@@ -134,6 +134,27 @@ def say_end(location: Location, step: int, *, durable: bool) -> None:
         )
 
 
+def after_train_end(trainer: pl.Trainer, action: Callable[[], None]) -> Callable[[], None]:
+    """Have ``action`` called once training has ended, also for the module, whose own hook follows those of callbacks.
+
+    Returns:
+        takes that back.
+    """
+    strategy = trainer.strategy
+    original = strategy.on_train_end  # the last that Lightning calls then
+
+    def undo() -> None:
+        vars(strategy).pop("on_train_end", None)
+
+    def on_train_end() -> None:
+        undo()
+        original()
+        action()
+
+    strategy.on_train_end = on_train_end  # type: ignore[method-assign] # taken back
+    return undo
+
+
 def is_kept(trainer: pl.Trainer, stage: str | None) -> bool:
     """Whether a stage is a training whose state is to be kept."""
     return stage == "fit" and not getattr(trainer, "fast_dev_run", False) and not is_tuned(trainer)

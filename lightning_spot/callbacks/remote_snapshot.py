@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lightning_spot.callbacks import earlier
-from lightning_spot.callbacks.fit import Fit, move_to_the_end, on_rank_zero, say_end, takes_part
+from lightning_spot.callbacks.fit import Fit, after_train_end, move_to_the_end, on_rank_zero, say_end, takes_part
 from lightning_spot.callbacks.pacing import Pacing
 from lightning_spot.callbacks.part import Part
 from lightning_spot.callbacks.urgent import UrgentSnapshot
@@ -250,11 +250,11 @@ class RemoteSnapshot(Part):
         self._wait_copied()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the last snapshot, of the finished run."""
+        """Take the last snapshot, of the finished run: after the module's own hook, which may change the weights."""
         self._wait_copied()
         self._pacing.check_monitor(trainer, trainer.current_epoch)
         self._unhook(trainer)
-        self._snapshot(trainer, complete=True)
+        self._hooked.append(after_train_end(trainer, lambda: self._snapshot(trainer, complete=True)))
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Return when everything committed is durable (within ``flush_timeout_s``)."""
