@@ -271,6 +271,7 @@ def test_a_finished_run_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert torch.equal(
         model.net[0].weight, load(tmp_path, before[0])["state_dict"]["net.0.weight"]
     )  # weights are there
+    until(lambda: not embedded.find_record(str(tmp_path / "run-1")).running(), "the node to end: nobody needs it")
     new_process()
     longer = trainer(spot(tmp_path), max_epochs=4)
     longer.fit(Net(), data())

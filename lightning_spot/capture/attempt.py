@@ -186,7 +186,8 @@ class Attempt:
             whether the snapshot of the end was seen at the durable tier; ``None`` if none was to be taken.
         """
         last = self._last if complete and not self.fenced else None
-        ending = Ending(self.writer, self._past_memory, self.location.url, self.info, last)
+        untrained = complete and not self._ended
+        ending = Ending(self.writer, self._past_memory, self.location.url, self.info, last, untrained=untrained)
         try:
             durable = ending.bring(wait_s)
             return durable if self._last is not None or not self._ended else False

@@ -62,16 +62,25 @@ class Ending:
         url: durable directory of the run.
         info: of the attempt.
         last: the state of the finished run, ``None`` if it is not finished.
+        untrained: whether the run was finished before: nothing was left to train, so nobody needs the node any more.
     """
 
     def __init__(
-        self, writer: SnapshotWriter, past_memory: PastMemory, url: str, info: RunInfo, last: LastState | None
+        self,
+        writer: SnapshotWriter,
+        past_memory: PastMemory,
+        url: str,
+        info: RunInfo,
+        last: LastState | None,
+        *,
+        untrained: bool = False,
     ) -> None:
         self._writer = writer
         self._past_memory = past_memory
         self._url = url
         self._info = info
         self._last = last
+        self._untrained = untrained
 
     def bring(self, wait_s: float) -> bool | None:
         """Commit and flush what is under way, within ``wait_s``, and leave the ring.
@@ -95,7 +104,7 @@ class Ending:
         for line in left if durable else [*left, *elsewhere]:
             self._writer.say_once(line, "not everything is durable yet: %s. The node that has it goes on trying", line)
         if (host := self._writer.host) is not None:
-            leave(host, complete=bool(durable))
+            leave(host, complete=bool(durable) or (self._untrained and not left))
         return durable
 
     def _newest_is_safe(self, deadline_s: float) -> bool:
