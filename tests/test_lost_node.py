@@ -18,11 +18,13 @@ import pytest
 import torch
 
 from lightning_spot import SpotCheckpoint
+from lightning_spot.capture.ending import Ending
 from lightning_spot.capture.past_memory import PastMemory
 from lightning_spot.capture.safety import Safety
 from lightning_spot.capture.streaming import stream_parts
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.embedded import EmbeddedHost, find_record
+from lightning_spot.client.remote import NodeStore
 from lightning_spot.image.layout import lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.deadline import Deadline
@@ -210,6 +212,30 @@ def test_what_only_a_lost_memory_node_had_is_named(tmp_path: Path, start_node: C
     assert "cannot be asked" in line
     past.write_durably({}, manifest_of(1, nbytes=5000))
     assert past.flush(1.0) == []
+
+
+def test_what_a_memory_node_lost_that_was_started_anew_is_named(tmp_path: Path) -> None:
+    """That one has nothing to flush, and says so."""
+    past = past_memory(tmp_path / "durable")
+    said: list[str] = []
+    past._at = cast(NodeStore, SimpleNamespace(flush=lambda _wait_s: []))
+    writer = SimpleNamespace(
+        committed=manifest_of(1, nbytes=5000),
+        host=None,
+        link=SimpleNamespace(losses=0, wait=lambda _wait_s: None),
+        settle=lambda _wait_s: None,
+        say_once=lambda _key, message, line: said.append(message % line),
+    )
+    ending = Ending(cast(SnapshotWriter, writer), past, str(tmp_path / "durable"), past._info, None)
+    assert ending.bring(0.1) is None
+    assert "lost with the memory node that had it" in said[0]
+    said.clear()
+    data = image_of(1, 5000)
+    writer.committed = LocalStore(tmp_path / "durable").put_parts(
+        manifest_of(1, nbytes=5000), iter([memoryview(data)]), attempt=1
+    )
+    assert ending.bring(0.1) is None
+    assert not said
 
 
 def test_what_was_stored_past_memory_is_safe_before_a_deadline() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,24 @@ def test_folds_have_runs_of_their_own_and_each_is_resumed(tmp_path: Path, caplog
     assert third.resumed_from is None
     assert third.attempt == 1
     assert [LocalStore(path).survey().manifests[0].step for path in (third.location.url, tmp_path / "run")] == [6, 6]
+
+
+def test_another_training_that_is_given_a_finished_run_is_told_so(tmp_path: Path) -> None:
+    """A sweep that was started again goes on with its next trial, which is the first one in this process."""
+
+    class Tried(Net):
+        def __init__(self, rate: float) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    trainer(spot(tmp_path), max_epochs=1).fit(Tried(0.1), data(6))
+    new_process()
+    with pytest.warns(UserWarning, match=r"weights of that run, .*: rate 0\.1→0\.01\. Give .* a dirpath of its own"):
+        trainer(spot(tmp_path), max_epochs=1).fit(Tried(0.01), data(6))
+    new_process()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*other hyperparameters")
+        trainer(spot(tmp_path), max_epochs=1).fit(Tried(0.1), data(6))
 
 
 def test_one_trainer_and_callback_for_two_models(tmp_path: Path) -> None:

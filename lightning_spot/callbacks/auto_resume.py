@@ -99,6 +99,7 @@ class AutoResume(Part):
         self.location = self._named = Location.of(dirpath, memory, run)
         self.resumed_from: ResumedFrom | None = None
         self._start_step = 0
+        self._others: list[str] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Put the choice where Lightning looks for a checkpoint to resume from.
@@ -173,6 +174,11 @@ class AutoResume(Part):
                 " nothing was left to train. Raise max_epochs or max_steps to go on, or choose another dirpath for a"
                 " new run"
             )
+            if self._others:  # such as the next trial of a sweep that was started again
+                rank_zero_warn(
+                    f"lightning_spot: the model now has the weights of that run, which had other hyperparameters:"
+                    f" {_some(self._others)}. Give another training a dirpath of its own"
+                )
 
     def _refuse(self, trainer: pl.Trainer) -> None:
         """No resume is possible here: a run that has snapshots must not begin anew without a word."""
@@ -216,6 +222,7 @@ class AutoResume(Part):
         put_in_own_objects(trainer, checkpoint)
         check_resumable(trainer, checkpoint)
         _check_model(trainer, checkpoint, facts)
+        self._others = _other_hyperparameters(trainer.lightning_module, checkpoint)
         home = namespaces.of(trainer, "utilities.migration")
         migrated, _ = private.MIGRATE.of(home)(checkpoint)
         private.LOADED_CHECKPOINT.set(private.RESUMING_CONNECTOR.of(trainer), migrated)
@@ -287,6 +294,19 @@ def _check_model(trainer: pl.Trainer, checkpoint: dict[str, Any], facts: Resumed
             unexpected=unexpected,
             reshaped=reshaped,
         )
+
+
+def _other_hyperparameters(module: pl.LightningModule, checkpoint: dict[str, Any]) -> list[str]:
+    """The plain ones that a snapshot has otherwise, as ``name saved→present``."""
+    saved, plain = checkpoint.get("hyper_parameters"), (bool, int, float, str)
+    if not isinstance(saved, dict):
+        return []
+    pairs = [(name, saved[name], value) for name, value in module.hparams.items() if name in saved]
+    return [
+        f"{name} {old!r}→{value!r}"
+        for name, old, value in pairs
+        if isinstance(old, plain) and isinstance(value, plain) and repr(old) != repr(value)
+    ]
 
 
 def _mends_itself(module: pl.LightningModule) -> bool:

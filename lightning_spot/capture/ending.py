@@ -100,7 +100,7 @@ class Ending:
             if not durable and not any(self._url in line for line in (*left, *elsewhere)):
                 durable = self._write_here(self._last)
         elif not left and not elsewhere and not self._newest_is_safe(deadline_s):
-            left = ["the newest snapshot was lost with the memory node on this host"]
+            left = ["the newest snapshot was lost with the memory node that had it"]
         for line in left if durable else [*left, *elsewhere]:
             self._writer.say_once(line, "not everything is durable yet: %s. The node that has it goes on trying", line)
         if (host := self._writer.host) is not None:
@@ -108,9 +108,10 @@ class Ending:
         return durable
 
     def _newest_is_safe(self, deadline_s: float) -> bool:
-        """Whether what was committed last is durable, which is in doubt only where a ring was lost."""
+        """Whether what was committed last is durable: in doubt only where a ring, or a node, may have lost it."""
         newest = self._writer.committed
-        return newest is None or not self._writer.link.losses or self._see(newest.name, deadline_s)
+        in_doubt = bool(self._writer.link.losses) or self._past_memory.is_at_a_node
+        return newest is None or not in_doubt or self._see(newest.name, deadline_s)
 
     def _is_committed(self, last: LastState) -> bool:
         committed = self._writer.committed

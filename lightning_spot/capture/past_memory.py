@@ -58,6 +58,11 @@ class PastMemory:
         retain(store, self._info.keep, self._writer.store_past_memory(checkpoint, manifest, store))
         self._at = None
 
+    @property
+    def is_at_a_node(self) -> bool:
+        """Whether the newest such snapshot went to a memory node, which may have lost it since."""
+        return self._at is not None
+
     def flush(self, wait_s: float) -> list[str]:
         """Wait until the node that has the newest such snapshot has made it durable.
 
