@@ -145,14 +145,14 @@ def test_a_node(start_node: Callable[..., RunningNode], tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["show", "NOWHERE"], "no snapshot at any tier"),
+        (["show", "NOWHERE"], "nowhere at any tier"),
         (["ls", "spot://127.0.0.1:9/run"], "no memory node answers"),
         (["ls", "spot://127.0.0.1:9"], "names no run"),
         (["ls", "spot://127.0.0.1:port/run"], "no node URL"),
         (["ls", "nonsense://bucket/run"], "nonsense"),
         (["ls", "x", "--memory", "10.0.0.5"], "no node URL"),
-        (["pull", "NOWHERE"], "no snapshot at any tier"),
-        (["verify", "NOWHERE"], "no snapshot"),
+        (["pull", "NOWHERE"], "nowhere at any tier"),
+        (["verify", "NOWHERE"], "nowhere to verify"),
         (["node", "--slots", "0"], "--slots 0"),
     ],
 )
@@ -168,7 +168,7 @@ def test_bad_input_is_one_line(
 
 def test_ls_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", str(tmp_path / "nowhere")]) == 0
-    assert "no snapshots" in capsys.readouterr().out
+    assert f"no snapshots of {tmp_path / 'nowhere'}" in capsys.readouterr().out
 
 
 def test_the_command_is_installed() -> None:

@@ -51,6 +51,7 @@ def test_a_training_that_is_not(warm_python: str, tmp_path: Path) -> None:
         ([], "give the command that trains"),
         (["--", sys.executable, "-c", "raise SystemExit(3)"], "ended with exit code 3"),
         (["--", sys.executable, "-c", "pass"], "took no snapshot"),
+        (["--", "no-such-program"], "'no-such-program' cannot be started"),
     ],
 )
 def test_what_cannot_be_drilled(training: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

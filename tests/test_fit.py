@@ -178,6 +178,17 @@ def test_the_same_line_carries_on(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert caplog.text.count("starting afresh") == 1  # the first attempt
 
 
+def test_a_fresh_start_says_that_earlier_attempts_left_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    stopped(tmp_path, 2, interval=EverySteps(1000))
+    assert "at any tier; starting afresh" in caplog.text
+    caplog.clear()
+    stopped(tmp_path, 2, interval=EverySteps(1000))
+    assert "also none of its earlier attempts; starting afresh" in caplog.text
+
+
 def test_resume_from_the_durable_tier_when_memory_is_gone(tmp_path: Path) -> None:
     stopped(tmp_path)
     host = embedded.attach(str(tmp_path / "run-1"), "run-1")
@@ -369,6 +380,8 @@ def test_two_ranks(tmp_path: Path, warm_python: str) -> None:
         ({"dirpath": "x", "memory": "spot://h:1/run"}, "name the node only"),
         ({"dirpath": "x", "run": "a/b"}, "run name 'a/b'"),
         ({"dirpath": "x", "keep": 0}, "keep=0"),
+        ({"dirpath": "x", "interval": 30}, "interval=30 is no policy"),
+        ({"dirpath": "x", "interval": EverySteps}, "is no policy"),
         ({"dirpath": "x", "slots": 1}, "slots=1"),
         ({"dirpath": "x", "on_full": "cry"}, "on_full='cry'"),
         ({"dirpath": "x", "memory_limit": "much"}, "no size"),

@@ -628,3 +628,11 @@ def test_doctor_names_a_tier_that_fails(tmp_path: Path, capsys: Said) -> None:
     assert "spot://127.0.0.1:9: no memory node answers" in said
     assert "memory=" not in said  # what does not work is not recommended
     assert "the memory node on this host:" not in said  # that one works, with a small sample, too
+
+
+def test_doctor_recommends_no_dirpath_that_fails(tmp_path: Path, capsys: Said) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["doctor", str(tmp_path / "file"), "--sample", "1MB"]) == 1
+    said = capsys.readouterr().out
+    assert "file cannot be used" in said
+    assert "SpotCheckpoint(" not in said

@@ -189,6 +189,7 @@ def test_command_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--policy", "often"], "YoungDaly"),
         (["--runs", "0"], "at least 1"),
         (["--nodes", "2", "--correlated", "3"], "correlated=3"),
+        (["--nodes", "0"], "nodes=0"),
         (["--lifetime", "0"], "more than 0"),
         (["--crash-every", "0"], "more than 0"),
         (["--trace", "nothing.csv"], "nothing.csv"),

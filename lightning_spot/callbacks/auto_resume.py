@@ -210,7 +210,11 @@ class AutoResume(Part):
         opened = on_rank_zero(trainer, newest)
         facts = trainer.strategy.broadcast(_facts(opened[0]) if opened is not None else None)
         if facts is None:
-            rank_zero_info(f"lightning_spot: no snapshot of run {self.location.name!r} at any tier; starting afresh")
+            again = any(part.attempt > 1 for part in snapshots_of(trainer))
+            rank_zero_info(
+                f"lightning_spot: no snapshot of run {self.location.name!r} at any tier"
+                f"{', also none of its earlier attempts' if again else ''}; starting afresh"
+            )
             return
         checkpoint, data = opened[1] if opened is not None else (None, None)
         if many:

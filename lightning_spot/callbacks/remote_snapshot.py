@@ -100,6 +100,8 @@ class RemoteSnapshot(Part):
         if not (durable_every_s >= 0 and max_stall_s > 0):
             raise SettingsError(f"{durable_every_s=} is 0 or more seconds, {max_stall_s=} more than 0")
         self.location = self._named = Location.of(dirpath, memory, run)
+        if interval is not None and (isinstance(interval, type) or not callable(getattr(interval, "due", None))):
+            raise SettingsError(f"interval={interval!r} is no policy; write EverySeconds(30) or EverySteps(100)")
         if read_environment().drill_dir is not None:
             interval = EverySeconds(1.0)  # a drill is short, and wants something to resume from
         self._pacing = Pacing(interval if interval is not None else ConvergenceAware())

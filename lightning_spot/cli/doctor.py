@@ -177,6 +177,8 @@ def _advice(
             f"a notice leaves {grace_s:.0f} s, and a snapshot needs {best.safe_s:.0f} s until it is safe: after a"
             " notice the run resumes from its last regular snapshot"
         )
+    if not outlooks:
+        return [*advice, f"{url} cannot be used: mend that, or name another, and ask again"]
     return [*advice, f"SpotCheckpoint({url!r}{memory})  # the interval finds itself"]
 
 

@@ -145,9 +145,17 @@ class Drill:
             "LIGHTNING_SPOT_CLOUD": "none",
         }
         with open(folder / "log", "ab") as log:
-            process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
-            )
+            try:
+                process = subprocess.Popen(
+                    self.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise SettingsError(f"{self.command[0]!r} cannot be started: {error.strerror}") from error
         try:
             yield process
         finally:

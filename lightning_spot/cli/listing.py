@@ -30,7 +30,7 @@ def ls(arguments: argparse.Namespace) -> int:
     if found.entries:
         console.print(table)
     else:
-        console.print("no snapshots", highlight=False)
+        console.print(f"no snapshots of {found.url}", markup=False, highlight=False)
     for name, why in found.unreadable.items():
         console.print(f"unreadable: {name}: {why}", style="yellow", markup=False, highlight=False)
     for problem in found.problems:

@@ -39,11 +39,13 @@ class Found:
         entries: snapshots, newest first.
         unreadable: snapshots that are there but cannot be used, with tier and reason.
         problems: one line for each tier that did not answer.
+        url: the run that was asked for.
     """
 
     entries: list[Entry] = field(default_factory=list)
     unreadable: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    url: str = ""
 
 
 def ask(arguments: argparse.Namespace) -> Found:
@@ -54,6 +56,7 @@ def ask(arguments: argparse.Namespace) -> Found:
         SnapshotNotFound: if no tier that was asked answers, or the only one knows no such run.
     """
     found = _ask_nodes(arguments) if str(arguments.url).startswith("spot:") else _ask_run(arguments)
+    found.url = str(arguments.url)
     found.entries.sort(key=lambda entry: entry.manifest.order, reverse=True)
     return found
 
@@ -70,7 +73,7 @@ def pick(found: Found, wanted: str | None) -> Entry:
     names = ", ".join(sorted({entry.manifest.name for entry in found.entries})) or "nothing"
     what = f"no snapshot {wanted!r}" if wanted is not None else "no snapshot"
     bad = [f"{item} cannot be used ({why})" for item, why in found.unreadable.items()]
-    raise SnapshotNotFound("; ".join([f"{what} at any tier; there is {names}", *bad, *found.problems]))
+    raise SnapshotNotFound("; ".join([f"{what} of {found.url} at any tier; there is {names}", *bad, *found.problems]))
 
 
 def _ask_nodes(arguments: argparse.Namespace) -> Found:

@@ -38,7 +38,7 @@ def verify(arguments: argparse.Namespace) -> int:
         found.entries = [entry for entry in found.entries if entry.manifest.name == name]
         found.unreadable = {what: why for what, why in found.unreadable.items() if what.startswith(f"{name} at ")}
     if not found.entries and not found.unreadable:
-        raise SnapshotNotFound("; ".join(["no snapshot to verify", *found.problems]))
+        raise SnapshotNotFound("; ".join([f"no snapshot of {found.url} to verify", *found.problems]))
     bad = len(found.unreadable)
     for what, why in found.unreadable.items():
         print(f"BAD  {what}: {why}")

@@ -101,6 +101,8 @@ class Fleet:
     correlated: int = 1
 
     def __post_init__(self) -> None:
+        if self.nodes < 1:
+            raise SettingsError(f"nodes={self.nodes}: a job has at least 1 machine")
         if not 1 <= self.correlated <= self.nodes:
             raise SettingsError(f"correlated={self.correlated}: of {self.nodes} nodes, between 1 and all go at a time")
 
