@@ -26,7 +26,7 @@ import torch
 
 from lightning_spot.errors import NotSerialisable
 from lightning_spot.exact.compare import differences
-from lightning_spot.exact.resumable import Outline
+from lightning_spot.exact.resumable import Outline, put_in_own_objects
 from lightning_spot.exact.unpickling import Placeholder, kind_of, placeholders_in, read_checkpoint
 from lightning_spot.image.layout import lay_out
 from tests.conftest import new_process
@@ -380,3 +380,19 @@ def test_a_hook_that_takes_objects_back_gets_those_of_this_process(tmp_path: Pat
     assert model.kind is Scaler
     with pytest.warns(UserWarning, match=r"special\.scalers\.0 of the snapshot.*differs: mean: 1\.0 and 2\.0"):
         trainer(spot(tmp_path, **no_node)).fit(TakingBack(2.0), data())
+
+
+def test_a_setting_that_looks_like_a_time_is_compared_too() -> None:
+    def model(seconds: float) -> Net:
+        net = Net()
+        net.on_save_checkpoint = lambda saved: saved.update(cut=types.SimpleNamespace(seconds=seconds))  # type: ignore[method-assign]
+        return net
+
+    checkpoint: dict[str, Any] = {}
+    model(4.0).on_save_checkpoint(checkpoint)
+    file = io.BytesIO()
+    torch.save(checkpoint, file)
+    file.seek(0)
+    run: Any = types.SimpleNamespace(lightning_module=model(8.0))
+    with pytest.warns(UserWarning, match=r"cut of the snapshot.*differs: seconds: 4\.0 and 8\.0"):
+        put_in_own_objects(run, read_checkpoint(file))

@@ -12,7 +12,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_spot.errors import NotSerialisable
-from lightning_spot.exact.compare import differences
+from lightning_spot.exact.compare import compare
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.unpickling import ADVICE, Placeholder, kind_of, placeholders_in, read_checkpoint
 from lightning_spot.image.layout import Layout
@@ -111,7 +111,7 @@ def _differences(saved: Placeholder, live: Any) -> list[str]:
     file = io.BytesIO()
     torch.save(live, file)
     file.seek(0)
-    return differences(saved, read_checkpoint(file))
+    return [str(found) for found in compare(saved, read_checkpoint(file))]  # what looks like a time may be a setting
 
 
 def _needed(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> list[tuple[str, Any]]:
