@@ -51,8 +51,8 @@ def check_readable(found: Survey) -> None:
     if found.problems and not found.candidates and not found.unreadable:
         raise TierError(
             f"it is not known what to resume from: {found.location.url} holds no snapshot of run"
-            f" {found.location.name!r}, and a memory node that may hold one does not answer ({reason}). Start again"
-            f" when it does, or {WAY_ON}",
+            f" {found.location.name!r}, and a memory node that may hold one cannot be asked ({reason}). Start again"
+            f" when it can be, or {WAY_ON}",
             tier=next(iter(found.problems)),
         )
 
