@@ -64,3 +64,14 @@ def test_the_environment_is_read_in_one_place() -> None:
     # These two hand the environment on to a process that they start.
     may = {PACKAGE / "config.py", PACKAGE / "client" / "embedded.py", PACKAGE / "cli" / "drill.py"}
     assert [path for path in SOURCES if path not in may and re.search(r"os\.environ|getenv", path.read_text())] == []
+
+
+def test_the_architecture_names_every_module() -> None:
+    page = (REPOSITORY / "docs" / "architecture.md").read_text()
+    rooms = set(re.findall(r"[a-z_]+", page[page.index("## The rooms") : page.index("Beside the package")]))
+    in_words = {"cli", "notices", "interval", "simulation"}  # rooms described by what they do
+    assert [
+        str(path.relative_to(PACKAGE))
+        for path in SOURCES
+        if not path.stem.startswith("_") and path.parent.name not in in_words and path.stem not in rooms
+    ] == []
