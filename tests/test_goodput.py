@@ -232,8 +232,9 @@ def test_what_an_attempt_reached_is_on_this_host_at_every_step(tmp_path: Path) -
         left = read_reached(str(tmp_path), 7)
         assert left is not None
         assert left.step in (58, 59)
-    path.write_bytes(whole[:100])
-    assert read_reached(str(tmp_path), 7) is None
+    for damaged in (whole[:100], b"\xff" * 8 + whole[8:], whole[:16] + b"\1" + bytes(127) + whole[144:]):
+        path.write_bytes(damaged)
+        assert read_reached(str(tmp_path), 7) is None
     reached.remove()
     assert not path.exists()
 

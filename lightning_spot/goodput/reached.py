@@ -31,6 +31,7 @@ _STEP = struct.Struct("<qdd")  # step, time, stall
 _STEP_AT, _STEP_BYTES = 16, 64
 _REST_AT = _STEP_AT + 2 * _STEP_BYTES
 _LEAST_REST_BYTES = 64 * 1024
+_DAMAGE = (OSError, SettingsError, struct.error, OverflowError, ValueError, KeyError, TypeError, AttributeError)
 
 
 class Reached:
@@ -103,11 +104,11 @@ def read_reached(run_url: str, attempt: int) -> AttemptRecord | None:
             return None
         kept = json.loads(rest)
         record = AttemptRecord.from_dict(kept["record"])
-    except (OSError, SettingsError, struct.error, ValueError, KeyError, TypeError) as error:
+        record.step, record.unix_s, record.stall_s = _STEP.unpack(step)
+        process = ProcessId.from_json(kept["process"] or "")
+    except _DAMAGE as error:  # a machine that crashed may leave anything, and no start depends on it
         logger.debug("nothing is left of attempt %d on this host: %s", attempt, error)
         return None
-    record.step, record.unix_s, record.stall_s = _STEP.unpack(step)
-    process = ProcessId.from_json(kept["process"] or "")
     if record.end == "running" and (process is None or not process.alive):
         record.end = "killed"
     return record
