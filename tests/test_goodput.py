@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -598,6 +599,8 @@ def test_doctor(tmp_path: Path, capsys: Said) -> None:
     for word in ("copy within memory", "stored at", "one every", "SpotCheckpoint("):
         assert word in said
     assert not list((tmp_path / "run").iterdir())
+    memory = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"])
+    until(lambda: not list(memory.iterdir()), "what was measured leaves nothing in memory")
 
 
 def test_doctor_with_a_node(tmp_path: Path, capsys: Said, start_node: Callable[..., RunningNode]) -> None:
