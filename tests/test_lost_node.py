@@ -25,6 +25,7 @@ from lightning_spot.capture.streaming import stream_parts
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.embedded import EmbeddedHost, find_record
 from lightning_spot.client.remote import NodeStore
+from lightning_spot.errors import TierError
 from lightning_spot.image.layout import lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.deadline import Deadline
@@ -212,6 +213,20 @@ def test_what_only_a_lost_memory_node_had_is_named(tmp_path: Path, start_node: C
     assert "cannot be asked" in line
     past.write_durably({}, manifest_of(1, nbytes=5000))
     assert past.flush(1.0) == []
+
+
+def test_what_is_durable_past_memory_is_so_where_nothing_older_can_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise TierError("it may not be deleted", tier="")
+
+    monkeypatch.setattr(LocalStore, "delete", refuse)
+    past = past_memory(tmp_path / "durable")
+    for step in (1, 2, 3, 4):
+        past.write({}, manifest_of(step, nbytes=5000))
+    assert len(LocalStore(tmp_path / "durable").survey().manifests) == 4
+    assert "stays for now: it may not be deleted" in caplog.text
 
 
 def test_what_a_memory_node_lost_that_was_started_anew_is_named(tmp_path: Path) -> None:

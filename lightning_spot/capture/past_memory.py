@@ -55,8 +55,12 @@ class PastMemory:
             SpotError: if it is not there in the end.
         """
         store = open_store(self._url)
-        retain(store, self._info.keep, self._writer.store_past_memory(checkpoint, manifest, store))
+        stored = self._writer.store_past_memory(checkpoint, manifest, store)
         self._at = None
+        try:
+            retain(store, self._info.keep, stored)
+        except SpotError as error:  # the next one tries again
+            logger.warning("lightning_spot: what is older than %s stays for now: %s", stored.name, error)
 
     @property
     def is_at_a_node(self) -> bool:
