@@ -514,6 +514,7 @@ def test_unreachable_node(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     settings = {"memory": "spot://127.0.0.1:9", "flush_timeout_s": 3.0}
     with pytest.raises(TierError, match=r"holds no snapshot.*127\.0\.0\.1:9.*resume=False"):
         trainer(spot(tmp_path, **settings)).fit(Net(), data())  # that node may hold what there is to resume from
+    until(lambda: not embedded.find_record(str(tmp_path / "run-1")).running(), "the node to end: it serves no attempt")
     caplog.clear()
     trainer(spot(tmp_path, resume=False, **settings)).fit(Net(), data())
     assert manifests(tmp_path)[0].complete  # the durable tier is served, by this host itself

@@ -5,7 +5,6 @@ The HTTP service puts this on a socket; with ``memory=None`` a trainer holds one
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -69,6 +68,7 @@ class Node:
         self.registry = Registry(self.ring)
         self.id = uuid.uuid4().hex
         self.draining = False
+        self._not_needed = False  # a trainer has come and gone whose attempt could not begin
         self.uploads = Uploads(self.ring, self.registry, self._committed)
         # Uploads are part of what a node does; see the methods of Uploads.
         self.lease, self.try_lease, self.find_upload = self.uploads.lease, self.uploads.try_lease, self.uploads.find
@@ -130,6 +130,7 @@ class Node:
             raise SettingsError(f"attempt {info.attempt} of run {info.name!r}: attempts are counted from 1")
         with self._lock:
             run, _before = self.registry.take(info)
+            self._not_needed = False
             self.uploads.fence(info.key, info.attempt)
             self.routes.open(run.info)
             self._remember(run)
@@ -139,8 +140,12 @@ class Node:
 
     def close_run(self, run: str, *, complete: bool) -> None:
         """The trainer leaves; ``complete`` says that the run has reached its end."""
-        with self._lock, contextlib.suppress(SnapshotNotFound):
-            known = self.registry.find(run)
+        with self._lock:
+            try:
+                known = self.registry.find(run)
+            except SnapshotNotFound:  # its attempt could not begin
+                self._not_needed = True
+                return
             known.info, known.complete = replace(known.info, session=""), complete
             self._remember(known)
 
@@ -226,10 +231,11 @@ class Node:
 
     @property
     def finished(self) -> bool:
-        """Whether every run this node served has said that it is complete, and all is safe below."""
+        """Whether no run needs this node: each has said that it is complete and all is safe below, or none began."""
         runs = list(self.registry.runs.values())
         dirty = any(slot.dirty for slot in self.ring.committed())
-        return bool(runs) and all(run.complete for run in runs) and not dirty and not self.busy
+        needed = not all(run.complete for run in runs) if runs else not self._not_needed
+        return not (needed or dirty or self.busy)
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 
