@@ -72,7 +72,11 @@ class HostLink:
             self.losses += 1
             self._thread = threading.Thread(target=self._find, name="spot-reconnect", daemon=True)
             self._thread.start()
-        logger.warning("lightning_spot: the memory node on this host is lost (%s); starting a new one", error)
+        silent = isinstance(error.__cause__, TimeoutError)
+        reason = f"it did not answer within max_stall_s={host.max_stall_s:.1f} s" if silent else error
+        logger.warning(
+            "lightning_spot: the memory node on this host is lost (%s); starting a new one, training goes on", reason
+        )
         host.disconnect()
 
     def wait(self, wait_s: float) -> Host | None:

@@ -254,7 +254,7 @@ class SnapshotWriter:
                     if left_s <= _LEASE_SLICE_S:
                         raise
         except NodeUnreachable as error:
-            self._lost(host, error)
+            self.link.lose(host, error)
             raise
         self._say_backing(lease)
         return lease
@@ -326,7 +326,7 @@ class SnapshotWriter:
 
     def _failed(self, host: Host, pending: Pending, error: BaseException) -> None:
         if isinstance(error, NodeUnreachable):
-            self._lost(host, error)
+            self.link.lose(host, error)
         else:
             try:
                 host.abort(pending.lease)
@@ -345,16 +345,6 @@ class SnapshotWriter:
                 self.say_once(f"{url} fails", "%s fails (%s); the node on this host goes on trying", url, tier.error)
             if tier.refused:
                 self.say_once(f"{url} refuses", "%s takes nothing of this attempt any more: %s", url, tier.refused)
-
-    def _lost(self, host: Host, error: SpotError) -> None:
-        if isinstance(error.__cause__, TimeoutError):
-            self.say_once(
-                "stall",
-                "the memory node on this host did not answer within max_stall_s=%.1f s; it counts as lost, and training"
-                " goes on",
-                host.max_stall_s,
-            )
-        self.link.lose(host, error)
 
     def _warm(self) -> None:
         try:
@@ -376,7 +366,7 @@ class SnapshotWriter:
                 if cuda:
                     self._copier.pin(view)
         except NodeUnreachable as error:
-            self._lost(host, error)
+            self.link.lose(host, error)
         except (RingFull, SnapshotTooLarge, TierError) as error:
             logger.debug("warmed %d slots: %s", len(leases), error)
         except Exception:
