@@ -151,6 +151,17 @@ def test_a_foreign_object_is_a_placeholder_and_the_rest_comes_back(make: Callabl
     assert [where for where, _ in placeholders_in(found)] == ["thing[0]", "again"]
 
 
+def test_a_member_of_an_enumeration_is_of_its_class_however_it_was_pickled() -> None:
+    class OfOld:
+        """Pickled as Python before 3.11.4 does it."""
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return getattr, (Colour, "RED")
+
+    for member in (Colour.RED, OfOld()):
+        assert kind_of(read_checkpoint(saved({"x": member}))["x"]) == f"{__name__}.Colour"
+
+
 def test_a_foreign_object_as_a_key() -> None:
     found = read_checkpoint(saved({Colour.RED: 1, "x": {Thing(): torch.ones(1)}}))
     assert [kind_of(key) for key in found if isinstance(key, Placeholder)] == [f"{__name__}.Colour"]

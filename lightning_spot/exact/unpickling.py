@@ -264,6 +264,9 @@ class _Machine:
     def _reduce(self, _: Any) -> None:
         arguments, function = self._stack.pop(), self._stack.pop()
         if isinstance(function, Placeholder):
+            # Before 3.11.4 a member of an enumeration is pickled as an attribute of its class.
+            if kind_of(function) == "builtins.getattr" and arguments and isinstance(arguments[0], Placeholder):
+                function, arguments = arguments[0], arguments[1:]
             result: Any = Placeholder(kind_of(function), *parts_of(function), arguments)
         elif not self._is_safe(function):
             raise UnpicklingError(f"{function!r} is called, which torch does not deem safe")
