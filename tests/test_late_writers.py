@@ -124,4 +124,4 @@ def test_what_a_node_finds_out_the_trainer_says(tmp_path: Path, caplog: pytest.L
 
     between = Between(act, caplog)
     trainer(spot(run, memory="auto", flush_timeout_s=1.0), between, max_epochs=1).fit(Net(), data())
-    assert ("Not a directory" if what == "fails" else "attempt 2 has taken over") in between.said
+    assert (f"{run} fails (" if what == "fails" else "attempt 2 has taken over") in between.said

@@ -399,12 +399,13 @@ def test_whoever_waits_is_called_when_a_slot_is_freed(make: Callable[..., Bench]
     bench = make(slots=1)
     bench.open(durable=False)
     upload = bench.node.lease(RUN, 1, 100)
-    assert bench.node.try_lease(RUN, 1, 100) is None
+    with pytest.raises(RingFull):
+        bench.node.lease(RUN, 1, 100)
     called = threading.Event()
     bench.node.watch(called.set)
     bench.node.abort(upload.id)
     assert called.is_set()
-    assert bench.node.try_lease(RUN, 1, 100) is not None
+    assert bench.node.lease(RUN, 1, 100).nbytes == 100
 
 
 def test_an_upload_commits_only_what_it_was_opened_for(bench: Bench) -> None:

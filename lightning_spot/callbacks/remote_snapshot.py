@@ -26,7 +26,7 @@ from lightning_spot.interval.costs import TierPace
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.interval.policy import EverySeconds, IntervalPolicy
 from lightning_spot.memory.host import Host
-from lightning_spot.run.choice import say_what_is_left
+from lightning_spot.run.choice import doubt, say_what_is_left
 from lightning_spot.run.location import Location, memory_limit_bytes
 from lightning_spot.run.survey import Survey
 
@@ -179,7 +179,7 @@ class RemoteSnapshot(Part):
         self.location.check()
         self._host = open_host(self.location, self._ring)  # first: it takes over what a killed node left in memory
         self._found = fit.survey(self.location)
-        return self._found.is_doubtful
+        return doubt(self._found) is not None
 
     def _begin(self, trainer: pl.Trainer) -> None:
         """Begin the next attempt (rank 0)."""

@@ -107,7 +107,7 @@ class Manifest:
     @property
     def manifest_path(self) -> str:
         """Path of the manifest below the run's directory."""
-        return f"{OWN_DIR}/{self.name}.{MANIFEST_FILE}" if self.is_file else f"{self.name}/{MANIFEST_FILE}"
+        return manifest_paths(self.name)[0] if self.is_file else f"{self.name}/{MANIFEST_FILE}"
 
     @property
     def manifest_paths(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from lightning_spot.config import KEEP
 from lightning_spot.errors import CorruptSnapshot, Fenced, SnapshotNotFound, SpotError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
@@ -308,7 +309,7 @@ class Flusher:
 
     def _kept(self, job: Job) -> int:
         info = self._run(job.run)
-        return info.keep if info is not None else 2
+        return info.keep if info is not None else KEEP
 
     def _succeeded(self, url: str, job: Job, seconds: float) -> None:
         health = self.health[url]

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_spot.config import check_run_name
+from lightning_spot.config import KEEP, check_run_name
 from lightning_spot.errors import SettingsError, SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.memory.flusher import Flusher, TierHealth
@@ -71,7 +71,7 @@ class Node:
         self._not_needed = False  # a trainer has come and gone whose attempt could not begin
         self.uploads = Uploads(self.ring, self.registry, self._committed)
         # Uploads are part of what a node does; see the methods of Uploads.
-        self.lease, self.try_lease, self.find_upload = self.uploads.lease, self.uploads.try_lease, self.uploads.find
+        self.lease, self.find_upload = self.uploads.lease, self.uploads.find
         self.seal, self.commit, self.abort = self.uploads.seal, self.uploads.commit, self.uploads.abort
         self.streaming = self.uploads.streaming
         self._lock = self.registry.lock
@@ -318,7 +318,7 @@ class Node:
     def _committed(self, key: str, manifest: Manifest) -> None:
         self.flusher.keep(key, manifest.name)  # a file of that name may have been removed just before
         info = self.registry.info(key)
-        self.ring.trim(key, info.keep if info is not None else 2)
+        self.ring.trim(key, info.keep if info is not None else KEEP)
 
     def _forget(self, key: str) -> None:
         """A run of which nothing is held has not been opened for long: keep nothing of it."""

@@ -153,21 +153,6 @@ class Uploads:
             upload.coming = Coming(replace(manifest, checksums=()), slot.view(nbytes))
         return self._begin(upload, gone)
 
-    def try_lease(self, run: str, attempt: int, nbytes: int, *, name: str = "", session: str = "") -> Upload | None:
-        """Take a slot if one can be had now, see :meth:`lease`; ``None`` otherwise: try again when something changed.
-
-        Making the slot's memory may take seconds.
-        """
-
-        def gone() -> bool:
-            return self.closing or bool(session and session not in self._registry.sessions)
-
-        key = self._admit(run, attempt)
-        slot = self._ring.try_lease(key, nbytes)
-        if slot is None:
-            return None
-        return self._begin(Upload(uuid.uuid4().hex, key, attempt, slot, nbytes, name, session, time.monotonic()), gone)
-
     def find(self, upload_id: str) -> Upload:
         """The upload of that id, marked as alive.
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound, TierError
+from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run import patience
 from lightning_spot.run.patience import Patience
@@ -25,36 +25,36 @@ WAY_ON = "pass resume=False to start afresh all the same (nothing that is there 
 T = TypeVar("T")
 
 
-def check_readable(found: Survey) -> None:
-    """Refuse to decide between a resume and a fresh start where the tiers could not be read.
+def doubt(found: Survey) -> SpotError | None:
+    """Why it cannot be decided between a resume and a fresh start, an error to raise; ``None`` if it can.
 
-    Raises:
-        TierError: if the durable tier could not be read, or if no tier has a snapshot and one could not be asked.
-        SettingsError: if a memory node holds a run of this path, but of another machine.
+    Returns:
+        a ``TierError`` if the durable tier could not be read, or if no tier has a snapshot and one could not be asked;
+        a ``SettingsError`` if a memory node holds a run of this path, but of another machine.
     """
-    for tier, reason in found.problems.items():
-        logger.warning("lightning_spot: %s does not answer (%s)", tier, reason)
     reason = "; ".join(f"{tier}: {why}" for tier, why in found.problems.items())
     if found.durable is None:
-        raise TierError(
+        return TierError(
             f"it is not known what to resume from: {found.location.url} could not be read ({reason}). Start again when"
             f" it can be, or {WAY_ON}",
             tier=found.location.url,
         )
-    other = found.identity.unsure
-    if other is not None and not found.candidates and not found.unreadable:
-        raise SettingsError(
+    if found.candidates or found.unreadable:
+        return None
+    if (other := found.identity.unsure) is not None:
+        return SettingsError(
             f"{found.location.url} holds nothing, but a memory node holds a run of this path, {other.name}@{other.id},"
             f" that was trained on another machine, {other.host} (attempt {other.attempt}). If it is this one, whose"
             f" disk was lost, say so with run={other.name!r}; if not, choose another dirpath, or pass resume=False"
         )
-    if found.problems and not found.candidates and not found.unreadable:
-        raise TierError(
+    if found.problems:
+        return TierError(
             f"it is not known what to resume from: {found.location.url} holds no snapshot of run"
             f" {found.location.name!r}, and a memory node that may hold one cannot be asked ({reason}). Start again"
             f" when it can be, or {WAY_ON}",
             tier=next(iter(found.problems)),
         )
+    return None
 
 
 def open_newest(
@@ -73,10 +73,13 @@ def open_newest(
         the snapshot, closed, and what ``use`` made of it.
 
     Raises:
-        TierError: see :func:`check_readable`.
+        TierError, SettingsError: see :func:`doubt`.
         CorruptSnapshot: if there are snapshots but none can be used: going on would silently start afresh.
     """
-    check_readable(found)
+    for tier, reason in found.problems.items():
+        logger.warning("lightning_spot: %s does not answer (%s)", tier, reason)
+    if (error := doubt(found)) is not None:
+        raise error
     reasons = []
     for what, why in found.unreadable.items():
         reasons.append(f"{what}: {why}")

@@ -69,12 +69,6 @@ class Survey:
         }
 
     @property
-    def is_doubtful(self) -> bool:
-        """Whether what was read does not tell what to resume from; ``choice`` then raises."""
-        nothing = not self.candidates and not self.unreadable
-        return self.durable is None or (nothing and (bool(self.problems) or self.identity.unsure is not None))
-
-    @property
     def seen_attempts(self) -> list[int]:
         """Highest attempt at each tier that answered."""
         claimed = [self.claim.attempt] if self.claim is not None else []
