@@ -18,8 +18,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measure import Result, WarmCopy, scratch, seconds
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
+from lightning_spot.capture.writer import SnapshotWriter
 
 HOOKS = ("on_train_batch_end", "on_before_optimizer_step", "on_validation_start", "on_train_epoch_end")
+
+
+def _writer(spot: SpotCheckpoint) -> SnapshotWriter | None:
+    """Writes the snapshots of the ``fit`` under way, on rank 0."""
+    snapshotter = spot.snapshots.snapshotter
+    attempt = snapshotter.attempt if snapshotter is not None else None
+    return attempt.writer if attempt is not None else None
 
 
 class Idle(torch.optim.Optimizer):
@@ -95,7 +103,7 @@ class Rounds(pl.Callback):
             self.ours.append(self.spent)
             self._compare(trainer)
         if step % self.every == self.every - 1:
-            writer = self.spot.snapshots._current.writer if self.spot.snapshots._current is not None else None
+            writer = _writer(self.spot)
             assert writer is not None
             writer.settle(60.0)
             assert writer.host is not None
@@ -111,7 +119,7 @@ class Rounds(pl.Callback):
         if not self.plugins:
             self.plugins = {"async": AsyncCheckpointIO(TorchCheckpointIO()), "plugin": SpotCheckpointIO()}
             self.plugins["plugin"].save_checkpoint(checkpoint, self.folder / "plugin.ckpt")  # makes its slots
-        writer = self.spot.snapshots._current.writer if self.spot.snapshots._current is not None else None
+        writer = _writer(self.spot)
         assert writer is not None
         assert writer.host is not None
         writer.settle(60.0)

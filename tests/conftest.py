@@ -48,7 +48,7 @@ def as_new_process() -> None:
 
 def new_process() -> None:
     """Have what follows be as in a process that has trained nothing yet."""
-    if (earlier := sys.modules.get("lightning_spot.callbacks.earlier")) is not None:
+    if (earlier := sys.modules.get("lightning_spot.fit.earlier")) is not None:
         earlier.forget()
 
 

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_spot.exact import fit_state
+from lightning_spot.exact import restoring
 from lightning_spot.exact.compare import differences
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.tiers.local import LocalStore
@@ -89,7 +89,7 @@ def test_killed_twice_and_equal(case: str, tmp_path: Path, undisturbed: Any, see
 def test_the_generator_of_the_device_is_set_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, dropout draws from it; here it is only seen that it is asked for."""
     devices: list[torch.device | None] = []
-    real = fit_state.restore_random
+    real = restoring.restore_random
 
     def restore_random(state: dict[str, Any], device: torch.device | None = None) -> None:
         devices.append(device)
@@ -97,6 +97,6 @@ def test_the_generator_of_the_device_is_set_too(tmp_path: Path, monkeypatch: pyt
 
     with pytest.raises(Stop):
         train("plain", tmp_path, StopAt(12), seed=11)
-    monkeypatch.setattr(fit_state, "restore_random", restore_random)
+    monkeypatch.setattr(restoring, "restore_random", restore_random)
     train("plain", tmp_path, seed=77)
     assert devices == [torch.device("cpu")]

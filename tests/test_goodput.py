@@ -30,10 +30,10 @@ from lightning_spot import (
     SpotCheckpoint,
     YoungDaly,
 )
-from lightning_spot.callbacks.pacing import Pacing, starts_between
 from lightning_spot.cli import main
 from lightning_spot.config import read_environment
 from lightning_spot.errors import SettingsError
+from lightning_spot.fit.pacing import Pacing, starts_between
 from lightning_spot.goodput.journal import Journal
 from lightning_spot.goodput.ledger import AttemptRecord, lost_steps, spent, total
 from lightning_spot.goodput.reached import Reached, read_reached
@@ -498,9 +498,9 @@ def test_what_was_measured_survives_a_restart(tmp_path: Path) -> None:
 
     measured(url, 25)
     spot = measured(url, None)
-    assert spot.snapshots._pacing._rate.events == 1
-    assert spot.snapshots._pacing._rate.exposure_s > 0.1
-    assert spot.snapshots._pacing._stall.value is not None
+    assert spot.snapshots.snapshotter.pacing._rate.events == 1
+    assert spot.snapshots.snapshotter.pacing._rate.exposure_s > 0.1
+    assert spot.snapshots.snapshotter.pacing._stall.value is not None
 
 
 @pytest.mark.parametrize(
@@ -548,7 +548,7 @@ def test_ranks_talk_in_few_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     two = TwoRanks()
     pacing = Pacing(EverySeconds(100))
-    pacing.begin(two, 1)  # type: ignore[arg-type]
+    pacing.begin(two, 1, None)  # type: ignore[arg-type]
     taken = []
     for step in range(1, 1001):
         two.global_step, now[0] = step, float(step)
@@ -561,12 +561,11 @@ def test_ranks_talk_in_few_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_rate_of_two_machines_is_twice_as_high() -> None:
     pacing = Pacing(YoungDaly())
-    pacing.begin(TwoRanks(), 1)  # type: ignore[arg-type]
+    pacing.begin(TwoRanks(), 1, None)  # type: ignore[arg-type]
     assert pacing._rate.mtbf_s == 3600.0
     saved = pacing.state_dict()
     later = Pacing(YoungDaly())
-    later.load(json.loads(json.dumps(saved)))
-    later.begin(TwoRanks(), 3)  # type: ignore[arg-type]
+    later.begin(TwoRanks(), 3, json.loads(json.dumps(saved)))  # type: ignore[arg-type]
     assert later._rate.events == 2
     later.expect_failure()
     assert later._rate.mtbf_s == 600.0
@@ -575,7 +574,7 @@ def test_the_rate_of_two_machines_is_twice_as_high() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_losses_are_read_from_a_gpu_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_spot.callbacks import readings
+    from lightning_spot.fit import readings
 
     monkeypatch.setattr(readings, "READ_EVERY_S", 0.0)
     found = []

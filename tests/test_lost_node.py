@@ -39,8 +39,10 @@ from tests.test_fit import Stop, StopAt, check_all, spot
 
 
 def node_pid(callback: SpotCheckpoint) -> int:
-    assert callback.snapshots._current is not None
-    host = callback.snapshots._current.writer.host
+    snapshotter = callback.snapshots.snapshotter
+    assert snapshotter is not None
+    assert snapshotter.attempt is not None
+    host = snapshotter.attempt.writer.host
     assert isinstance(host, EmbeddedHost)
     return int(host.client.call("GET", "/v1/status")["pid"])
 

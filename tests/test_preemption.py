@@ -270,7 +270,8 @@ def test_a_deadline_that_is_past_leaves_the_last_snapshot(tmp_path: Path) -> Non
             if trainer.global_step == 8:
                 until(
                     lambda: (
-                        spot.snapshots._current is not None and spot.snapshots._current.writer.host.safe_step() == 6
+                        spot.snapshots.snapshotter.attempt is not None
+                        and spot.snapshots.snapshotter.attempt.writer.host.safe_step() == 6
                     ),
                     "step 6 to be safe",
                 )
@@ -358,7 +359,7 @@ def test_advice_raises_the_rate_and_does_not_stop(tmp_path: Path) -> None:
 
     snapshots = trainer(Wait(), spot)
     snapshots.fit(Net(), data())
-    assert spot.snapshots._pacing._rate.mtbf_s == 600.0
+    assert spot.snapshots.snapshotter.pacing._rate.mtbf_s == 600.0
     assert snapshots.global_step == 40
 
 
@@ -368,7 +369,7 @@ def test_a_grace_that_fits_no_tier_is_said_early(tmp_path: Path, caplog: pytest.
     class Wait(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step == 99:
-                until(lambda: spot.snapshots.safe_after_s() is not None, "a measured speed")
+                until(lambda: spot.snapshots.snapshotter.safe_after_s() is not None, "a measured speed")
 
     with pytest.warns(UserWarning, match="a notice leaves 0 s, but a snapshot was measured to need"):
         trainer(Wait(), spot, max_epochs=5).fit(Net(), data(21))

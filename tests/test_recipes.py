@@ -138,7 +138,7 @@ def test_skypilot_task() -> None:
 
 
 def test_a_requeue_is_asked_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_spot.callbacks.ranks import requeue_slurm_job
+    from lightning_spot.fit.ranks import requeue_slurm_job
 
     fake(tmp_path, "scontrol", f"echo $@ >>{tmp_path}/asked")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
-from lightning_spot.callbacks import earlier
+from lightning_spot.fit import earlier
 from lightning_spot.protocol.record import find_record
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import new_process, until

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_spot.callbacks.fit import Fit, takes_part
-from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot, snapshots_of
+from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
 from lightning_spot.config import format_seconds
 from lightning_spot.errors import Preempted, SettingsError
 from lightning_spot.exact.loggers import logged_step
 from lightning_spot.exact.namespaces import SpotCallback
+from lightning_spot.fit.fit import Fit
+from lightning_spot.fit.taking_part import takes_part
 from lightning_spot.goodput.journal import Journal
 from lightning_spot.goodput.ledger import Spent
 from lightning_spot.goodput.metric import Goodput
@@ -72,7 +73,7 @@ class GoodputMonitor(SpotCallback):
         self._url = ""
         if not takes_part(trainer, stage) or not trainer.is_global_zero:
             return
-        snapshots = self._snapshots = next(iter(snapshots_of(trainer)), None)
+        snapshots = self._snapshots = next(iter(Fit.of(trainer).callbacks(RemoteSnapshot)), None)
         self._url = self._dirpath if self._dirpath is not None else snapshots.location.url if snapshots else ""
         if not self._url:
             raise SettingsError("GoodputMonitor needs a dirpath where the trainer has no SpotCheckpoint")
@@ -87,7 +88,7 @@ class GoodputMonitor(SpotCallback):
         if self._journal is None:
             self._begin(trainer)
         assert self._journal is not None
-        self._journal.train(trainer.global_step, Fit.of(trainer).restore_s)
+        self._journal.train(trainer.global_step, Fit.of(trainer).resume.took_s)
         self._logged_s = time.monotonic()
         self._log(trainer)  # from the first row on: no logger gets a new column in the middle of a run
         self._show(trainer)
@@ -109,7 +110,7 @@ class GoodputMonitor(SpotCallback):
         self._note(trainer, journal)
         self._log(trainer)
         attempts = journal.earlier.count + 1
-        rank_zero_info(f"lightning_spot: {told(journal.spent)}; {attempts} attempt{'s' if attempts > 1 else ''}")
+        rank_zero_info(f"lightning_spot: {summary(journal.spent)}; {attempts} attempt{'s' if attempts > 1 else ''}")
         self._close("complete")
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -133,7 +134,7 @@ class GoodputMonitor(SpotCallback):
         self._journal = Journal(
             self._url,
             snapshots.attempt if snapshots is not None else None,
-            snapshots=Fit.of(trainer).snapshots,
+            snapshots=Fit.of(trainer).resume.snapshots,
             heartbeat_s=self._heartbeat_s,
             begun_unix_s=self._begun_unix_s,
         )
@@ -176,7 +177,7 @@ class GoodputMonitor(SpotCallback):
             journal.close(end)
 
 
-def told(whole: Spent) -> str:
+def summary(whole: Spent) -> str:
     """One line for people."""
     parts = {name.removesuffix("_s"): getattr(whole, name) for name in Spent.__slots__ if name != "productive_s"}
     shares = ", ".join(f"{name} {100 * seconds / max(whole.total_s, 1e-9):.1f} %" for name, seconds in parts.items())

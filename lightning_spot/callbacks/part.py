@@ -1,11 +1,11 @@
-"""What our callbacks have in common: with any of them in the trainer, a resume is exact."""
+"""What our callbacks have in common: with any of them in the trainer, a resume is exact and an exit is orderly."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.namespaces import SpotCallback
+from lightning_spot.fit.fit import Fit
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -25,12 +25,28 @@ class Part(SpotCallback):
     ) -> None:
         """Go on exactly where the checkpoint was taken, also if the user named it in ``fit(ckpt_path=)``."""
         if trainer.state.fn == "fit":
-            FitState.of(trainer).load(checkpoint)
+            Fit.of(trainer).resume.load(checkpoint)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Return when everything committed is durable, within the time allowed."""
+        Fit.of(trainer).exit.complete()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Let the trainer's loaders and loops go."""
-        FitState.of(trainer).detach()
+        """Bring what is committed to safety, and let the trainer go."""
+        Fit.of(trainer).exit.fail(exception)
+        Fit.of(trainer).end()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Let the trainer's loaders and loops go."""
-        FitState.of(trainer).detach()
+        """Let the trainer go, if nothing did before."""
+        Fit.of(trainer).exit.let_go()
+        Fit.of(trainer).end()
+
+
+def move_to_the_end(trainer: pl.Trainer, callback: pl.Callback) -> None:
+    """Have a callback's hooks called after those of all others, which may change weights in theirs.
+
+    Lightning keeps the end of its list for ``ModelCheckpoint`` and its kin. It goes on in the old list meanwhile.
+    """
+    present = trainer.callbacks  # type: ignore[attr-defined] # Lightning's Trainer has it
+    if any(item is callback for item in present):
+        trainer.callbacks = [*(item for item in present if item is not callback), callback]  # type: ignore[attr-defined]

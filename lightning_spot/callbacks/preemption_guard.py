@@ -6,17 +6,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-
-from lightning_spot.callbacks.fit import takes_part
 from lightning_spot.callbacks.part import Part
-from lightning_spot.callbacks.ranks import Ranks, is_requeued_by_slurm, requeue_slurm_job
-from lightning_spot.callbacks.remote_snapshot import snapshots_of
 from lightning_spot.errors import Preempted, SettingsError
-from lightning_spot.exact import namespaces, private
+from lightning_spot.exact import private
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.seams import Seam, Seams
-from lightning_spot.interval.deadline import Deadline
+from lightning_spot.fit.fit import Fit
+from lightning_spot.fit.ranks import Ranks
+from lightning_spot.fit.taking_part import takes_part
 from lightning_spot.notices.ballot import Ballot, Place
 from lightning_spot.notices.choose import Notices, open_sources
 from lightning_spot.notices.notice import Notice
@@ -26,12 +23,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _CHECK_GRACE_EVERY = 100
-
-PART_S = 300.0
-"""How long ranks wait for the first one to secure the snapshot, where the notice names no end."""
-
-EXIT_CODE = 143
-"""128 + SIGTERM: what a process that was terminated exits with, and what job schedulers know as such."""
 
 
 class PreemptionGuard(Part):
@@ -86,7 +77,7 @@ class PreemptionGuard(Part):
         """Begin to watch, long before training begins."""
         if not takes_part(trainer, stage):
             return
-        FitState.of(trainer).attach()
+        Fit.of(trainer).begin()
         self.notice, self._place, self._is_advised = None, Place(0), False
         self._watcher = watcher = Watcher(open_sources(self.notices))
         if trainer.world_size > 1 and not FitState.of(trainer).can(private.ENVIRONMENT):
@@ -106,8 +97,7 @@ class PreemptionGuard(Part):
         if self._stop is None:
             return
         Seams.of(trainer).add(self)
-        for snapshots in snapshots_of(trainer):
-            snapshots.urgent.is_expected = True
+        Fit.of(trainer).exit.expect_stop()
 
     def before_validation(self, trainer: pl.Trainer) -> None:
         """The end of a batch; the validation that follows can be interrupted, too."""
@@ -161,8 +151,8 @@ class PreemptionGuard(Part):
             self._leave(trainer, seam)
         if not self._is_advised and self._watcher is not None and self._watcher.advice is not None:
             self._is_advised = True
-            for callback in snapshots_of(trainer):
-                callback.expect_failure()
+            for snapshotter in Fit.of(trainer).snapshotters:
+                snapshotter.pacing.expect_failure()
 
     def _leave(self, trainer: pl.Trainer, seam: Seam) -> None:
         """Secure the state and exit, on every rank."""
@@ -172,33 +162,15 @@ class PreemptionGuard(Part):
         watcher, facts = self._watcher, self._stop.facts or {}
         watcher.accept()
         grace_s = facts.pop("left_s")
-        self.notice = notice = Notice(**facts, seen_s=self._stop.called_s, grace_s=grace_s)
-        rank_zero_info(f"lightning_spot: {notice.text}; all ranks stop after step {trainer.global_step}")
-        snapshots = snapshots_of(trainer)
-        for callback in snapshots:
-            if told := callback.secure(trainer, seam, notice.deadline_s, lambda: watcher.repeated > 0):
-                rank_zero_info(f"lightning_spot: {told}")
-        if not snapshots:
-            _save_beside_model_checkpoint(trainer, seam)
-        self._ranks.part(Deadline.of(notice.deadline_s, PART_S).left_s)
-        if trainer.is_global_zero and is_requeued_by_slurm(trainer):
-            requeue_slurm_job()
-        raise Preempted(notice.text, EXIT_CODE)
+        self.notice = Notice(**facts, seen_s=self._stop.called_s, grace_s=grace_s)
+        exit_ = Fit.of(trainer).exit
+        exit_.stop(self.notice, seam, cut_short=lambda: watcher.repeated > 0, part=self._ranks.part)
 
     def _check_grace(self, trainer: pl.Trainer) -> None:
         """Say early, once something was measured, that a notice would come too late for an urgent snapshot."""
         grace_s = self.grace_s or (self._watcher.usual_grace_s if self._watcher is not None else None)
-        for callback in snapshots_of(trainer):
-            safe_s = callback.safe_after_s()
-            if grace_s is None or safe_s is None:
-                continue
-            self._grace_checked = True
-            if safe_s > grace_s:
-                rank_zero_warn(
-                    f"lightning_spot: a notice leaves {grace_s:.0f} s, but a snapshot was measured to need {safe_s:.0f}"
-                    " s until it is safe outside this machine: after a notice the run will resume from its last regular"
-                    " snapshot. A memory node nearby, or a shorter interval, loses less"
-                )
+        if grace_s is not None:
+            self._grace_checked = Fit.of(trainer).exit.warn_of_short_grace(grace_s)
 
     def _keep_signals(self, trainer: pl.Trainer, watcher: Watcher) -> None:
         """Have our handlers stand where Lightning would put its own, which hang or crash with several ranks."""
@@ -235,17 +207,3 @@ def _plain(notice: Notice | None, grace_s: float | None) -> dict[str, Any] | Non
     grace_s = notice.grace_s if notice.grace_s is not None else grace_s
     left_s = notice.seen_s + grace_s - time.monotonic() if grace_s is not None else None
     return {"source": notice.source, "kind": notice.kind, "text": notice.text, "left_s": left_s}
-
-
-def _save_beside_model_checkpoint(trainer: pl.Trainer, seam: Seam) -> None:
-    """Save what ``fit(ckpt_path="last")`` will find, in the directory of the user's ``ModelCheckpoint``."""
-    kinds = namespaces.classes("callbacks", "ModelCheckpoint")
-    found: Any = next((item for item in trainer.checkpoint_callbacks if isinstance(item, kinds)), None)
-    if found is None or not found.dirpath or seam not in (Seam.AFTER_BATCH, Seam.BEFORE_VALIDATION):
-        rank_zero_info("lightning_spot: nothing was saved now; the run resumes from its last checkpoint")
-        return
-    path = f"{found.dirpath}/{found.CHECKPOINT_NAME_LAST}-preempted{found.FILE_EXTENSION}"
-    dump = FitState.of(trainer).dump(before_validation=seam is Seam.BEFORE_VALIDATION)
-    trainer.strategy.save_checkpoint(dump.gathered(trainer), path)
-    trainer.strategy.barrier("lightning_spot.preempted")
-    rank_zero_info(f"lightning_spot: step {trainer.global_step} is saved in {path}")

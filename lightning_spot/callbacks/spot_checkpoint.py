@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_spot.callbacks.auto_resume import AutoResume, ResumedFrom
-from lightning_spot.callbacks.fit import move_to_the_end, takes_part
+from lightning_spot.callbacks.auto_resume import AutoResume
 from lightning_spot.callbacks.goodput_monitor import GoodputMonitor
+from lightning_spot.callbacks.part import move_to_the_end
 from lightning_spot.callbacks.preemption_guard import PreemptionGuard
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
 from lightning_spot.config import FLUSH_TIMEOUT_S, IDLE_TIMEOUT_S, KEEP, MAX_STALL_S
 from lightning_spot.exact.namespaces import SpotCallback
 from lightning_spot.exact.position import Rewind
+from lightning_spot.fit.resume import ResumedFrom
+from lightning_spot.fit.taking_part import takes_part
 from lightning_spot.goodput.metric import Goodput
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.notices.choose import Notices

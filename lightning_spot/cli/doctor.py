@@ -190,8 +190,10 @@ def _of_memory(slots: int, state_bytes: int) -> list[str]:
     half = memory_limit_bytes(None)
     advice = []
     if need > half:
-        told = f"{slots} slots need {format_bytes(need)}, half of this host's memory is {format_bytes(half)}"
-        advice.append(f"{told}: use slots=2, or a larger machine")
+        advice.append(
+            f"{slots} slots need {format_bytes(need)}, half of this host's memory is {format_bytes(half)}: use slots=2,"
+            " or a larger machine"
+        )
     shm = read_environment().shm_dir
     if shm is None or shutil.disk_usage(shm).free < need:
         advice.append(

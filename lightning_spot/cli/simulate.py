@@ -171,14 +171,14 @@ def _verdict(groups: Mapping[str, Sequence[Row]]) -> str:
     if not math.isfinite(without.total_s):
         return "The run ends with a memory node only: it is worth having."
     saved = 1 - with_node.total_s / without.total_s
-    told = f"A memory node makes the run {100 * abs(saved):.1f} % {'shorter' if saved >= 0 else 'longer'}"
+    verdict = f"A memory node makes the run {100 * abs(saved):.1f} % {'shorter' if saved >= 0 else 'longer'}"
     if without.price:
         dearer = with_node.price - without.price
-        told += f" and {'costs' if dearer > 0 else 'saves'} {abs(dearer):.2f} of {without.price:.2f}"
+        verdict += f" and {'costs' if dearer > 0 else 'saves'} {abs(dearer):.2f} of {without.price:.2f}"
         needed = dearer < 0
     else:
         needed = saved > _SMALL
-    return f"{told}: {'it is worth having' if needed else 'you need no memory node'}."
+    return f"{verdict}: {'it is worth having' if needed else 'you need no memory node'}."
 
 
 def _table(name: str, rows: Sequence[Row], priced: bool) -> Table:

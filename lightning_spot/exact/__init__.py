@@ -1,1 +1,1 @@
-"""Third floor: what an exact resume needs beyond Lightning's checkpoint. Only this floor and the top know Lightning."""
+"""Third floor: what an exact resume needs beyond Lightning's checkpoint. This floor and those above know Lightning."""

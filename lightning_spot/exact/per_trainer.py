@@ -1,4 +1,4 @@
-"""Objects of which each trainer has one, shared by all callbacks that ask for it."""
+"""What belongs to one trainer, without keeping it alive; also objects of which each trainer has one."""
 
 from __future__ import annotations
 
@@ -12,16 +12,30 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="PerTrainer")
 
 
-class PerTrainer:
-    """Base of what belongs to one trainer; neither keeps the other alive. Made by :meth:`of` only."""
+class OfTrainer:
+    """Base of what knows its trainer and does not keep it alive.
+
+    Args:
+        trainer: that it belongs to.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._of = weakref.ref(trainer)
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        trainer = self._of()
+        assert trainer is not None  # it calls us
+        return trainer
+
+
+class PerTrainer(OfTrainer):
+    """Base of what each trainer has one of, shared by all callbacks that ask for it. Made by :meth:`of` only."""
 
     _all: ClassVar[weakref.WeakKeyDictionary[pl.Trainer, Any]]
 
     def __init_subclass__(cls) -> None:
         cls._all = weakref.WeakKeyDictionary()
-
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._of = weakref.ref(trainer)
 
     @classmethod
     def of(cls: type[T], trainer: pl.Trainer) -> T:
@@ -29,9 +43,3 @@ class PerTrainer:
         if trainer not in cls._all:
             cls._all[trainer] = cls(trainer)
         return cls._all[trainer]  # type: ignore[no-any-return] # see __init_subclass__
-
-    @property
-    def _trainer(self) -> pl.Trainer:
-        trainer = self._of()
-        assert trainer is not None  # it calls us
-        return trainer

@@ -73,7 +73,7 @@ def _restore_checkpoints(trainer: pl.Trainer, saved: State) -> None:
 # -- metrics of callbacks, and buffers of averaged models that no checkpoint holds ----------------------------------
 
 
-def _held(trainer: pl.Trainer) -> Iterator[tuple[str, nn.Module]]:
+def _callback_modules(trainer: pl.Trainer) -> Iterator[tuple[str, nn.Module]]:
     for key, callback in _callbacks(trainer, "Callback"):
         for name, value in list(vars(callback).items()):
             if isinstance(value, (Metric, AveragedModel)):
@@ -82,7 +82,7 @@ def _held(trainer: pl.Trainer) -> Iterator[tuple[str, nn.Module]]:
 
 def _modules(trainer: pl.Trainer) -> State:
     saved: State = {}
-    for key, module in _held(trainer):
+    for key, module in _callback_modules(trainer):
         kept = set(module.state_dict(keep_vars=True))
         saved[key] = {
             "metrics": logged_values.metrics_of(module) if isinstance(module, Metric) else {},
@@ -96,7 +96,7 @@ def _modules(trainer: pl.Trainer) -> State:
 
 
 def _restore_modules(trainer: pl.Trainer, saved: State) -> None:
-    for key, module in _held(trainer):
+    for key, module in _callback_modules(trainer):
         values = saved.get(key, {"metrics": {}, "buffers": {}})
         logged_values.restore_metrics_of(module, values["metrics"])
         with torch.no_grad():

@@ -13,7 +13,7 @@ _CARRIED_SNAPSHOTS = 16  # of each attempt that is carried on: a record is writt
 
 @dataclass(slots=True, kw_only=True)
 class AttemptRecord:
-    """One attempt, as it last told of itself. Times are seconds since 1970.
+    """One attempt, as it last recorded itself. Times are seconds since 1970.
 
     Attributes:
         attempt: its number.

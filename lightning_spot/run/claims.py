@@ -43,7 +43,7 @@ def begin_attempt(
         bounds: how often the durable tier is tried.
 
     Returns:
-        what the tiers were told, and what goes on claiming the durable tier where it could not be claimed; close it.
+        the attempt as the tiers know it, and what goes on claiming the durable tier if that failed; close it.
 
     Raises:
         RunBusy: if a live trainer on this host writes the run.

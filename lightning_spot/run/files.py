@@ -22,14 +22,14 @@ _EPOCH_UNIX_S = 1_577_836_800  # 2020-01-01: attempts are numbers below 10**9
 _MOST_READ = 2000
 _READERS = 32
 
-_told: dict[str, int] = {}  # attempts of this process, by folder
-_told_lock = threading.Lock()
+_attempts: dict[str, int] = {}  # attempts of this process, by folder
+_attempts_lock = threading.Lock()
 
 
 def folder_info(folder: str, now_unix_s: float | None = None) -> RunInfo:
-    """What a node is told of a folder: to it, the folder is a run, and whoever begins to save there an attempt.
+    """A user's folder as a node knows it: the folder is a run, and whoever begins to save there is an attempt.
 
-    The attempt is the time in seconds, or one more than that of any file that is there, or that was told here before.
+    The attempt is the time in seconds, or one more than that of any file that is there, or that was given here before.
     So what is left with the node of somebody before never replaces what is saved from now on.
 
     Args:
@@ -39,8 +39,8 @@ def folder_info(folder: str, now_unix_s: float | None = None) -> RunInfo:
     key = hashlib.sha256(folder.encode()).hexdigest()[:12]
     now = int(time.time() if now_unix_s is None else now_unix_s)
     highest = _highest_attempt(folder)
-    with _told_lock:
-        _told[key] = attempt = 1 + max(now - _EPOCH_UNIX_S - 1, highest, _told.get(key, 0))
+    with _attempts_lock:
+        _attempts[key] = attempt = 1 + max(now - _EPOCH_UNIX_S - 1, highest, _attempts.get(key, 0))
     return RunInfo(
         name=f"files-{key}",
         id=key,

@@ -1,4 +1,4 @@
-"""Decides which run a trainer goes on with and which attempt it is, from what the tiers told. Pure: no tier is asked.
+"""Decides which run a trainer goes on with and which attempt it is, from what tiers answered. Pure: no tier is asked.
 
 A run has a random id, made by its first attempt. It is kept in the claims of the durable tier, in manifests and at
 nodes, so that two runs whose paths end alike are never taken for one, and a copied directory is a run of its own.
@@ -57,7 +57,7 @@ class Identity:
         known: whether a tier knew the run.
         copied_from: location of the run whose directory was copied here; ``""`` if it was not.
         unsure: a run of a directory of this path on another machine: this one, or a stranger's; ``None`` if there is
-            none, or the tiers told which run this is.
+            none, or tiers answered which run this is.
     """
 
     run_id: str

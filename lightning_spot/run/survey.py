@@ -130,17 +130,17 @@ def look_again(found: Survey, bounds: Patience | None = None) -> Survey:
     bounds = bounds or patience.PATIENCE
     store = open_store(found.location.url)
     answers, problems = ask_all({DURABLE: lambda: _Durable.ask(store, bounds)}, bounds.answer_s)
-    told: _Durable | None = answers.get(DURABLE)
+    answer: _Durable | None = answers.get(DURABLE)
     nodes = [(source, held) for source, held in found.answers if source.tier != DURABLE]
-    if told is None:
+    if answer is None:
         return replace(found, durable=None, answers=nodes, problems={**found.problems, **problems})
-    durable: tuple[Source, Holdings] = (StoreSource(store, DURABLE), told.holdings)
-    return replace(found, durable=told.holdings, claim=told.claim, answers=[*nodes, durable])
+    durable: tuple[Source, Holdings] = (StoreSource(store, DURABLE), answer.holdings)
+    return replace(found, durable=answer.holdings, claim=answer.claim, answers=[*nodes, durable])
 
 
 @dataclass(frozen=True, slots=True)
 class _Durable:
-    """What the durable tier told."""
+    """What the durable tier answered."""
 
     holdings: Holdings
     claim: Claim | None
@@ -153,16 +153,16 @@ class _Durable:
         for number in range(1, bounds.tries + 1):
             last = number == bounds.tries or time.monotonic() - begun_s + pause_s > bounds.no_more_tries_after_s
             try:
-                told = cls._once(store)
+                answer = cls._once(store)
             except TierError as error:
                 if last:
                     raise
                 why = str(error)
             else:
                 # A manifest that is damaged stays so: one more look tells it from a read that failed for a moment.
-                if last or number > 1 or not _misses_the_newest(told.holdings):
-                    return told
-                why = "; ".join(f"{name}: {reason}" for name, reason in told.holdings.unreadable.items())
+                if last or number > 1 or not _misses_the_newest(answer.holdings):
+                    return answer
+                why = "; ".join(f"{name}: {reason}" for name, reason in answer.holdings.unreadable.items())
             logger.warning("lightning_spot: %s could not be read (%s); asking again in %.1f s", store.url, why, pause_s)
             time.sleep(pause_s)
             pause_s *= 2

@@ -25,7 +25,7 @@ _nodes: dict[str, tuple[Location, int]] = {}
 _GIVEN_UP = "TrialPruned"  # Optuna's word for a trial that shall not go on
 
 
-def place_of(named: Location) -> Location:
+def location_of(named: Location) -> Location:
     """Where the ``fit`` that begins has its run, by the location that the user named."""
     number = _finished[named.url] + 1
     if number == 1:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_spot.callbacks.readings import LossReadings
 from lightning_spot.exact.logged_values import last_value
+from lightning_spot.fit.readings import LossReadings
 from lightning_spot.interval.costs import Costs, FailureRate, RobustMean, TierPace
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.run.identity import JUMP
@@ -26,7 +26,7 @@ _RETRY_S = 0.5
 
 
 class Pacing:
-    """Says at each seam whether all ranks take a snapshot.
+    """Says at each seam of one ``fit`` whether all ranks take a snapshot.
 
     Under DDP, rank 0 decides, and ranks talk at agreed steps only: each time rank 0 names the next one, half of the
     way to where a snapshot will be due. So there are some broadcasts between two snapshots, and none in most steps.
@@ -36,22 +36,12 @@ class Pacing:
 
     Attributes:
         policy: that decides.
+        stall_s: seconds that training has waited for snapshots.
     """
 
     def __init__(self, policy: IntervalPolicy) -> None:
         self.policy = policy
-        self._saved: dict[str, Any] | None = None
-        self._reset()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy knows the policy, and measures anew."""
-        return {"policy": self.policy}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """As before a ``fit``."""
-        self.__init__(state["policy"])  # type: ignore[misc]
-
-    def _reset(self) -> None:
+        self.stall_s = 0.0
         self._rate = FailureRate()
         self._stall, self._stalled_s = RobustMean(), -1.0
         self._readings = LossReadings()
@@ -62,18 +52,17 @@ class Pacing:
         self._learned_s = -LEARN_EVERY_S
         self._ran_until_s = 0.0
         self._warned = False
-        self.stall_s = 0.0
 
     # -- lifetime -------------------------------------------------------------------------------------------------
 
-    def load(self, state: dict[str, Any] | None) -> None:
-        """Take what an earlier attempt of the run measured; it counts from :meth:`begin` on."""
-        self._saved = state
+    def begin(self, trainer: pl.Trainer, attempt: int, saved: dict[str, Any] | None) -> None:
+        """When training begins.
 
-    def begin(self, trainer: pl.Trainer, attempt: int) -> None:
-        """When training begins."""
-        saved, self._saved = self._saved, None
-        self._reset()
+        Args:
+            trainer: that trains.
+            attempt: of the run.
+            saved: what an earlier attempt had measured, see :meth:`state_dict`.
+        """
         now_s = time.monotonic()
         self._attempt = attempt
         self._rate = FailureRate(nodes=trainer.num_nodes)
@@ -169,8 +158,8 @@ class Pacing:
             return due and can_begin()
         if step < self._next_talk:
             return False
-        said = (due and can_begin(), self._apart(step, now_s)) if trainer.is_global_zero else (False, 1)
-        due, apart = _agree(trainer, said)
+        decision = (due and can_begin(), self._apart(step, now_s)) if trainer.is_global_zero else (False, 1)
+        due, apart = _agree(trainer, decision)
         self._next_talk = step + apart
         return bool(due)
 
@@ -200,8 +189,8 @@ class Pacing:
         return max(1, min(_MOST_STEPS_APART, int(wait_s / step_s)))
 
 
-def _agree(trainer: pl.Trainer, said: Any) -> Any:
-    return trainer.strategy.broadcast(said) if trainer.world_size > 1 else said
+def _agree(trainer: pl.Trainer, of_rank_zero: Any) -> Any:
+    return trainer.strategy.broadcast(of_rank_zero) if trainer.world_size > 1 else of_rank_zero
 
 
 def starts_between(earlier: int, attempt: int) -> int:

@@ -1,0 +1,50 @@
+"""Buffers that a checkpoint lacks: those outside ``state_dict`` that change, and those of ranks but the first."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_spot.capture.tensors import storage_address
+from lightning_spot.exact import private
+
+Values = dict[str, torch.Tensor]
+
+
+class Buffers:
+    """The buffers of one module. Statistics of BatchNorm differ from rank to rank, and torch does not count writes."""
+
+    def __init__(self) -> None:
+        self._steady: dict[str, tuple[int, int]] = {}
+        self._changed: set[str] = set()
+
+    def begin(self, module: torch.nn.Module) -> None:
+        """Note how they are when training begins."""
+        self._steady = {name: _mark(buffer) for name, buffer in module.named_buffers()}
+
+    def capture(self, module: torch.nn.Module, *, is_first: bool) -> Values:
+        """Copies of the non-persistent ones that changed, and of all others where the rank is not the first."""
+        buffers = dict(module.named_buffers())
+        in_checkpoint = set(module.state_dict(keep_vars=True)) & set(buffers)
+        self._changed |= {name for name in buffers if self._steady.get(name) != _mark(buffers[name])}
+        lacking = self._changed - in_checkpoint
+        if not is_first:
+            lacking |= in_checkpoint
+        return {name: buffers[name].detach().clone() for name in sorted(lacking) if name in buffers}
+
+    def restore(self, module: torch.nn.Module, saved: Values) -> None:
+        """Give them the values that :meth:`capture` found."""
+        put(module, saved)
+        self._changed |= set(saved)
+
+
+def put(module: torch.nn.Module, values: Values) -> None:
+    """Write into the parameters and buffers of these names."""
+    present = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+    with torch.no_grad():
+        for name, value in values.items():
+            if name in present and present[name].shape == value.shape:
+                present[name].copy_(value)
+
+
+def _mark(buffer: torch.Tensor) -> tuple[int, int]:
+    return storage_address(buffer), private.writes_of(buffer)

@@ -1,0 +1,188 @@
+"""What a checkpoint has of the exact state for this rank, and when each part of it is put back.
+
+:meth:`Restoring.load` when Lightning loads the checkpoint; :meth:`Restoring.begin` once all hooks at the start of
+training are done; :meth:`Restoring.position_for` when a loader begins its epoch; the rest just before the first step,
+or before the validation that the run was stopped in front of.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_spot.exact import buffers, logged_values, loggers, private, progress, pruned, shipped
+from lightning_spot.exact.buffers import Buffers
+from lightning_spot.exact.changed_values import ChangedValues
+from lightning_spot.exact.dump import KEY, VERSION
+from lightning_spot.exact.loaders import Loaders
+from lightning_spot.exact.per_trainer import OfTrainer
+from lightning_spot.exact.position import PositionedLoader
+from lightning_spot.exact.randomness import State, restore_random
+from lightning_spot.exact.switches import Switches
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class Restoring(OfTrainer):
+    """Puts the exact state of a checkpoint back in one ``fit``. Without a checkpoint, nothing here does anything.
+
+    Args:
+        trainer: that fits.
+        switches: which parts of the work are on.
+        hooked: what hooks change.
+        module_buffers: those of the module.
+
+    Attributes:
+        loaders: of the fit; ``None`` where they cannot be followed.
+    """
+
+    def __init__(self, trainer: pl.Trainer, switches: Switches, hooked: ChangedValues, module_buffers: Buffers) -> None:
+        super().__init__(trainer)
+        self.loaders: Loaders | None = None
+        self._switches = switches
+        self._hooked = hooked
+        self._buffers = module_buffers
+        self._values: State | None = None  # until the first step
+        self._positions: State | None = None
+        self._random: State | None = None
+        self._val_total: dict[str, int] | None = None
+        self._precise: dict[str, torch.Tensor] = {}
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a state was loaded and the first step is still to come."""
+        return self._values is not None
+
+    @property
+    def gradient_order(self) -> list[int]:
+        """The order of gradients that was saved, until the first step."""
+        return self._values["gradient_order"] if self._values is not None else []
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Take the exact state of a checkpoint, if it has one that fits."""
+        shared, trainer = checkpoint.get(KEY), self._trainer
+        if shared is None:
+            rank_zero_warn(f"lightning_spot: {shipped.why_without_exact_state(trainer)}")
+            return
+        self._switches.run(private.LOGGERS, lambda: loggers.continue_in(trainer, shared["loggers"]))
+        if shared["version"] != VERSION or shared["world_size"] != trainer.world_size:
+            rank_zero_warn(
+                f"lightning_spot: the snapshot was taken by {shared['world_size']} ranks (state {shared['version']}),"
+                f" {trainer.world_size} go on (state {VERSION}): weights, optimizers and loops are restored; random"
+                " numbers and the position in the data are not exact"
+            )
+            return
+        warnings.filterwarnings("ignore", message=".*ended before the epoch ended and your dataloader is")
+        values = self._values = self._positions = shared["ranks"][trainer.global_rank]
+        self._random = values["random"]
+        self._val_total = shared["validation_progress"]
+        self._of_loaders(values, Loaders.resume)
+        self._precise = _more_precise(trainer.lightning_module, checkpoint)
+        self._switches.run("SpikeDetection", lambda: shipped.before_loading(trainer, checkpoint))
+
+    def restore_masks(self) -> None:
+        """When training begins, before it is noted how everything is: prune the model as it was pruned."""
+        if (values := self._values) is not None:
+            self._switches.run(private.PRUNING, lambda: pruned.restore(self._trainer, values["pruned"] or {}))
+
+    def begin(self) -> None:
+        """When training begins: what no later place would put back."""
+        trainer, values = self._trainer, self._values
+        if values is None:
+            return
+        self._of_loaders(values, Loaders.restore)
+        buffers.put(trainer.lightning_module, self._precise)
+        for key, part in shipped.PARTS.items():
+            if key in values["shipped"]:
+                self._switches.run(part.what, lambda part=part, key=key: part.restore(trainer, values["shipped"][key]))  # type: ignore[misc]
+        if values["hooked"] is not None:
+            self._switches.run(private.HOOKED, lambda: self._hooked.restore(trainer, values["hooked"]))
+
+    def begin_stopped(self) -> None:
+        """Of a run that was to stop: maybe not one more batch is fetched, so what waits for one is put back now."""
+        values = self._values
+        if values is not None and values["should_stop"] and self._val_total is None:
+            restore_random(values["random"], self._trainer.strategy.root_device)
+            self.go_on()
+
+    def position_for(self, loader: PositionedLoader) -> State | None:
+        """Position at which ``loader`` begins its epoch: the saved one for the first epoch after a resume."""
+        loaders = self.loaders.training if self.loaders is not None else []
+        index = next((number for number, item in enumerate(loaders) if item is loader), None)
+        if index is None or self._positions is None or self._random is None:
+            return None
+        positions = self._positions["loaders"]
+        if positions is None:  # they were not known
+            return None
+        if len(positions) != len(loaders):
+            rank_zero_warn("lightning_spot: the number of training loaders has changed: their positions are not exact")
+            return None
+        return positions[index]  # type: ignore[no-any-return]
+
+    def before_step(self) -> bool:
+        """Just before the first step, unless a validation comes first; whether generators were set."""
+        if self._val_total is not None:
+            return False  # see before_validation
+        return self._go_on_with_random()
+
+    def before_validation(self) -> None:
+        """Of a run stopped in front of a validation: that validation draws the numbers it would have drawn."""
+        total, self._val_total = self._val_total, None
+        if total is None:
+            return
+        self._go_on_with_random()
+        # The mark that made Lightning come here (see mark_before_validation) is not part of the count.
+        batches = private.VAL_BATCH_PROGRESS.of(self._trainer.fit_loop.epoch_loop.val_loop)
+        batches.total.load_state_dict(total)
+
+    def _go_on_with_random(self) -> bool:
+        """Also set the generators of the process and of the device; whether there was anything to set them to."""
+        random, self._random = self._random, None
+        self.go_on()
+        if random is not None:
+            restore_random(random, self._trainer.strategy.root_device)
+        return random is not None
+
+    def go_on(self) -> None:
+        """Put back what belongs to the step. A second call does nothing."""
+        values, self._values = self._values, None
+        if values is None:
+            return
+        trainer, run = self._trainer, self._switches.run
+        module = trainer.lightning_module
+        run(private.METRICS, lambda: logged_values.restore_metrics_of(module, values["metrics"]))
+        if "logged" in values:
+            run(private.LOGGED, lambda: logged_values.restore(trainer, values))
+        self._of_loaders(values, Loaders.go_on)
+        run("skipped batches", lambda: progress.restore(trainer, values["added"]))
+        trainer.should_stop = values["should_stop"]
+        self._buffers.restore(module, values["buffers"])
+        parameters = dict(module.named_parameters())
+        for name, saved in values["gradients"].items():
+            if name in parameters:
+                parameters[name].grad = saved.to(parameters[name].device)
+        # Lightning leaves metric-driven schedulers alone at the end of an epoch it was restarted in: it does not have
+        # the metrics. Here they are.
+        run(private.PROGRESS, lambda: private.RESTARTING.set(trainer.fit_loop, False))
+
+    def _of_loaders(self, values: State, stage: Callable[[Loaders, State], None]) -> None:
+        """Do one stage of the loaders' own resume."""
+        loaders, saved = self.loaders, values["around_loaders"]
+        if loaders is not None and saved is not None:
+            self._switches.run(private.LOADERS, lambda: stage(loaders, saved))
+
+
+def _more_precise(module: pl.LightningModule, checkpoint: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Weights that Lightning rounds when it loads them: it converts a module to double precision only after that."""
+    present = module.state_dict(keep_vars=True)
+    saved = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))  # the first one of averaging ones
+    return {
+        name: value
+        for name, value in saved.items()
+        if value.is_floating_point() and name in present and value.element_size() > present[name].element_size()
+    }

@@ -1,0 +1,167 @@
+"""An exit: how a ``fit`` ends. What is brought to safety, in which order, what is said, how the process leaves.
+
+A notice stops it at a seam, an exception breaks it off, or it comes to its end. In each case snapshots are brought to
+safety first, then exact state, watchers and records let go. How long that may take is one :class:`Deadline`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_spot.errors import Preempted
+from lightning_spot.exact import namespaces
+from lightning_spot.exact.fit_state import FitState
+from lightning_spot.exact.per_trainer import OfTrainer
+from lightning_spot.exact.seams import Seam
+from lightning_spot.fit import earlier
+from lightning_spot.fit.ranks import is_requeued_by_slurm, requeue_slurm_job
+from lightning_spot.fit.resume import Resume
+from lightning_spot.fit.snapshotter import Snapshotter
+from lightning_spot.interval.deadline import Deadline
+from lightning_spot.notices.notice import Notice
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+EXIT_CODE = 143
+"""128 + SIGTERM: what a process that was terminated exits with, and what job schedulers know as such."""
+
+RANKS_WAIT_S = 300.0
+"""How long ranks wait at least for the first one to secure the snapshot, where the notice names no end."""
+
+
+class Exit(OfTrainer):
+    """How one ``fit`` ends.
+
+    Args:
+        trainer: that fits.
+        resume: what it went on from.
+        snapshotters: those who take its snapshots; looked at when it ends.
+
+    Attributes:
+        deadline: by when all has to be safe; ``None`` while no notice stops the run.
+    """
+
+    def __init__(self, trainer: pl.Trainer, resume: Resume, snapshotters: list[Snapshotter]) -> None:
+        super().__init__(trainer)
+        self.deadline: Deadline | None = None
+        self._resume = resume
+        self._snapshotters = snapshotters
+        self._is_complete = False
+
+    def expect_stop(self) -> None:
+        """Somebody watches for notices: the state in front of a validation is kept at hand from now on."""
+        for snapshotter in self._snapshotters:
+            snapshotter.keeps_for_validation = True
+
+    def warn_of_short_grace(self, grace_s: float) -> bool:
+        """Say early that a notice would come too late for an urgent snapshot.
+
+        Args:
+            grace_s: seconds that a notice leaves.
+
+        Returns:
+            whether enough was measured to tell.
+        """
+        measured = [safe_s for item in self._snapshotters if (safe_s := item.safe_after_s()) is not None]
+        for safe_s in measured:
+            if safe_s > grace_s:
+                rank_zero_warn(
+                    f"lightning_spot: a notice leaves {grace_s:.0f} s, but a snapshot was measured to need {safe_s:.0f}"
+                    " s until it is safe outside this machine: after a notice the run will resume from its last regular"
+                    " snapshot. A memory node nearby, or a shorter interval, loses less"
+                )
+        return bool(measured)
+
+    # -- the three ways -------------------------------------------------------------------------------------------
+
+    def stop(
+        self, notice: Notice, seam: Seam, *, cut_short: Callable[[], bool], part: Callable[[float], None]
+    ) -> NoReturn:
+        """Secure the state before the deadline of a notice and leave. Every rank calls it, at the same place.
+
+        Args:
+            notice: why.
+            seam: where training is.
+            cut_short: asked while waiting: whether to give up waiting at once.
+            part: waits, so many seconds at most, until rank 0 has left; on rank 0, not at all.
+
+        Raises:
+            Preempted: always; the process exits with :data:`EXIT_CODE`.
+        """
+        trainer = self._trainer
+        rank_zero_info(f"lightning_spot: {notice.text}; all ranks stop after step {trainer.global_step}")
+        longest_s = max((item.settings.flush_timeout_s for item in self._snapshotters), default=0.0)
+        self.deadline = deadline = Deadline.of(notice.deadline_s, longest_s)
+        for snapshotter in self._snapshotters:
+            if safe := snapshotter.secure(seam, deadline, cut_short):
+                rank_zero_info(f"lightning_spot: {safe}")
+        if not self._snapshotters:
+            _save_beside_model_checkpoint(trainer, seam)
+        part(deadline.left_s if deadline.is_named else max(RANKS_WAIT_S, deadline.left_s))
+        if trainer.is_global_zero and is_requeued_by_slurm(trainer):
+            requeue_slurm_job()
+        raise Preempted(notice.text, EXIT_CODE)
+
+    def fail(self, error: BaseException) -> None:
+        """Bring what is committed to safety. The state at hand may be in mid-step: it is no snapshot."""
+        for snapshotter in self._snapshotters:
+            snapshotter.close()
+            if snapshotter.attempt is not None:
+                earlier.node_was_left(snapshotter.location, snapshotter.number, error)
+        self.let_go()
+        if self._resume.named is not None:
+            earlier.interrupted(self._resume.named, error)
+
+    def complete(self) -> None:
+        """Return when everything committed is durable, within the time allowed. A second call does nothing."""
+        if self._is_complete:
+            return
+        self._is_complete = True
+        self._finish(complete=True)
+        if self._resume.named is not None:
+            earlier.finished(self._resume.named)
+
+    def let_go(self) -> None:
+        """Let go of the rings, if nothing did before."""
+        self._finish(complete=False)
+
+    def _finish(self, *, complete: bool) -> None:
+        for snapshotter in self._snapshotters:
+            wait_s = snapshotter.settings.flush_timeout_s
+            if self.deadline is not None:
+                wait_s = min(wait_s, self.deadline.left_s)
+            durable = snapshotter.finish(wait_s, complete=complete)
+            if durable is not None:
+                self._say_end(snapshotter, durable=durable)
+
+    def _say_end(self, snapshotter: Snapshotter, *, durable: bool) -> None:
+        """Say that the run has ended, and where its last snapshot is: of what was seen there only."""
+        location, step = snapshotter.location, self._trainer.global_step
+        if durable:
+            rank_zero_info(
+                f"lightning_spot: run {location.name!r} is complete at step {step}; its last snapshot is in"
+                f" {location.url}"
+            )
+        else:
+            rank_zero_warn(
+                f"lightning_spot: run {location.name!r} has ended at step {step}, but its last snapshot was not seen in"
+                f" {location.url}: see the warnings above for the reason"
+            )
+
+
+def _save_beside_model_checkpoint(trainer: pl.Trainer, seam: Seam) -> None:
+    """Save what ``fit(ckpt_path="last")`` will find, in the directory of the user's ``ModelCheckpoint``."""
+    kinds = namespaces.classes("callbacks", "ModelCheckpoint")
+    found: Any = next((item for item in trainer.checkpoint_callbacks if isinstance(item, kinds)), None)
+    if found is None or not found.dirpath or seam not in (Seam.AFTER_BATCH, Seam.BEFORE_VALIDATION):
+        rank_zero_info("lightning_spot: nothing was saved now; the run resumes from its last checkpoint")
+        return
+    path = f"{found.dirpath}/{found.CHECKPOINT_NAME_LAST}-preempted{found.FILE_EXTENSION}"
+    dump = FitState.of(trainer).dump(before_validation=seam is Seam.BEFORE_VALIDATION)
+    trainer.strategy.save_checkpoint(dump.gathered(trainer), path)
+    trainer.strategy.barrier("lightning_spot.preempted")
+    rank_zero_info(f"lightning_spot: step {trainer.global_step} is saved in {path}")

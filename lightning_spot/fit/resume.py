@@ -1,0 +1,314 @@
+"""A resume: which snapshot a ``fit`` goes on from, agreed by all ranks, and what is said of it.
+
+Before training, rank 0 asks all tiers, reads the newest snapshot whose checksums hold, and hands it to the others; what
+it lacks for this model is an error then. What is put back at which place of the loops is in
+:class:`~lightning_spot.exact.restoring.Restoring`.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_spot.errors import CorruptSnapshot, SettingsError
+from lightning_spot.exact import namespaces, private, shipped
+from lightning_spot.exact.dump import KEY
+from lightning_spot.exact.fit_state import FitState
+from lightning_spot.exact.per_trainer import OfTrainer
+from lightning_spot.exact.resumable import Trial, check_resumable, put_in_own_objects
+from lightning_spot.exact.unpickling import read_checkpoint
+from lightning_spot.fit import earlier
+from lightning_spot.fit.changes import check_model, other_hyperparameters, some
+from lightning_spot.fit.ranks import on_rank_zero
+from lightning_spot.fit.taking_part import parts_of
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.run.choice import doubt, open_newest
+from lightning_spot.run.location import Location
+from lightning_spot.run.reading import OpenSnapshot
+from lightning_spot.run.survey import Survey, look_again, survey
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedFrom:
+    """The snapshot a run was resumed from.
+
+    Attributes:
+        name: of the snapshot.
+        step: its ``global_step``.
+        epoch: its ``current_epoch``.
+        attempt: that took it.
+        tier: ``"memory"``, ``"durable"`` or the URL of a memory node.
+        url: where exactly.
+        complete: whether the run had reached its end.
+    """
+
+    name: str
+    step: int
+    epoch: int
+    attempt: int
+    tier: str
+    url: str
+    complete: bool
+
+    @classmethod
+    def of(cls, snapshot: OpenSnapshot) -> ResumedFrom:
+        """What is known of a snapshot that was read."""
+        manifest = snapshot.manifest
+        return cls(
+            name=manifest.name,
+            step=manifest.step,
+            epoch=manifest.epoch,
+            attempt=manifest.attempt,
+            tier=snapshot.tier,
+            url=snapshot.url,
+            complete=manifest.complete,
+        )
+
+
+class Resume(OfTrainer):
+    """What one ``fit`` goes on from.
+
+    Args:
+        trainer: that fits.
+
+    Attributes:
+        named: location that the user gave to who resumes the run; ``None`` if nobody does.
+        chosen: the snapshot it goes on from; ``None`` before the choice, for a fresh start, or with a ``ckpt_path``.
+        attempt: number of the attempt that goes on, 0 while it is not known.
+        snapshots: what the tiers held of the run when this ``fit`` began, newest first; on rank 0.
+        took_s: seconds that finding and reading the snapshot took; 0 for a fresh start.
+        lineage: of the training state that was loaded, ``None`` for a fresh start.
+        interval: what the attempt that took the snapshot had measured, ``None`` without.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        super().__init__(trainer)
+        self.named: Location | None = None
+        self.chosen: ResumedFrom | None = None
+        self.attempt = 0
+        self.snapshots: list[Manifest] = []
+        self.took_s = 0.0
+        self.lineage: str | None = None
+        self.interval: dict[str, Any] | None = None
+        self._found: Survey | None = None
+        self._location: Location | None = None
+        self._trusts = False
+        self._is_loaded = False
+        self._has_trained = False
+        self._others: list[str] = []
+        self._then: list[Callable[[], None]] = []
+
+    # -- before the choice ----------------------------------------------------------------------------------------
+
+    def is_wanted(self) -> bool:
+        """Whether one of the callbacks resumes the run, and this Lightning lets it; from ``setup`` on."""
+        is_able = FitState.of(self._trainer).can(private.RESUME)
+        return is_able and any(getattr(part, "resumes", False) for part in parts_of(self._trainer))
+
+    def location_of(self, named: Location) -> Location:
+        """Where the run of this ``fit`` is: a second one in this process has a run of its own, if runs are resumed."""
+        return earlier.location_of(named) if self.is_wanted() else named
+
+    def look(self, location: Location) -> Survey:
+        """Ask all tiers what they hold of the run. On rank 0."""
+        self._found = survey(location)
+        self.snapshots = [manifest for manifest, _ in self._found.candidates]
+        return self._found
+
+    def when_decided(self, found: Survey | None, action: Callable[[], None]) -> None:
+        """Do what needs to know what is resumed: at once if nothing is left to decide, on every rank.
+
+        No attempt begins, and claims the directory, before it is known that no resume depends on it.
+
+        Args:
+            found: what the tiers hold, on rank 0.
+            action: what to do.
+        """
+        in_doubt = self._trainer.strategy.broadcast(found is not None and doubt(found) is not None)
+        if in_doubt and self.is_wanted():
+            self._then.append(action)
+        else:
+            action()
+
+    def trial(self) -> Trial:
+        """Finds out whether the snapshots of this ``fit`` can be resumed from."""
+        return Trial(self._trainer, lambda: self._trusts)
+
+    # -- the choice -----------------------------------------------------------------------------------------------
+
+    def take_over(self, named: Location) -> Location:
+        """Put the choice where Lightning looks for a checkpoint to resume from.
+
+        Returns:
+            where the run of this ``fit`` is.
+        """
+        trainer = self._trainer
+        self.named = named
+        self._location = location = self.location_of(named)
+        if location != named:
+            rank_zero_info(
+                f"lightning_spot: this process has finished run {named.name!r}: this fit is a run of its own, in"
+                f" {location.url}"
+            )
+        if not self.is_wanted():
+            on_rank_zero(trainer, lambda: self._refuse(location))
+            return location
+        # All strategies pass through resume_start, on every rank, with the process group up.
+        connector = private.RESUMING_CONNECTOR.of(trainer)
+        vars(connector).pop(private.RESUME_START.name, None)  # of a fit that ended before it came to that
+        original = private.RESUME_START.of(connector)
+
+        def resume_start(checkpoint_path: Any = None, **options: Any) -> None:
+            vars(connector).pop(private.RESUME_START.name, None)  # once
+            self._trusts = options.get("weights_only") is False
+            begun_s = time.monotonic()
+            original(checkpoint_path, **options)
+            if checkpoint_path:
+                rank_zero_info(f"lightning_spot: resumed from ckpt_path={str(checkpoint_path)!r}, as asked")
+            else:
+                self._choose(location)
+            if checkpoint_path or self.chosen is not None:
+                self.took_s = time.monotonic() - begun_s
+            while self._then:
+                self._then.pop(0)()
+
+        # Its second parameter came with Lightning 2.6 and is passed by name.
+        private.RESUME_START.set(connector, resume_start)
+        return location
+
+    def _refuse(self, location: Location) -> None:
+        """No resume is possible here: a run that has snapshots must not begin anew without a word."""
+        if self._newest_survey(location).candidates and self._trainer.ckpt_path is None:
+            raise SettingsError(
+                f"run {location.name!r} has snapshots, and with this version of Lightning none can be resumed from"
+                f" (see the warning). Fetch one with `lightning-spot pull {location.url}` and name it in"
+                " fit(ckpt_path=), install another version of Lightning, or start afresh with resume=False"
+            )
+
+    def _newest_survey(self, location: Location) -> Survey:
+        """What the tiers hold now; what was found at nodes at this start is kept."""
+        if self._found is None or self._found.location != location:
+            return survey(location)
+        return look_again(self._found) if self._found.durable is not None else self._found
+
+    def _choose(self, location: Location) -> None:
+        """Read the newest good snapshot on rank 0, and hand it to Lightning on every rank."""
+        trainer = self._trainer
+        many = trainer.world_size > 1
+        opened = on_rank_zero(trainer, lambda: self._open(location, with_bytes=many))
+        self.chosen = trainer.strategy.broadcast(ResumedFrom.of(opened[0]) if opened is not None else None)
+        if self.chosen is None:
+            rank_zero_info(
+                f"lightning_spot: no snapshot of run {location.name!r} at any tier"
+                f"{', also none of its earlier attempts' if self.attempt > 1 else ''}; starting afresh"
+            )
+            return
+        checkpoint, data = opened[1] if opened is not None else (None, None)
+        if many:
+            data = trainer.strategy.broadcast(data)
+            if checkpoint is None:
+                assert data is not None
+                checkpoint = self._read(io.BytesIO(data))
+        assert checkpoint is not None
+        self._hand_over(checkpoint, self.chosen)
+        if self.named is not None and (error := earlier.what_interrupted(self.named)) is not None:
+            rank_zero_warn(
+                f"lightning_spot: a fit of this process in {self.named.url} was ended by {error}, and this one goes on"
+                " from its last snapshot. If it is another training, give it a dirpath of its own"
+            )
+
+    def _open(
+        self, location: Location, *, with_bytes: bool
+    ) -> tuple[OpenSnapshot, tuple[dict[str, Any], bytes | None]] | None:
+        def use(snapshot: OpenSnapshot) -> tuple[dict[str, Any], bytes | None]:
+            return self._load(snapshot, with_bytes=with_bytes)
+
+        found = self._newest_survey(location)
+        try:
+            return open_newest(found, use)
+        except CorruptSnapshot:
+            again = look_again(found)
+            if [item[0] for item in again.candidates] == [item[0] for item in found.candidates]:
+                raise
+            return open_newest(again, use)  # a write that was under way when the run was claimed took their place
+
+    def _load(self, snapshot: OpenSnapshot, *, with_bytes: bool) -> tuple[dict[str, Any], bytes | None]:
+        """Read a snapshot, and its bytes for the ranks that have none. What could not be read raises as such."""
+        with snapshot.reader() as reader:
+            try:
+                checkpoint = self._read(reader.as_file())
+                if not with_bytes:
+                    return checkpoint, None
+                reader.seek(0)
+                return checkpoint, reader.read()
+            except Exception:
+                if reader.problem is not None:  # torch may have made something else of it
+                    raise reader.problem from None
+                raise
+
+    def _read(self, file: IO[bytes]) -> dict[str, Any]:
+        """Read a checkpoint; unless the user trusts it, nothing in it runs code."""
+        checkpoint: dict[str, Any] = (
+            torch.load(file, map_location="cpu", weights_only=False) if self._trusts else read_checkpoint(file)
+        )
+        return checkpoint
+
+    def _hand_over(self, checkpoint: dict[str, Any], chosen: ResumedFrom) -> None:
+        """Have Lightning load the checkpoint, once it is known to fit this model."""
+        trainer = self._trainer
+        put_in_own_objects(trainer, checkpoint)
+        check_resumable(trainer, checkpoint)
+        check_model(trainer, checkpoint, f"{chosen.name} ({chosen.url})")
+        self._others = other_hyperparameters(trainer.lightning_module, checkpoint)
+        home = namespaces.of(trainer, "utilities.migration")
+        migrated, _ = private.MIGRATE.of(home)(checkpoint)
+        private.LOADED_CHECKPOINT.set(private.RESUMING_CONNECTOR.of(trainer), migrated)
+
+    # -- after it -------------------------------------------------------------------------------------------------
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Take from a checkpoint what Lightning does not, also from one that the user named in ``fit(ckpt_path=)``.
+
+        A second call, or that of a tuner which puts its trial back, does nothing.
+        """
+        if self._is_loaded or shipped.is_of_a_tuner(self._trainer):
+            return
+        self._is_loaded = True
+        shared = checkpoint.get(KEY, {})
+        self.lineage, self.interval = shared.get("lineage"), shared.get("interval")
+        FitState.of(self._trainer).load(checkpoint)
+
+    def say_where(self) -> None:
+        """Say where the run goes on; there is something to train."""
+        self._has_trained = True
+        chosen, location = self.chosen, self._location
+        if chosen is not None and location is not None:
+            rank_zero_info(
+                f"lightning_spot: run {location.name!r}{f' attempt {self.attempt}' if self.attempt else ''} resumes at"
+                f" step {chosen.step} (epoch {chosen.epoch}) from {chosen.tier} ({chosen.url}, {chosen.name})"
+            )
+
+    def say_if_complete(self) -> None:
+        """Say at the end of ``fit`` that the run had ended before: Lightning trains nothing then, without a word."""
+        chosen, location = self.chosen, self._location
+        if chosen is None or location is None or self._has_trained:
+            return
+        rank_zero_info(
+            f"lightning_spot: run {location.name!r} is complete (epoch {chosen.epoch}, step {chosen.step}):"
+            " nothing was left to train. Raise max_epochs or max_steps to go on, or choose another dirpath for a"
+            " new run"
+        )
+        if self._others:  # such as the next trial of a sweep that was started again
+            rank_zero_warn(
+                f"lightning_spot: the model now has the weights of that run, which had other hyperparameters:"
+                f" {some(self._others)}. Give another training a dirpath of its own"
+            )

@@ -1,0 +1,310 @@
+"""Takes the snapshots of one ``fit``: begins the attempt, asks at each seam whether one is due, has it written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning_spot.capture.attempt import Attempt, RingSettings, open_host
+from lightning_spot.capture.host_link import leave
+from lightning_spot.capture.tensors import optimizer_owned
+from lightning_spot.exact.dump import KEY, Dump
+from lightning_spot.exact.fit_state import FitState
+from lightning_spot.exact.per_trainer import OfTrainer
+from lightning_spot.exact.seams import Seam, Seams
+from lightning_spot.fit import earlier
+from lightning_spot.fit.pacing import Pacing
+from lightning_spot.fit.ranks import on_rank_zero
+from lightning_spot.fit.resume import Resume
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.interval.costs import TierPace
+from lightning_spot.interval.deadline import Deadline
+from lightning_spot.interval.policy import IntervalPolicy
+from lightning_spot.memory.host import Host
+from lightning_spot.run.choice import say_what_is_left
+from lightning_spot.run.location import Location
+from lightning_spot.run.survey import Survey
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+WAIT_FOR_SLOT_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotSettings:
+    """How the snapshots of a run are taken.
+
+    Attributes:
+        policy: that decides when.
+        ring: how the ring on this host is opened.
+        on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for the flusher.
+        flush_timeout_s: how long the end waits until all is durable, seconds.
+    """
+
+    policy: IntervalPolicy
+    ring: RingSettings
+    on_full: Literal["skip", "wait"]
+    flush_timeout_s: float
+
+
+class Snapshotter(OfTrainer):
+    """Takes the snapshots of one ``fit``. Every rank has one, and rank 0 writes.
+
+    Args:
+        trainer: that fits.
+        location: where the run is.
+        settings: how snapshots are taken.
+        resume: what the ``fit`` goes on from.
+
+    Attributes:
+        location: where the run is.
+        settings: how snapshots are taken.
+        pacing: decides when.
+        attempt: that writes, on rank 0; ``None`` before it has begun and when it is finished.
+        number: of the attempt, from 1, on every rank; 0 before it has begun.
+        begun_step: ``global_step`` of the newest snapshot that was begun, -1 before the first.
+        keeps_for_validation: whether the state in front of a validation is kept at hand, for a stop in the middle.
+    """
+
+    def __init__(self, trainer: pl.Trainer, location: Location, settings: SnapshotSettings, resume: Resume) -> None:
+        super().__init__(trainer)
+        self.location = location
+        self.settings = settings
+        self.pacing = Pacing(settings.policy)
+        self.attempt: Attempt | None = None
+        self.number = 0
+        self.begun_step = -1
+        self.keeps_for_validation = False
+        self._resume = resume
+        self._host: Host | None = None
+        self._found: Survey | None = None
+        self._committed: Manifest | None = None
+        self._kept: Dump | None = None
+        self._seen_step = -1
+        self._is_warm = False
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def committed(self) -> Manifest | None:
+        """The newest snapshot of this attempt that is committed in memory."""
+        return self.attempt.writer.committed if self.attempt is not None else self._committed
+
+    # -- begin ----------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Open the ring, ask all tiers what they hold, and begin the next attempt of the run."""
+        earlier.goes_on_at(self.location)
+        self._found = on_rank_zero(self._trainer, self._look)
+        self._resume.when_decided(self._found, self._begin_attempt)
+
+    def _look(self) -> Survey:
+        self.location.check()
+        # First: it takes over what a killed node left in memory.
+        self._host = open_host(self.location, self.settings.ring)
+        return self._resume.look(self.location)
+
+    def _begin_attempt(self) -> None:
+        trainer = self._trainer
+
+        def begin() -> Attempt:
+            host, self._host = self._host, None
+            assert host is not None
+            assert self._found is not None
+            return Attempt(self._found, host, self.settings.ring, self._resume.trial())
+
+        self.attempt = on_rank_zero(trainer, begin)
+        self.number = trainer.strategy.broadcast(self.attempt.number if self.attempt is not None else 0)
+        self._resume.attempt = self.number
+
+    def begin_training(self) -> None:
+        """Start counting, and listen for the places at which a snapshot can be taken."""
+        trainer = self._trainer
+        self._seen_step = trainer.global_step
+        if self.attempt is not None and self._resume.lineage is not None:
+            self.attempt.lineage = self._resume.lineage
+        elif self._found is not None:
+            say_what_is_left(self._found)
+        self.pacing.begin(trainer, self.number, self._resume.interval)
+        Seams.of(trainer).add(self)
+        self._undo.append(lambda: Seams.of(trainer).remove(self))
+        if not trainer.lightning_module.automatic_optimization:
+            # A step of an optimizer that Lightning does not wrap calls no hook of Lightning's; torch calls this one.
+            for optimizer in trainer.optimizers:
+                self._undo.append(optimizer.register_step_pre_hook(lambda *_: self.wait_copied()).remove)
+
+    # -- while training -------------------------------------------------------------------------------------------
+
+    def after_batch(self, trainer: pl.Trainer) -> None:
+        """Take a snapshot if one is due."""
+        self._at_seam(before_validation=False)
+
+    def before_validation(self, trainer: pl.Trainer) -> None:
+        """Take a snapshot if one is due: a resumed run begins with this validation."""
+        self._at_seam(before_validation=True)
+        if self.keeps_for_validation and self.begun_step != trainer.global_step:
+            self._kept = FitState.of(trainer).dump(before_validation=True)
+        self.wait_copied()  # averaging callbacks exchange weights around a validation
+
+    def after_validation(self) -> None:
+        """Let the state go that was kept for the time of the validation."""
+        self._kept = None
+
+    def wait_copied(self) -> None:
+        """Wait for what is not copied yet: weights may change now."""
+        if self.attempt is not None:
+            with self.pacing.stalling():
+                self.attempt.writer.copied()
+
+    def check_monitor(self) -> None:
+        """Say so if the metric that the interval follows is not logged by now."""
+        if self._is_warm:
+            self.pacing.check_monitor(self._trainer, self._trainer.current_epoch)
+
+    def end_training(self) -> None:
+        """Take the last snapshot, of the finished run: after the module's own hook, which may change the weights."""
+        self.wait_copied()
+        self.pacing.check_monitor(self._trainer, self._trainer.current_epoch)
+        self.close()
+        self._undo.append(_after_train_end(self._trainer, lambda: self._take(complete=True)))
+
+    def _at_seam(self, *, before_validation: bool) -> None:
+        trainer = self._trainer
+        if trainer.global_step == self._seen_step:
+            return
+        self._seen_step = trainer.global_step
+        if not self._is_warm:
+            self._warm()
+        if self.pacing.due(trainer, self._can_begin, self._paces):
+            self._take(before_validation=before_validation)
+
+    def _paces(self) -> tuple[TierPace, ...]:
+        return self.attempt.safety.paces() if self.attempt is not None else ()
+
+    def _can_begin(self) -> bool:
+        """Whether this rank writes and may begin: slots are made after the first step, and are waited for or not."""
+        attempt, waits = self.attempt, self.settings.on_full == "wait"
+        return attempt is not None and not attempt.fenced and (attempt.writer.ready or waits)
+
+    def _warm(self) -> None:
+        """Have slots made in the background as soon as the first step showed how large a snapshot is."""
+        self._is_warm = True
+        if self.attempt is not None:
+            module, optimizers = self._trainer.lightning_module, self._trainer.optimizers
+            states = [list(optimizer.state.values()) for optimizer in optimizers]
+            self.attempt.warm([*module.parameters(), *module.buffers(), states])
+
+    # -- snapshots ------------------------------------------------------------------------------------------------
+
+    def _take(self, *, before_validation: bool = False, complete: bool = False) -> None:
+        """Begin a snapshot on every rank; rank 0 writes it."""
+        trainer = self._trainer
+        self.pacing.taken(trainer.global_step)
+        with self.pacing.stalling():
+            dump = FitState.of(trainer).dump(before_validation=before_validation, at_end=complete)
+            wait_s = WAIT_FOR_SLOT_S if self.settings.on_full == "wait" or complete else 0.0
+            self._write(dump, complete=complete, wait_s=wait_s)
+
+    def _write(self, dump: Dump, *, complete: bool = False, wait_s: float) -> None:
+        trainer = self._trainer
+        checkpoint = dump.gathered(trainer)
+        checkpoint[KEY]["interval"] = self.pacing.state_dict()
+        self.begun_step = trainer.global_step
+        if self.attempt is not None and not self.attempt.fenced:
+            checkpoint[KEY]["lineage"] = self.attempt.lineage
+            self.attempt.write(
+                checkpoint,
+                owned=optimizer_owned(trainer.optimizers),
+                step=trainer.global_step,
+                epoch=trainer.current_epoch,
+                world_size=trainer.world_size,
+                complete=complete,
+                wait_s=wait_s,
+            )
+
+    # -- end ------------------------------------------------------------------------------------------------------
+
+    def secure(self, seam: Seam, deadline: Deadline, cut_short: Callable[[], bool]) -> str:
+        """Bring the training state to safety: an urgent snapshot if there is something new and time for it.
+
+        Every rank calls it, at the same place.
+
+        Args:
+            seam: where training is.
+            deadline: by when all has to be safe.
+            cut_short: asked while waiting: whether to give up waiting at once.
+
+        Returns:
+            one line on what is safe where, on rank 0; empty on the others.
+        """
+        trainer, attempt = self._trainer, self.attempt
+        self.wait_copied()
+        dump = self._dump(seam) if self.begun_step != trainer.global_step else None
+        plan = attempt.safety.plan(deadline) if attempt is not None else None
+        take = trainer.strategy.broadcast(plan is not None and plan.take)
+        if dump is not None and take:
+            self._write(dump, wait_s=deadline.left_s)
+        if attempt is None or plan is None:
+            return ""
+        return attempt.safety.bring(deadline, plan, cut_short)
+
+    def _dump(self, seam: Seam) -> Dump | None:
+        """The newest state that a run can resume from exactly: in the middle of a validation, the one before it."""
+        if seam is Seam.SANITY_CHECK:
+            return None
+        if seam is Seam.VALIDATION:
+            kept, self._kept = self._kept, None
+            return kept if kept is not None and kept.is_unchanged else None
+        return FitState.of(self._trainer).dump(before_validation=seam is Seam.BEFORE_VALIDATION)
+
+    def safe_after_s(self) -> float | None:
+        """Measured seconds from a snapshot's begin until it is safe outside this machine; ``None`` before any was."""
+        return self.attempt.safety.usual_s() if self.attempt is not None else None
+
+    def close(self) -> None:
+        """Listen no more. A second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+    def finish(self, wait_s: float, *, complete: bool) -> bool | None:
+        """Bring what is committed to safety and let the ring go. A second call does nothing.
+
+        Args:
+            wait_s: how long at most, seconds.
+            complete: whether the run is at its end.
+
+        Returns:
+            whether the snapshot of the end was seen at the durable tier; ``None`` if none was to be taken.
+        """
+        self.close()
+        attempt, self.attempt = self.attempt, None
+        if self._host is not None:  # no attempt has begun
+            leave(self._host)
+            self._host = None
+        if attempt is None:
+            return None
+        durable = attempt.finish(wait_s, complete=complete)
+        self._committed = attempt.writer.committed
+        return durable
+
+
+def _after_train_end(trainer: pl.Trainer, action: Callable[[], None]) -> Callable[[], None]:
+    """Have ``action`` called once training has ended, also for the module, whose own hook follows those of callbacks.
+
+    Returns:
+        takes that back.
+    """
+    strategy: Any = trainer.strategy
+    original = strategy.on_train_end  # the last that Lightning calls then
+
+    def undo() -> None:
+        vars(strategy).pop("on_train_end", None)
+
+    def on_train_end() -> None:
+        undo()
+        original()
+        action()
+
+    strategy.on_train_end = on_train_end
+    return undo
