@@ -478,7 +478,9 @@ LOOPS: dict[str, Case] = {
 CASES: dict[str, Case] = {**CALLBACKS, **SETTINGS, **LOADERS, **LOOPS}
 
 
-def train(case: Case, root: Path, *callbacks: pl.Callback, seed: int, told: list[str] | None = None) -> list[str]:
+def train(
+    case: Case, root: Path, *callbacks: pl.Callback, seed: int, every: int = 2, told: list[str] | None = None
+) -> list[str]:
     """Train a case to its end, or go on with it; every process begins with another ``seed``.
 
     Args:
@@ -486,6 +488,7 @@ def train(case: Case, root: Path, *callbacks: pl.Callback, seed: int, told: list
         root: directory of everything it writes.
         *callbacks: in front of its own.
         seed: of this process.
+        every: so many steps a snapshot is taken.
         told: takes all our warnings, also of a run that is stopped.
 
     Returns:
@@ -497,7 +500,7 @@ def train(case: Case, root: Path, *callbacks: pl.Callback, seed: int, told: list
     module, data = case.model(), case.data() if case.data is not None else None
     loaders = case.loaders() if case.loaders is not None else None
     val = case.val() if case.val is not None else None
-    spot = SpotCheckpoint(str(root / "run"), memory=None, interval=EverySteps(2), on_full="wait", keep=100)
+    spot = SpotCheckpoint(str(root / "run"), memory=None, interval=EverySteps(every), on_full="wait", keep=100)
     said: list[str] = []
     trainer = pl.Trainer(
         **{

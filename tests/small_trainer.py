@@ -2,7 +2,7 @@
 
 Its argument is a JSON object: ``dirpath``, ``phase``, ``committed`` (snapshots before that phase), ``nbytes``,
 ``slots``, ``attempt``, ``worker`` (whether a forked child holds copies of its connections). It prints a line when it
-is in the phase, and goes on when it reads one.
+is in the phase (its number, and that of the child), and goes on when it reads one.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def main() -> None:
         if worker == 0:
             time.sleep(60)
             os._exit(0)
-    print(json.dumps({"worker": worker}), flush=True)
+    print(json.dumps({"pid": os.getpid(), "worker": worker}), flush=True)
     sys.stdin.readline()
     for thread in threads:
         thread.join()

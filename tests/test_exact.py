@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.exact import restoring
 from lightning_spot.exact.compare import differences
 from lightning_spot.image.manifest import Manifest
@@ -59,7 +60,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def of(case: str) -> dict[str, Any]:
         if case not in made:
             root = tmp_path_factory.mktemp(case)
-            train(case, root, seed=11, max_epochs=2)
+            spot = SpotCheckpoint(str(root / "run"), memory=None, interval=EverySteps(1000))
+            train(case, root, seed=11, max_epochs=2, spot=spot)
             made[case] = final(root)
         return made[case]
 

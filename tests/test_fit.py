@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,11 +133,15 @@ def test_a_tensor_that_moves_is_never_committed(
     assert found[0].complete
 
 
-def test_plain_torch_and_lightning_read_it(tmp_path: Path) -> None:
+def test_plain_torch_and_lightning_read_it(tmp_path: Path, warm_python: str) -> None:
     trainer(spot(tmp_path)).fit(Net(), data())
     path = tmp_path / "run-1" / manifests(tmp_path)[0].data_path
     code = (
-        "import sys; sys.modules['lightning_spot'] = None\n"  # as if it were not installed
+        "import sys\n"
+        "for name in list(sys.modules):\n"
+        "    if name.partition('.')[0] in ('lightning_spot', 'tests'):\n"
+        "        del sys.modules[name]\n"
+        "sys.modules['lightning_spot'] = None\n"  # as if it were not installed
         "import torch, lightning.pytorch as pl\n"
         "from tests.models import Net, data, trainer\n"
         f"path = {str(path)!r}\n"
@@ -147,7 +150,7 @@ def test_plain_torch_and_lightning_read_it(tmp_path: Path) -> None:
         "t = trainer(max_epochs=3, enable_checkpointing=False); t.fit(Net(), data(), ckpt_path=path)\n"
         "assert t.global_step == 60, t.global_step\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([warm_python, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     tested = subprocess.run(["unzip", "-tq", str(path)], capture_output=True, text=True, check=False)
     assert tested.returncode == 0, tested.stdout
@@ -521,19 +524,19 @@ def test_unreachable_node(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     assert "127.0.0.1:9" in caplog.text
 
 
-def test_two_runs_with_one_name(tmp_path: Path) -> None:
+def test_two_runs_with_one_name(tmp_path: Path, warm_python: str) -> None:
     path = str(tmp_path / "run-1")
     code = (
         "import os, sys; from lightning_spot.client import embedded; from lightning_spot.memory.runs import RunInfo\n"
         f"host = embedded.start({path!r}, 'run-1', slots=2, memory_bytes=2**26, idle_timeout_s=60)\n"
         f"host.open_run(RunInfo(name='run-1', id='0123456789ab', location='file://{path}', attempt=1, token='t',"
         " pid=os.getpid()))\n"
-        "print('up', flush=True); sys.stdin.read()"
+        "print(os.getpid(), flush=True); sys.stdin.read()"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    with subprocess.Popen([warm_python, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
-        assert other.stdout.readline() == b"up\n"
-        with pytest.raises(RunBusy, match=f"pid {other.pid}"):
+        pid = int(other.stdout.readline())
+        with pytest.raises(RunBusy, match=f"pid {pid}"):
             trainer(spot(tmp_path)).fit(Net(), data())
         other.kill()
     assert LocalStore(path).claimed() == 0  # the one that lives is not fenced by the one that is refused

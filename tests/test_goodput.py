@@ -388,13 +388,11 @@ trainer(Kill(), spot).fit(Net(), data())
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_three_attempts_two_of_them_killed(tmp_path: Path, capsys: Said) -> None:
+def test_three_attempts_two_of_them_killed(tmp_path: Path, capsys: Said, warm_python: str) -> None:
     url = str(tmp_path / "run")
     times = []
     for number, last in enumerate((13, 23)):
-        done = subprocess.run(
-            [sys.executable, "-c", KILLED, url, str(last)], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([warm_python, "-c", KILLED, url, str(last)], capture_output=True, text=True, check=False)
         assert done.returncode == -signal.SIGKILL, done.stderr
         times.append([float(word) for word in done.stdout.split()[-2:]])
         until(lambda number=number: written(url, number).end == "killed", "what the node writes", 120)  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -39,6 +40,12 @@ def schedule(policy: IntervalPolicy, loss: Loss, costs: Costs = COSTS, step_s: f
             policy.taken(step, step * step_s)
             taken.append(step)
     return taken
+
+
+@functools.cache
+def usual(sigma: float) -> list[int]:
+    """The schedule that others are compared with."""
+    return schedule(ConvergenceAware(), noisy(falling, sigma))
 
 
 def noisy(loss: Loss, sigma: float, seed: int = 0) -> Loss:
@@ -107,7 +114,7 @@ def lost_progress(taken: list[int], loss: Loss) -> float:
 
 @pytest.mark.parametrize("sigma", [0.0, 0.05])
 def test_less_progress_is_lost_for_as_many_snapshots(sigma: float) -> None:
-    ours = schedule(ConvergenceAware(), noisy(falling, sigma))
+    ours = usual(sigma)
     evenly = schedule(YoungDaly(), falling)
     assert abs(len(ours) - len(evenly)) <= 0.05 * len(evenly)
     assert lost_progress(ours, falling) <= 0.75 * lost_progress(evenly, falling)
@@ -181,7 +188,7 @@ EVERYDAY = {(1.0, -2.0), (1e-6, -0.5), (1e6, 100.0)}
     ],
 )
 def test_scale_and_offset_of_the_loss_change_nothing(shift: float, scale: float) -> None:
-    plain = schedule(ConvergenceAware(), noisy(falling, 0.02))
+    plain = usual(0.02)
     loss = noisy(falling, 0.02)
     changed = schedule(ConvergenceAware(), lambda x: scale * (loss(x) + shift))
     assert len(plain) == len(changed)
@@ -189,7 +196,7 @@ def test_scale_and_offset_of_the_loss_change_nothing(shift: float, scale: float)
 
 
 def test_a_metric_that_is_to_grow() -> None:
-    loss, accuracy = schedule(ConvergenceAware(), falling), lambda x: 1 - falling(x)
+    loss, accuracy = usual(0.0), lambda x: 1 - falling(x)
     assert np.abs(np.array(loss) - schedule(ConvergenceAware(mode="max"), accuracy)).max() <= 1
     assert schedule(ConvergenceAware(), accuracy) == schedule(YoungDaly(), falling)
 
@@ -205,7 +212,7 @@ def test_the_unit_of_time_changes_nothing(unit: float) -> None:
 
 
 def test_outliers_change_little() -> None:
-    plain = schedule(ConvergenceAware(), noisy(falling, 0.02))
+    plain = usual(0.02)
     spikes = noisy(falling, 0.02)
     found = schedule(ConvergenceAware(), lambda x: spikes(x) + (1e6 if round(x * STEPS) % 97 == 0 else 0))
     assert lost_progress(found, falling) <= 1.1 * lost_progress(plain, falling)

@@ -368,9 +368,19 @@ def test_a_dead_nodes_record_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_node_that_cannot_start_shows_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "subprocess", subprocess)  # started cold, as everywhere but in the tests
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(NodeUnreachable, match="did not start"):
         embedded.start(str(tmp_path), "run", **SETTINGS)
+
+
+def test_a_node_that_python_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other tests fork theirs."""
+    monkeypatch.setattr(embedded, "subprocess", subprocess)
+    host = embedded.start(str(tmp_path), "run", **SETTINGS)
+    command = Path(f"/proc/{node_pid(host)}/cmdline").read_text().split("\0")
+    assert command[:3] == [sys.executable, "-m", "lightning_spot.service.program"]
+    host.disconnect()
 
 
 def test_runtime_dir_that_is_too_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

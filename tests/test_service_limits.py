@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import signal
 import socket
 import threading
 import time
@@ -430,5 +431,5 @@ def test_health_and_readiness_tell_strangers_no_secret(start_node: StartNode, tm
     assert ready()[0] == 503
     trainer.call("POST", "/v1/runs/hush/uploads", {"attempt": 1, "nbytes": 100})
     assert "memory is full" in ready()[1]
-    node.process.terminate()
+    node.process.send_signal(signal.SIGTERM)
     until(lambda: "shutting down" in ready()[1], "the node to begin its end")

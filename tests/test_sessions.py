@@ -54,24 +54,32 @@ def filling(host: embedded.EmbeddedHost) -> int:
 class Small:
     """A ``tests.small_trainer`` in a process of its own."""
 
+    python = sys.executable
+
     def __init__(
         self, dirpath: Path, phase: str, *, committed: int = 2, worker: bool = False, attempt: int = 1
     ) -> None:
         wish = {"dirpath": str(dirpath), "phase": phase, "committed": committed, "nbytes": NBYTES}
         wish = {**wish, "slots": 3, "attempt": attempt, "worker": worker}
-        command = [sys.executable, "-m", "tests.small_trainer", json.dumps(wish)]
+        command = [self.python, "-m", "tests.small_trainer", json.dumps(wish)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "the trainer did not come that far"
-        self.worker = int(json.loads(line)["worker"])
+        self.pid, self.worker = (int(json.loads(line)[key]) for key in ("pid", "worker"))
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        os.kill(self.pid, KILL)
+        assert self.process.wait() == -KILL
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()
+
+
+@pytest.fixture(autouse=True)
+def warm_trainers(warm_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer of the tests is forked."""
+    monkeypatch.setattr(Small, "python", warm_python)
 
 
 def safe_everywhere(dirpath: Path, host: embedded.EmbeddedHost | None) -> dict[int, Manifest]:
@@ -166,7 +174,7 @@ def test_a_node_is_struck(tmp_path: Path, runtime_dir: Path, blow: signal.Signal
 
 def test_a_stopped_trainer_keeps_its_run_and_goes_on(tmp_path: Path, runtime_dir: Path) -> None:
     trainer = Small(tmp_path, "filling")
-    os.kill(trainer.process.pid, STOP)
+    os.kill(trainer.pid, STOP)
     host = start(tmp_path)
     time.sleep(0.5)
     assert filling(host) == 1
@@ -405,7 +413,7 @@ def test_a_memory_node_that_ends_takes_no_new_runs_and_serves_the_others(
 ) -> None:
     node, client = busy_node
     upload = client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 1000})["upload"]
-    node.process.terminate()
+    node.process.send_signal(signal.SIGTERM)
     until(lambda: not _ready(client), "the node to begin its end")
     with pytest.raises(SpotError, match="shutting down"):
         client.call("POST", "/v1/runs/another/open", {"attempt": 1})

@@ -6,12 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import until
+from tests import warm
+from tests.conftest import RunningNode, until
 from tests.test_sessions import _alive
+
+StartNode = Callable[..., RunningNode]
 
 
 @pytest.mark.parametrize("way", ["-c", "-m", "script"])
@@ -68,12 +73,52 @@ def test_forks_draw_other_numbers(warm_python: str) -> None:
     assert len(outputs) == 2
 
 
-def test_nodes_are_not_warm(warm_python: str) -> None:
-    done = subprocess.run(
-        [warm_python, "-m", "lightning_spot.service.program", "--help"], capture_output=True, text=True, check=True
+def test_nodes_are_forked_from_one_that_never_saw_torch(start_node: StartNode) -> None:
+    node = start_node()
+    mapped = Path(f"/proc/{node.process.pid}/maps").read_text()
+    assert "xxhash" in mapped  # it is the fork that is looked at
+    assert "libtorch" not in mapped
+
+
+def test_a_fork_is_a_process_with_a_number_and_a_code(start_node: StartNode, tmp_path: Path) -> None:
+    node = start_node()
+    assert node.process.poll() is None
+    os.kill(node.process.pid, signal.SIGSTOP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        node.process.wait(0.0)
+    assert node.stop(signal.SIGKILL) == node.process.poll() == -signal.SIGKILL
+    assert not _alive(node.process.pid)
+    with open(tmp_path / "log", "wb") as log:
+        refused = warm.Fork(node.python, ["-m", "lightning_spot", "ls"], stdout=log, environment=os.environ)
+    assert refused.wait(60) == 2
+    assert "usage" in (tmp_path / "log").read_text()
+
+
+def test_nothing_that_was_forked_outlives_who_asked_for_it(tmp_path: Path) -> None:
+    """Not even what was stopped: a test run that is killed leaves no process behind."""
+    code = (
+        "import os, signal, sys, time\n"
+        "from pathlib import Path\n"
+        "from tests import warm\n"
+        "folder = Path(sys.argv[1])\n"
+        "held = warm.hold(warm.start(folder))\n"
+        "request = ['-m', 'lightning_spot.service.program', '--listen', '127.0.0.1:0', '--memory', '1MiB']\n"
+        "with open(folder / 'node.log', 'wb') as log:\n"
+        "    fork = warm.Fork(str(folder / 'python'), request, stdout=log, environment=os.environ)\n"
+        "os.kill(fork.pid, signal.SIGSTOP)\n"
+        "print(fork.pid, flush=True)\n"
+        "time.sleep(100)\n"
     )
-    assert "usage" in done.stdout
-    assert (
-        subprocess.run([warm_python, "-V"], capture_output=True, text=True, check=True).stdout.split()[1]
-        == (sys.version.split()[0])
-    )
+    folder = Path(tempfile.mkdtemp(prefix="ls-warm-"))
+    with subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True) as session:
+        assert session.stdout is not None
+        pid = int(session.stdout.readline())
+        assert _alive(pid)
+        session.kill()
+    until(lambda: not _alive(pid), "the node to end")
+    until(lambda: not folder.exists(), "its server to tidy up")
+
+
+def test_an_option_of_pythons_goes_through(warm_python: str) -> None:
+    done = subprocess.run([warm_python, "-V"], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[1] == sys.version.split()[0]

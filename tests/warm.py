@@ -1,52 +1,80 @@
-"""A Python that has imported torch and Lightning already, for tests that start trainers: a process that forks.
+"""Two Pythons that have imported what takes long, for tests that start processes: servers that fork.
 
-Importing both takes 3 s of a core, in every trainer and every rank of it. A trainer that is forked is a process like
-any other: it has a number, is killed, leaves memory behind, and is torn from its threads.
+Importing torch and Lightning takes 3 s of a core, in every trainer and every rank of it; what a node imports takes half
+a second. A process that is forked is like any other: it has a number, is killed, leaves memory behind, and is torn
+from its threads.
 
 :func:`start` (the fixture ``warm_python``) makes an executable that is called like ``python``: with ``-m MODULE``,
-``-c CODE`` or a script. It is ``tests/warm_client.py``, which asks the server here for a fork with its own arguments,
-environment, directory and files, passes signals on, and ends as the fork ends. The fork of one that is killed is
-killed, before another one is made.
+``-c CODE`` or a script. It is ``tests/warm_client.py``, which asks a server here for a fork with its own arguments,
+environment, directory and files, passes signals on, and ends as the fork ends. Nodes and commands are forked from a
+server that has never seen torch; everything else from one that is started when it is first asked for.
+
+:class:`Fork` is such a process without the client between: its number is that of the fork.
+
+The fork of one that is killed is killed, before another one is made. So nothing that was forked, not even a process
+that was stopped, outlives a test run that is killed.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
 import os
 import random
 import runpy
+import select
 import selectors
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import traceback
 import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, ClassVar
 
 HOME = Path(__file__).resolve().parents[1]
-PRELOADED = ("lightning.pytorch", "lightning.pytorch.cli", "sklearn.datasets", "moto.server", "tests.exact_cases")
+NODES, TRAINERS = "nodes", "trainers"
+PRELOADED = {
+    NODES: ("lightning_spot.cli", "lightning_spot.service.handlers", "lightning_spot.service.settings"),
+    TRAINERS: ("lightning.pytorch", "lightning.pytorch.cli", "sklearn.datasets", "moto.server", "tests.exact_cases"),
+}
 _REQUEST_S = 30.0
 
 
 def start(folder: Path) -> str:
-    """Start a server in ``folder``, whose path is short; returns the executable once it can be called.
+    """Start the servers in ``folder``, whose path is short; returns the executable once it can be called.
 
-    The server ends when nobody holds a connection from :func:`hold` any more.
+    They end when nobody holds a connection from :func:`hold` any more.
     """
     python = folder / "python"
     python.write_text(f"#!{sys.executable} -SE\n{(HOME / 'tests' / 'warm_client.py').read_text()}")
     python.chmod(0o755)
+    nodes, trainers = _listen(folder / NODES), _listen(folder / TRAINERS)
+    with nodes, trainers:
+        _serve(folder, NODES, nodes, trainers)
+    return str(python)
+
+
+def _listen(path: Path) -> socket.socket:
     listening = socket.socket(socket.AF_UNIX)
-    listening.bind(str(folder / "socket"))
+    listening.bind(str(path))
     listening.listen(64)
-    with listening, open(folder / "log", "wb") as log:
+    return listening
+
+
+def _serve(folder: Path, kind: str, *sockets: socket.socket) -> None:
+    """Start a server, see :func:`main`."""
+    numbers = [each.fileno() for each in sockets]
+    with open(folder / f"{kind}.log", "wb") as log:
         subprocess.Popen(
-            [sys.executable, "-m", "tests.warm", str(folder), str(listening.fileno())],
-            pass_fds=[listening.fileno()],
+            [sys.executable, "-m", "tests.warm", str(folder), kind, *map(str, numbers)],
+            pass_fds=numbers,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -55,14 +83,13 @@ def start(folder: Path) -> str:
             cwd=HOME,
             start_new_session=True,
         )
-    return str(python)
 
 
 def hold(python: str) -> socket.socket | None:
-    """A connection that keeps the server of an executable alive; ``None`` if there is none, or no more."""
+    """A connection that keeps the servers of an executable alive; ``None`` if there are none, or no more."""
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.connect(str(Path(python).with_name("socket")) if python else "")
+        connection.connect(str(Path(python).with_name(NODES)) if python else "")
         connection.sendall(b"hold")
     except OSError:
         connection.close()
@@ -70,19 +97,87 @@ def hold(python: str) -> socket.socket | None:
     return connection
 
 
-class Server:
-    """Forks on request. ``serve`` returns in the forks only, with what each is to do."""
+class Fork:
+    """A process forked from the server of nodes: of :class:`subprocess.Popen` what tests need.
 
-    def __init__(self, listening: socket.socket) -> None:
+    It is killed when the process that asked for it ends.
+    """
+
+    _kept: ClassVar[set[Fork]] = set()  # a process lives on when nobody looks at it any more
+
+    def __init__(
+        self,
+        python: str,
+        arguments: Sequence[str],
+        *,
+        stdout: IO[bytes],
+        environment: Mapping[str, str],
+        directory: str = "/",
+    ) -> None:
+        self.returncode: int | None = None
+        request = {"arguments": list(arguments), "environment": dict(environment), "directory": directory}
+        text = json.dumps(request).encode()
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.connect(str(Path(python).with_name(NODES)))
+        with open(os.devnull, "rb") as nothing:
+            files = [nothing.fileno(), stdout.fileno(), stdout.fileno()]
+            socket.send_fds(self._server, [len(text).to_bytes(4, "big")], files)
+        self._server.sendall(text)
+        self._said = self._server.makefile("rb")
+        self.pid = int(self._said.readline())
+        self._kept.add(self)
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; ``None`` while it runs."""
+        return self._ended(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end."""
+        if (code := self._ended(timeout)) is None:
+            raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def _ended(self, within_s: float | None) -> int | None:
+        if self.returncode is None and select.select([self._server], [], [], within_s)[0]:
+            line = self._said.readline()
+            self.returncode = int(line) if line else -signal.SIGKILL  # a server that ends kills its forks
+            self._said.close()
+            self._server.close()
+            self._kept.discard(self)
+        return self.returncode
+
+
+class Server:
+    """Forks on request. ``serve`` returns in the forks only, with what each is to do.
+
+    Args:
+        folder: where it is.
+        listening: where requests come in.
+        sleeping: where those for the server of trainers come in, which is started then.
+        holders: connections that keep it alive, those from :func:`hold` besides.
+    """
+
+    def __init__(
+        self, folder: Path, listening: socket.socket, sleeping: socket.socket | None, holders: set[socket.socket]
+    ) -> None:
+        self._folder = folder
         self._listening = listening
+        self._sleeping = sleeping
+        self._held: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
-        self._selector.register(listening, selectors.EVENT_READ)
+        for each in (listening, *holders, *([sleeping] if sleeping is not None else [])):
+            self._selector.register(each, selectors.EVENT_READ)
         self._children: dict[socket.socket, tuple[int, int]] = {}
-        self._holders: set[socket.socket] = set()
+        self._holders = set(holders)
 
     def serve(self) -> dict[str, Any] | None:
         """Serve until the last holder is gone; ``None`` then."""
-        held = False
+        held = bool(self._holders)
         while self._holders or not held:
             ready = [key.fileobj for key, _ in self._selector.select(None if held else _REQUEST_S)]
             if not ready and not held:
@@ -90,6 +185,8 @@ class Server:
             for file in ready:
                 if isinstance(file, int):
                     self._reap(file)
+                elif file is self._sleeping:
+                    self._wake(self._sleeping)
                 elif file is not self._listening:
                     self._hung_up(file)  # type: ignore[arg-type]
             if self._listening in ready:
@@ -100,6 +197,16 @@ class Server:
         for connection in list(self._children):
             self._hung_up(connection)
         return None
+
+    def _wake(self, listening: socket.socket) -> None:
+        """Start the server of trainers: somebody asks for it."""
+        ours, its = socket.socketpair()
+        with its:
+            _serve(self._folder, TRAINERS, listening, its)
+        self._held.append(ours)
+        self._selector.unregister(listening)
+        listening.close()
+        self._sleeping = None
 
     def _accept(self) -> dict[str, Any] | None:
         connection, _ = self._listening.accept()
@@ -139,7 +246,8 @@ class Server:
         """In a fork: it has none of the server's files."""
         for connection, (_, watched) in self._children.items():
             files += [connection.detach(), watched]
-        files += [self._listening.detach(), *(holder.detach() for holder in self._holders)]
+        sleeping = [self._sleeping] if self._sleeping is not None else []
+        files += [other.detach() for other in (self._listening, *self._holders, *self._held, *sleeping)]
         self._selector.close()
         for file in files:
             os.close(file)
@@ -189,7 +297,24 @@ def become(request: dict[str, Any], python: str) -> None:
         if item and item not in sys.path:
             sys.path.insert(0, item)
     _reseed()
-    what, *arguments = request["arguments"]
+    try:
+        _run(request["arguments"])
+    except SystemExit as ended:
+        code = ended.code
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    else:
+        code = 0
+    _end(code)
+
+
+def _run(command: list[str]) -> None:
+    what, *arguments = command
     if what == "-m":
         module, *arguments = arguments
         sys.argv = [module, *arguments]
@@ -209,29 +334,47 @@ def become(request: dict[str, Any], python: str) -> None:
         runpy.run_path(what, run_name="__main__")
 
 
+def _end(code: object) -> None:
+    """End as Python does, but for what takes it half a second: to take all modules apart."""
+    if not (code is None or isinstance(code, int)):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined] # waits for threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit((code or 0) & 0xFF)
+
+
 def _reseed() -> None:
     """Forks do not draw the same numbers."""
-    import numpy as np
-    import torch
-
     seed = int.from_bytes(os.urandom(4), "big")
     random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+    if "torch" in sys.modules:
+        import numpy as np
+        import torch
+
+        np.random.seed(seed)
+        torch.manual_seed(seed)
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
-    listening = socket.socket(fileno=int(sys.argv[2]))
-    for module in PRELOADED:
+    """Serve in FOLDER as KIND (of nodes, of trainers) with two sockets.
+
+    The first is where requests come in. The second is where those for trainers come in, or who keeps this alive.
+    """
+    folder, kind = Path(sys.argv[1]), sys.argv[2]
+    listening, other = (socket.socket(fileno=int(number)) for number in sys.argv[3:])
+    for module in PRELOADED[kind]:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # the collector of a fork does not touch, and so copy, what all have in common
-    request = Server(listening).serve()
-    if request is None:
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
+    server = Server(folder, listening, *((other, set()) if kind == NODES else (None, {other})))
+    request = server.serve()
+    if request is not None:
         become(request, str(folder / "python"))
+    elif kind == NODES:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

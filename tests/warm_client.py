@@ -11,13 +11,14 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 def main() -> None:
     arguments = sys.argv[1:]
-    options = arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")
-    if options or (arguments[0] == "-m" and arguments[1].startswith("lightning_spot.service")):
-        os.execv(sys.executable, [sys.executable, *arguments])  # a node never imports torch: it starts as ever
+    if arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
+        os.execv(sys.executable, [sys.executable, *arguments])  # an option of Python's
+    light = arguments[0] == "-m" and arguments[1].startswith(("lightning_spot", "tests.small_trainer"))
+    kind = "nodes" if light else "trainers"
     request = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd()}
     text = json.dumps(request).encode()
     with socket.socket(socket.AF_UNIX) as server:
-        server.connect(os.path.join(os.path.dirname(sys.argv[0]), "socket"))
+        server.connect(os.path.join(os.path.dirname(sys.argv[0]), kind))
         socket.send_fds(server, [len(text).to_bytes(4, "big")], [0, 1, 2])
         server.sendall(text)
         with server.makefile("rb") as answers:
