@@ -1,15 +1,26 @@
-"""Copies CUDA storages into pinned slots on a side stream. Only touches CUDA when it is given a CUDA storage."""
+"""Copies CUDA storages into pinned slots on a side stream. Only touches CUDA when it is given a CUDA storage.
+
+What the optimizer is about to overwrite and is not on its way yet goes into a small buffer on the device, in the order
+of the training's own stream, and leaves from there while the optimizer runs. The host waits for nothing.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
-from lightning_spot.image.layout import Piece
+from lightning_spot.errors import SpotError
+from lightning_spot.staging.device import Cuda, Device
+from lightning_spot.staging.spans import SlotSpan, cut_end
 
 logger = logging.getLogger(__name__)
+
+Held = tuple[int, list[SlotSpan]]
+"""A place of the iteration, and what is copied from there on."""
 
 
 class CudaCopier:
@@ -17,52 +28,54 @@ class CudaCopier:
 
     A slot is pinned (page-locked, ``cudaHostRegister``) the first time it is copied to, because only a copy into
     pinned memory runs beside kernels.
+
+    Args:
+        buffer_bytes: of the buffer on each device; 0 for none.
+        device: the layer below.
     """
 
-    def __init__(self) -> None:
-        self._streams: dict[int, torch.cuda.Stream] = {}
-        self._last: dict[int, torch.cuda.Event] = {}
+    def __init__(self, buffer_bytes: int = 0, device: Device | None = None) -> None:
+        self.device: Device = device if device is not None else Cuda()
+        self._buffer_bytes = buffer_bytes
+        self._lanes: dict[int, Lane] = {}
         self._pinned: set[int] = set()
+        self._said: set[str] = set()
+        self.records_graphs = False
+        """Whether a CUDA graph was seen being recorded: its replays call no hooks, so nothing may follow later."""
 
-    def copy(self, pieces: Sequence[Piece], slot: torch.Tensor) -> Callable[[], None]:
-        """Order the copies of ``pieces`` into ``slot`` and return a function that waits until they are done.
+    def begin(self, held: Iterable[Held], slot: torch.Tensor, *, buffered: bool) -> CudaCopy:
+        """Take copies over; none is ordered yet.
 
         Args:
-            pieces: CUDA storages and their places.
+            held: what is copied from which place of the iteration on, in order.
             slot: uint8 CPU tensor of shape ``(capacity,)`` over the slot.
+            buffered: whether the last bytes may go through the buffer on the device, before the optimizer steps.
         """
         self.pin(slot)
-        devices = sorted({piece.storage.device.index or 0 for piece in pieces})
-        events = [self._copy_device(index, pieces, slot) for index in devices]
-        kept = list(pieces)
-
-        def finish() -> None:
-            for event in events:
-                event.synchronize()
-            kept.clear()
-
-        return finish
+        by_lane: dict[Lane, list[Held]] = {}
+        for place, spans in held:
+            for span in spans:
+                parts = by_lane.setdefault(self._lane(self.device.index(span.storage)), [])
+                if not parts or parts[-1][0] != place:
+                    parts.append((place, []))
+                parts[-1][1].append(span)
+        return CudaCopy(self, [LaneCopy(lane, parts, slot, buffered=buffered) for lane, parts in by_lane.items()])
 
     def fence(self) -> None:
         """Make each device's current stream wait for the copies ordered so far (no host wait)."""
-        for index, event in self._last.items():
-            torch.cuda.current_stream(index).wait_event(event)
+        if self.capturing():
+            return
+        for lane in self._lanes.values():
+            if lane.read is not None:
+                self.device.wait(self.device.current(lane.index), lane.read)
 
-    def _copy_device(self, index: int, pieces: Sequence[Piece], slot: torch.Tensor) -> torch.cuda.Event:
-        with torch.cuda.device(index):
-            stream = self._streams.get(index)
-            if stream is None:
-                stream = self._streams[index] = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch's
-            stream.wait_stream(torch.cuda.current_stream())  # what training ordered so far comes first
-            with torch.cuda.stream(stream):
-                for piece in pieces:
-                    if (piece.storage.device.index or 0) == index:
-                        source = torch.empty(0, dtype=torch.uint8, device=piece.storage.device).set_(piece.storage)
-                        slot[piece.offset : piece.offset + piece.nbytes].copy_(source, non_blocking=True)
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch's
-                event.record(stream)
-        self._last[index] = event
-        return event
+    def capturing(self) -> bool:
+        """Whether nothing can be ordered now, since a CUDA graph is being recorded; said once."""
+        if not self._lanes or not self.device.is_capturing():
+            return False
+        self.records_graphs = True
+        self._say("graph", "a CUDA graph is recorded around the optimizer's step: copies no longer go on beside it")
+        return True
 
     def pin(self, slot: torch.Tensor) -> None:
         """Page-lock a slot, once."""
@@ -70,15 +83,12 @@ class CudaCopier:
         if address in self._pinned:
             return
         self._pinned.add(address)
-        # 1 = cudaHostRegisterPortable: pinned for every device's context
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
-        code = cudart.cudaHostRegister(address, slot.numel(), 1)
-        if int(code) != 0:
+        if (code := self.device.pin(slot)) != 0:
             logger.warning(
                 "a slot of %d bytes could not be page-locked (CUDA error %d); snapshots are right but slower:"
                 " raise the container's memlock limit (docker: --ulimit memlock=-1)",
                 slot.numel(),
-                int(code),
+                code,
             )
 
     def unpin(self, slot: torch.Tensor) -> None:
@@ -90,9 +100,165 @@ class CudaCopier:
         address = slot.data_ptr()
         if address not in self._pinned:
             return
-        for event in self._last.values():
-            event.synchronize()
+        for lane in self._lanes.values():
+            lane.synchronize()
         self._pinned.discard(address)
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
-        if int(cudart.cudaHostUnregister(address)) != 0:
+        if self.device.unpin(slot) != 0:
             logger.debug("a slot was not page-locked")
+
+    def _lane(self, index: int) -> Lane:
+        if index not in self._lanes:
+            self._lanes[index] = Lane(index, self.device, self._buffer_bytes, self._say)
+        return self._lanes[index]
+
+    def _say(self, key: str, message: str) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            logger.warning("lightning_spot: %s", message)
+
+
+class Lane:
+    """The side stream of one device, and its buffer.
+
+    Attributes:
+        index: of the device.
+        read: an event after which no copy ordered so far reads storages of the training any more.
+        done: an event after which all that was ordered so far is in the slots.
+    """
+
+    def __init__(self, index: int, device: Device, buffer_bytes: int, say: Any) -> None:
+        self.index = index
+        self.read: Any = None
+        self.done: Any = None
+        self._device, self._say = device, say
+        self._stream = device.stream(index)
+        self._buffer_bytes = buffer_bytes
+        self._buffer: torch.Tensor | None = None
+        self._left: Any = None
+
+    def buffer(self) -> torch.Tensor | None:
+        """The buffer, made when it is wanted first; ``None`` without, or if the device has no room."""
+        if self._buffer is None and self._buffer_bytes:
+            self._buffer = self._device.allocate(self.index, self._buffer_bytes)
+            if self._buffer is None:
+                self._buffer_bytes = 0
+                self._say("buffer", "the device has no room for device_buffer: the optimizer waits for every copy")
+        return self._buffer
+
+    def order(self, spans: Sequence[SlotSpan], slot: torch.Tensor) -> None:
+        """Copy after what training has ordered so far."""
+        if not spans:
+            return
+        self._after_training()
+        self._device.copy(self._stream, ((span.target(slot), span.source()) for span in spans))
+        self.read = self.done = self._device.record(self._stream)
+
+    def order_buffered(self, spans: Sequence[SlotSpan], slot: torch.Tensor) -> None:
+        """Copy into the buffer, in the order of training's own stream, and from there beside what follows."""
+        buffer = self.buffer()
+        if not spans or buffer is None:
+            return
+        training = self._device.current(self.index)
+        if self._left is not None:
+            self._device.wait(training, self._left)  # what was in the buffer before has left it
+        inside, at = [], 0
+        for span in spans:
+            inside.append(buffer[at : at + span.nbytes])
+            at += span.nbytes
+        self._device.copy(training, ((part, span.source()) for part, span in zip(inside, spans, strict=True)))
+        self._after_training()
+        self._device.copy(self._stream, ((span.target(slot), part) for part, span in zip(inside, spans, strict=True)))
+        self._left = self.done = self._device.record(self._stream)
+
+    def synchronize(self) -> None:
+        """Have the calling thread wait for all that was ordered."""
+        if self.done is not None:
+            self._device.synchronize(self.done)
+
+    def _after_training(self) -> None:
+        self._device.wait(self._stream, self._device.record(self._device.current(self.index)))
+
+
+class LaneCopy:
+    """Copies of one snapshot from one device.
+
+    Args:
+        lane: of the device.
+        held: what is copied from which place of the iteration on, in order.
+        slot: where to.
+        buffered: whether the last bytes are kept for the buffer.
+    """
+
+    def __init__(self, lane: Lane, held: Iterable[Held], slot: torch.Tensor, *, buffered: bool) -> None:
+        self.lane = lane
+        self._slot = slot
+        self._held = deque(held)
+        self._last: list[SlotSpan] = []
+        buffer = lane.buffer() if buffered else None
+        self._room = buffer.numel() if buffer is not None else 0
+        room = self._room
+        while self._held and room > 0:
+            place, spans = self._held.pop()
+            before, end = cut_end(spans, room)
+            if before:
+                self._held.append((place, before))
+            self._last = [*end, *self._last]
+            room -= sum(span.nbytes for span in end)
+
+    def release(self, place: int) -> bool:
+        """Order what was held until ``place``; whether nothing is left."""
+        now: list[SlotSpan] = []
+        while self._held and self._held[0][0] <= place:
+            now += self._held.popleft()[1]
+        self.lane.order(now, self._slot)
+        return not self._held and not self._last
+
+    def release_all(self) -> None:
+        """Order the rest: what the optimizer overwrites last goes through the buffer, as far as it has room."""
+        rest = [span for _, spans in self._held for span in spans] + self._last
+        self._held.clear()
+        self._last = []
+        now, buffered = cut_end(rest, self._room)
+        self.lane.order(now, self._slot)
+        self.lane.order_buffered(buffered, self._slot)
+
+
+class CudaCopy:
+    """Copies of one snapshot from GPUs. Everything but :meth:`wait` is called where training orders its work."""
+
+    def __init__(self, copier: CudaCopier, lanes: Sequence[LaneCopy]) -> None:
+        self._copier = copier
+        self._lanes = lanes
+        self._done: list[Any] = []
+        self.is_ordered = False
+        """Whether nothing is left to order."""
+
+    def release(self, place: int) -> None:
+        """Order what was held until ``place``."""
+        if not self.is_ordered and not self._copier.capturing():
+            self.is_ordered = all([lane.release(place) for lane in self._lanes])
+            self._note()
+
+    def release_all(self) -> None:
+        """Order the rest: the optimizer is about to step.
+
+        Raises:
+            SpotError: if a CUDA graph is being recorded, into which no copy of ours belongs.
+        """
+        if self.is_ordered:
+            return
+        self.is_ordered = True
+        if self._copier.capturing():
+            raise SpotError("a CUDA graph was recorded while it was copied; from now on nothing is copied beside steps")
+        for lane in self._lanes:
+            lane.release_all()
+        self._note()
+
+    def wait(self) -> None:
+        """Have the calling thread wait until all that was ordered is in the slot."""
+        for event in self._done:
+            self._copier.device.synchronize(event)
+        self._lanes = ()
+
+    def _note(self) -> None:
+        self._done = [lane.lane.done for lane in self._lanes if lane.lane.done is not None]

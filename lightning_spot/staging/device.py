@@ -1,0 +1,154 @@
+"""What the copier asks of a GPU: streams, events, copies, pinned memory. All calls of CUDA are here, no decision is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device's context
+
+
+class Device(Protocol):
+    """GPUs as copies need them. Streams and events are whatever it makes of them."""
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage lies on one of them."""
+
+    def index(self, storage: torch.UntypedStorage) -> int:
+        """On which."""
+
+    def current(self, index: int) -> Any:
+        """The stream that the calling thread's work goes to."""
+
+    def stream(self, index: int) -> Any:
+        """A new stream."""
+
+    def record(self, stream: Any, *, timed: bool = False) -> Any:
+        """An event that is over when all that was ordered on ``stream`` so far is done."""
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """What is ordered on ``stream`` from now on begins when ``event`` is over. The host does not wait."""
+
+    def copy(self, stream: Any, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Order copies ``(target, source)`` on ``stream``. The host does not wait."""
+
+    def is_over(self, event: Any) -> bool:
+        """Whether it is."""
+
+    def seconds(self, first: Any, last: Any) -> float:
+        """Time between two events that were recorded as ``timed`` and are over."""
+
+    def synchronize(self, event: Any) -> None:
+        """Have the calling thread wait until ``event`` is over."""
+
+    def allocate(self, index: int, nbytes: int) -> torch.Tensor | None:
+        """Bytes on a device; ``None`` if it has no room."""
+
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being recorded from the calling thread's stream."""
+
+    def pin(self, slot: torch.Tensor) -> int:
+        """Page-lock memory of the host; 0, or CUDA's error."""
+
+    def unpin(self, slot: torch.Tensor) -> int:
+        """Undo :meth:`pin`; 0, or CUDA's error."""
+
+
+class Cuda:
+    """The GPUs of this process."""
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage lies on one of them."""
+        return storage.device.type == "cuda"
+
+    def index(self, storage: torch.UntypedStorage) -> int:
+        """On which."""
+        return storage.device.index or 0
+
+    def current(self, index: int) -> torch.cuda.Stream:
+        """The stream that the calling thread's work goes to."""
+        return torch.cuda.current_stream(index)
+
+    def stream(self, index: int) -> torch.cuda.Stream:
+        """A new stream."""
+        with torch.cuda.device(index):
+            return torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch's
+
+    def record(self, stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:
+        """An event that is over when all that was ordered on ``stream`` so far is done."""
+        event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call] # torch's
+        event.record(stream)
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """What is ordered on ``stream`` from now on begins when ``event`` is over."""
+        stream.wait_event(event)
+
+    def copy(self, stream: torch.cuda.Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Order copies ``(target, source)`` on ``stream``."""
+        with torch.cuda.stream(stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+
+    def is_over(self, event: torch.cuda.Event) -> bool:
+        """Whether it is."""
+        return bool(event.query())  # type: ignore[no-untyped-call] # torch's
+
+    def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+        """Time between two events."""
+        return float(first.elapsed_time(last)) / 1000
+
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        """Have the calling thread wait until ``event`` is over."""
+        event.synchronize()
+
+    def allocate(self, index: int, nbytes: int) -> torch.Tensor | None:
+        """Bytes on a device; ``None`` if it has no room."""
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{index}")
+        except torch.cuda.OutOfMemoryError:
+            return None
+
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being recorded from the calling thread's stream."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def pin(self, slot: torch.Tensor) -> int:
+        """Page-lock memory of the host."""
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
+        return int(cudart.cudaHostRegister(slot.data_ptr(), slot.numel(), _PORTABLE))
+
+    def unpin(self, slot: torch.Tensor) -> int:
+        """Undo :meth:`pin`."""
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
+        return int(cudart.cudaHostUnregister(slot.data_ptr()))
+
+
+class DeviceClock:
+    """Time of a GPU's work, by events on the current stream: the host runs ahead of it. Idle is all of it for copies.
+
+    Args:
+        index: the device.
+        device: the layer below.
+    """
+
+    def __init__(self, index: int, device: Device | None = None) -> None:
+        self._index = index
+        self._device: Device = device if device is not None else Cuda()
+
+    def mark(self) -> Any:
+        """Now, in the order of the current stream; ``None`` where a graph is recorded, which has no time."""
+        if self._device.is_capturing():
+            return None
+        return self._device.record(self._device.current(self._index), timed=True)
+
+    def is_over(self, mark: Any) -> bool:
+        """Whether the GPU has come there."""
+        return mark is None or self._device.is_over(mark)
+
+    def between(self, first: Any, last: Any) -> tuple[float, float]:
+        """Seconds between two marks, all of them idle for the copy engine."""
+        seconds = self._device.seconds(first, last) if first is not None and last is not None else 0.0
+        return seconds, seconds

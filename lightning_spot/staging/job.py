@@ -1,0 +1,260 @@
+"""Copies on their way into one slot: what is left of them, who may take it when, and whether the tensors held still."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_spot.errors import SpotError
+from lightning_spot.image.layout import Piece
+from lightning_spot.staging.cuda import CudaCopy
+from lightning_spot.staging.spans import SlotSpan
+
+_LEAST_BATCH_BYTES = 16 * 1024 * 1024
+NOW, NEVER = float("-inf"), float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """A tensor that must not change until it is copied.
+
+    Attributes:
+        tensor: the tensor (any device); kept alive meanwhile.
+        version: its version counter when the copy was ordered.
+    """
+
+    tensor: torch.Tensor
+    version: int
+
+
+def watch(tensors: Iterable[torch.Tensor]) -> list[Watch]:
+    """Note the version counters of ``tensors``. Inference tensors have none and are left out: nothing tracks them."""
+    return [Watch(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+
+class SlotView:
+    """A slot as the trainer sees it: its mapping, and where that lies in this process.
+
+    Attributes:
+        map: the shared mapping.
+        address: address of its first byte.
+        tensor: the mapping as a uint8 tensor of shape ``(capacity,)`` on the CPU; shares the memory.
+    """
+
+    def __init__(self, shared: mmap.mmap) -> None:
+        self.map = shared
+        self._held = memoryview(shared)  # nobody unmaps it as long as this view is there, and the slot perhaps pinned
+        self.tensor = torch.frombuffer(shared, dtype=torch.uint8)
+        self.address = self.tensor.data_ptr()
+
+
+class CopyJob:
+    """Copies on their way into one slot, some of them held until training has come to their place in the iteration.
+
+    Who cannot go on without them calls :meth:`wait_cpu` and helps.
+
+    Args:
+        pieces: what is copied.
+        watches: tensors to compare before and after.
+        woken: tells the background threads that there is something to do.
+        clock: of the background threads, seconds.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        watches: Sequence[Watch],
+        woken: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.moved: frozenset[int] = frozenset()
+        """Addresses of storages that changed before they were copied; if any, the copy is worthless."""
+        self.pieces = list(pieces)
+        """What is copied; emptied when it is done, so that no storage is kept alive."""
+        self._watches = watches
+        self._woken, self._clock = woken, clock
+        self._tasks: deque[Batch] = deque()
+        self._left = 0
+        self._lock = threading.Lock()
+        self._handed_over = threading.Event()
+        self._cuda: CudaCopy | None = None
+        self._settled = False
+        self._error: BaseException | None = None
+
+    def release(self, place: int) -> None:
+        """Training has come to ``place`` in its iteration: what was held until then is copied now, or soon."""
+        now_s = self._clock()
+        with self._lock:
+            for task in self._tasks:
+                if task.place <= place:
+                    task.ready_s = min(task.ready_s, now_s + task.after_s)
+        if (cuda := self._cuda) is not None:
+            self._order(lambda: cuda.release(place))
+        self._woken()
+
+    def wait_cpu(self) -> None:
+        """Help with the CPU storages and return when all of them are in the slot, and all others are on their way.
+
+        Nothing is held any more. CUDA storages may change on the current stream after :meth:`Copier.fence`.
+
+        Raises:
+            SpotError: if a copy failed.
+        """
+        if self._cuda is not None:
+            self._order(self._cuda.release_all)
+        while self._step(Batch.helping, NEVER):
+            pass
+        self._wait_cpu()
+
+    def _wait_cpu(self) -> None:
+        self._handed_over.wait()
+        if self._error is not None:
+            raise SpotError(f"copying a tensor into its slot failed: {self._error}") from self._error
+
+    def wait(self) -> None:
+        """Return when every byte is in the slot, those of CUDA storages included. Does not help: for the background.
+
+        Raises:
+            SpotError: if a copy failed.
+        """
+        try:
+            self._wait_cpu()
+        finally:
+            if self._cuda is not None:
+                self._cuda.wait()  # also after an error: the slot is given back then, and nothing may come to it later
+        self.settle()
+        self.pieces.clear()
+
+    def settle(self) -> None:
+        """Compare the version counters for the last time: from now on the tensors may change.
+
+        Called when all bytes are copied, or when what changes them is ordered after the copies (a CUDA stream).
+        """
+        with self._lock:
+            if not self._settled:
+                self._settled = True
+                self.moved = frozenset(
+                    item.tensor.untyped_storage().data_ptr()
+                    for item in self._watches
+                    if item.tensor._version != item.version
+                )
+
+    def hold(self, batches: Iterable[Batch], cuda: CudaCopy | None) -> None:
+        """Take over what is to be copied; once, before anything else."""
+        self._tasks.extend(batches)
+        self._cuda = cuda
+        self._left = len(self._tasks) + (cuda is not None)
+        if self._left == 0:
+            self._hand_over()
+
+    def release_to_background(self) -> None:
+        """Hold nothing back from the background threads any more."""
+        with self._lock:
+            for task in self._tasks:
+                task.ready_s = NOW
+
+    def step_in_background(self) -> None:
+        """Copy one batch that is due, if there is one."""
+        self._step(Batch.in_background, self._clock())
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do for background threads."""
+        return self._handed_over.is_set()
+
+    def ready_s(self) -> float:
+        """When the next batch may be copied, on the clock of the background threads; infinity if none is left."""
+        with self._lock:
+            return min((task.ready_s for task in self._tasks), default=NEVER)
+
+    def _order(self, order: Callable[[], None]) -> None:
+        """Order copies on a GPU; all of them together count as one batch, done when the last is ordered."""
+        cuda = self._cuda
+        if cuda is None or cuda.is_ordered:
+            return
+        try:
+            order()
+        except BaseException as error:  # told to whoever waits
+            self._error = error
+        if cuda.is_ordered:
+            self._count_down()
+
+    def _step(self, copy: Callable[[Batch], None], now_s: float) -> bool:
+        """Copy one batch; ``False`` when none is left to take now."""
+        with self._lock:
+            task = next((task for task in self._tasks if task.ready_s <= now_s), None)
+            if task is None:
+                return False
+            self._tasks.remove(task)
+        try:
+            copy(task)
+        except BaseException as error:  # told to whoever waits
+            self._error = error
+        self._count_down()
+        return True
+
+    def _count_down(self) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self._cuda is None:
+            self.settle()
+        self._handed_over.set()
+
+
+class Batch:
+    """Some storages, or parts of them, and their places: what one thread copies in one go.
+
+    Args:
+        spans: to copy.
+        slot: where to.
+        place: of the iteration, until which it is held.
+        after_s: it is held so long after that.
+        ready_s: when background threads may take it, whatever was reached.
+    """
+
+    def __init__(self, spans: Sequence[SlotSpan], slot: SlotView, place: int, after_s: float, ready_s: float) -> None:
+        self._spans = spans
+        self._slot = slot
+        self.place, self.after_s, self.ready_s = place, after_s, ready_s
+
+    def in_background(self) -> None:
+        """Copy all of it without the GIL in between, which the training thread holds for milliseconds at a time."""
+        targets = [span.target(self._slot.tensor) for span in self._spans]
+        torch._foreach_copy_(targets, [span.source() for span in self._spans])
+
+    def helping(self) -> None:
+        """Copy it on the calling thread alone: no second team of threads beside those of training."""
+        for storage, start, place, nbytes in self._spans:
+            ctypes.memmove(self._slot.address + place, storage.data_ptr() + start, nbytes)  # lets go of the GIL
+
+
+def batches_of(
+    spans: Sequence[SlotSpan], slot: SlotView, place: int, after_s: float, ready_s: float
+) -> Iterator[Batch]:
+    """Cut into batches, large ones first: those run while nobody can help; the last even the load out."""
+    left = sum(span.nbytes for span in spans)
+    limit = max(left // 3, _LEAST_BATCH_BYTES)
+    batch: list[SlotSpan] = []
+    size = 0
+    for rest in spans:
+        while rest.nbytes:
+            first, rest = rest.cut(min(rest.nbytes, limit - size))
+            batch.append(first)
+            size, left = size + first.nbytes, left - first.nbytes
+            if size >= limit:
+                yield Batch(batch, slot, place, after_s, ready_s)
+                batch, size, limit = [], 0, max(left // 3, _LEAST_BATCH_BYTES)
+    if batch:
+        yield Batch(batch, slot, place, after_s, ready_s)

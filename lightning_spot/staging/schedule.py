@@ -1,0 +1,260 @@
+"""When the parts of a snapshot are copied in the iteration that follows it: measured, planned, and released in time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from lightning_spot.staging.modes import Drift, Mode, ModeTrial, Partitions
+from lightning_spot.staging.partitions import LEAST_BYTES, Partition, bucket_ends, by_bucket, by_idle_time
+from lightning_spot.staging.profile import Clock, HostClock, Kind, Point, Profile, Profiler
+
+BUCKET_BYTES = 25 * 1024 * 1024
+"""What fills a bucket of gradients, where there is no DDP that says: its default."""
+
+_PROFILED = 5
+_MOST_BUCKETS = 32
+
+
+class Held(Protocol):
+    """Copies that wait for their place in the iteration."""
+
+    def release(self, place: int) -> None:
+        """Training has come to a place: what was held for it, or for one before it, may be copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timetable:
+    """What is copied when.
+
+    Attributes:
+        partitions: in the order in which they go; their spans name pieces by number.
+        limit_s: when they go at the latest, whatever has been reached, seconds from now.
+    """
+
+    partitions: tuple[Partition, ...]
+    limit_s: float
+
+
+class Schedule:
+    """Spreads copying over iterations. One iteration is that from one optimizer step to the next.
+
+    Training tells it where it is. It measures some iterations, plans from them, and with ``"auto"`` tries each mode in
+    some snapshots and keeps the one with the shortest iterations. When iterations take another time than before, it
+    begins anew. A place that is not reached, or out of order, holds nothing back for long: a later one releases it, the
+    time does, or the optimizer's step.
+
+    Args:
+        partitions: the user's setting.
+        clock: measures iterations.
+
+    Attributes:
+        owned: finds the addresses of the storages that the optimizer will overwrite, first ones first, each with the
+            number of the parameter to which it belongs. Asked where the pieces are not those of the last snapshot.
+    """
+
+    def __init__(self, partitions: Partitions = "auto", clock: Clock | None = None) -> None:
+        self.setting = partitions
+        self.owned: Callable[[], Mapping[int, int]] = dict
+        self._clock: Clock = clock if clock is not None else HostClock()
+        self._gradient_bytes: Sequence[int] = ()
+        self._bucket_bytes = BUCKET_BYTES
+        self._profile: Profile | None = None
+        self._profiler: Profiler | None = None
+        self._trial: ModeTrial | None = None
+        self._kept: Mode | None = None
+        self._used: Mode | None = None
+        self._buckets: dict[int, int] = {}
+        self._ends: list[int] = []
+        self._last: tuple[Any, tuple[Partition, ...]] | None = None
+        self._measured: deque[tuple[Any, Any, Mode | None]] = deque()
+        self._begun: Any = None
+        self._reached, self._batch, self._is_open = 0, -1, False
+        self._jobs: list[Held] = []
+        self._drift = Drift()
+
+    # -- told by training -----------------------------------------------------------------------------------------
+
+    def begin(
+        self, gradient_bytes: Sequence[int], bucket_bytes: int = BUCKET_BYTES, clock: Clock | None = None
+    ) -> None:
+        """Training begins, with the parameters of a model.
+
+        Args:
+            gradient_bytes: of each parameter.
+            bucket_bytes: what fills a bucket of gradients.
+            clock: measures iterations from now on.
+        """
+        self._gradient_bytes, self._bucket_bytes = gradient_bytes, bucket_bytes
+        self._clock = clock if clock is not None else self._clock
+        self._reached, self._batch, self._is_open = 0, -1, False
+        self._jobs.clear()
+        self._drift = Drift()
+        self._measure_anew()
+
+    def iteration_begins(self) -> None:
+        """The optimizer has stepped, and a snapshot has begun or not."""
+        self._reached, self._batch, self._is_open = 0, -1, True
+        if self.setting == "eager":
+            return
+        self._begun = self._clock.mark()
+        if self._profiler is not None:
+            self._profiler.begin()
+
+    def batch_begins(self) -> None:
+        """The forward pass of the next micro-batch begins."""
+        self._batch += 1
+        self._at(Kind.FORWARD)
+
+    def backward_begins(self) -> None:
+        """The backward pass begins."""
+        self._at(Kind.BACKWARD)
+
+    def gradient_ready(self, gradient: int) -> None:
+        """The gradient of a parameter is accumulated. Called from the thread that computes it."""
+        self._at(Kind.GRADIENT, gradient)
+
+    def backward_ends(self) -> None:
+        """All gradients of a micro-batch are there."""
+        self._at(Kind.BACKWARD_END)
+
+    def stepping(self) -> None:
+        """The optimizer is about to step, or something else to change what is copied: nothing is held from here on."""
+        if self._is_open and self._profiler is not None:
+            self._profiler.stepping()
+        self._is_open = False
+        self._jobs.clear()
+
+    def disturbed(self) -> None:
+        """Other work than training took time in this iteration: it does not count."""
+        self._begun = None
+        if self._profiler is not None:
+            self._profiler.forget()
+
+    def iteration_ends(self) -> None:
+        """The optimizer has stepped; before a snapshot begins."""
+        begun, self._begun = self._begun, None
+        used, self._used = self._used, None
+        if begun is not None:
+            self._measured.append((begun, self._clock.mark(), used))
+        while self._measured and self._clock.is_over(self._measured[0][1]):
+            first, last, mode = self._measured.popleft()
+            self._learn(self._clock.between(first, last)[0], mode)
+        if self._profiler is not None and self._profiler.iterations() > _PROFILED:  # the first one is slow
+            self._plan(self._profiler)
+
+    # -- asked by whoever watches gradients -------------------------------------------------------------------------
+
+    @property
+    def mode(self) -> Mode | None:
+        """The mode that is kept; ``None`` while that is not known."""
+        if self.setting != "auto":
+            return self.setting
+        return self._kept
+
+    @property
+    def watched(self) -> frozenset[int] | None:
+        """Numbers of the parameters of whose gradients it wants to hear; ``None`` for all of them."""
+        if self.setting == "eager" or self._kept == "eager":
+            return frozenset()
+        return frozenset(self._ends) if self._profile is not None else None
+
+    # -- asked by whoever copies ------------------------------------------------------------------------------------
+
+    def timetable(self, pieces: Sequence[tuple[int, int]]) -> Timetable | None:
+        """When each of ``pieces`` is to be copied; ``None`` for all of them at once.
+
+        Args:
+            pieces: address and bytes of each.
+        """
+        profile = self._profile
+        if profile is None or sum(nbytes for _, nbytes in pieces) < 2 * LEAST_BYTES:
+            return None
+        mode = self._next_mode()
+        if mode == "eager":
+            return None
+        key = (mode, tuple(pieces))
+        if self._last is None or self._last[0] != key:
+            self._last = (key, tuple(self._partitions(profile, mode, pieces)))
+        return Timetable(self._last[1], profile.length_s)
+
+    def attach(self, job: Held) -> None:
+        """Tell ``job`` from now on, until the optimizer steps."""
+        self._jobs.append(job)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _measure_anew(self) -> None:
+        self._profiler = Profiler(self._clock) if self.setting != "eager" else None
+        self._profile = self._trial = self._kept = self._used = self._begun = self._last = None
+        self._buckets, self._ends = {}, []
+        self._measured.clear()
+
+    def _at(self, kind: Kind, gradient: int = -1) -> None:
+        if not self._is_open:
+            return
+        point = Point(self._batch, kind, gradient)
+        if self._profiler is not None:
+            self._profiler.reached(point)
+        place = self._profile.places.get(point, 0) if self._profile is not None else 0
+        if place > self._reached:
+            self._reached = place
+            for job in self._jobs:
+                job.release(place)
+
+    def _plan(self, profiler: Profiler) -> None:
+        """Enough is recorded: keep the ends of buckets, and use the rest no more."""
+        ready = profiler.profile().gradients()
+        sizes = [self._gradient_bytes[gradient] for gradient in ready]
+        limit = max(self._bucket_bytes, sum(sizes) // _MOST_BUCKETS)
+        begin = 0
+        for bucket, end in enumerate(bucket_ends(sizes, limit)):
+            self._buckets.update(dict.fromkeys(ready[begin : end + 1], bucket))
+            self._ends.append(ready[end])
+            begin = end + 1
+        wanted = frozenset(self._ends)
+        self._profile = profiler.profile(lambda point: point.kind is not Kind.GRADIENT or point.gradient in wanted)
+        self._profiler = None
+        self._trial = ModeTrial() if self.setting == "auto" else None
+
+    def _learn(self, seconds: float, mode: Mode | None) -> None:
+        trial = self._trial
+        if trial is not None:
+            if mode is not None:
+                trial.add(mode, seconds)
+            if trial.best is not None:
+                self._kept, self._trial = trial.best, None
+        elif self._profile is not None and self._drift.add(seconds):
+            self._measure_anew()
+
+    def _next_mode(self) -> Mode:
+        mode = self._trial.take() if self._trial is not None else self.mode
+        self._used = chosen = mode or "eager"
+        return chosen
+
+    def _partitions(self, profile: Profile, mode: Mode, pieces: Sequence[tuple[int, int]]) -> list[Partition]:
+        owned = self.owned()
+        due = {address: rank for rank, address in enumerate(owned)}
+        order = sorted(range(len(pieces)), key=lambda number: due.get(pieces[number][0], len(due)))
+        sizes = [pieces[number][1] for number in order]
+        points = self._bucket_places(profile)
+        if mode == "asymmetric" or not points:
+            made = by_idle_time(sizes, profile.windows)
+        else:
+            buckets = [self._buckets.get(owned.get(pieces[number][0], -1)) for number in order]
+            made = by_bucket(sizes, buckets, points)
+        return [
+            replace(part, spans=tuple(replace(span, piece=order[span.piece]) for span in part.spans)) for part in made
+        ]
+
+    def _bucket_places(self, profile: Profile) -> list[int]:
+        """Where each bucket's turn is: with several micro-batches, the first buckets go in the first ones."""
+        places, latest = [], 0
+        for bucket, gradient in enumerate(self._ends):
+            batches = range(bucket * profile.batches // len(self._ends), profile.batches)
+            found = [profile.places.get(Point(batch, Kind.GRADIENT, gradient)) for batch in batches]
+            latest = max(latest, next((place for place in found if place is not None), latest))
+            places.append(latest)
+        return places

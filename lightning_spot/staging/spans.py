@@ -1,0 +1,65 @@
+"""Bytes of storages and their places in a slot: what copiers are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from lightning_spot.image.layout import Piece
+from lightning_spot.staging.partitions import Span
+
+
+class SlotSpan(NamedTuple):
+    """Some bytes of a storage and their place in a slot.
+
+    Attributes:
+        storage: they belong to; on any device.
+        start: first byte in it.
+        place: first byte in the slot.
+        nbytes: length.
+    """
+
+    storage: torch.UntypedStorage
+    start: int
+    place: int
+    nbytes: int
+
+    def source(self) -> torch.Tensor:
+        """The bytes, as a uint8 tensor that shares them."""
+        whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
+        return whole[self.start : self.start + self.nbytes]
+
+    def target(self, slot: torch.Tensor) -> torch.Tensor:
+        """Their place in the slot, as a uint8 tensor that shares it."""
+        return slot[self.place : self.place + self.nbytes]
+
+    def cut(self, nbytes: int) -> tuple[SlotSpan, SlotSpan]:
+        """The first ``nbytes`` and the rest."""
+        rest = SlotSpan(self.storage, self.start + nbytes, self.place + nbytes, self.nbytes - nbytes)
+        return self._replace(nbytes=nbytes), rest
+
+
+def whole(pieces: Iterable[Piece]) -> list[SlotSpan]:
+    """Whole pieces."""
+    return [SlotSpan(piece.storage, 0, piece.offset, piece.nbytes) for piece in pieces]
+
+
+def some(pieces: Sequence[Piece], spans: Iterable[Span]) -> list[SlotSpan]:
+    """Parts of pieces, which ``spans`` name by number."""
+    found = ((pieces[span.piece], span) for span in spans)
+    return [SlotSpan(piece.storage, span.start, piece.offset + span.start, span.nbytes) for piece, span in found]
+
+
+def cut_end(spans: Sequence[SlotSpan], nbytes: int) -> tuple[list[SlotSpan], list[SlotSpan]]:
+    """Cut the last ``nbytes`` off: what is before them, and they."""
+    before, end = list(spans), []
+    while before and nbytes > 0:
+        span = before.pop()
+        if span.nbytes > nbytes:
+            first, span = span.cut(span.nbytes - nbytes)
+            before.append(first)
+        end.append(span)
+        nbytes -= span.nbytes
+    return before, end[::-1]

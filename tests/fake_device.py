@@ -1,0 +1,130 @@
+"""GPUs that are lists of work, done in any order that streams and events allow: what is not ordered comes out wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(eq=False)
+class FakeEvent:
+    stream: FakeStream
+    number: int
+    """It is over when so many pieces of work of its stream are done."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.stream.done >= self.number
+
+
+@dataclass(eq=False)
+class FakeStream:
+    index: int
+    work: list[tuple[FakeEvent | None, Callable[[], None]]] = field(default_factory=list)
+    done: int = 0
+
+    @property
+    def is_ready(self) -> bool:
+        if self.done >= len(self.work):
+            return False
+        awaited = self.work[self.done][0]
+        return awaited is None or awaited.is_over
+
+    def advance(self) -> None:
+        self.work[self.done][1]()
+        self.done += 1
+
+
+class FakeDevice:
+    """Storages of the CPU that count as a GPU's. Nothing is done before somebody waits, or :meth:`run` is called.
+
+    Attributes:
+        seed: of the order in which streams go on; ``"late"`` lets the others run before side streams do.
+        capturing: whether a graph is being recorded.
+        synchronized: how often the host waited.
+        room: bytes that can be allocated.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.training = FakeStream(0)
+        self.streams = [self.training]
+        self.storages: set[int] = set()
+        self.capturing = False
+        self.synchronized = 0
+        self.room = 2**40
+        self.allocated = 0
+        self.pinned: set[int] = set()
+        self.now_s = 0.0
+
+    def own(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.storages |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Training orders some work."""
+        self.training.work.append((None, work))
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Let streams go on in an order of chance, until there is nothing left."""
+        while not until():
+            ready = [stream for stream in self.streams if stream.is_ready]
+            if not ready:
+                assert until() or all(stream.done == len(stream.work) for stream in self.streams), "a deadlock"
+                return
+            self.random.choice(ready).advance()
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        return storage.data_ptr() in self.storages
+
+    def index(self, storage: torch.UntypedStorage) -> int:
+        return 0
+
+    def current(self, index: int) -> FakeStream:
+        return self.training
+
+    def stream(self, index: int) -> FakeStream:
+        self.streams.append(FakeStream(index))
+        return self.streams[-1]
+
+    def record(self, stream: FakeStream, *, timed: bool = False) -> FakeEvent:
+        assert not self.capturing, "an event of ours in the graph of a user"
+        return FakeEvent(stream, len(stream.work))
+
+    def wait(self, stream: FakeStream, event: FakeEvent) -> None:
+        assert not self.capturing
+        stream.work.append((event, lambda: None))
+
+    def copy(self, stream: FakeStream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for target, source in pairs:
+            stream.work.append((None, lambda target=target, source=source: target.copy_(source)))
+
+    def is_over(self, event: FakeEvent) -> bool:
+        return event.is_over
+
+    def seconds(self, first: FakeEvent, last: FakeEvent) -> float:
+        return float(last.number - first.number)
+
+    def synchronize(self, event: FakeEvent) -> None:
+        self.synchronized += 1
+        self.run(lambda: event.is_over)
+        assert event.is_over
+
+    def allocate(self, index: int, nbytes: int) -> torch.Tensor | None:
+        if nbytes > self.room:
+            return None
+        self.allocated += nbytes
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+    def pin(self, slot: torch.Tensor) -> int:
+        self.pinned.add(slot.data_ptr())
+        return 0
+
+    def unpin(self, slot: torch.Tensor) -> int:
+        self.pinned.discard(slot.data_ptr())
+        return 0

@@ -1,0 +1,292 @@
+"""Copies that are held until their place in the iteration: when they go, that all of them go, and the GPU's order."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from lightning_spot.errors import SpotError
+from lightning_spot.image.layout import Piece
+from lightning_spot.staging.copier import Copier
+from lightning_spot.staging.cuda import CudaCopier
+from lightning_spot.staging.device import DeviceClock
+from lightning_spot.staging.job import SlotView, watch
+from lightning_spot.staging.partitions import Partition, Span
+from lightning_spot.staging.schedule import Held, Schedule, Timetable
+from lightning_spot.staging.spans import SlotSpan, cut_end
+from tests.conftest import until
+from tests.fake_device import FakeDevice
+
+SIZES = (3000, 1, 50_000, 700)
+
+
+class Fixed(Schedule):
+    """Gives every snapshot the same plan."""
+
+    def __init__(self, parts: Sequence[tuple[int, float, Sequence[Span]]], limit_s: float) -> None:
+        super().__init__("eager")
+        self.made = Timetable(
+            tuple(Partition(point, after_s, tuple(spans)) for point, after_s, spans in parts), limit_s
+        )
+        self.jobs: list[Held] = []
+
+    def timetable(self, pieces: Sequence[tuple[int, int]]) -> Timetable | None:
+        return self.made
+
+    def attach(self, job: Held) -> None:
+        self.jobs.append(job)
+
+
+class Desk:
+    """Some tensors, their places in a slot, and a clock that stands still."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.tensors = [torch.full((size,), number + 1, dtype=torch.uint8) for number, size in enumerate(SIZES)]
+        self.view = SlotView(mmap.mmap(-1, 2**17))
+        places = [64, 4096, 8192, 2**16]
+        self.pieces = [
+            Piece(tensor.untyped_storage(), place, tensor.numel())
+            for tensor, place in zip(self.tensors, places, strict=True)
+        ]
+
+    def read(self, number: int) -> torch.Tensor:
+        piece = self.pieces[number]
+        return self.view.tensor[piece.offset : piece.offset + piece.nbytes]
+
+    def copied(self, number: int) -> bool:
+        return bool((self.read(number) == number + 1).all())
+
+    def untouched(self, number: int) -> bool:
+        return bool((self.read(number) == 0).all())
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+@pytest.fixture
+def copier(desk: Desk) -> Iterator[Copier]:
+    made = Copier(clock=lambda: desk.now_s)
+    yield made
+    made.close()
+
+
+IN_TURN = [(0, 0.0, [Span(3, 0, 700)]), (2, 0.0, [Span(0, 0, 3000), Span(1, 0, 1)]), (5, 3.0, [Span(2, 0, 50_000)])]
+
+
+def test_partitions_go_when_their_place_is_reached(desk: Desk, copier: Copier) -> None:
+    schedule = Fixed(IN_TURN, limit_s=100.0)
+    job = copier.start(desk.pieces, desk.view, watch(desk.tensors), schedule)
+    assert schedule.jobs == [job]
+    until(lambda: desk.copied(3), "what goes at once")
+    job.release(1)
+    assert all(map(desk.untouched, (0, 1, 2)))
+    job.release(3)  # past the place itself, which was not reached
+    until(lambda: desk.copied(0) and desk.copied(1), "what was held until place 2")
+    assert desk.untouched(2)
+    job.release(5)
+    assert desk.untouched(2)
+    desk.now_s = 3.0
+    copier._notify()
+    until(lambda: desk.copied(2), "what goes 3 s later")
+    job.wait()
+    assert not job.moved
+
+
+def test_nothing_is_held_longer_than_an_iteration_takes(desk: Desk, copier: Copier) -> None:
+    job = copier.start(desk.pieces, desk.view, schedule=Fixed(IN_TURN, limit_s=100.0))
+    desk.now_s = 99.9
+    copier._notify()
+    until(lambda: desk.copied(3), "what goes at once")
+    assert desk.untouched(0)
+    desk.now_s = 100.0
+    copier._notify()
+    job.wait()
+    assert all(map(desk.copied, range(4)))
+
+
+def test_who_needs_the_tensors_copies_what_is_held(desk: Desk, copier: Copier) -> None:
+    job = copier.start(desk.pieces, desk.view, watch(desk.tensors), Fixed(IN_TURN, limit_s=1e9))
+    job.wait_cpu()
+    assert all(map(desk.copied, range(4)))
+    desk.tensors[0].zero_()
+    job.wait()
+    assert not job.moved
+    job.release(5)  # a place that is reached later is no harm
+
+
+def test_a_held_tensor_that_changes_is_noticed(desk: Desk, copier: Copier) -> None:
+    job = copier.start(desk.pieces, desk.view, watch(desk.tensors), Fixed(IN_TURN, limit_s=1e9))
+    desk.tensors[2].add_(1)
+    job.wait_cpu()
+    job.wait()
+    assert job.moved == {desk.tensors[2].untyped_storage().data_ptr()}
+
+
+def test_a_later_job_is_not_kept_by_one_that_is_held(desk: Desk, copier: Copier) -> None:
+    first = copier.start(desk.pieces[:1], desk.view, schedule=Fixed([(4, 0.0, [Span(0, 0, 3000)])], 1e9))
+    second = copier.start(desk.pieces[2:3], desk.view)
+    second.wait()
+    assert desk.copied(2)
+    assert desk.untouched(0)
+    first.wait_cpu()
+    assert desk.copied(0)
+
+
+def test_closing_copies_what_is_held(desk: Desk) -> None:
+    copier = Copier()
+    copier.start(desk.pieces, desk.view, schedule=Fixed(IN_TURN, limit_s=1e9))
+    closing = threading.Thread(target=copier.close)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert all(map(desk.copied, range(4)))
+
+
+def test_a_failed_copy_is_told_to_who_waits(desk: Desk, copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SlotSpan, "target", lambda *_: 1 / 0)
+    job = copier.start(desk.pieces, desk.view)
+    with pytest.raises(SpotError, match="division by zero"):
+        job.wait()
+
+
+# -- a GPU that is a list of work -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buffer_bytes", [0, 1, 500, 40_000, 10**6])
+@pytest.mark.parametrize("planned", [True, False], ids=["planned", "at-once"])
+def test_whatever_order_streams_take_the_slot_holds_what_was_there_before_the_step(
+    desk: Desk, buffer_bytes: int, planned: bool
+) -> None:
+    for seed in range(30):
+        device = FakeDevice(seed)
+        device.own(desk.tensors)
+        copier = Copier(buffer_bytes=buffer_bytes, device=device)
+        jobs = []
+        for value in (7, 8, 9):  # one before the other has left the buffer
+            ready = torch.full((1,), value, dtype=torch.uint8)
+            for tensor in desk.tensors:  # the last step's work, not done yet when the snapshot begins
+                device.do(lambda tensor=tensor, ready=ready: tensor.copy_(ready))
+            schedule = Fixed(IN_TURN, limit_s=1.0) if planned else Schedule("eager")
+            view = SlotView(mmap.mmap(-1, 2**17))
+            job = copier.start(desk.pieces, view, schedule=schedule)
+            job.release(2)
+            job.wait_cpu()
+            copier.fence()
+            assert not device.synchronized, "the host waited"
+            for tensor in desk.tensors:  # the optimizer
+                device.do(lambda tensor=tensor: tensor.fill_(99))
+            device.run(lambda device=device: device.random.random() < 0.2)
+            jobs.append((value, job, view))
+        for value, job, view in jobs:
+            job.wait()
+            for piece in desk.pieces:
+                assert (view.tensor[piece.offset : piece.offset + piece.nbytes] == value).all(), (seed, value)
+        device.run()
+        assert device.allocated == buffer_bytes
+        copier.close()
+
+
+def test_what_goes_through_the_buffer_holds_the_optimizer_up_for_a_copy_on_the_device_only(desk: Desk) -> None:
+    device = FakeDevice()
+    device.own(desk.tensors)
+    copier = CudaCopier(sum(SIZES), device)
+    spans = [SlotSpan(piece.storage, 0, piece.offset, piece.nbytes) for piece in desk.pieces]
+    copy = copier.begin([(0, spans)], desk.view.tensor, buffered=True)
+    copy.release(0)
+    copy.release_all()
+    copier.fence()
+    while device.training.is_ready:
+        device.training.advance()  # the side stream has not moved
+    assert device.training.done == len(device.training.work)
+    for tensor in desk.tensors:
+        tensor.zero_()
+    copy.wait()
+    assert all(map(desk.copied, range(4)))
+
+
+def test_a_device_without_room_for_the_buffer_is_said_once(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    device = FakeDevice()
+    device.own(desk.tensors)
+    device.room = 10
+    copier = Copier(buffer_bytes=100, device=device)
+    for _ in range(2):
+        job = copier.start(desk.pieces, desk.view, schedule=Schedule("eager"))
+        job.wait_cpu()
+        copier.fence()
+        job.wait()
+    assert all(map(desk.copied, range(4)))
+    assert caplog.text.count("no room for device_buffer") == 1
+    copier.close()
+
+
+def test_a_graph_that_is_recorded_gets_nothing_of_ours(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    """The snapshot under way is dropped, later ones are copied before training goes on: replays call no hooks."""
+    device = FakeDevice()
+    device.own(desk.tensors)
+    copier = Copier(buffer_bytes=100, device=device)
+    job = copier.start(desk.pieces, desk.view, schedule=Fixed(IN_TURN, limit_s=1.0))
+    device.capturing = True
+    job.release(5)
+    with pytest.raises(SpotError, match="CUDA graph"):
+        job.wait_cpu()
+    copier.fence()
+    device.capturing = False
+    with pytest.raises(SpotError, match="CUDA graph"):
+        job.wait()
+    desk.view.tensor.zero_()
+    schedule = Fixed(IN_TURN, limit_s=1.0)
+    job = copier.start(desk.pieces, desk.view, schedule=schedule)
+    for tensor in desk.tensors:
+        device.do(tensor.zero_)  # a replay
+    job.wait()
+    assert all(map(desk.copied, range(4)))
+    assert schedule.jobs == []
+    assert caplog.text.count("CUDA graph is recorded") == 1
+    copier.close()
+
+
+def test_slots_are_pinned_once_and_unpinned(desk: Desk) -> None:
+    device = FakeDevice()
+    device.own(desk.tensors)
+    copier = Copier(device=device)
+    copier.pin(desk.view)
+    assert device.pinned == {desk.view.address}
+    copier.start(desk.pieces, desk.view).wait_cpu()
+    copier.unpin(desk.view)
+    assert device.pinned == set()
+    assert all(map(desk.copied, range(4)))  # not before what was under way was there
+    copier.close()
+
+
+def test_a_gpus_clock_tells_time_in_the_order_of_its_work() -> None:
+    device = FakeDevice()
+    clock = DeviceClock(0, device)
+    first = clock.mark()
+    for _ in range(3):
+        device.do(lambda: None)
+    last = clock.mark()
+    assert clock.is_over(first)
+    assert not clock.is_over(last)
+    device.run()
+    assert clock.is_over(last)
+    assert clock.between(first, last) == (3.0, 3.0)
+    device.capturing = True
+    assert clock.mark() is None
+    assert clock.between(first, None) == (0.0, 0.0)
+
+
+def test_the_end_is_cut_off() -> None:
+    storage = torch.zeros(10, dtype=torch.uint8).untyped_storage()
+    spans = [SlotSpan(storage, 0, 100, 4), SlotSpan(storage, 4, 200, 6)]
+    before, end = cut_end(spans, 8)
+    assert before == [SlotSpan(storage, 0, 100, 2)]
+    assert end == [SlotSpan(storage, 2, 102, 2), SlotSpan(storage, 4, 200, 6)]
+    assert cut_end(spans, 0) == (spans, [])
+    assert cut_end(spans, 100) == ([], spans)
