@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import blocking, chain, guard, ingest, layout, memory, objects, restore
+from benchmarks import blocking, chain, guard, in_all, ingest, layout, memory, objects, restore
 from benchmarks.measure import Result
 
 ALL = {
@@ -22,6 +22,7 @@ ALL = {
     "ingest": ingest,
     "restore": restore,
     "memory": memory,
+    "in-all": in_all,
     "guard": guard,
     "chain": chain,
     "objects": objects,

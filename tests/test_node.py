@@ -257,6 +257,31 @@ def test_a_part_damaged_on_its_way_is_sent_again(start_node: StartNode, monkeypa
     assert bytes(buffer) == data
 
 
+def test_what_is_damaged_on_its_way_back_is_fetched_again(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = start_node()
+    data = checkpoint_bytes(1)
+    manifest = put(node, 1, data=data)
+    real = NodeClient.receive
+    damaged: list[int] = []
+
+    def damaging(self: NodeClient, path: str, start: int, into: memoryview, etag: str | None = None) -> None:
+        real(self, path, start, into, etag)
+        if len(damaged) < most:
+            damaged.append(start)
+            into[0] ^= 1
+
+    monkeypatch.setattr(NodeClient, "receive", damaging)
+    store, buffer, most = NodeStore(f"{node.url}/run"), bytearray(len(data)), 1
+    store.fetch(manifest, memoryview(buffer))
+    assert damaged == [0]
+    assert bytes(buffer) == data
+    most = 3
+    with pytest.raises(CorruptSnapshot, match="part 0"):
+        store.fetch(manifest, memoryview(buffer))
+
+
 def test_a_line_that_damages_everything_is_named(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
     node = start_node()
     monkeypatch.setattr(PartStream, "send", lambda _self, parts: [(start, "wrong") for start, _ in parts])

@@ -88,6 +88,18 @@ def test_what_is_put_is_there(store: Store) -> None:
     assert sum(moved) == manifest.nbytes
 
 
+@pytest.mark.parametrize("part", [0, -1])
+def test_a_part_that_is_not_what_was_committed_is_noticed_as_it_comes(store: Store, part: int) -> None:
+    put(store, 5)
+    (found,) = store.survey().manifests
+    checksums = list(found.checksums)
+    checksums[part] = "0" * 32
+    with pytest.raises(CorruptSnapshot, match=f"part {len(checksums) - 1 if part else 0}"):
+        store.fetch(replace(found, checksums=tuple(checksums)), memoryview(bytearray(found.nbytes)))
+    with pytest.raises(CorruptSnapshot):
+        store.fetch(replace(found, checksums=()), memoryview(bytearray(found.nbytes)))
+
+
 @pytest.mark.parametrize("nbytes", [0, 1, 255, 256, 257])
 def test_odd_sizes(store: Store, nbytes: int) -> None:
     manifest = put(store, 1, nbytes=nbytes)

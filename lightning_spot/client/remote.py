@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -14,17 +15,20 @@ from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.errors import CorruptSnapshot, NodeUnreachable, SnapshotNotFound, SpotError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.parts import checksum, part_ranges
+from lightning_spot.image.parts import checksum
 from lightning_spot.image.sealing import seal_parts
 from lightning_spot.memory.runs import Opened, RunInfo, parse_run
 from lightning_spot.protocol.wire import Address, parse_spot_url
+from lightning_spot.tiers.batches import Pace, useful_streams
+from lightning_spot.tiers.lanes import Climb
 from lightning_spot.tiers.store import Claim, Holdings, Progress, highest_attempt, newest_first
 
 logger = logging.getLogger(__name__)
 
 CONNECTIONS = 4
-"""Connections a snapshot is sent over: a cloud VM gets about 5 Gbit/s per flow outside a placement group."""
+"""Connections a snapshot moves over, at first: a cloud VM gets about 5 Gbit/s per flow outside a placement group."""
 
+_MOST_CONNECTIONS = 16
 _ASK_S = 5.0
 _WAIT_FOR_SLOT_S = 10.0
 _SENDS_OF_A_PART = 3
@@ -46,6 +50,8 @@ class NodeStore:
         self.run = path.rpartition("/")[2]
         self.client = NodeClient(address or parsed)
         self._info: RunInfo | None = None
+        self._pace = Pace()
+        self._connections = CONNECTIONS
 
     # -- as a store -----------------------------------------------------------------------------------------------
 
@@ -94,11 +100,16 @@ class NodeStore:
         def read(bounds: tuple[int, int]) -> None:
             start, stop = bounds
             self.client.receive(path, start, into[start:stop])
+            try:
+                manifest.verify_range(start, into[start:stop], self.url)
+            except CorruptSnapshot:  # perhaps on its way
+                self.client.receive(path, start, into[start:stop])
+                manifest.verify_range(start, into[start:stop], self.url)
             if progress is not None:
                 progress(stop - start)
 
         with ThreadPoolExecutor(CONNECTIONS) as pool:
-            list(pool.map(read, part_ranges(manifest.nbytes)))
+            list(pool.map(read, manifest.ranges()))
 
     def delete(self, manifest: Manifest) -> None:
         """See :meth:`Store.delete`."""
@@ -175,16 +186,7 @@ class NodeStore:
         """See :meth:`NodeTier.send`."""
         upload = self._lease(self._named(coming.manifest), attempt)
         try:
-            parts = _Shared(coming.sealed_parts())
-            lanes = min(CONNECTIONS, -(-coming.manifest.nbytes // coming.manifest.part_bytes))
-            with ThreadPoolExecutor(max(1, lanes)) as pool:
-                jobs = [pool.submit(self._send_lane, upload, parts, coming.image) for _ in range(lanes)]
-                try:
-                    for job in jobs:
-                        job.result()
-                except BaseException:
-                    parts.stop()
-                    raise
+            self._send_parts(upload, _Shared(coming.sealed_parts()), coming)
             manifest = coming.committed()
             self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": asdict(self._named(manifest))})
         except BaseException:
@@ -228,12 +230,42 @@ class NodeStore:
             raise
         return upload
 
-    def _send_lane(self, upload: str, parts: _Shared, image: memoryview) -> None:
+    def _send_parts(self, upload: str, parts: _Shared, coming: Coming) -> None:
+        """Send parts over several connections; over more where the node is far and more of them move more."""
+        began_s = time.monotonic()
+        self.client.call("GET", "/healthz", timeout_s=_ASK_S)
+        self._pace.answered(time.monotonic() - began_s)
+        count = -(-coming.manifest.nbytes // coming.manifest.part_bytes)
+        most = min(count, useful_streams(self._pace.latency_s, fewest=CONNECTIONS, most=_MOST_CONNECTIONS))
+        climb, lock = Climb(min(self._connections, most), most), threading.Lock()
+        jobs: list[Future[None]] = []
+        with ThreadPoolExecutor(max(1, most)) as pool:
+
+            def moved(nbytes: int) -> None:
+                with lock:
+                    climb.moved(nbytes)
+                    begin()
+
+            def begin() -> None:
+                while len(jobs) < climb.lanes:
+                    jobs.append(pool.submit(self._send_lane, upload, parts, coming.image, moved))
+
+            with lock:
+                begin()
+            try:
+                for job in jobs:  # which grows: a lane adds others before it ends
+                    job.result()
+            except BaseException:
+                parts.stop()
+                raise
+        self._connections = max(CONNECTIONS, climb.best_lanes)
+
+    def _send_lane(self, upload: str, parts: _Shared, image: memoryview, moved: Callable[[int], None]) -> None:
         """Send parts over one connection; what arrives damaged, or not at all, is sent again a few times."""
         again: dict[int, _Part] = {}
         for last_try in (False,) * (_SENDS_OF_A_PART - 1) + (True,):
             try:
-                self._send_over(upload, parts, again, image)
+                self._send_over(upload, parts, again, image, moved)
             except NodeUnreachable:
                 if last_try:
                     raise
@@ -243,7 +275,9 @@ class NodeStore:
             f"bytes {min(again)}… arrive damaged at {self.url}, {_SENDS_OF_A_PART} times", where=self.url
         )
 
-    def _send_over(self, upload: str, parts: _Shared, again: dict[int, _Part], image: memoryview) -> None:
+    def _send_over(
+        self, upload: str, parts: _Shared, again: dict[int, _Part], image: memoryview, moved: Callable[[int], None]
+    ) -> None:
         """Send what an earlier try left, then parts as they are sealed; what did not arrive stays in ``again``."""
 
         def outgoing() -> Iterator[tuple[int, memoryview]]:
@@ -257,7 +291,7 @@ class NodeStore:
         try:
             for start, arrived in stream.send(outgoing()):
                 if arrived == again[start][2]:
-                    del again[start]
+                    moved(again.pop(start)[1] - start)
         finally:
             stream.close()
 

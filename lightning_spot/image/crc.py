@@ -1,4 +1,4 @@
-"""CRC-32, fast where ``zlib-ng`` is installed, and of a long run of bytes from its pieces, for several threads."""
+"""CRC-32, fast where ``zlib-ng`` has a wheel, and of a long run of bytes from its pieces, for several threads."""
 
 from __future__ import annotations
 

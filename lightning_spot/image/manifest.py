@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lightning_spot.config import MANIFEST_VERSION, PART_BYTES
 from lightning_spot.errors import CorruptManifest, UnknownFormat
-from lightning_spot.image.parts import checksum_parts, verify_file, verify_parts
+from lightning_spot.image.parts import checksum_parts, part_ranges, verify_file, verify_parts
 
 MODEL_FILE = "model.ckpt"
 MANIFEST_FILE = "manifest.json"
@@ -125,6 +125,20 @@ class Manifest:
             CorruptSnapshot: if size or a part's checksum differs.
         """
         verify_parts(image, self.checksums, self.part_bytes, f"{self.run}/{self.name} at {where}")
+
+    def ranges(self, about_bytes: int = PART_BYTES) -> Iterator[tuple[int, int]]:
+        """Yield ``(start, stop)`` of runs of whole parts, about so many bytes each: fetched and checked at once."""
+        return part_ranges(self.nbytes, max(1, about_bytes // self.part_bytes) * self.part_bytes)
+
+    def verify_range(self, start: int, data: memoryview, where: str) -> None:
+        """Check one of the :meth:`ranges`.
+
+        Raises:
+            CorruptSnapshot: if a part's checksum differs, or this manifest is not sealed.
+        """
+        first = start // self.part_bytes
+        checksums = self.checksums[first : first - (-len(data) // self.part_bytes)]
+        verify_parts(data, checksums, self.part_bytes, f"{self.run}/{self.name} at {where}", start)
 
     def verify_file(self, fd: int, where: str, progress: Callable[[int], None] | None = None) -> None:
         """Check an open file against this manifest, by reading it; see :func:`~lightning_spot.image.parts.verify_file`.

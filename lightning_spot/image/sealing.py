@@ -8,6 +8,8 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+import xxhash
+
 from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported
 from lightning_spot.image.archive import ZipEntry, read_entries
 from lightning_spot.image.coming import Coming
@@ -16,6 +18,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum, part_ranges
 
 _CRC_BYTES = 4
+_CHUNK_BYTES = 256 * 1024  # stays in the processor's cache between its CRC and its checksum
 _MOST_THREADS = 4
 
 
@@ -33,7 +36,7 @@ class Sealing(Coming):
         Raises:
             LayoutUnsupported: if the file is no archive of stored records.
         """
-        plan = _Plan(read_entries(self.image[: self.manifest.nbytes]), self._parts, self.manifest.part_bytes)
+        plan = _Plan(read_entries(self.image[: self.manifest.nbytes]), self._parts, self.image)
         helpers = [threading.Thread(target=self._work, args=(plan,), name="spot-seal") for _ in range(threads - 1)]
         for helper in helpers:
             helper.start()
@@ -44,77 +47,131 @@ class Sealing(Coming):
 
     def _work(self, plan: _Plan) -> None:
         while (index := plan.next_part()) is not None:
-            for ready in plan.finish(index, self.image):
-                start, stop = self._parts[ready]
-                self._final(ready, checksum(self.image[start:stop]))
+            for ready in plan.finish(index):
+                self._final(ready, plan.checksum(ready))
+
+
+class _Part:
+    """A part that is checksummed as far as every CRC field before that place is written.
+
+    Whoever works on it does so alone: first who takes it from the plan, then who writes the last field in it.
+    """
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+        self.pieces: list[tuple[int, int, int]] = []  # of records that lie in it: record, start, stop
+        self.waits = 1  # for its own pieces, and for each field in it
+        self._fields: list[int] = []
+        self._written: set[int] = set()
+        self._next_field = 0
+        self._hashed = start
+        self._digest = xxhash.xxh3_128()
+
+    def expects(self, place: int) -> None:
+        """A CRC field, or the end of one, will be written at a place in it."""
+        self.waits += 1
+        self._fields.append(max(place, self.start))
+
+    def begin(self) -> None:
+        """All fields are known."""
+        self._fields.sort()
+        self.pieces.sort(key=lambda piece: piece[1])
+
+    def written(self, place: int) -> None:
+        """A field was written."""
+        self.waits -= 1
+        self._written.add(max(place, self.start))
+
+    def hash(self, image: memoryview, upto: int) -> None:
+        """Checksum what is there up to a place: it was just read for its CRC, and is in the processor's cache."""
+        while self._next_field < len(self._fields) and self._fields[self._next_field] in self._written:
+            self._next_field += 1
+        if self._next_field < len(self._fields):
+            upto = min(upto, self._fields[self._next_field])
+        if upto > self._hashed:
+            self._digest.update(image[self._hashed : upto])
+            self._hashed = upto
+
+    def checksum(self, image: memoryview) -> str:
+        """Of all of it, once nothing is to be written in it any more."""
+        self.hash(image, self.stop)
+        return self._digest.hexdigest()
 
 
 class _Plan:
     """Which parts still wait for CRCs: a part may be checksummed once every CRC field that lies in it is written."""
 
-    def __init__(self, records: list[ZipEntry], parts: list[tuple[int, int]], part_bytes: int) -> None:
+    def __init__(self, records: list[ZipEntry], parts: list[tuple[int, int]], image: memoryview) -> None:
         self._lock = threading.Lock()
         self._next = 0
-        self._part_bytes = part_bytes
+        self._image = image
         self._records = records
-        self._pieces: list[list[tuple[int, int, int]]] = [[] for _ in parts]  # of a part: record, start, stop
+        self._parts = [_Part(start, stop) for start, stop in parts]
+        self._part_bytes = self._parts[0].stop if parts else 1  # the first is as long as any
         self._crcs: list[dict[int, tuple[int, int]]] = [{} for _ in records]  # start -> CRC, bytes
-        self._left = [0] * len(records)  # bytes without a CRC yet
-        self._waits = [1] * len(parts)  # for its own pieces and for the fields in it
+        self._left = [record.nbytes for record in records]  # bytes without a CRC yet
         for number, record in enumerate(records):
-            self._left[number] = record.nbytes
             end = record.offset + record.nbytes
             if max(end, *(place + _CRC_BYTES for place in record.crc_at)) > (parts[-1][1] if parts else 0):
                 raise LayoutUnsupported(f"record {record.name!r} reaches beyond the end of the checkpoint file")
-            for index in range(record.offset // part_bytes, -(-end // part_bytes) if record.nbytes else 0):
-                start, stop = parts[index]
-                self._pieces[index].append((number, max(start, record.offset), min(stop, end)))
             if record.nbytes:  # a field of an empty record holds zero already
-                for index in self._parts_of(record):
-                    self._waits[index] += 1
+                for part in self._parts[record.offset // self._part_bytes : -(-end // self._part_bytes)]:
+                    part.pieces.append((number, max(part.start, record.offset), min(part.stop, end)))
+                for place, part in self._fields_of(record):
+                    part.expects(place)
+        for part in self._parts:
+            part.begin()
 
     def next_part(self) -> int | None:
         """Take the next part to work on; ``None`` when all are taken."""
         with self._lock:
             self._next += 1
-            return self._next - 1 if self._next <= len(self._waits) else None
+            return self._next - 1 if self._next <= len(self._parts) else None
 
-    def finish(self, index: int, image: memoryview) -> list[int]:
+    def finish(self, index: int) -> list[int]:
         """Compute the CRCs of a part's pieces, write those that are complete, and return the parts that are ready."""
-        crcs = [(number, start, stop, crc32(image[start:stop])) for number, start, stop in self._pieces[index]]
-        with self._lock:
-            ready = self._no_longer_waits([index])
-            for number, start, stop, crc in crcs:
+        part, ready = self._parts[index], []
+        for number, start, stop in part.pieces:
+            crc = 0
+            for place in range(start, stop, _CHUNK_BYTES):
+                end = min(place + _CHUNK_BYTES, stop)
+                crc = crc32(self._image[place:end], crc)
+                part.hash(self._image, end)
+            with self._lock:
                 self._crcs[number][start] = (crc, stop - start)
                 self._left[number] -= stop - start
                 if not self._left[number]:
-                    ready += self._no_longer_waits(self._write(number, image))
-            return ready
+                    ready += self._write(number)
+        with self._lock:
+            part.waits -= 1
+            if not part.waits:
+                ready.append(index)
+        return ready
 
-    def _write(self, number: int, image: memoryview) -> list[int]:
-        pieces = self._crcs[number]
+    def checksum(self, index: int) -> str:
+        """Of a part that is ready."""
+        return self._parts[index].checksum(self._image)
+
+    def _write(self, number: int) -> list[int]:
+        """Write the CRC of a record that has been read to its end; the parts that are ready now. Under the lock."""
+        pieces, record = self._crcs[number], self._records[number]
         whole = 0
         for start in sorted(pieces):
             whole = combine(whole, *pieces[start])
-        for place in self._records[number].crc_at:
-            struct.pack_into("<L", image, place, whole)
-        return self._parts_of(self._records[number])
-
-    def _parts_of(self, record: ZipEntry) -> list[int]:
-        """Parts in which fields of a record lie, once for each field and part."""
-        return [
-            index
-            for place in record.crc_at
-            for index in range(place // self._part_bytes, (place + _CRC_BYTES - 1) // self._part_bytes + 1)
-        ]
-
-    def _no_longer_waits(self, parts: list[int]) -> list[int]:
+        for place in record.crc_at:
+            struct.pack_into("<L", self._image, place, whole)
         ready = []
-        for index in parts:
-            self._waits[index] -= 1
-            if not self._waits[index]:
-                ready.append(index)
+        for place, part in self._fields_of(record):
+            part.written(place)
+            if not part.waits:
+                ready.append(part.start // self._part_bytes)
         return ready
+
+    def _fields_of(self, record: ZipEntry) -> Iterator[tuple[int, _Part]]:
+        """Each CRC field of a record, with each part in which some of it lies."""
+        for place in record.crc_at:
+            for part in self._parts[place // self._part_bytes : -(-(place + _CRC_BYTES) // self._part_bytes)]:
+                yield place, part
 
 
 class NotedParts:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import tempfile
 from typing import Protocol
 
 from lightning_spot.client.embedded import attach
-from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError, TierError
+from lightning_spot.errors import SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import verify_file
 from lightning_spot.run.reading import OpenSnapshot
+from lightning_spot.run.receiving import receive
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings, Progress, Store, newest_first
 
@@ -117,20 +116,8 @@ class StoreSource:
             except OSError as error:
                 raise TierError(f"{url}: {error.strerror}", tier=self.store.url) from error
             return _checked(OpenSnapshot(manifest, self.tier, url, fd), progress)
-        snapshot = OpenSnapshot(manifest, self.tier, url, _memory_file(manifest.nbytes, url), in_memory=True)
-        try:
-            if manifest.nbytes:
-                with mmap.mmap(snapshot.fd, manifest.nbytes) as shared, memoryview(shared) as view:
-                    self.store.fetch(manifest, view, progress)
-        except (OSError, ValueError) as error:
-            snapshot.close()
-            if isinstance(error, SpotError):
-                raise
-            raise TierError(f"{url}: no memory for {manifest.nbytes} bytes ({error})", tier=self.store.url) from error
-        except BaseException:
-            snapshot.close()
-            raise
-        return _checked(snapshot, None)
+        fd, in_memory = receive(self.store, manifest, url, progress)
+        return OpenSnapshot(manifest, self.tier, url, fd, in_memory=in_memory)
 
 
 def _checked(snapshot: OpenSnapshot, progress: Progress | None) -> OpenSnapshot:
@@ -138,38 +125,8 @@ def _checked(snapshot: OpenSnapshot, progress: Progress | None) -> OpenSnapshot:
     manifest = snapshot.manifest
     where = f"{manifest.run}/{manifest.name} at {snapshot.url}"
     try:
-        if not snapshot.in_memory:
-            verify_file(snapshot.fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, where, progress)
-        else:
-            _verify_memory(snapshot, where)
-            if progress is not None:
-                progress(manifest.nbytes)
+        verify_file(snapshot.fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, where, progress)
     except BaseException:
         snapshot.close()
         raise
     return snapshot
-
-
-def _verify_memory(snapshot: OpenSnapshot, where: str) -> None:
-    """Memory may be mapped, which saves a copy; files on a disk are read."""
-    manifest = snapshot.manifest
-    size = os.fstat(snapshot.fd).st_size
-    if size < manifest.nbytes:
-        raise CorruptSnapshot(f"{where} is cut short: {size} of {manifest.nbytes} bytes are there", where=where)
-    if manifest.nbytes:
-        with mmap.mmap(snapshot.fd, manifest.nbytes, access=mmap.ACCESS_READ) as shared, memoryview(shared) as view:
-            manifest.verify(view, where)
-
-
-def _memory_file(nbytes: int, url: str) -> int:
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("lightning-spot-restore", os.MFD_CLOEXEC)
-    else:
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
-    try:
-        os.ftruncate(fd, nbytes)
-    except (OSError, OverflowError) as error:
-        os.close(fd)
-        raise TierError(f"{url}: no memory for {nbytes} bytes ({error})", tier=url) from error
-    return fd

@@ -21,7 +21,7 @@ PROC_CGROUP = Path("/proc/self/cgroup")
 
 _PAGE = 2 * 1024 * 1024
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
-_MADV_POPULATE_WRITE = 23
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _libc = ctypes.CDLL(None)
 
 
@@ -38,13 +38,25 @@ def map_shared(fd: int, nbytes: int) -> mmap.mmap:
     """
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     shared = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=protection)
-    first = ctypes.c_char.from_buffer(shared)
-    failed = _libc.madvise(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
-    del first
-    if failed:  # a kernel before 5.14
+    if not populate(shared, 0, nbytes, write=False):  # a kernel before 5.14
         shared.close()
         return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | _POPULATE, prot=protection)
     return shared
+
+
+def populate(shared: mmap.mmap, start: int, nbytes: int, *, write: bool) -> bool:
+    """Fill the page tables of a mapping, many pages at a time, while other threads go on; whether that could be done.
+
+    Args:
+        shared: a writable mapping.
+        start: first byte, a multiple of a page.
+        nbytes: how many bytes.
+        write: whether pages that do not exist are made; otherwise those that exist are mapped, at a third of the cost.
+            In shared memory they may be written to all the same, without a fault.
+    """
+    first = ctypes.c_char.from_buffer(shared, start)
+    advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
+    return not _libc.madvise(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(nbytes), advice)
 
 
 class SlotMemory:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lightning_spot.errors import CorruptManifest, SnapshotNotFound, SpotError, TierError
+from lightning_spot.tiers.direct import write_parts
 from lightning_spot.tiers.store import LONGEST_MANIFEST_BYTES
 from lightning_spot.tiers.temporaries import temporary_name
 
@@ -113,9 +114,7 @@ def write_aside(folder: Path, parts: Iterable[memoryview], *, attempt: int, run_
     temporary = folder / temporary_name(attempt, run_id)
     try:
         with open(temporary, "xb", buffering=0) as file:
-            for part in parts:
-                while part:
-                    part = part[file.write(part) :]
+            write_parts(file, parts)
             os.fsync(file.fileno())
     except BaseException:
         remove(temporary)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
+from lightning_spot.tiers.batches import Pace, best_part_bytes
+
 Job = tuple[int, Callable[[], None]]
 """Bytes of a part, and what moves it."""
 
@@ -21,11 +23,20 @@ class Lanes:
     """Moves parts over several connections at once; keeps adding lanes while that makes it faster. Thread-safe.
 
     What was found is kept for the next transfer. At most 32 lanes, and 128 MiB of parts, are under way.
+
+    Attributes:
+        count: lanes to begin with.
+        pace: of one lane.
     """
 
     def __init__(self) -> None:
         self.count = FIRST
+        self.pace = Pace()
         self._lock = threading.Lock()
+
+    def part_bytes(self, nbytes: int, least: int) -> int:
+        """How large the parts of a transfer of ``nbytes`` should be, at least ``least``, from what was measured."""
+        return best_part_bytes(nbytes, self.count, self.pace, least=least, under_way=_IN_FLIGHT_BYTES)
 
     def run(self, jobs: Iterable[Job], part_bytes: int) -> None:
         """Do all jobs, in any order; the next one is asked for when a lane is free.
@@ -45,7 +56,7 @@ class Lanes:
         with ThreadPoolExecutor(most, thread_name_prefix="spot-lane") as pool:
             try:
                 for nbytes, job in jobs:
-                    running[pool.submit(job)] = nbytes
+                    running[pool.submit(self._timed, nbytes, job)] = nbytes
                     while len(running) >= climb.lanes:
                         _await_one(running, climb)
                 while running:
@@ -56,6 +67,12 @@ class Lanes:
                 raise
         with self._lock:
             self.count = max(FEWEST, climb.best_lanes)
+
+    def _timed(self, nbytes: int, job: Callable[[], None]) -> None:
+        began_s = time.monotonic()
+        job()
+        with self._lock:
+            self.pace.moved(nbytes, time.monotonic() - began_s)
 
 
 class Climb:

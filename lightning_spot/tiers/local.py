@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot, SpotError, TierError
 from lightning_spot.image.manifest import MANIFEST_FILE, MODEL_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.parts import part_ranges
@@ -84,16 +83,18 @@ class LocalStore:
         """See :meth:`Store.fetch`."""
         path = self.root / manifest.data_path
         with tier_errors(self.url, reading=True), open(path, "rb", buffering=0) as file:
-            place = 0
-            while place < manifest.nbytes:
-                count = file.readinto(into[place : min(place + PART_BYTES, manifest.nbytes)])
-                if not count:
-                    raise CorruptSnapshot(
-                        f"{path} is cut short: {place} of {manifest.nbytes} bytes are there", where=self.url
-                    )
-                place += count
-                if progress is not None:
-                    progress(count)
+            for start, stop in manifest.ranges():
+                place = start
+                while place < stop:
+                    count = file.readinto(into[place:stop])
+                    if not count:
+                        raise CorruptSnapshot(
+                            f"{path} is cut short: {place} of {manifest.nbytes} bytes are there", where=self.url
+                        )
+                    place += count
+                    if progress is not None:
+                        progress(count)
+                manifest.verify_range(start, into[start:stop], self.url)
 
     # -- changes --------------------------------------------------------------------------------------------------
 
@@ -214,6 +215,8 @@ class LocalStore:
         try:
             manifest.verify_file(fd, self.url)
             os.fsync(fd)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # the page cache is for the training data
         except SpotError:
             return False  # it is written anew
         finally:

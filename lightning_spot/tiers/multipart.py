@@ -108,7 +108,9 @@ def upload(
         Exception: whatever failed; the upload is aborted, what was there before is there still.
     """
     bucket, key, _ = files.split_path(path)
+    began_s = time.monotonic()
     begun = files.call_s3("create_multipart_upload", Bucket=bucket, Key=key)["UploadId"]
+    lanes.pace.answered(time.monotonic() - began_s)
     tags: dict[int, str] = {}
 
     def send(number: int, block: memoryview) -> None:

@@ -12,7 +12,6 @@ from typing import TypeVar
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot, TierError
 from lightning_spot.image.manifest import MANIFEST_FILE, MODEL_FILE, OWN_DIR, Manifest, snapshot_order
-from lightning_spot.image.parts import part_ranges
 from lightning_spot.image.sealing import NotedParts
 from lightning_spot.tiers import store
 from lightning_spot.tiers.filesystem import check_bucket, make_parent, open_filesystem, speaks, tier_errors
@@ -95,21 +94,25 @@ class ObjectStore:
             data = self._patiently(lambda: self._fs.cat_file(path, start=start, end=stop))
             if len(data) != stop - start:
                 raise CorruptSnapshot(f"{where} is cut short: {len(data)} bytes came from byte {start}", where=where)
+            manifest.verify_range(start, memoryview(data), self.url)
             into[start:stop] = data
             if progress is not None:
                 progress(stop - start)
 
         def jobs() -> Iterator[Job]:
-            for start, stop in part_ranges(manifest.nbytes, PART_BYTES):
+            for start, stop in manifest.ranges(size):
                 yield stop - start, lambda start=start, stop=stop: read(start, stop)  # type: ignore[misc]
 
         with tier_errors(self.url, reading=True):
+            began_s = time.monotonic()
             nbytes = int(self._patiently(lambda: self._fs.info(path))["size"])
+            self._lanes.pace.answered(time.monotonic() - began_s)
+            size = self._lanes.part_bytes(manifest.nbytes, max(PART_BYTES, manifest.part_bytes))
             if nbytes < manifest.nbytes:
                 raise CorruptSnapshot(
                     f"{where} is cut short: {nbytes} of {manifest.nbytes} bytes are there", where=where
                 )
-            self._lanes.run(jobs(), PART_BYTES)
+            self._lanes.run(jobs(), size)
 
     # -- changes --------------------------------------------------------------------------------------------------
 

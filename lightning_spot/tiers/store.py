@@ -187,11 +187,11 @@ class Store(Protocol):
         """
 
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
-        """Read the file of a snapshot into ``into`` (``manifest.nbytes`` long). Does not check it.
+        """Read the file of a snapshot into ``into`` (``manifest.nbytes`` long), and check every part as it comes.
 
         Raises:
             SnapshotNotFound: if it is not there.
-            CorruptSnapshot: if it is shorter.
+            CorruptSnapshot: if it is shorter, or a part has not the checksum it was committed with.
             TierError: if it could not be read.
         """
 

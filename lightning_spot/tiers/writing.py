@@ -94,7 +94,7 @@ def _write_to_s3(
     ready: Callable[[], None],
     note: str | None,
 ) -> None:
-    size = block_bytes(nbytes)
+    size = lanes.part_bytes(nbytes, block_bytes(nbytes))
     if nbytes > size:
         blocks = slices_of(parts, size) if isinstance(parts, memoryview) else regrouped(parts, size)
         upload(files, path, blocks, size, lanes=lanes, ready=ready, note=note)

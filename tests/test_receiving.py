@@ -1,0 +1,75 @@
+"""A snapshot from elsewhere is received into memory, or onto the disk where the host has no memory for it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from lightning_spot.errors import CorruptSnapshot, TierError
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.run import receiving
+from lightning_spot.run.sources import StoreSource
+from lightning_spot.tiers.objects import ObjectStore
+from tests.oracle import claim_of
+
+NBYTES = 5_000_000
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> StoreSource:
+    store = ObjectStore(f"file://{tmp_path}/run")
+    store.claim(claim_of(1))
+    return StoreSource(store, "durable")
+
+
+def stored(source: StoreSource, step: int, nbytes: int = NBYTES) -> tuple[Manifest, bytes]:
+    data = random.Random(step).randbytes(nbytes)
+    manifest = Manifest(run="run", name=snapshot_name(step, 1), step=step, attempt=1, nbytes=nbytes, part_bytes=1 << 20)
+    sealed = manifest.sealed(memoryview(data))
+    source.store.put(sealed, memoryview(data), attempt=1)
+    return sealed, data
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1 << 20, NBYTES])
+@pytest.mark.parametrize("room", [None, 10 * NBYTES, 0], ids=["unknown", "enough", "none"])
+def test_every_byte_is_received(
+    source: StoreSource,
+    nbytes: int,
+    room: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(receiving, "available_bytes", lambda: room)
+    manifest, data = stored(source, 1, nbytes)
+    moved: list[int] = []
+    snapshot = source.open(manifest, moved.append)
+    try:
+        assert sum(moved) == nbytes
+        assert snapshot.in_memory == (room != 0 or nbytes == 0)
+        assert ("has not" in caplog.text) != snapshot.in_memory
+        with snapshot.reader() as reader:
+            assert reader.read() == data
+    finally:
+        snapshot.close()
+
+
+def test_what_is_damaged_is_not_opened(source: StoreSource, tmp_path: Path) -> None:
+    manifest, data = stored(source, 1)
+    path = tmp_path / "run" / manifest.data_path
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CorruptSnapshot, match="part 4"):
+        source.open(manifest)
+
+
+def test_room_nowhere_is_one_clear_error(source: StoreSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, _ = stored(source, 1)
+
+    def full(_nbytes: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(receiving, "available_bytes", lambda: 0)
+    monkeypatch.setattr(receiving, "_disk_file", full)
+    with pytest.raises(TierError, match=r"no room for 5000000 bytes .*No space left"):
+        source.open(manifest)
