@@ -1,4 +1,7 @@
-"""Runs the benchmarks and prints a table in Markdown. ``python -m benchmarks [NAME ...] [--quick] [--json FILE]``."""
+"""Runs the benchmarks and prints a table in Markdown. ``python -m benchmarks [NAME ...] [--quick] [--json FILE]``.
+
+``python -m benchmarks peers`` is a command of its own: see ``benchmarks/peers/command.py``.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,10 @@ ALL = {
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["peers"]:
+        from benchmarks.peers import command  # needs transformers
+
+        return command.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", choices=[*ALL, []], help="which ones (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")

@@ -1,0 +1,49 @@
+"""Which cells are measured, in which order; what a comparison has found, and what it has not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.peers.cell import Cell
+
+
+def blocks(
+    models: list[str], intervals: list[int], ways: list[str], rounds: int, *, scale: str, device: str, seed: int
+) -> Iterator[list[Cell]]:
+    """Blocks of cells that are compared with each other: one model, one interval, one round, all ways in random order.
+
+    The models of a round come in the order given, so that a budget that is too small leaves out the last ones.
+    """
+    rng = random.Random(seed)
+    for number in range(rounds):
+        for model in models:
+            for interval in rng.sample(intervals, len(intervals)):
+                cells = [
+                    Cell(model=model, interval=interval, way=way, round=number, scale=scale, device=device)
+                    for way in ways
+                ]
+                rng.shuffle(cells)
+                yield cells
+
+
+@dataclass
+class Found:
+    """A comparison.
+
+    Attributes:
+        about: machine, commit, versions, scale, load.
+        cells: what was measured, one dictionary each: the cell's fields with its values.
+        failed: cells that ended with an error, with its last line.
+        missing: cells that were not begun within the budget.
+    """
+
+    about: dict[str, Any]
+    cells: list[dict[str, Any]] = field(default_factory=list)
+    failed: list[dict[str, Any]] = field(default_factory=list)
+    missing: list[dict[str, Any]] = field(default_factory=list)
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,66 @@
+"""Ours take snapshots at the seams of training, which are no hooks: this says from outside when, and for how long."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_spot import SpotCheckpoint
+from lightning_spot.exact.seams import Seams
+
+
+class SeamWatch(pl.Callback):
+    """Hears of every seam before and after ours. Stands before it in the trainer's list.
+
+    Args:
+        spot: ours.
+
+    Attributes:
+        begun: when the snapshot of each step was begun, on the monotonic clock.
+        spent_s: seconds that training has spent at seams.
+    """
+
+    def __init__(self, spot: SpotCheckpoint) -> None:
+        self._spot = spot
+        self._begun_s, self._begun_step = 0.0, -1
+        self._last: _Last | None = None
+        self.begun: dict[int, float] = {}
+        self.spent_s = 0.0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        Seams.of(trainer).add(self)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self._last is None:  # by now ours have added themselves
+            self._last = _Last(self)
+            Seams.of(trainer).add(self._last)
+
+    def before_validation(self, trainer: pl.Trainer) -> None:
+        self._begun_s, self._begun_step = time.monotonic(), self._spot.snapshots.begun_step
+
+    after_batch = before_validation
+
+    def passed(self) -> None:
+        """Ours have done what they do at this seam."""
+        self.spent_s += time.monotonic() - self._begun_s
+        if (step := self._spot.snapshots.begun_step) != self._begun_step:
+            self.begun[step] = self._begun_s
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        Seams.of(trainer).remove(self)
+        if self._last is not None:
+            Seams.of(trainer).remove(self._last)
+
+
+class _Last:
+    """Hears of every seam after ours."""
+
+    def __init__(self, watch: SeamWatch) -> None:
+        self._watch = watch
+
+    def before_validation(self, trainer: pl.Trainer) -> None:
+        self._watch.passed()
+
+    after_batch = before_validation

@@ -1,0 +1,244 @@
+"""The ways of saving that are compared, by name, behind one small interface."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from benchmarks.baselines.asymcheck import AsymCheck
+from benchmarks.baselines.asymcheck_topk import AsymCheckTopK
+from benchmarks.baselines.baseline import DURABLE, HOST, PEER, Baseline
+from benchmarks.baselines.checkfreq import CheckFreq
+from benchmarks.baselines.dash import Dash
+from benchmarks.baselines.datastates import DataStates
+from benchmarks.baselines.gemini import Gemini
+from benchmarks.baselines.oteacheck import OTeaCheck
+from benchmarks.peers.dcp import DCP
+from benchmarks.peers.seam_watch import SeamWatch
+from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.client.stores import open_store
+from lightning_spot.run.sources import StoreSource
+
+BASELINES: dict[str, type[Baseline]] = {
+    "dash": Dash,
+    "checkfreq": CheckFreq,
+    "gemini": Gemini,
+    "datastates": DataStates,
+    "oteacheck": OTeaCheck,
+    "asymcheck": AsymCheck,
+    "asymcheck-topk": AsymCheckTopK,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """One way, made for one fit.
+
+    Attributes:
+        callbacks: of the trainer.
+        plugins: of the trainer.
+        timed: whose hooks and saves training waits in.
+        begun: see :class:`Baseline`; filled while training runs.
+        safe: likewise.
+        watched: directories in which snapshots that are safe show themselves, by tier: see ``sightings.py``.
+        restore: reads the newest snapshot after the fit; ``None`` where there is nothing to restore.
+        close: lets go of what ``restore`` needed.
+        waited_elsewhere_s: seconds that training has waited so far outside the hooks of ``timed``.
+        last_ones: snapshots taken at the end of training, besides those begun.
+    """
+
+    callbacks: list[pl.Callback] = field(default_factory=list)
+    plugins: list[Any] = field(default_factory=list)
+    timed: list[Any] = field(default_factory=list)
+    begun: dict[int, float] = field(default_factory=dict)
+    safe: list[tuple[int, str, float]] = field(default_factory=list)
+    watched: dict[str, str] = field(default_factory=dict)
+    restore: Callable[[], tuple[int, dict[str, Any]]] | None = None
+    close: Callable[[], None] = lambda: None
+    waited_elsewhere_s: Callable[[], float] = lambda: 0.0
+    last_ones: int = 0
+
+
+class Way(Protocol):
+    """Makes a :class:`Saving` that writes into a folder every so many steps."""
+
+    def __call__(self, folder: Path, every: int) -> Saving: ...
+
+
+def none(folder: Path, every: int) -> Saving:
+    """No checkpoints."""
+    return Saving()
+
+
+# -- Lightning's own ----------------------------------------------------------------------------------------------
+
+
+class _Noted(TorchCheckpointIO):
+    """Notes when a checkpoint has been written (Lightning does not sync it)."""
+
+    def __init__(self) -> None:
+        self.safe: list[tuple[int, str, float]] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint(checkpoint, path, storage_options)
+        self.safe.append((checkpoint["global_step"], DURABLE, time.monotonic()))
+
+
+class _Begun(ModelCheckpoint):
+    """Notes when it begins to save."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.begun: dict[int, float] = {}
+
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        self.begun[trainer.global_step] = time.monotonic()
+        super()._save_checkpoint(trainer, filepath)
+
+
+def model_checkpoint(folder: Path, every: int, *, in_background: bool = False) -> Saving:
+    """``ModelCheckpoint(every_n_train_steps)``, with ``AsyncCheckpointIO`` or without."""
+    callback = _Begun(dirpath=folder, every_n_train_steps=every, save_on_train_epoch_end=False)
+    writer = _Noted()
+    plugin: Any = AsyncCheckpointIO(writer) if in_background else writer
+
+    def restore() -> tuple[int, dict[str, Any]]:
+        path = max(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+        checkpoint = torch.load(path, weights_only=False)
+        return checkpoint["global_step"], checkpoint
+
+    return Saving(
+        callbacks=[callback],
+        plugins=[plugin],
+        timed=[callback],
+        begun=callback.begun,
+        safe=writer.safe,
+        restore=restore,
+    )
+
+
+# -- other libraries, and the re-implementations --------------------------------------------------------------------
+
+
+def of_callback(make: Callable[[Path, int], Baseline]) -> Way:
+    """The way of a callback with the interface of the baselines."""
+
+    def way(folder: Path, every: int) -> Saving:
+        made = make(folder, every)
+        return Saving(
+            callbacks=[made],
+            timed=[made],
+            begun=made.begun,
+            safe=made.safe,
+            restore=made.restore,
+            close=made.close,
+        )
+
+    return way
+
+
+def _dcp(by: AsyncCheckpointerType, staged: bool) -> Way:
+    return of_callback(lambda folder, every: DCP(folder, every, by=by, staged=staged))
+
+
+def _torchsnapshot(folder: Path, every: int) -> Baseline:
+    from benchmarks.peers.torchsnapshot import TorchSnapshot  # not everybody has it
+
+    return TorchSnapshot(folder, every)
+
+
+# -- ours -----------------------------------------------------------------------------------------------------------
+
+
+def ours(folder: Path, every: int, *, memory_node: bool = False, **settings: Any) -> Saving:
+    """``SpotCheckpoint`` with a node of its own and a local directory; or a memory node on loopback besides."""
+    durable = folder / "run"
+    shm = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"])
+    watched, close, source = {HOST: str(shm), DURABLE: str(durable)}, lambda: None, str(durable)
+    if memory_node:
+        process, source = _memory_node(shm / "far")
+        watched[PEER] = str(shm / "far")
+        settings["memory"] = source
+        source = f"{source}/run"
+
+        def close() -> None:
+            process.terminate()
+            process.wait()
+
+    spot = SpotCheckpoint(str(durable), interval=EverySteps(every), notices="signal", **settings)
+    watch = SeamWatch(spot)
+    return Saving(
+        callbacks=[watch, spot],
+        timed=[spot],
+        waited_elsewhere_s=lambda: watch.spent_s,
+        begun=watch.begun,
+        last_ones=1,
+        watched=watched,
+        restore=lambda: _restored(source),
+        close=close,
+    )
+
+
+def _memory_node(shm: Path) -> tuple[subprocess.Popen[str], str]:
+    shm.mkdir()
+    command = [sys.executable, "-m", "lightning_spot", "node", "--listen", "127.0.0.1:0"]
+    environment = {**os.environ, "LIGHTNING_SPOT_SHM_DIR": str(shm)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    assert process.stdout is not None
+    return process, process.stdout.readline().split("listening on ")[1].split(",")[0]
+
+
+def _restored(url: str) -> tuple[int, dict[str, Any]]:
+    source = StoreSource(open_store(url), url)
+    manifest = max(source.survey().manifests, key=lambda manifest: (manifest.attempt, manifest.step))
+    snapshot = source.open(manifest)
+    try:
+        with snapshot.reader() as reader:
+            return manifest.step, torch.load(reader.as_file(), weights_only=True)
+    finally:
+        snapshot.close()
+
+
+def _ours(**settings: Any) -> Way:
+    return lambda folder, every: ours(folder, every, **settings)
+
+
+def _ways() -> dict[str, Way]:
+    thread, process = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
+    ways: dict[str, Way] = {
+        "none": none,
+        "none again": none,  # the noise
+        "ours": ours,
+        "ours+node": _ours(memory_node=True),
+        "ModelCheckpoint": model_checkpoint,
+        "AsyncCheckpointIO": lambda folder, every: model_checkpoint(folder, every, in_background=True),
+        "DCP thread": _dcp(thread, staged=False),
+        "DCP thread staged": _dcp(thread, staged=True),
+        "DCP process": _dcp(process, staged=False),
+        "DCP process staged": _dcp(process, staged=True),
+        "torchsnapshot": of_callback(_torchsnapshot),
+        **{name: of_callback(kind) for name, kind in BASELINES.items()},
+    }
+    known = inspect.signature(SpotCheckpoint).parameters
+    if "partitions" in known:
+        ways |= {f"ours {mode}": _ours(partitions=mode) for mode in ("eager", "asymmetric", "backward")}
+    if "compression" in known:
+        ways |= {"ours+node delta": _ours(memory_node=True, compression="delta")}
+        ways |= {"ours+node whole": _ours(memory_node=True, compression=None)}
+    return ways
+
+
+WAYS = _ways()
