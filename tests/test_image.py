@@ -1,116 +1,26 @@
-"""The ground floor: a laid-out, filled file is the file torch.save would have written."""
+"""The ground floor: archives, sealing, checksums, manifests."""
 
 from __future__ import annotations
 
 import io
 import random
-import subprocess
 import threading
 import zipfile
 import zlib
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_spot.config import parse_bytes
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot, LayoutUnsupported, SettingsError, SnapshotNotFound
 from lightning_spot.image.archive import read_entries
 from lightning_spot.image.crc import combine
-from lightning_spot.image.layout import Layout, lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
 from lightning_spot.image.parts import checksum, checksum_parts, part_ranges, verify_parts
 from lightning_spot.image.sealing import Sealing
-from tests.gated import write_crcs
-
-
-def fill(layout: Layout) -> bytearray:
-    """Fill a layout the slow way."""
-    image = bytearray(b"\xaa" * layout.nbytes)  # dirty memory: every byte must be written
-    for offset, data in layout.frame:
-        image[offset : offset + len(data)] = data
-    for piece in layout.pieces:
-        source = torch.empty(0, dtype=torch.uint8).set_(piece.storage)
-        image[piece.offset : piece.offset + piece.nbytes] = source.numpy().tobytes()
-    return image
-
-
-def same(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor):
-        if left.is_sparse:
-            left, right = left.to_dense(), right.to_dense()
-        if left.is_quantized:
-            return bool(left.dtype == right.dtype and torch.equal(left.int_repr(), right.int_repr()))
-        return bool(left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right))
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right)
-
-
-def unusual_state() -> dict[str, Any]:
-    base = torch.arange(24, dtype=torch.float32)
-    tied = torch.nn.Parameter(torch.randn(3, 5))
-    return {
-        "0-dim": torch.tensor(3.5),
-        "empty": torch.empty(0, 4),
-        "non-contiguous": torch.randn(6, 4).t(),
-        "bf16": torch.randn(7).bfloat16(),
-        "half": torch.randn(7).half(),
-        "complex": torch.randn(3, dtype=torch.complex64),
-        "conjugated": torch.randn(3, dtype=torch.complex64).conj(),
-        "bool": torch.tensor([True, False, True]),
-        "int8": torch.tensor([-1, 2], dtype=torch.int8),
-        "sparse": torch.eye(3).to_sparse(),
-        "float8": torch.randn(4).to(torch.float8_e4m3fn),
-        "view-a": base[2:9],
-        "view-b": base.view(4, 6)[1],
-        "tied-a": tied,
-        "tied-b": tied,
-        "plain": {"step": 7, "lr": 0.1, "names": ["a", "b"], "none": None, "tuple": (1, 2.0, "x"), "big": 2**70},
-    }
-
-
-def test_filled_layout_equals_torch_save(tmp_path: Path) -> None:
-    state = unusual_state()
-    layout = lay_out(state)
-    assert layout.pieces
-    path = tmp_path / "model.ckpt"
-    image = fill(layout)
-    write_crcs(memoryview(image))
-    path.write_bytes(image)
-    loaded = torch.load(path, weights_only=True)
-    assert same(state, loaded)
-    assert loaded["tied-a"].data_ptr() == loaded["tied-b"].data_ptr()
-    assert loaded["view-a"].untyped_storage().data_ptr() == loaded["view-b"].untyped_storage().data_ptr()
-    assert zipfile.ZipFile(path).testzip() is None
-    tested = subprocess.run(["unzip", "-tq", str(path)], capture_output=True, text=True, check=False)
-    assert tested.returncode == 0, tested.stdout
-
-
-def test_quantised_state_falls_back_to_plain_save() -> None:
-    state = {"q": torch.quantize_per_tensor(torch.randn(10), 0.1, 0, torch.qint8), "w": torch.randn(3)}
-    with pytest.raises(LayoutUnsupported):
-        lay_out(state)
-    image = fill(lay_out_plain(state))
-    write_crcs(memoryview(image))
-    assert same(state, torch.load(io.BytesIO(image), weights_only=True))
-
-
-def test_torch_without_skip_data_is_refused_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.serialization, "skip_data")
-    with pytest.raises(LayoutUnsupported, match="skip_data"):
-        lay_out({"w": torch.ones(1)})
-
-
-def test_layout_holds_each_storage_once() -> None:
-    weight = torch.randn(100)
-    layout = lay_out({"a": weight, "b": weight[3:], "c": weight.detach()})
-    assert [piece.nbytes for piece in layout.pieces] == [400]
 
 
 @given(st.binary(max_size=2000), st.binary(max_size=2000))
@@ -175,28 +85,6 @@ def test_who_waits_for_parts_of_a_file_that_is_given_up_is_told() -> None:
         list(sealing.sealed_parts())
     with pytest.raises(SnapshotNotFound, match="given up"):
         sealing.committed()
-
-
-shapes = st.lists(st.integers(0, 5), max_size=3)
-dtypes = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool, torch.bfloat16])
-tensors = st.builds(lambda shape, dtype: torch.randint(0, 2, shape).to(dtype), shapes, dtypes)
-leaves = st.one_of(tensors, st.integers(), st.text(max_size=5), st.booleans(), st.none(), st.floats(allow_nan=False))
-states = st.recursive(
-    leaves,
-    lambda children: st.one_of(
-        st.lists(children, max_size=4), st.dictionaries(st.text(max_size=3), children, max_size=4)
-    ),
-    max_leaves=12,
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(states)
-def test_any_state_survives(state: Any) -> None:
-    image = fill(lay_out(state))
-    write_crcs(memoryview(image))
-    assert same(state, torch.load(io.BytesIO(image), weights_only=True))
-    assert zipfile.ZipFile(io.BytesIO(image)).testzip() is None
 
 
 def test_records_are_those_of_the_zip_directory() -> None:

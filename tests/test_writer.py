@@ -1,4 +1,4 @@
-"""The writer: early copies by a guessed layout, wrong guesses, guards, and a ring that comes and goes."""
+"""The writer: snapshots of a state whose structure changes, guards, and a ring that comes and goes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from lightning_spot.capture.tensors import storage_address
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import NodeUnreachable, SnapshotTooLarge, TornSnapshot
+from lightning_spot.errors import NodeUnreachable, NotSerialisable, SnapshotTooLarge, TornSnapshot
 from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.pickling import TensorPickler
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.staging.copier import Copier
 from lightning_spot.tiers.local import LocalStore
@@ -58,9 +59,9 @@ def same(saved: dict[str, Any], weights: list[torch.Tensor], buffer: torch.Tenso
 
 
 @pytest.mark.parametrize(
-    "notes", [["", "", ""], ["", "x" * 1000, "y" * 30], ["x" * 5000, "", ""]], ids=["right", "longer", "shorter"]
+    "notes", [["", "", ""], ["", "x" * 1000, "y" * 30], ["x" * 5000, "", ""]], ids=["same", "longer", "shorter"]
 )
-def test_right_and_wrong_guesses_give_the_same_snapshots(desk: Desk, notes: list[str]) -> None:
+def test_a_pickle_of_any_length_gives_the_same_snapshots(desk: Desk, notes: list[str]) -> None:
     for step, note in enumerate(notes):
         for weight in desk.weights:
             weight.add_(1)
@@ -77,7 +78,7 @@ def test_right_and_wrong_guesses_give_the_same_snapshots(desk: Desk, notes: list
         desk.buffer.mul_(-1)
 
 
-def test_a_guess_that_became_too_small(desk: Desk) -> None:
+def test_a_file_that_grows_and_shrinks(desk: Desk) -> None:
     for step, extra in enumerate([10, 3_000_000, 10]):
         desk.begin(step, desk.checkpoint(extra=torch.ones(extra))).result(30)
         assert same(desk.saved(step), desk.weights, desk.buffer)
@@ -109,14 +110,30 @@ def test_a_torn_snapshot_is_dropped_and_the_tensor_remembered(desk: Desk, monkey
     assert same(desk.saved(1), expected, desk.buffer)
 
 
-def test_what_cannot_be_laid_out_is_saved_plainly(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
-    for step in range(2):
-        quantised = torch.quantize_per_tensor(torch.arange(4.0), 1.0, 0, torch.qint8)
-        desk.begin(step, desk.checkpoint(q=quantised)).result(30)
-        saved = desk.saved(step)
-        assert same(saved, desk.weights, desk.buffer)
-        assert saved["q"].int_repr().tolist() == [0, 1, 2, 3]
-    assert caplog.text.count("plain torch.save") == 1
+def test_what_cannot_be_laid_out_is_saved_plainly(
+    desk: Desk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> bytes:
+        raise AttributeError("another torch")
+
+    for step in range(3):
+        with monkeypatch.context() as patch:
+            if step < 2:
+                patch.setattr(TensorPickler, "dump", fails)
+            desk.begin(step, desk.checkpoint()).result(30)
+        assert same(desk.saved(step), desk.weights, desk.buffer)
+    assert caplog.text.count("another torch; snapshots are serialised with plain torch.save") == 1
+
+
+def test_what_torch_refuses_is_refused(desk: Desk) -> None:
+    class Refuses:
+        def __reduce__(self) -> str:
+            raise RuntimeError("not me")
+
+    with pytest.raises(NotSerialisable, match="not me"):
+        desk.begin(0, desk.checkpoint(it=Refuses()))
+    desk.begin(1, desk.checkpoint()).result(30)
+    assert same(desk.saved(1), desk.weights, desk.buffer)
 
 
 def test_too_large_leaves_the_writer_usable(tmp_path: Path) -> None:

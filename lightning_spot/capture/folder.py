@@ -10,7 +10,6 @@ from typing import Any
 from lightning_spot.capture.outline import Outliner
 from lightning_spot.capture.streaming import store_streamed
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.config import read_environment
 from lightning_spot.errors import SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host
@@ -92,7 +91,7 @@ def write_now(checkpoint: dict[str, Any], manifest: Manifest, store: Store) -> N
     Raises:
         SpotError: if it is not; what was there before is there still.
     """
-    outliner = Outliner(read_environment().shm_dir, lambda _key, message, *facts: logger.warning(message, *facts))
+    outliner = Outliner(lambda _key, message, *facts: logger.warning(message, *facts))
     store_streamed(outliner.lay_out(checkpoint), manifest, store)
     _sweep(store)
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from lightning_spot.capture.guess import Guess, same_places
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.outline import Outliner
 from lightning_spot.capture.pending import Pending
@@ -28,14 +27,13 @@ from lightning_spot.capture.views import SlotViews
 from lightning_spot.config import read_environment
 from lightning_spot.errors import (
     NodeUnreachable,
-    NotSerialisable,
     RingFull,
     SnapshotTooLarge,
     SpotError,
     TierError,
     TornSnapshot,
 )
-from lightning_spot.image.layout import Layout, Piece, outline_of
+from lightning_spot.image.layout import Layout, outline_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.staging.copier import Copier, CopyJob, watch
@@ -78,10 +76,9 @@ class SnapshotWriter:
         self._views = SlotViews(self._copier)
         self._warm_size: tuple[int, bool] | None = None
         self._pending: list[Pending] = []
-        self._guess: Guess | None = None
         self._unsteady: frozenset[int] = frozenset()
         self._said: set[str] = set()
-        self._outliner = Outliner(read_environment().shm_dir, self.say_once)
+        self._outliner = Outliner(self.say_once)
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._warming = threading.Event()
         self._warming.set()
@@ -143,30 +140,15 @@ class SnapshotWriter:
             self.copied()
             for other in lost:
                 self._views.drop(other)
+        layout = self._outliner.lay_out(checkpoint)
         watches = {storage_address(tensor): tensor for tensor in tensors_in(checkpoint)}
         steady = (set(owned) & set(watches)) - self._unsteady
-        guess = self._guess
-        lease = self._lease(host, guess.nbytes, wait_s) if guess is not None else None
-        # Copying starts at the places the last layout had while this one is made: they are nearly always the same.
-        early = self._start(guess.pieces_of(watches, steady), host, lease, watches) if guess and lease else None
+        lease = self._lease(host, layout.nbytes, wait_s)
         try:
-            layout = self._outliner.lay_out(checkpoint)
-        except NotSerialisable:
-            if early is not None and lease is not None:
-                _finish_early(early)
-                host.abort(lease)
-            raise
-        if lease is None or layout.nbytes > len(lease.map):
-            if early is not None and lease is not None:
-                _finish_early(early)
-                host.abort(lease)
-            lease, early = self._lease(host, layout.nbytes, wait_s), None
-        try:
-            job = self._copy(layout, host, lease, watches, steady, early)
+            job = self._copy(layout, host, lease, watches, steady)
         except BaseException:
             host.abort(lease)
             raise
-        self._guess = Guess.of(layout)
         pending = Pending(
             replace(manifest, nbytes=layout.nbytes), lease, job, Future(), destinations, outline_of(layout)
         )
@@ -259,41 +241,32 @@ class SnapshotWriter:
         self._say_backing(lease)
         return lease
 
-    def _start(self, pieces: list[Piece], host: Host, lease: Lease, watches: dict[int, torch.Tensor]) -> CopyJob:
-        """Begin to copy pieces that only the optimizer changes."""
-        tensors = [watches[piece.storage.data_ptr()] for piece in pieces]
-        return self._copier.start(pieces, self._views.of(host, lease), watch(tensors))
-
     def _copy(
-        self,
-        layout: Layout,
-        host: Host,
-        lease: Lease,
-        watches: dict[int, torch.Tensor],
-        steady: set[int],
-        early: CopyJob | None,
+        self, layout: Layout, host: Host, lease: Lease, watches: dict[int, torch.Tensor], steady: set[int]
     ) -> CopyJob:
         """Copy now what forward may change, and let the optimizer's own follow until its next step."""
         view = self._views.of(host, lease)
-        later = [piece for piece in layout.pieces if piece.storage.data_ptr() in steady]
-        if early is not None and not same_places(early.pieces, later):
-            _finish_early(early)  # the guess was wrong: its bytes lie in the wrong places, and are written over
-            early = None
-        job = early or self._start(later, host, lease, watches)
+        now, later, later_watches = [], [], []
+        for piece in layout.pieces:
+            if (address := piece.storage.data_ptr()) in steady:
+                later.append(piece)
+                later_watches.append(watches[address])
+            else:
+                now.append(piece)
+        job = self._copier.start(later, view, watch(later_watches))
         for offset, data in layout.frame:
             view.map[offset : offset + len(data)] = data
-        now = self._copier.start([piece for piece in layout.pieces if piece.storage.data_ptr() not in steady], view)
-        now.wait_cpu()
+        self._copier.start(now, view).wait_cpu()
         self._copier.fence()
         return job
 
     def _say_backing(self, lease: Lease) -> None:
-        if lease.backing == "memfd" and self._outliner.scratch is not None:
+        if lease.backing == "memfd" and (shm_dir := read_environment().shm_dir) is not None:
             self.say_once(
                 "memfd",
                 "%s is too small for the slots; they are memory files held by the node instead. Same speed; a new"
                 " node cannot take them over if the node itself is killed (docker: give it --shm-size)",
-                self._outliner.scratch,
+                shm_dir,
             )
 
     # -- on the background thread ---------------------------------------------------------------------------------
@@ -377,9 +350,3 @@ class SnapshotWriter:
                     host.abort(lease)
                 except SpotError as error:
                     logger.debug("a slot could not be given back: %s", error)
-
-
-def _finish_early(job: CopyJob) -> None:
-    """Wait for copies that turned out to be useless: their memory is about to be used again."""
-    job.wait_cpu()
-    job.wait()

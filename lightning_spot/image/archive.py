@@ -1,28 +1,42 @@
-"""Reads the record table of a checkpoint file (a ZIP64 archive with stored records), and where its CRCs are.
+"""A checkpoint file's archive (ZIP64, stored records): its record table read, and the bytes around its records written.
 
-``torch.save`` writes a zip whose records are never compressed, so every tensor lies in one run of bytes. This module
-finds those runs, and the places of the CRC fields, with the published zip format alone (APPNOTE.TXT 4.3): it needs no
-private torch reader, and no torch at all, so that a memory node can use it.
+The records of such a file are never compressed, so every tensor lies in one run of bytes. This module finds those runs
+and the places of the CRC fields, and writes headers and directory, with the published zip format alone (APPNOTE.TXT
+4.3): it needs no private torch reader, and no torch at all, so that a memory node can use it.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_spot.errors import LayoutUnsupported
 
 Buffer = memoryview | bytearray | bytes
 
+ALIGNMENT = 64
+"""Bytes of which the offset of every record's data is a multiple, as in files of ``torch.save``."""
+
+CRC_IN_DESCRIPTOR = 4
+"""Offset of the CRC in what follows a record's data."""
+
+CRC_IN_DIRECTORY = 16
+"""Offset of the CRC in a record's entry in the directory."""
+
 _END = struct.Struct("<4s4H2LH")  # end of central directory
 _END64_LOCATOR = struct.Struct("<4sLQL")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
-_CENTRAL_CRC = 16  # offset of the CRC in a central record
-_LOCAL_CRC = 14  # and in a local header
+_EXTRA = struct.Struct("<2sH")  # tag and length of a field of one's own
+_SIZES64 = struct.Struct("<2sH2Q")
+_LOCAL_CRC = 14  # in a local header
 _STREAMED = 0x08  # flag: CRC and sizes follow the data in a descriptor
+_UTF8 = 0x800
+_FULL, _FULL16 = 0xFFFFFFFF, 0xFFFF  # the number is in a ZIP64 field
+_MADE_BY, _MADE_BY64 = 20, 45  # versions of the format that a reader needs
+_FIRST_DAY = 0x21  # 1980-01-01: the same bytes give the same file at any time
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +54,76 @@ class ZipEntry:
     offset: int
     nbytes: int
     crc_at: tuple[int, ...]
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def header(name: str, nbytes: int, at: int) -> bytes:
+    """What stands in front of a record's data, padded so that the data begins at a multiple of :data:`ALIGNMENT`.
+
+    Args:
+        name: path inside the archive, ASCII.
+        nbytes: length of the data.
+        at: where in the file the header begins.
+    """
+    path = name.encode("ascii")
+    large = nbytes >= _FULL
+    sizes = _SIZES64.pack(b"\1\0", 16, nbytes, nbytes) if large else b""
+    padding = -(at + _LOCAL.size + len(path) + len(sizes) + _EXTRA.size) % ALIGNMENT
+    extra = sizes + _EXTRA.pack(b"FB", padding) + bytes(padding)
+    size = _FULL if large else 0
+    fields = (_version(large), _flags(nbytes), 0, 0, _FIRST_DAY, 0, size, size, len(path), len(extra))
+    return _LOCAL.pack(b"PK\3\4", *fields) + path + extra
+
+
+def descriptor(nbytes: int, crc: int = 0) -> bytes:
+    """What stands behind a record's data. An empty record has none.
+
+    Args:
+        nbytes: length of the data.
+        crc: its CRC-32; zero to have it filled in later.
+    """
+    if not nbytes:
+        return b""
+    return struct.pack("<4sL2Q" if nbytes >= _FULL else "<4s3L", b"PK\7\x08", crc, nbytes, nbytes)
+
+
+def directory_entry(name: str, nbytes: int, header_at: int, crc: int = 0) -> bytes:
+    """A record's entry in the directory; see :func:`header` and :func:`descriptor`."""
+    path = name.encode("ascii")
+    large, far = nbytes >= _FULL, header_at >= _FULL
+    numbers = [*([nbytes, nbytes] if large else []), *([header_at] if far else [])]
+    extra = struct.pack(f"<2H{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
+    size, version = _FULL if large else nbytes, _version(large or far)
+    fields = (version, version, _flags(nbytes), 0, 0, _FIRST_DAY, crc, size, size, len(path), len(extra), 0, 0, 0, 0)
+    return _CENTRAL.pack(b"PK\1\2", *fields, _FULL if far else header_at) + path + extra
+
+
+def directory(entries: Sequence[bytes], at: int) -> bytes:
+    """The directory, which ends the file.
+
+    Args:
+        entries: of all records, see :func:`directory_entry`.
+        at: where in the file it begins.
+    """
+    table = b"".join(entries)
+    count, end = len(entries), at + len(table)
+    end64 = _END64.pack(b"PK\6\6", _END64.size - 12, _MADE_BY64, _MADE_BY64, 0, 0, count, count, len(table), at)
+    counted = min(count, _FULL16)
+    last = _END.pack(b"PK\5\6", 0, 0, counted, counted, min(len(table), _FULL), min(at, _FULL), 0)
+    return table + end64 + _END64_LOCATOR.pack(b"PK\6\7", 0, end, 1) + last
+
+
+def _flags(nbytes: int) -> int:
+    return _UTF8 | (_STREAMED if nbytes else 0)
+
+
+def _version(large: bool) -> int:
+    return _MADE_BY64 if large else _MADE_BY
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_entries(image: Buffer) -> list[ZipEntry]:
@@ -79,7 +163,7 @@ def _record(image: memoryview, name: str, flags: int, header: int, nbytes: int, 
     if local[0] != b"PK\x03\x04":
         raise LayoutUnsupported(f"record {name!r} has no local header where the directory says")
     offset = header + _LOCAL.size + local[9] + local[10]
-    places = [central + _CENTRAL_CRC]
+    places = [central + CRC_IN_DIRECTORY]
     if flags & _STREAMED:
         after = offset + nbytes
         # The descriptor's signature is optional in the format; torch writes it.

@@ -1,29 +1,37 @@
-"""Lays a checkpoint file out before it is filled: a frame of small pieces and a place for every tensor's bytes.
+"""Lays a checkpoint file out before it is filled: a frame of small pieces and a place for every storage's bytes.
 
-``torch.save`` under ``torch.serialization.skip_data()`` writes everything but the tensor bytes. What it wrote is kept
-as the frame; what it left out becomes a list of pieces, each a storage and its place. Copying the pieces into their
-places gives the very file ``torch.save`` would have written. Measured: 19 ms for 1.26 GB in 800 storages.
+The file is one that ``torch.load`` reads, and every tool that reads zip files. Other than in a file of ``torch.save``
+the storages come first, and what varies in length (the pickle, small records, the directory) behind them: so every
+storage keeps its place from one snapshot to the next, as long as those before it are there.
 """
 
 from __future__ import annotations
 
 import io
-import mmap
-import os
-import pickle
-import tempfile
-from collections.abc import Callable
+import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from lightning_spot.errors import LayoutUnsupported
-from lightning_spot.image.archive import read_entries
+from lightning_spot.image.archive import (
+    CRC_IN_DESCRIPTOR,
+    CRC_IN_DIRECTORY,
+    descriptor,
+    directory,
+    directory_entry,
+    header,
+)
+from lightning_spot.image.crc import crc32
+from lightning_spot.image.pickling import Named, TensorPickler
 
-_TEMPLATE = "model.ckpt"  # torch names the archive's top folder after this file's stem
+_FOLDER = "model"
+_RECORDS = (
+    # What torch wants to know of the file. It is not told '.format_version': from 1 on torch computes the places of
+    # records instead of looking them up, in the order in which torch.save would have written them.
+    ("version", b"3\n"),
+    ("byteorder", sys.byteorder.encode()),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +57,8 @@ class Layout:
 
     Attributes:
         nbytes: size of the file.
-        frame: ``(offset, bytes)`` of everything that is not tensor data.
+        frame: ``(offset, bytes)`` of everything that is not tensor data; entries that did not change since the last
+            layout by the same :class:`Layouter` are the same objects.
         pieces: every non-empty storage once, in file order.
     """
 
@@ -58,34 +67,75 @@ class Layout:
     pieces: tuple[Piece, ...]
 
 
-def lay_out(checkpoint: Any, scratch: Path | None = None) -> Layout:
-    """Lay ``checkpoint`` out.
+class Layouter:
+    """Lays one checkpoint after the other out, for one thread; storages that stay keep their places.
 
-    Args:
-        checkpoint: anything ``torch.save`` takes, usually Lightning's checkpoint dict.
-        scratch: directory for the skeleton (a few hundred kB, sparse), best on tmpfs; default the temp directory.
-
-    Raises:
-        LayoutUnsupported: if this torch cannot; use :func:`lay_out_plain` instead.
+    What is new comes behind what was there before. What is gone leaves no hole: those behind it move.
     """
-    skip_data = getattr(torch.serialization, "skip_data", None)
-    if skip_data is None:
-        raise LayoutUnsupported(f"torch {torch.__version__} has no torch.serialization.skip_data")
-    storages: dict[str, torch.UntypedStorage] = {}
-    with tempfile.TemporaryDirectory(prefix="lightning-spot-", dir=scratch) as folder:
-        # torch skips the data only when it writes to a real path, not to a buffer.
-        path = os.path.join(folder, _TEMPLATE)
-        try:
-            with skip_data():
-                torch.save(checkpoint, path, pickle_module=_recording_pickle(storages))
-        except RuntimeError as error:  # quantised, nested and storage-less tensors (torch 2.13)
-            raise LayoutUnsupported(f"torch cannot lay this checkpoint out: {error}") from error
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as skeleton:
-            view = memoryview(skeleton)
-            try:
-                return _layout(view, storages)
-            finally:
-                view.release()
+
+    def __init__(self) -> None:
+        self._pickler = TensorPickler()
+        self._places: list[_Place] = []
+
+    def lay_out(self, checkpoint: Any) -> Layout:
+        """Lay ``checkpoint`` out.
+
+        Args:
+            checkpoint: anything ``torch.save`` takes, usually Lightning's checkpoint dict.
+        """
+        pickled = self._pickler.dump(checkpoint)
+        storages = self._pickler.storages
+        self._pickler.forget()
+        places = self._place(list(storages))
+        end = places[-1].end if places else 0
+        frame, entries = [place.before for place in places], [place.entry for place in places]
+        tail, directory_at = _tail(pickled, entries, places[-1].nbytes if places else 0, end)
+        pieces = []
+        entry_at = directory_at
+        for place in places:
+            if place.nbytes:
+                crc_at = (place.end + CRC_IN_DESCRIPTOR, entry_at + CRC_IN_DIRECTORY)
+                pieces.append(Piece(storages[place.named], place.offset, place.nbytes, crc_at))
+            entry_at += len(place.entry)
+        frame.append((end, tail))
+        return Layout(end + len(tail), tuple(frame), tuple(pieces))
+
+    def _place(self, present: list[Named]) -> list[_Place]:
+        """Places of the storages that are there now."""
+        there = set(present)
+        places = [place for place in self._places if place.named in there]
+        old = zip(places, self._places, strict=False)
+        kept = next((index for index, (new, was) in enumerate(old) if new is not was), len(places))
+        there.difference_update([place.named for place in places])
+        moved = [place.named for place in places[kept:]] + [named for named in present if named in there]
+        del places[kept:]
+        for named in moved:
+            places.append(_Place(named, places[-1] if places else None))
+        self._places = places
+        return places
+
+
+class _Place:
+    """Where a storage lies in the file, and what goes with it."""
+
+    __slots__ = ("before", "end", "entry", "named", "nbytes", "offset")
+
+    def __init__(self, named: Named, last: _Place | None) -> None:
+        start: int = last.end if last is not None else 0
+        behind_last = descriptor(last.nbytes) if last is not None else b""
+        name = f"{_FOLDER}/data/{named.number}"
+        at = start + len(behind_last)
+        self.named = named
+        self.nbytes: int = named.nbytes
+        self.before = (start, behind_last + header(name, named.nbytes, at))
+        self.offset = start + len(self.before[1])
+        self.end: int = self.offset + named.nbytes
+        self.entry = directory_entry(name, named.nbytes, at)
+
+
+def lay_out(checkpoint: Any) -> Layout:
+    """Lay one ``checkpoint`` out, see :meth:`Layouter.lay_out`."""
+    return Layouter().lay_out(checkpoint)
 
 
 def lay_out_plain(checkpoint: Any) -> Layout:
@@ -101,52 +151,16 @@ def outline_of(layout: Layout) -> Layout:
     return replace(layout, pieces=())
 
 
-def _layout(skeleton: memoryview, storages: dict[str, torch.UntypedStorage]) -> Layout:
-    pieces = []
-    for record in read_entries(skeleton):
-        folder, _, key = record.name.rpartition("/")
-        if not folder.endswith("/data") or key not in storages:
-            continue
-        storage = storages.pop(key)
-        if storage.nbytes() != record.nbytes:
-            raise LayoutUnsupported(f"record {record.name} has {record.nbytes} bytes, its storage {storage.nbytes()}")
-        if record.nbytes:
-            pieces.append(Piece(storage, record.offset, record.nbytes, record.crc_at))
-    if storages:
-        raise LayoutUnsupported(f"torch left no place for {len(storages)} storages")
-    pieces.sort(key=lambda piece: piece.offset)
-    return Layout(len(skeleton), tuple(_frame(skeleton, pieces)), tuple(pieces))
-
-
-def _frame(skeleton: memoryview, pieces: list[Piece]) -> list[tuple[int, bytes]]:
-    frame = []
-    start = 0
-    for piece in pieces:
-        frame.append((start, bytes(skeleton[start : piece.offset])))
-        start = piece.offset + piece.nbytes
-    frame.append((start, bytes(skeleton[start:])))
-    return frame
-
-
-def _recording_pickle(storages: dict[str, torch.UntypedStorage]) -> Any:
-    """A stand-in for the ``pickle`` module that notes which storage torch files under which record key.
-
-    ``torch.save`` derives its pickler from ``pickle_module.Pickler`` and defines ``persistent_id`` there, which
-    returns ``("storage", type, key, location, numel)`` for storages. Wrapping that method as the class is made reads
-    the assignment from torch itself instead of guessing at its order.
-    """
-
-    class Recorder(pickle.Pickler):
-        def __init_subclass__(cls, **kwargs: Any) -> None:
-            super().__init_subclass__(**kwargs)
-            assign: Callable[[Any, Any], Any] = cls.persistent_id
-
-            def persistent_id(self: Any, obj: Any) -> Any:
-                assigned = assign(self, obj)
-                if assigned is not None:
-                    storages[assigned[2]] = getattr(obj, "_untyped_storage", obj)
-                return assigned
-
-            cls.persistent_id = persistent_id  # type: ignore[method-assign] # wrapping torch's own
-
-    return SimpleNamespace(__name__="pickle", Pickler=Recorder)
+def _tail(pickled: bytes, entries: list[bytes], last_nbytes: int, start: int) -> tuple[bytes, int]:
+    """What follows the last storage, and where in the file its directory begins."""
+    parts = [descriptor(last_nbytes)]
+    at = start + len(parts[0])
+    own = []
+    for name, data in (("data.pkl", pickled), *_RECORDS):
+        path, crc = f"{_FOLDER}/{name}", crc32(data)
+        record = [header(path, len(data), at), data, descriptor(len(data), crc)]
+        own.append(directory_entry(path, len(data), at, crc))
+        parts += record
+        at += sum(map(len, record))
+    parts.append(directory([*entries, *own], at))
+    return b"".join(parts), at

@@ -1,0 +1,325 @@
+"""A laid-out, filled file holds what ``torch.save`` would have written, however often it is laid out."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import warnings
+import zipfile
+import zlib
+from collections import OrderedDict
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_spot.image.archive import read_entries
+from lightning_spot.image.layout import Layout, Layouter, lay_out
+from tests.gated import write_crcs
+
+
+def fill(layout: Layout) -> bytearray:
+    """Fill a layout the slow way."""
+    image = bytearray(b"\xaa" * layout.nbytes)  # dirty memory: every byte must be written
+    for offset, data in layout.frame:
+        image[offset : offset + len(data)] = data
+    for piece in layout.pieces:
+        source = torch.empty(0, dtype=torch.uint8).set_(piece.storage)
+        image[piece.offset : piece.offset + piece.nbytes] = source.numpy().tobytes()
+    write_crcs(memoryview(image))
+    return image
+
+
+def loaded(image: bytes | bytearray, **how: Any) -> Any:
+    return torch.load(io.BytesIO(image), **{"weights_only": True, **how})
+
+
+def saved(state: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def shape_of(value: Any, seen: dict[int, int]) -> Any:
+    """All there is to know of a loaded value, sharing of memory and of objects included, as comparable values."""
+    number = seen.setdefault(id(value), len(seen))
+    if isinstance(value, torch.Tensor):
+        form: tuple[Any, ...] = (number, type(value).__name__, value.dtype, value.layout, tuple(value.shape))
+        form += (value.requires_grad, value.device.type, sorted(vars(value)))
+        if value.device.type == "meta":
+            return form
+        if value.layout is not torch.strided:
+            return (*form, value.to_dense().tolist())
+        storage = value.untyped_storage()
+        shared = seen.setdefault(storage._cdata, len(seen))
+        bits = bytes(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
+        form += (value.stride(), value.storage_offset(), value.is_conj(), value.is_neg())
+        return (*form, shared, bits, id(value._backward_hooks) in seen and value._backward_hooks is not None)
+    if isinstance(value, dict):
+        items = [(shape_of(key, {}), shape_of(item, seen)) for key, item in value.items()]
+        return (
+            number,
+            type(value).__name__,
+            items,
+            shape_of(vars(value), seen) if hasattr(value, "__dict__") else None,
+        )
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, [shape_of(item, seen) for item in value])
+    if isinstance(value, Thing):
+        return ("Thing", shape_of(vars(value), seen))
+    return (type(value).__name__, repr(value))
+
+
+class Thing:
+    """An object of a user's class that holds tensors."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def assert_like_torch(layouter: Layouter, state: Any) -> Layout:
+    """The file of a state loads to what the file of ``torch.save`` loads to."""
+    layout = layouter.lay_out(state)
+    image = fill(layout)
+    assert zipfile.ZipFile(io.BytesIO(image)).testzip() is None
+    assert all(entry.offset % 64 == 0 for entry in read_entries(image))
+    ours, theirs = loaded(image, weights_only=False), loaded(saved(state), weights_only=False)
+    keep = (ours, theirs)  # so that no address is used twice
+    assert shape_of(ours, {}) == shape_of(theirs, {})
+    del keep
+    return layout
+
+
+def unusual_state() -> dict[str, Any]:
+    base = torch.arange(24, dtype=torch.float32)
+    tied = torch.nn.Parameter(torch.randn(3, 5))
+    with_attribute = torch.randn(3)
+    with_attribute.note = "kept"  # type: ignore[attr-defined] # as users do
+    hooked = torch.randn(2, requires_grad=True)
+    pair = torch.randn(4)
+    parameter = torch.nn.Parameter(torch.randn(2))
+    parameter.is_shared = True  # type: ignore[attr-defined]
+    return {
+        "0-dim": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "non-contiguous": torch.randn(6, 4).t(),
+        "bf16": torch.randn(7).bfloat16(),
+        "half": torch.randn(7).half(),
+        "complex": torch.randn(3, dtype=torch.complex64),
+        "conjugated": torch.randn(3, dtype=torch.complex64).conj(),
+        "negative": torch.randn(3, dtype=torch.complex64).conj().imag,
+        "bool": torch.tensor([True, False, True]),
+        "int8": torch.tensor([-1, 2], dtype=torch.int8),
+        "sparse": torch.eye(3).to_sparse(),
+        "csr": torch.eye(3).to_sparse_csr(),
+        "float8": torch.randn(4).to(torch.float8_e4m3fn),
+        "meta": torch.empty(3, device="meta"),
+        "view-a": base[2:9],
+        "view-b": base.view(4, 6)[1],
+        "expanded": torch.randn(1, 3).expand(4, 3),
+        "tied-a": tied,
+        "tied-b": tied,
+        "alias-a": pair.detach(),
+        "alias-b": pair.detach(),
+        "data-of": tied.data,
+        "attribute": with_attribute,
+        "hooked": hooked,
+        "parameter": parameter,
+        "buffer": torch.nn.Buffer(torch.ones(3)),
+        "storage": torch.randn(3).untyped_storage(),
+        "ordered": OrderedDict(a=torch.ones(2), b=[torch.ones(1), (torch.zeros(1),)]),
+        "state_dict": torch.nn.Linear(3, 2).state_dict(),
+        "thing": Thing([base, tied]),
+        "plain": {"step": 7, "lr": 0.1, "names": ["a", "b"], "none": None, "tuple": (1, 2.0, "x"), "big": 2**70},
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:Sparse")
+def test_whatever_torch_saves_is_saved_alike_again_and_again() -> None:
+    state = unusual_state()
+    state["quantised"] = torch.quantize_per_tensor(torch.randn(10), 0.1, 0, torch.qint8)
+    scales, zeros = torch.tensor([0.1, 0.2]), torch.tensor([0, 1])
+    state["per channel"] = torch.quantize_per_channel(torch.randn(2, 3), scales, zeros, 0, torch.qint8)
+    quantised = {name: state.pop(name) for name in ("quantised", "per channel")}
+    layouter = Layouter()
+    for _ in range(3):
+        for name in ("bf16", "tied-a", "view-a"):
+            state[name].detach().add_(1)
+        assert_like_torch(layouter, state)
+    found = loaded(fill(layouter.lay_out(quantised)))
+    for name, tensor in quantised.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].int_repr(), tensor.int_repr())
+
+
+def test_a_nested_tensor_is_saved_as_torch_does() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype, says torch
+        nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.zeros(1, 3)])
+    found = loaded(fill(lay_out({"n": nested, "w": torch.ones(2)})), weights_only=False)
+    assert all(map(torch.equal, found["n"].unbind(), nested.unbind()))
+
+
+def test_a_file_is_read_without_this_package(tmp_path: Path) -> None:
+    state = {"w": torch.randn(1000), "none": torch.zeros(0), "step": 3, "b": torch.ones(3, dtype=torch.bfloat16)}
+    path = tmp_path / "model.ckpt"
+    path.write_bytes(fill(lay_out(state)))
+    for how in ({}, {"mmap": True}, {"map_location": "cpu"}):
+        found = torch.load(path, weights_only=True, **how)
+        assert torch.equal(found["w"], state["w"])
+        assert torch.equal(found["b"], state["b"])
+    assert torch.load(path, weights_only=True, map_location="meta")["w"].shape == (1000,)
+    tested = subprocess.run(["unzip", "-tq", str(path)], capture_output=True, text=True, check=False)
+    assert tested.returncode == 0, tested.stdout
+
+
+def test_torch_computes_no_places_of_its_own(tmp_path: Path) -> None:
+    """Its own files say so that it may; in ours it would find other bytes."""
+    layouter = Layouter()
+    kept = torch.arange(100.0)
+    layouter.lay_out({"gone": torch.randn(7), "kept": kept, "second": torch.ones(3)})
+    path = tmp_path / "model.ckpt"
+    path.write_bytes(fill(layouter.lay_out({"new": torch.zeros(5), "kept": kept})))
+    with torch.utils.serialization.config.patch("load.calculate_storage_offsets", True):
+        found = torch.load(path, weights_only=True, mmap=True)
+    assert torch.equal(found["kept"], kept)
+    assert torch.equal(found["new"], torch.zeros(5))
+
+
+def test_layout_holds_each_storage_once() -> None:
+    weight = torch.randn(100)
+    layout = lay_out({"a": weight, "b": weight[3:], "c": weight.detach()})
+    assert [piece.nbytes for piece in layout.pieces] == [400]
+
+
+def test_storages_that_stay_keep_their_places() -> None:
+    layouter = Layouter()
+    weights = {f"w{index}": torch.randn(index + 1) for index in range(20)}
+    places = []
+    for step in range(5):
+        generator = {"seed": torch.arange(step + 3)}  # another tensor each time, in front of all others
+        layout = layouter.lay_out({"g": generator, "w": {k: w.detach() for k, w in weights.items()}, "s": "x" * step})
+        by_address = {piece.storage.data_ptr(): piece.offset for piece in layout.pieces}
+        places.append([by_address[weight.data_ptr()] for weight in weights.values()])
+    assert places[1] == places[2] == places[3] == places[4]
+    first = layouter.lay_out(weights).frame
+    assert all(new is old for new, old in zip(layouter.lay_out(weights).frame[:-1], first[:-1], strict=True))
+
+
+def test_no_storage_is_kept_alive() -> None:
+    layouter = Layouter()
+    weight = torch.randn(1000)
+    alive = torch.multiprocessing.reductions.StorageWeakRef(weight.untyped_storage())
+    layouter.lay_out({"w": weight})
+    del weight
+    assert alive.expired()
+
+
+def test_a_storage_that_changes_its_size_or_memory_is_found() -> None:
+    layouter = Layouter()
+    state = {"a": torch.ones(4), "b": torch.ones(6), "c": torch.ones(2)}
+    layouter.lay_out(state)
+    state["b"].untyped_storage().resize_(4096)
+    assert_like_torch(layouter, state)
+    state["a"].data = torch.zeros(9)
+    assert_like_torch(layouter, state)
+    state["c"].requires_grad_()
+    assert_like_torch(layouter, state)
+    state["c"].detach().set_(state["a"].untyped_storage(), 3, (2,))
+    assert_like_torch(layouter, state)
+    state["c"] = state["c"].detach()
+    state["c"].note = 5  # type: ignore[attr-defined]
+    assert_like_torch(layouter, state)
+
+
+def test_one_memory_as_two_dtypes_is_refused_as_torch_does() -> None:
+    state = {"a": (base := torch.ones(4)), "b": base.view(torch.int32)}
+    layouter = Layouter()
+    layouter.lay_out({"a": base})
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            saved(state)
+        with pytest.raises(RuntimeError, match="share their memory"):
+            layouter.lay_out(state)
+
+
+def test_a_file_above_4_gib(tmp_path: Path) -> None:
+    large, behind = torch.empty(2**32 + 100, dtype=torch.uint8), torch.arange(5)
+    layout = lay_out({"large": large, "behind": behind})
+    path = tmp_path / "model.ckpt"
+    with path.open("wb") as file:
+        file.truncate(layout.nbytes)
+        for offset, data in layout.frame:
+            file.seek(offset)
+            file.write(data)
+        file.seek(layout.pieces[1].offset)
+        file.write(behind.numpy().tobytes())
+        for place in layout.pieces[1].crc_at:
+            file.seek(place)
+            file.write(zlib.crc32(behind.numpy().tobytes()).to_bytes(4, "little"))
+    found = torch.load(path, weights_only=True, mmap=True)
+    assert found["large"].shape == large.shape
+    assert torch.equal(found["behind"], behind)
+    with zipfile.ZipFile(path) as archive:
+        sizes = {info.filename: info.file_size for info in archive.infolist()}
+        assert archive.read("model/data/1") == behind.numpy().tobytes()
+    assert sizes["model/data/0"] == 2**32 + 100
+    listed = subprocess.run(["unzip", "-Zt", str(path)], capture_output=True, text=True, check=False)
+    assert listed.returncode == 0, listed.stdout
+
+
+shapes = st.lists(st.integers(0, 5), max_size=3)
+dtypes = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool, torch.bfloat16])
+tensors = st.builds(lambda shape, dtype: torch.randint(0, 2, shape).to(dtype), shapes, dtypes)
+leaves = st.one_of(tensors, st.integers(), st.text(max_size=5), st.booleans(), st.none(), st.floats())
+states = st.recursive(
+    leaves,
+    lambda children: st.one_of(
+        st.lists(children, max_size=4), st.dictionaries(st.text(max_size=3), children, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(states)
+def test_any_state_is_saved_as_torch_does(state: Any) -> None:
+    assert_like_torch(Layouter(), state)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_sequence_of_states_is_saved_as_torch_does(seed: int) -> None:
+    """Tensors that come, go, are written to, replaced, tied, viewed and detached, one layout after the other."""
+    random = Random(seed)
+    layouter = Layouter()
+    state: dict[str, Any] = {}
+    for _ in range(60):
+        _change(state, random)
+        layout = assert_like_torch(layouter, state)
+        assert [piece.offset for piece in layout.pieces] == sorted({piece.offset for piece in layout.pieces})
+
+
+def _change(state: dict[str, Any], random: Random) -> None:
+    name = random.choice("abcdefgh")
+    old = state.get(random.choice("abcdefgh"))
+    kinds = [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool]
+    new = torch.randint(0, 2, [random.randrange(4) for _ in range(random.randrange(3))]).to(random.choice(kinds))
+    is_tensor = isinstance(old, torch.Tensor)
+    made = [
+        lambda: new,
+        lambda: torch.nn.Parameter(new, requires_grad=new.is_floating_point()),
+        lambda: {"nested": [new, new, new.detach()], "n": random.random()},
+        lambda: Thing(old),
+        lambda: old,
+        lambda: old.detach() if is_tensor else random.random(),
+        lambda: old.detach().view(-1)[random.randrange(2) :] if is_tensor else {},
+        lambda: old.conj() if is_tensor else "text",
+        lambda: old.detach().clone() if is_tensor else (old, old),
+    ]
+    state[name] = random.choice(made)()
+    if random.random() < 0.2:
+        state.pop(random.choice(sorted(state)))
