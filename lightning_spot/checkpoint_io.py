@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from lightning_spot.errors import (
     SpotError,
     TierError,
 )
+from lightning_spot.exact.named import load_named
 from lightning_spot.exact.namespaces import SpotIO
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, InProcessHost
@@ -89,10 +89,11 @@ class SpotCheckpointIO(SpotIO):
         self.flush_timeout_s = flush_timeout_s
         self.idle_timeout_s = idle_timeout_s
         self._writers: dict[str, FolderWriter] = {}
+        self._fit = _FitWatch()
 
     def of_a_fit(self) -> dict[str, Any]:
         """See :class:`~lightning_spot.exact.namespaces.Copied`."""
-        return {"_writers": {}}
+        return {"_writers": {}, "_fit": _FitWatch()}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Commit ``checkpoint`` in memory and have it carried to ``path``.
@@ -109,7 +110,7 @@ class SpotCheckpointIO(SpotIO):
             super().save_checkpoint(checkpoint, path)  # a node is memory already
             return
         _check_folder(parent)
-        trains = _is_in_training()
+        trains = self._fit.trains(checkpoint)
         if not trains and parent not in self._writers:
             write_now(checkpoint, _manifest(folder_info(parent), name, checkpoint), open_store(parent))
             return
@@ -137,6 +138,8 @@ class SpotCheckpointIO(SpotIO):
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint, waiting for it first if it is still on its way.
 
+        Where it holds objects that torch does not load with ``weights_only=True``, these stay placeholders.
+
         Args:
             path: where it is.
             *args: as in Lightning's ``TorchCheckpointIO``, whose arguments differ between versions.
@@ -144,7 +147,7 @@ class SpotCheckpointIO(SpotIO):
         """
         parent, name = _split(path)
         self._flush(parent)
-        return super().load_checkpoint(_joined(parent, name), *args, **kwargs)
+        return load_named(super().load_checkpoint, _joined(parent, name), *args, **kwargs)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint from memory, and from its path once what was saved there before is at its own.
@@ -186,6 +189,7 @@ class SpotCheckpointIO(SpotIO):
             TierError: if one is not there within ``flush_timeout_s`` (the node on this host goes on trying), or was
                 refused there since somebody else has saved a newer one.
         """
+        self._fit.ended()
         problems: list[str] = []
         for parent, writer in list(self._writers.items()):
             left = self._try_flush(parent, writer)
@@ -285,20 +289,38 @@ def _manifest(info: RunInfo, name: str, checkpoint: dict[str, Any]) -> Manifest:
     )
 
 
-def _is_in_training() -> bool:
-    """Whether ``fit`` goes on, which calls :meth:`SpotCheckpointIO.teardown` in the end; else nobody waits later.
+class _FitWatch:
+    """Whether a training is under way whose end will call :meth:`SpotCheckpointIO.teardown`.
 
-    Lightning tells a CheckpointIO nothing of its trainer, so it is looked for among the callers. Where there is none
-    (a plugin around this one saves from a thread of its own), this is taken for a save in training.
+    Lightning tells a CheckpointIO nothing of its trainer. But a checkpoint says how far its loops are: whether an epoch
+    is under way, and after an exception, when it stays so for ever, whether training has gone on since.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "save_checkpoint":
-            state: Any = getattr(frame.f_locals.get("self"), "state", None)
-            if hasattr(state, "status") and hasattr(state, "fn"):
-                return bool(state.status == "running" and state.fn == "fit")
-        frame = frame.f_back  # type: ignore[assignment]
-    return True
+
+    def __init__(self) -> None:
+        self._has_ended = False
+        self._stands_at: Any = None
+
+    def ended(self) -> None:
+        """The plugin was torn down."""
+        self._has_ended, self._stands_at = True, None
+
+    def trains(self, checkpoint: dict[str, Any]) -> bool:
+        """Whether training goes on; also said of a checkpoint that is not a Trainer's, by whoever calls us directly."""
+        try:
+            fit = checkpoint["loops"]["fit_loop"]
+            epoch, batches = fit["epoch_progress"], fit["epoch_loop.batch_progress"]
+            is_under_way = epoch["current"]["ready"] > epoch["current"]["completed"]
+            place = epoch["total"]["ready"], batches["total"]["ready"]
+        except (KeyError, TypeError):
+            return True
+        if not is_under_way:
+            return False
+        if self._has_ended:
+            if self._stands_at in (None, place):
+                self._stands_at = place
+                return False
+            self._has_ended = False
+        return True
 
 
 def _check_folder(parent: str) -> None:

@@ -13,6 +13,7 @@
     ├── TornSnapshot             a tensor changed while it was copied; the snapshot was dropped
     ├── ModelChanged             the model no longer fits the snapshot it should resume from
     ├── TierError                a tier failed (unreachable, disk full, permission)
+    │   ├── MissingCredentials   none were found for an object store
     │   ├── NodeUnreachable      no memory node answers at an address
     │   ├── NodeRefused          the node answered and said no (token, bad request)
     │   └── ProtocolMismatch     the two ends speak different protocol versions
@@ -101,6 +102,10 @@ class TierError(SpotError):
     def __init__(self, message: str, *, tier: str = "") -> None:
         super().__init__(message)
         self.tier = tier
+
+
+class MissingCredentials(TierError):
+    """No credentials were found for an object store."""
 
 
 class NodeUnreachable(TierError, ConnectionError):

@@ -127,6 +127,32 @@ class Evaluating(Model):
         return (self.weight + 0.01 * self.seen) * loss
 
 
+class Remembering(Net):
+    """Keeps what its validations found, the sanity check's too, and lets its steps depend on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[tuple[int, float]] = []
+        self.asked = self.seen = 0
+        self.register_buffer("lowest", torch.tensor(100.0), persistent=False)
+
+    def val_dataloader(self) -> Any:
+        self.asked += 1
+        return super().val_dataloader()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += 1
+        weight = (
+            (self.losses[0][1] if self.losses else 1.0) + 0.01 * self.lowest + 0.001 * self.asked + 0.001 * self.seen
+        )
+        return super().training_step(batch, batch_idx) * weight
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.lowest.copy_(torch.minimum(self.lowest, loss))
+        self.losses.append((self.global_step, float(loss)))
+
+
 class Caching(Model):
     """Makes something at its first step that no checkpoint can hold, and a number that belongs to it."""
 

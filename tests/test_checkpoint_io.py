@@ -26,6 +26,7 @@ from lightning_spot.client.embedded import EmbeddedHost, find_record
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.config import read_environment
 from lightning_spot.errors import SettingsError, TierError
+from lightning_spot.exact.checkpoint import checkpoint_of
 from lightning_spot.image.manifest import OWN_DIR, Manifest
 from lightning_spot.protocol.wire import Address
 from lightning_spot.run.files import folder_info
@@ -323,6 +324,36 @@ def test_outside_of_training_a_saved_file_is_there(tmp_path: Path) -> None:
     assert torch.load(own / "after.ckpt", weights_only=True)["global_step"] == run.global_step
     assert sorted(path.name for path in own.iterdir()) == [OWN_DIR, "after.ckpt", "before.ckpt"]
     assert not plugin._writers
+
+
+class Saving(pl.Callback):
+    """Saves after every batch, and notes whether the plugin has taken that for training. Ends with an exception."""
+
+    def __init__(self, plugin: SpotCheckpointIO, path: Path) -> None:
+        self.plugin, self.path = plugin, path
+        self.found: list[bool] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+        self.found.append(bool(self.plugin._writers))
+        if len(self.found) % 3 == 0:
+            raise KeyError("the third one")
+
+
+def test_that_training_goes_on_is_known_whoever_saves(tmp_path: Path) -> None:
+    """Also where no Trainer is among the callers: a plugin around this one saves from a thread."""
+    plugin = SpotCheckpointIO(memory=None)
+    saving = Saving(plugin, tmp_path / "x.ckpt")
+    run = trainer(saving, enable_checkpointing=False, plugins=[plugin], max_epochs=1)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="third"):
+            run.fit(Net(), data())
+        assert saving.found == [True] * 3
+        saving.found.clear()
+        for name in ("one.ckpt", "two.ckpt"):
+            plugin.save_checkpoint(checkpoint_of(run), tmp_path / name)
+            assert (tmp_path / name).exists()
+            assert not plugin._writers
 
 
 def test_nothing_of_ours_is_left_after_fit(tmp_path: Path) -> None:

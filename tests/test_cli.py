@@ -15,6 +15,7 @@ import torch
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.cli import main
 from lightning_spot.tiers.local import LocalStore
+from lightning_spot.tiers.store import Claim
 from tests.conftest import RunningNode
 from tests.models import EachDurable, Net, data, trainer
 from tests.test_fit import Stop, StopAt
@@ -41,6 +42,15 @@ def test_ls(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [line.split() for line in said.splitlines()[1:]]
     assert {(row[1], row[-2]) for row in rows} >= {("30", "memory"), ("30", "durable"), ("25", "durable")}
     assert {row[-1] for row in rows} == {"safe", "durable"}
+
+
+def test_ls_of_a_path_where_no_run_ever_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls", str(tmp_path / "mistyped")]) == 2
+    assert f"no run is, or ever was, at {tmp_path / 'mistyped'}" in " ".join(capsys.readouterr().err.split())
+    claim = Claim(attempt=1, run_id="0" * 12, token="t", location=f"file://{tmp_path / 'begun'}", started_unix_s=0.0)
+    LocalStore(tmp_path / "begun").claim(claim)
+    assert main(["ls", str(tmp_path / "begun")]) == 0
+    assert "no snapshots of" in capsys.readouterr().out
 
 
 def test_ls_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,9 @@ import s3fs
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import Fenced, SettingsError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.run.location import Location
+from lightning_spot.run.patience import Patience
+from lightning_spot.run.survey import survey
 from lightning_spot.tiers import lanes, objects
 from lightning_spot.tiers.multipart import _Block
 from lightning_spot.tiers.objects import ObjectStore
@@ -280,3 +283,17 @@ def test_unfinished_uploads_of_killed_writers_of_files_are_aborted_and_no_others
         f"{name}/mine/.lightning_spot/mine.ckpt.manifest.json",
         f"{name}/mine/mine.ckpt",
     ]
+
+
+def test_missing_credentials_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, "/nonexistent")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(SettingsError, match=r"no credentials .* s3://bucket/run .* AWS_ACCESS_KEY_ID") as caught:
+        survey(Location.of("s3://bucket/run", None, None), Patience(tries=1))
+    assert "resume=False" not in str(caught.value)
+    s3fs.S3FileSystem.clear_instance_cache()

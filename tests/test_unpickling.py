@@ -23,7 +23,9 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from torchmetrics import MeanMetric
 
+from lightning_spot import SpotCheckpointIO
 from lightning_spot.errors import NotSerialisable
 from lightning_spot.exact.compare import differences
 from lightning_spot.exact.resumable import Outline, put_in_own_objects
@@ -325,6 +327,23 @@ def test_hyperparameters_of_any_class_do_not_keep_a_run_from_resuming(
     assert manifests(tmp_path)[0].complete
 
 
+@pytest.mark.parametrize("plugins", [[], [SpotCheckpointIO(memory=None)]], ids=["callback", "plugin"])
+def test_a_snapshot_that_is_named_in_fit_is_read_in_the_same_way(
+    plugins: list[Any], tmp_path: Path, no_node: dict[str, Any]
+) -> None:
+    with pytest.raises(Stop):
+        trainer(spot(tmp_path, **no_node), StopAt(13)).fit(WithHyperparameters(torch.nn.MSELoss()), data())
+    path = tmp_path / "run-1" / manifests(tmp_path)[0].data_path
+    callbacks = [] if plugins else [spot(tmp_path / "other", resume=False, **no_node)]
+    again = trainer(*callbacks, plugins=plugins, max_steps=14)
+    steps: list[int] = []
+    look = pl.callbacks.LambdaCallback(on_train_batch_start=lambda run, *_: steps.append(run.global_step))
+    again.callbacks.insert(0, look)  # type: ignore[attr-defined]
+    again.fit(WithHyperparameters(torch.nn.MSELoss()), data(), ckpt_path=path)
+    assert steps == [12, 13]
+    assert "load_checkpoint" not in vars(again.strategy)
+
+
 def test_a_state_that_a_resume_needs_is_named_at_the_first_snapshot_and_by_the_resume(
     tmp_path: Path, no_node: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -393,17 +412,54 @@ def test_a_hook_that_takes_objects_back_gets_those_of_this_process(tmp_path: Pat
         trainer(spot(tmp_path, **no_node)).fit(TakingBack(2.0), data())
 
 
-def test_a_setting_that_looks_like_a_time_is_compared_too() -> None:
-    def model(seconds: float) -> Net:
-        net = Net()
-        net.on_save_checkpoint = lambda saved: saved.update(cut=types.SimpleNamespace(seconds=seconds))  # type: ignore[method-assign]
-        return net
+def put_in(before: Net, after: Net, **more: Any) -> None:
+    """Give ``after`` what ``before`` has saved, and ``more`` with it."""
+    checkpoint: dict[str, Any] = dict(more)
+    before.on_save_checkpoint(checkpoint)
+    run: Any = types.SimpleNamespace(lightning_module=after)
+    put_in_own_objects(run, read_checkpoint(saved(checkpoint)))
 
-    checkpoint: dict[str, Any] = {}
-    model(4.0).on_save_checkpoint(checkpoint)
-    file = io.BytesIO()
-    torch.save(checkpoint, file)
-    file.seek(0)
-    run: Any = types.SimpleNamespace(lightning_module=model(8.0))
+
+def saving(**settings: Any) -> Net:
+    net = Net()
+    net.on_save_checkpoint = lambda saved: saved.update(cut=types.SimpleNamespace(**settings))  # type: ignore[method-assign]
+    return net
+
+
+def test_a_setting_that_looks_like_a_time_is_compared_too() -> None:
     with pytest.warns(UserWarning, match=r"cut of the snapshot.*differs: seconds: 4\.0 and 8\.0"):
-        put_in_own_objects(run, read_checkpoint(file))
+        put_in(saving(seconds=4.0), saving(seconds=8.0))
+
+
+def test_a_folder_of_the_users_own_is_compared_too() -> None:
+    with pytest.warns(UserWarning, match=r"cut of the snapshot.*differs: root: '/a/train' and '/b/train'"):
+        put_in(saving(root="/a/train"), saving(root="/b/train"))
+
+
+class Smoothed(Net):
+    """As those of pytorch-forecasting: its loss is a module, and a metric, and is taken back whole."""
+
+    def __init__(self, smoothing: float = 0.1) -> None:
+        super().__init__()
+        inner = torch.nn.CrossEntropyLoss(torch.rand(3), label_smoothing=smoothing)
+        self.criterion = torch.nn.Sequential(inner, MeanMetric())
+        self.criterion.calls = 0  # type: ignore[assignment]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["criterion"] = self.criterion
+
+
+def test_settings_of_a_submodule_that_is_taken_back_are_compared() -> None:
+    with pytest.warns(UserWarning, match=r"criterion of the snapshot.*differs: 0\.label_smoothing: 0\.3 and 0\.1"):
+        put_in(Smoothed(0.3), Smoothed())
+
+
+def test_what_a_resume_restores_of_a_submodule_is_not_compared() -> None:
+    trained = Smoothed()
+    trained.criterion.calls = 3  # type: ignore[assignment]
+    trained.criterion.eval()
+    trained.criterion[1].update(2.0)
+    restored = {"ranks": [{"hooked": {"attributes": {"criterion": {"calls": 3}}}}]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        put_in(trained, Smoothed(), lightning_spot=restored)

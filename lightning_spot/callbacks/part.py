@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.namespaces import SpotCallback
 from lightning_spot.fit.fit import Fit
 
@@ -30,6 +31,14 @@ class Part(SpotCallback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Return when everything committed is durable, within the time allowed."""
         Fit.of(trainer).exit.complete()
+
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A resumed run makes no sanity check: what it changes is to be kept."""
+        FitState.of(trainer).once.begins()
+
+    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """What follows happens in a resumed run, too."""
+        FitState.of(trainer).once.ends()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Bring what is committed to safety, and let the trainer go."""

@@ -90,6 +90,7 @@ class PreemptionGuard(Part):
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """From here on there are places at which to stop."""
+        super().on_sanity_check_start(trainer, pl_module)
         self._pass(trainer, Place(0, 0, evaluating=True), Seam.SANITY_CHECK)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -162,6 +162,7 @@ class SpotCheckpoint(SpotCallback):
 _FORWARD = (
     "on_load_checkpoint",
     "on_sanity_check_start",
+    "on_sanity_check_end",
     "on_train_start",
     "on_train_epoch_start",
     "on_train_batch_end",

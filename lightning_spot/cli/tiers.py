@@ -40,12 +40,14 @@ class Found:
         unreadable: snapshots that are there but cannot be used, with tier and reason.
         problems: one line for each tier that did not answer.
         url: the run that was asked for.
+        is_known: whether a tier knows of a run there, or could not say.
     """
 
     entries: list[Entry] = field(default_factory=list)
     unreadable: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     url: str = ""
+    is_known: bool = True
 
 
 def ask(arguments: argparse.Namespace) -> Found:
@@ -106,6 +108,7 @@ def _ask_run(arguments: argparse.Namespace) -> Found:
             found.entries.extend(_entries(source, held))
         except SpotError as error:
             found.problems.append(f"{source.tier}: {error}")
+    found.is_known = bool(seen.claim is not None or seen.runs or seen.durable is None)
     if not seen.answers and found.problems:
         raise SnapshotNotFound("; ".join(found.problems))
     return found

@@ -8,24 +8,29 @@ from lightning_spot.capture.tensors import storage_address
 from lightning_spot.exact import private
 
 Values = dict[str, torch.Tensor]
+Mark = tuple[int, int]
 
 
 class Buffers:
     """The buffers of one module. Statistics of BatchNorm differ from rank to rank, and torch does not count writes."""
 
     def __init__(self) -> None:
-        self._steady: dict[str, tuple[int, int]] = {}
+        self._steady: dict[str, Mark] = {}
         self._changed: set[str] = set()
 
     def begin(self, module: torch.nn.Module) -> None:
         """Note how they are when training begins."""
-        self._steady = {name: _mark(buffer) for name, buffer in module.named_buffers()}
+        self._steady = marks_of(module)
+
+    def note_changed(self, module: torch.nn.Module, before: dict[str, Mark]) -> None:
+        """Count as changed, too, what differs from marks that were made before training began."""
+        self._changed |= {name for name, mark in marks_of(module).items() if before.get(name) != mark}
 
     def capture(self, module: torch.nn.Module, *, is_first: bool) -> Values:
         """Copies of the non-persistent ones that changed, and of all others where the rank is not the first."""
         buffers = dict(module.named_buffers())
         in_checkpoint = set(module.state_dict(keep_vars=True)) & set(buffers)
-        self._changed |= {name for name in buffers if self._steady.get(name) != _mark(buffers[name])}
+        self.note_changed(module, self._steady)
         lacking = self._changed - in_checkpoint
         if not is_first:
             lacking |= in_checkpoint
@@ -46,5 +51,6 @@ def put(module: torch.nn.Module, values: Values) -> None:
                 present[name].copy_(value)
 
 
-def _mark(buffer: torch.Tensor) -> tuple[int, int]:
-    return storage_address(buffer), private.writes_of(buffer)
+def marks_of(module: torch.nn.Module) -> dict[str, Mark]:
+    """What tells of each buffer whether it has been written to, or is another."""
+    return {name: (storage_address(buffer), private.writes_of(buffer)) for name, buffer in module.named_buffers()}

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -44,13 +45,63 @@ _SETTINGS = (
     "reload_dataloaders_every_n_epochs",
     "val_check_interval",
 )
-_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes of a module that are torch's."""
+
+
+@dataclass(slots=True)
+class Names:
+    """Names of values that were changed.
+
+    Attributes:
+        trains: of parameters.
+        attributes: of attributes, by the module's name.
+        settings: of the Trainer's settings.
+    """
+
+    trains: set[str] = field(default_factory=set)
+    attributes: dict[str, set[str]] = field(default_factory=dict)
+    settings: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, saved: State | None) -> Names:
+        """Those in what :meth:`saved`, or :meth:`ChangedValues.capture`, returned; none of ``None``."""
+        if saved is None:
+            return cls()
+        attributes = {module: set(names) for module, names in saved["attributes"].items()}
+        return cls(set(saved["trains"]), attributes, set(saved["settings"]))
+
+    def saved(self) -> State:
+        """The names as values that load with ``weights_only=True``, always in one order."""
+        attributes = {module: sorted(names) for module, names in sorted(self.attributes.items())}
+        return {"trains": sorted(self.trains), "attributes": attributes, "settings": sorted(self.settings)}
+
+    def update(self, more: Names) -> None:
+        """Add those of ``more``."""
+        self.trains |= more.trains
+        self.settings |= more.settings
+        for module, names in more.attributes.items():
+            self.attributes.setdefault(module, set()).update(names)
+
+    def common(self, other: Names) -> Names:
+        """Those that are in both."""
+        attributes = {
+            module: names & other.attributes[module]
+            for module, names in self.attributes.items()
+            if module in other.attributes
+        }
+        return Names(self.trains & other.trains, attributes, self.settings & other.settings)
 
 
 class ChangedValues:
-    """Knows how everything was when training began, and so what was changed."""
+    """Knows how everything was when training began, and so what was changed.
+
+    Attributes:
+        before: what was changed before that, and no resumed run repeats: it counts, too.
+    """
 
     def __init__(self) -> None:
+        self.before = Names()
         self._trains: dict[str, bool] = {}
         self._modules: dict[str, _Attributes] = {}
         self._settings: State = {}
@@ -64,20 +115,27 @@ class ChangedValues:
 
     def capture(self, trainer: pl.Trainer) -> State:
         """What differs by now, as values that load with ``weights_only=True``."""
-        module = trainer.lightning_module
-        changed = {name: self._modules[name].changed(part) for name, part in _parts(module) if name in self._modules}
+        module, before = trainer.lightning_module, self.before
+        changed = {
+            name: self._modules[name].changed(part, before.attributes.get(name, set()))
+            for name, part in _parts(module)
+            if name in self._modules
+        }
+        settings = _settings(trainer)
         return {
             "trains": {
                 name: parameter.requires_grad
                 for name, parameter in module.named_parameters()
-                if self._trains.get(name, parameter.requires_grad) != parameter.requires_grad
+                if self._trains.get(name, parameter.requires_grad) != parameter.requires_grad or name in before.trains
             },
             "attributes": {name: values for name, values in changed.items() if values},
-            "settings": _changed(self._settings, _settings(trainer)),
+            "settings": {**_changed(self._settings, settings), **_of(before.settings, settings)},
+            "before": before.saved(),
         }
 
     def restore(self, trainer: pl.Trainer, saved: State) -> None:
         """Put back what :meth:`capture` returned, after :meth:`begin`."""
+        self.before.update(Names.of(saved.get("before")))
         module = trainer.lightning_module
         parameters = dict(module.named_parameters())
         for name, trains in saved["trains"].items():
@@ -101,16 +159,22 @@ class _Attributes:
     """
 
     def __init__(self, part: nn.Module) -> None:
-        self._names = _own_names() if isinstance(part, namespaces.classes("", "LightningModule")) else _OF_MODULES
+        self._names = _own_names() if isinstance(part, namespaces.classes("", "LightningModule")) else OF_MODULES
         # Modules of torch keep nothing that their numbers would have to agree with.
         self._is_torchs = type(part).__module__.startswith("torch.nn")
         self._scalars = dict(self._of_kind(part, _SCALARS))
         self._marks = {} if self._is_torchs else {name: _mark(value) for name, value in self._of_kind(part, _KEPT)}
         self._others = {} if self._is_torchs else self._not_plain(part)
 
-    def changed(self, part: nn.Module) -> State:
-        """Copies of what has changed; of ``training`` only, where not all of it is plain."""
-        changed = _changed(self._scalars, dict(self._of_kind(part, _SCALARS)))
+    def changed(self, part: nn.Module, before: Collection[str] = ()) -> State:
+        """Copies of what has changed; of ``training`` only, where not all of it is plain.
+
+        Args:
+            part: the module.
+            before: names of attributes that count as changed.
+        """
+        scalars = dict(self._of_kind(part, _SCALARS))
+        changed = {**_changed(self._scalars, scalars), **_of(before, scalars)}
         if self._is_torchs:
             return changed
         try:
@@ -119,7 +183,7 @@ class _Attributes:
                 raise _NotPlain
             left = [MOST_BYTES, _MOST_ITEMS]
             for name, value in self._of_kind(part, _KEPT):
-                if name not in self._marks or not _same(self._marks[name], _mark(value)):
+                if name in before or name not in self._marks or not _same(self._marks[name], _mark(value)):
                     changed[name] = _copy(value, left)
         except _NotPlain:
             return {name: value for name, value in changed.items() if name == "training"}
@@ -170,6 +234,10 @@ _LIGHTNINGS: list[frozenset[str]] = []
 
 def _changed(before: State, now: State) -> State:
     return {name: value for name, value in now.items() if name not in before or before[name] != value}
+
+
+def _of(names: Collection[str], values: State) -> State:
+    return {name: values[name] for name in names if name in values}
 
 
 def _settings(trainer: pl.Trainer) -> State:

@@ -19,6 +19,8 @@ from lightning_spot.exact.checkpoint import checkpoint_of, checkpoint_through_sa
 from lightning_spot.exact.dump import KEY, Dump, versions_of
 from lightning_spot.exact.gradient_order import GradientOrder
 from lightning_spot.exact.loaders import Loaders
+from lightning_spot.exact.named import follow_named
+from lightning_spot.exact.once import Once
 from lightning_spot.exact.per_trainer import PerTrainer
 from lightning_spot.exact.position import Rewind, why_not_exact
 from lightning_spot.exact.randomness import State, capture_random
@@ -35,6 +37,7 @@ class FitState(PerTrainer):
 
     Attributes:
         rewind: how a resumed epoch gets to its place in the data.
+        once: is told when the sanity check begins and ends.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -48,6 +51,7 @@ class FitState(PerTrainer):
         self._switches = Switches()
         self._buffers = Buffers()
         self._hooked = ChangedValues()
+        self.once = Once(self._trainer, self._switches, self._hooked, self._buffers)
         self._order = GradientOrder()
         self._restoring = Restoring(self._trainer, self._switches, self._hooked, self._buffers)
         self._begun = False
@@ -59,6 +63,7 @@ class FitState(PerTrainer):
             return
         self._switches.probe(self._trainer)
         self._switches.run(private.LOADERS, self._follow_loaders)
+        self._undo += [*self.once.follow_tuners(), follow_named(self._trainer)]
         self._callbacks = list(self._trainer.callbacks)  # type: ignore[attr-defined] # Lightning's Trainer has it
         self._begin_after_hooks()
         seams = Seams.of(self._trainer)
@@ -68,7 +73,8 @@ class FitState(PerTrainer):
 
     def _follow_loaders(self) -> None:
         restoring = self._restoring
-        loaders = Loaders(self._trainer, restoring.position_for, restoring.before_step, lambda: self.rewind)
+        paused = self.once.paused
+        loaders = Loaders(self._trainer, restoring.position_for, restoring.before_step, lambda: self.rewind, paused)
         self._undo.append(loaders.end)
         restoring.loaders = loaders
         self._switches.run(private.REQUESTS, loaders.follow_requests)

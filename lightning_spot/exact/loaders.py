@@ -7,7 +7,7 @@ first; with ``reload_dataloaders_every_n_epochs`` Lightning would also count fro
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.exact import private
@@ -35,6 +35,7 @@ class Loaders:
         position_for: position at which a training loader begins its epoch, ``None`` for its start.
         restore_step: see :class:`PositionedLoader`.
         rewind: how a training loader gets to its position.
+        asking: entered while the program is asked for loaders.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class Loaders:
         position_for: Callable[[PositionedLoader], State | None],
         restore_step: Callable[[], bool],
         rewind: Callable[[], Rewind],
+        asking: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._trainer = trainer
+        self._asking = asking
         self._requests: dict[str, State] = {}
         self._due: dict[str, State] = {}
         self._states: list[State | None] = []
@@ -100,7 +103,8 @@ class Loaders:
                 self._requests[name] = self._request()
                 if name == "validation":
                     self._states = []
-                return original()
+                with self._asking():
+                    return original()
             if name == "validation":
                 private.LAST_VAL_RELOAD.set(loop, saved["reloaded"])
             return self._as_it_was(saved, original)

@@ -147,10 +147,19 @@ def _restore_spikes(trainer: pl.Trainer, saved: State) -> None:
 # -- the tuners: what they found is kept, and they do not look for it again ------------------------------------------
 
 
+def tuners(trainer: pl.Trainer) -> list[Any]:
+    """The callbacks that try something before training begins."""
+    return [callback for _, callback in _tuners(trainer)]
+
+
+def _tuners(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
+    return _callbacks(trainer, "BatchSizeFinder", "LearningRateFinder")
+
+
 def _found(trainer: pl.Trainer) -> State:
     parsing = namespaces.of(trainer, "utilities.parsing")
     saved: State = {}
-    for key, callback in _callbacks(trainer, "BatchSizeFinder", "LearningRateFinder"):
+    for key, callback in _tuners(trainer):
         for name in _tuned(callback):
             if parsing.lightning_hasattr(trainer.lightning_module, name):
                 saved.setdefault(key, {})[name] = parsing.lightning_getattr(trainer.lightning_module, name)
@@ -170,7 +179,7 @@ def rest_tuners(trainer: pl.Trainer, saved: State) -> list[Callable[[], object]]
         what undoes it.
     """
     undo: list[Callable[[], object]] = []
-    for key, callback in _callbacks(trainer, "BatchSizeFinder", "LearningRateFinder"):
+    for key, callback in _tuners(trainer):
         for name, value in (saved or {}).get(key, {}).items():
             namespaces.of(trainer, "utilities.parsing").lightning_setattr(trainer.lightning_module, name, value)
         # Its trial would end with Lightning's own restore, and that would forget what is to be resumed.
@@ -194,8 +203,7 @@ def what_begins_anew(trainer: pl.Trainer) -> Iterator[str]:
 
 def is_tuned(trainer: pl.Trainer) -> bool:
     """Whether this ``fit`` is no training but a call of ``Tuner(trainer)``, which ends before its first step."""
-    tuners = _callbacks(trainer, "BatchSizeFinder", "LearningRateFinder")
-    return any(getattr(callback, private.ENDS_EARLY.name, False) for _, callback in tuners)
+    return any(getattr(callback, private.ENDS_EARLY.name, False) for callback in tuners(trainer))
 
 
 def is_of_a_tuner(trainer: pl.Trainer) -> bool:

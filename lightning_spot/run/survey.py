@@ -18,7 +18,14 @@ from typing import Any
 from lightning_spot.client.embedded import attach
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import CorruptManifest, SettingsError, SnapshotNotFound, SpotError, TierError
+from lightning_spot.errors import (
+    CorruptManifest,
+    MissingCredentials,
+    SettingsError,
+    SnapshotNotFound,
+    SpotError,
+    TierError,
+)
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.run import patience
@@ -155,6 +162,8 @@ class _Durable:
             try:
                 answer = cls._once(store)
             except TierError as error:
+                if last and isinstance(error, MissingCredentials):
+                    raise SettingsError(str(error)) from error
                 if last:
                     raise
                 why = str(error)

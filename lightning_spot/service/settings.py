@@ -8,11 +8,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_spot.config import FLUSH_TIMEOUT_S, IDLE_TIMEOUT_S, parse_bytes, read_environment
+from lightning_spot.config import FLUSH_TIMEOUT_S, IDLE_TIMEOUT_S, format_bytes, parse_bytes, read_environment
 from lightning_spot.errors import SettingsError
 from lightning_spot.memory.prefixes import check_prefix
 from lightning_spot.protocol.record import NodeRecord
 from lightning_spot.protocol.wire import DEFAULT_PORT
+from lightning_spot.staging.slot import host_memory_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +93,11 @@ def settings_from(arguments: argparse.Namespace) -> NodeSettings:
     if arguments.embedded:
         folder, key = arguments.embedded
         return NodeSettings(record=NodeRecord(Path(folder), key), **shared)
+    if (whole := host_memory_bytes()) < shared["memory_bytes"]:
+        raise SettingsError(
+            f"--memory {arguments.memory}: this machine (or container) has {format_bytes(whole)} in all. Give what"
+            " slots may take of it, and leave some for everything else"
+        )
     host, _, port = arguments.listen.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise SettingsError(f"--listen {arguments.listen!r}: write it like 127.0.0.1:{DEFAULT_PORT}")

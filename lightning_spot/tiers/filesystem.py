@@ -10,10 +10,22 @@ from typing import Any
 import fsspec
 import fsspec.config
 
-from lightning_spot.errors import SettingsError, SnapshotNotFound, SpotError, TierError
+from lightning_spot.errors import MissingCredentials, SettingsError, SnapshotNotFound, SpotError, TierError
 from lightning_spot.tiers.lanes import MOST
 
 _BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "obs", "cos"})
+
+_NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"})
+"""Botocore's and Google's names for it; where neither is installed, none of theirs is raised."""
+
+
+def _credentials(url: str) -> str:
+    """What to set where credentials are missing."""
+    if url.startswith("s3"):
+        return "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+    if url.startswith("g"):
+        return "Set GOOGLE_APPLICATION_CREDENTIALS"
+    return "Set those of its file system"
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
@@ -101,4 +113,10 @@ def tier_errors(url: str, *, reading: bool = False) -> Iterator[None]:
             raise SnapshotNotFound(f"{url}: {error} does not exist") from error
         raise TierError(f"{url}: {error} does not exist", tier=url) from error
     except Exception as error:  # every cloud library has errors of its own; all mean that this tier failed
+        if type(error).__name__ in _NO_CREDENTIALS:
+            raise MissingCredentials(
+                f"no credentials were found for {url} ({error}). {_credentials(url)}, or give this machine a role that"
+                " may use the bucket",
+                tier=url,
+            ) from error
         raise TierError(f"{url}: {type(error).__name__}: {error}", tier=url) from error
