@@ -130,14 +130,15 @@ class Evaluating(Model):
 class Remembering(Net):
     """Keeps what its validations found, the sanity check's too, and lets its steps depend on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_requests: bool = True) -> None:
         super().__init__()
+        self.counts_requests = counts_requests
         self.losses: list[tuple[int, float]] = []
         self.asked = self.seen = 0
         self.register_buffer("lowest", torch.tensor(100.0), persistent=False)
 
     def val_dataloader(self) -> Any:
-        self.asked += 1
+        self.asked += self.counts_requests
         return super().val_dataloader()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -297,6 +298,28 @@ class Thaw(shipped.BaseFinetuning):
     def finetune_function(self, pl_module: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
         if epoch == 1:
             self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
+
+
+class RateAgain(shipped.LearningRateFinder):
+    """Looks for a rate when an epoch starts, as Lightning's documentation shows."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        return
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, pl_module)
+
+
+class SizeAgain(shipped.BatchSizeFinder):
+    """Looks for a batch size when an epoch starts, as Lightning's documentation shows."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        return
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            self.scale_batch_size(trainer, pl_module)
 
 
 def prune(**more: Any) -> list[pl.Callback]:

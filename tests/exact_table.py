@@ -12,6 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,22 @@ CALLBACKS: dict[str, Case] = {
         covers=("BatchSizeFinder",),
         since="2.6",
     ),
+    "learning-rate-finder-later": Case(
+        model=m.Net,
+        loaders=None,
+        val=None,
+        callbacks=lambda: [m.RateAgain(num_training_steps=5)],
+        stops=(27, 8),
+        soak=True,
+    ),
+    "batch-size-finder-later": Case(
+        model=m.Net,
+        loaders=None,
+        val=None,
+        callbacks=lambda: [m.SizeAgain(max_trials=2, steps_per_trial=1)],
+        stops=(22, 4),
+        soak=True,
+    ),
     "early-stopping": Case(
         callbacks=lambda: [shipped.EarlyStopping("loss_epoch", patience=2, min_delta=10.0)],
         settings={"max_epochs": 5},
@@ -166,6 +183,9 @@ CALLBACKS: dict[str, Case] = {
     "model-checkpoint-steps": Case(
         callbacks=lambda: [shipped.ModelCheckpoint(every_n_train_steps=3, save_top_k=-1, save_on_train_epoch_end=True)],
         soak=True,
+    ),
+    "model-checkpoint-by-time": Case(
+        callbacks=lambda: [shipped.ModelCheckpoint(train_time_interval=timedelta(hours=1))], says="train_time_interval"
     ),
     "progress-bar": Case(
         callbacks=lambda: [shipped.TQDMProgressBar()],
@@ -470,7 +490,7 @@ LOOPS: dict[str, Case] = {
     "epoch-start-hooks": Case(model=m.Evaluating, soak=True),
     "changed-in-the-sanity-check": Case(model=m.Remembering, loaders=None, val=None, stops=(5, 6)),
     "changed-in-a-trial": Case(
-        model=m.Remembering,
+        model=partial(m.Remembering, counts_requests=False),  # a trial asks once more
         loaders=None,
         val=None,
         callbacks=lambda: [shipped.LearningRateFinder(num_training_steps=5)],

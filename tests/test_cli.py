@@ -176,11 +176,6 @@ def test_bad_input_is_one_line(
     assert "Traceback" not in said
 
 
-def test_ls_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ls", str(tmp_path / "nowhere")]) == 0
-    assert f"no snapshots of {tmp_path / 'nowhere'}" in capsys.readouterr().out
-
-
 def test_the_command_is_installed() -> None:
     command = Path(sys.executable).parent / "lightning-spot"
     done = subprocess.run([str(command), "--version"], capture_output=True, text=True, check=True)

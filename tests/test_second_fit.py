@@ -73,22 +73,50 @@ def test_folds_have_runs_of_their_own_and_each_is_resumed(tmp_path: Path, caplog
     assert [LocalStore(path).survey().manifests[0].step for path in (third.location.url, tmp_path / "run")] == [6, 6]
 
 
-def test_another_training_that_is_given_a_finished_run_is_told_so(tmp_path: Path) -> None:
-    """A sweep that was started again goes on with its next trial, which is the first one in this process."""
+class Tried(Net):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.save_hyperparameters()
 
-    class Tried(Net):
-        def __init__(self, rate: float) -> None:
-            super().__init__()
-            self.save_hyperparameters()
 
-    trainer(spot(tmp_path), max_epochs=1).fit(Tried(0.1), data(6))
+def test_the_next_trial_of_a_sweep_that_was_started_again_has_a_run_of_its_own(tmp_path: Path) -> None:
+    """It is the first one in this process."""
+
+    def trial(rate: float, *callbacks: pl.Callback) -> SpotCheckpoint:
+        callback = spot(tmp_path)
+        trainer(callback, *callbacks, max_epochs=1).fit(Tried(rate), data(6))
+        return callback
+
+    trial(0.1)
     new_process()
-    with pytest.warns(UserWarning, match=r"weights of that run, .*: rate 0\.1→0\.01\. Give .* a dirpath of its own"):
-        trainer(spot(tmp_path), max_epochs=1).fit(Tried(0.01), data(6))
+    with pytest.warns(UserWarning, match=r"with other hyperparameters: this fit is a run of its own, in .*fit-2"):
+        assert trial(0.01).resumed_from is None
     new_process()
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*other hyperparameters")
-        trainer(spot(tmp_path), max_epochs=1).fit(Tried(0.1), data(6))
+        warnings.filterwarnings("error", message=".*lightning_spot")
+        assert trial(0.01).location.name == "run-fit-2"
+        again = trial(0.1)
+    assert again.location.name == "run"
+    assert again.resumed_from is not None
+
+
+def test_hyperparameters_that_have_changed_since_a_snapshot_are_said(tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        trainer(spot(tmp_path), EndAt(5), max_epochs=1).fit(Tried(0.1), data(6))
+    new_process()
+    with pytest.warns(UserWarning, match=r"other hyperparameters: rate 0\.1→0\.01\. .* a dirpath of its own"):
+        trainer(spot(tmp_path), max_epochs=1).fit(Tried(0.01), data(6))
+
+
+def test_a_second_phase_finds_its_run_when_the_first_one_is_skipped(tmp_path: Path) -> None:
+    fold(tmp_path, start=0.0)
+    with pytest.raises(Stop):
+        trainer(spot(tmp_path), EndAt(5), max_epochs=1).fit(Tried(0.1), data(6))
+    new_process()
+    second = spot(tmp_path)
+    trainer(second, max_epochs=1).fit(Tried(0.1), data(6))
+    assert second.resumed_from is not None
+    assert (second.resumed_from.step, second.location.name) == (4, "run-fit-2")
 
 
 def test_one_trainer_and_callback_for_two_models(tmp_path: Path) -> None:

@@ -17,9 +17,11 @@ class Part(SpotCallback):
 
     Attributes:
         resumes: whether it resumes runs.
+        writes: whether it writes to where the run is.
     """
 
     resumes = False
+    writes = False
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

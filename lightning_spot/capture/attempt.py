@@ -74,6 +74,7 @@ class Attempt:
         host: ring on this host; let go here if the attempt cannot begin.
         settings: of the ring.
         look: looks at the outline of each snapshot, see :class:`SnapshotWriter`.
+        fingerprint: of the training, for the manifests.
 
     Raises:
         SpotError: if the attempt cannot begin.
@@ -83,6 +84,7 @@ class Attempt:
         lineage: of the training state: that of the snapshot it was resumed from, or a new one.
         writer: takes the snapshots.
         fenced: whether a later attempt has taken the run over.
+        is_durable: whether all that was committed is durable; known after :meth:`finish`.
     """
 
     def __init__(
@@ -91,11 +93,14 @@ class Attempt:
         host: Host,
         settings: RingSettings,
         look: Callable[[Layout], str | None] = lambda _outline: None,
+        fingerprint: str = "",
     ) -> None:
         self.location = found.location
         self.lineage = new_id()
         self.fenced = False
+        self.is_durable = False
         self._settings = settings
+        self._fingerprint = fingerprint
         self._last: LastState | None = None
         self._ended = False
         try:
@@ -155,6 +160,7 @@ class Attempt:
             created_unix_s=time.time(),
             world_size=world_size,
             versions=_versions(),
+            fingerprint=self._fingerprint,
         )
         if complete:
             self._ended = True
@@ -190,6 +196,7 @@ class Attempt:
         ending = Ending(self.writer, self._past_memory, self.location.url, self.info, last, untrained=untrained)
         try:
             durable = ending.bring(wait_s)
+            self.is_durable = ending.is_durable
             return durable if self._last is not None or not self._ended else False
         except SpotError as error:
             self._complain("finish", error)

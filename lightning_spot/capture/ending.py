@@ -63,6 +63,9 @@ class Ending:
         info: of the attempt.
         last: the state of the finished run, ``None`` if it is not finished.
         untrained: whether the run was finished before: nothing was left to train, so nobody needs the node any more.
+
+    Attributes:
+        is_durable: whether all that was committed is durable; known after :meth:`bring`.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Ending:
         self._info = info
         self._last = last
         self._untrained = untrained
+        self.is_durable = False
 
     def bring(self, wait_s: float) -> bool | None:
         """Commit and flush what is under way, within ``wait_s``, and leave the ring.
@@ -101,6 +105,7 @@ class Ending:
                 durable = self._write_here(self._last)
         elif not left and not elsewhere and not self._newest_is_safe(deadline_s):
             left = ["the newest snapshot was lost with the memory node that had it"]
+        self.is_durable = bool(durable) or not (left or elsewhere)
         for line in left if durable else [*left, *elsewhere]:
             self._writer.say_once(line, "not everything is durable yet: %s. The node that has it goes on trying", line)
         if (host := self._writer.host) is not None:

@@ -131,7 +131,7 @@ def _is_of_the_run(path: str, left: Any, right: Any) -> bool:
         return True
     left, right = (str(side) if isinstance(side, PurePath) else side for side in (left, right))
     if isinstance(left, str) and isinstance(right, str):
-        return _without_moments(left) == _without_moments(right) or (_is_folder(left) and _is_folder(right))
+        return without_moments(left) == without_moments(right) or (_is_folder(left) and _is_folder(right))
     if all(isinstance(side, (float, timedelta)) for side in (left, right)):
         words = {word.lower() for word in _WORD.findall(path.rpartition(".")[2])}
         return bool(words & _CLOCKS) or all(_is_recent(side) for side in (left, right))
@@ -143,7 +143,8 @@ def _is_folder(text: str) -> bool:
     return os.sep in text and not text.endswith(".ckpt")
 
 
-def _without_moments(text: str) -> str:
+def without_moments(text: str) -> str:
+    """A string without the times in it, and of a path the last part."""
     return _MOMENT.sub("", str(_last_part(text)))
 
 

@@ -217,8 +217,7 @@ class FitState(PerTrainer):
 def say_what_is_not_exact(trainer: pl.Trainer, loaders: list[Any], *, resumed: bool) -> None:
     """One warning for each thing that does not come back to where it was, with what to do."""
     reasons = [reason for loader in loaders for reason in why_not_exact(loader)]
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
-        reasons.append("val_check_interval by time: validations come when the clock says, not where they came before")
+    reasons += shipped.what_goes_by_the_clock(trainer)
     if resumed:
         reasons += shipped.what_begins_anew(trainer)
     for reason in dict.fromkeys(reasons):

@@ -201,6 +201,14 @@ def what_begins_anew(trainer: pl.Trainer) -> Iterator[str]:
         yield "ThroughputMonitor measures this attempt only: its totals begin at 0 after a resume"
 
 
+def what_goes_by_the_clock(trainer: pl.Trainer) -> Iterator[str]:
+    """One sentence for each thing that comes when the clock says, and so at another step in a resumed run."""
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        yield "val_check_interval by time: validations come when the clock says, not where they came before"
+    if any(getattr(callback, "_train_time_interval", None) for _, callback in _callbacks(trainer, "ModelCheckpoint")):
+        yield "ModelCheckpoint(train_time_interval=): it saves when the clock says, not where it saved before"
+
+
 def is_tuned(trainer: pl.Trainer) -> bool:
     """Whether this ``fit`` is no training but a call of ``Tuner(trainer)``, which ends before its first step."""
     return any(getattr(callback, private.ENDS_EARLY.name, False) for callback in tuners(trainer))

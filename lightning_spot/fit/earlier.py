@@ -1,8 +1,8 @@
 """What this process has trained before: so that no second training is given the first one's weights.
 
 A ``fit`` that follows a finished one at the same ``dirpath`` (a fold, another model, a second phase) is a run of its
-own, in ``dirpath/fit-2`` and so on. The same program, killed and started again, counts in the same way, and so resumes
-each. A ``fit`` that follows one which an exception ended goes on from there, and says so.
+own, in ``dirpath/fit-2`` and so on; ``selection`` finds it again when the program is killed and started again. One that
+follows a ``fit`` which an exception ended goes on from there, and says so.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
-from collections import Counter
 from dataclasses import replace
 
 from lightning_spot.client.embedded import attach
@@ -19,30 +18,34 @@ from lightning_spot.run.location import Location
 
 logger = logging.getLogger(__name__)
 
-_finished: Counter[str] = Counter()
+_finished: set[str] = set()
 _interrupted: dict[str, str] = {}
 _nodes: dict[str, tuple[Location, int]] = {}
 _GIVEN_UP = "TrialPruned"  # Optuna's word for a trial that shall not go on
 
 
-def location_of(named: Location) -> Location:
-    """Where the ``fit`` that begins has its run, by the location that the user named."""
-    number = _finished[named.url] + 1
+def numbered(named: Location, number: int) -> Location:
+    """Where the ``number``-th run is of those at the location that the user named."""
     if number == 1:
         return named
     return replace(named, url=f"{named.url.rstrip('/')}/fit-{number}", name=f"{named.name}-fit-{number}")
 
 
-def finished(named: Location) -> None:
-    """A ``fit`` has come to its end there."""
-    _finished[named.url] += 1
+def is_finished(location: Location) -> bool:
+    """Whether a ``fit`` of this process has come to its end there: no other one is that run."""
+    return location.url in _finished
+
+
+def finished(named: Location, location: Location) -> None:
+    """A ``fit`` has come to its end at ``location``, one of those that were named so."""
+    _finished.add(location.url)
     _interrupted.pop(named.url, None)
 
 
-def interrupted(named: Location, error: BaseException) -> None:
+def interrupted(named: Location, location: Location, error: BaseException) -> None:
     """An exception has ended a ``fit`` there."""
     if any(kind.__name__ == _GIVEN_UP for kind in type(error).__mro__):
-        finished(named)
+        finished(named, location)
     else:
         _interrupted[named.url] = type(error).__name__
 

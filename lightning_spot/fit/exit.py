@@ -108,13 +108,21 @@ class Exit(OfTrainer):
 
     def fail(self, error: BaseException) -> None:
         """Bring what is committed to safety. The state at hand may be in mid-step: it is no snapshot."""
+        begun = [snapshotter for snapshotter in self._snapshotters if snapshotter.attempt is not None]
         for snapshotter in self._snapshotters:
             snapshotter.close()
-            if snapshotter.attempt is not None:
-                earlier.node_was_left(snapshotter.location, snapshotter.number, error)
+        for snapshotter in begun:
+            earlier.node_was_left(snapshotter.location, snapshotter.number, error)
         self.let_go()
-        if self._resume.named is not None:
-            earlier.interrupted(self._resume.named, error)
+        if not isinstance(error, Preempted):  # of that, more was said
+            for snapshotter in begun:
+                rank_zero_info(
+                    f"lightning_spot: {type(error).__name__} has ended run {snapshotter.location.name!r} at step"
+                    f" {self._trainer.global_step}; {snapshotter.what_is_safe()}. The same command goes on from the"
+                    " newest one"
+                )
+        if self._resume.named is not None and self._resume.location is not None:
+            earlier.interrupted(self._resume.named, self._resume.location, error)
 
     def complete(self) -> None:
         """Return when everything committed is durable, within the time allowed. A second call does nothing."""
@@ -122,8 +130,8 @@ class Exit(OfTrainer):
             return
         self._is_complete = True
         self._finish(complete=True)
-        if self._resume.named is not None:
-            earlier.finished(self._resume.named)
+        if self._resume.named is not None and self._resume.location is not None:
+            earlier.finished(self._resume.named, self._resume.location)
 
     def let_go(self) -> None:
         """Let go of the rings, if nothing did before."""

@@ -8,6 +8,7 @@ it lacks for this model is an error then. What is put back at which place of the
 from __future__ import annotations
 
 import io
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,9 @@ from lightning_spot.exact.resumable import Trial, check_resumable, put_in_own_ob
 from lightning_spot.exact.unpickling import read_checkpoint
 from lightning_spot.fit import earlier
 from lightning_spot.fit.changes import check_model, other_hyperparameters, some
+from lightning_spot.fit.fingerprint import Fingerprint
 from lightning_spot.fit.ranks import on_rank_zero
+from lightning_spot.fit.selection import Selection, select
 from lightning_spot.fit.taking_part import parts_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.choice import doubt, open_newest
@@ -82,6 +85,8 @@ class Resume(OfTrainer):
 
     Attributes:
         named: location that the user gave to who resumes the run; ``None`` if nobody does.
+        location: where that run is; ``None`` likewise.
+        fingerprint: of this training, on rank 0.
         chosen: the snapshot it goes on from; ``None`` before the choice, for a fresh start, or with a ``ckpt_path``.
         attempt: number of the attempt that goes on, 0 while it is not known.
         snapshots: what the tiers held of the run when this ``fit`` began, newest first; on rank 0.
@@ -93,6 +98,8 @@ class Resume(OfTrainer):
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
         self.named: Location | None = None
+        self.location: Location | None = None
+        self.fingerprint: Fingerprint | None = None
         self.chosen: ResumedFrom | None = None
         self.attempt = 0
         self.snapshots: list[Manifest] = []
@@ -100,11 +107,10 @@ class Resume(OfTrainer):
         self.lineage: str | None = None
         self.interval: dict[str, Any] | None = None
         self._found: Survey | None = None
-        self._location: Location | None = None
+        self._selected: dict[Location, Selection] = {}
         self._trusts = False
         self._is_loaded = False
         self._has_trained = False
-        self._others: list[str] = []
         self._then: list[Callable[[], None]] = []
 
     # -- before the choice ----------------------------------------------------------------------------------------
@@ -115,12 +121,51 @@ class Resume(OfTrainer):
         return is_able and any(getattr(part, "resumes", False) for part in parts_of(self._trainer))
 
     def location_of(self, named: Location) -> Location:
-        """Where the run of this ``fit`` is: a second one in this process has a run of its own, if runs are resumed."""
-        return earlier.location_of(named) if self.is_wanted() else named
+        """Where the run of this ``fit`` is, if runs are resumed: ``dirpath`` may have several. Every rank calls it."""
+        if named not in self._selected:
+            selected = self._trainer.strategy.broadcast(on_rank_zero(self._trainer, lambda: self._select(named)))
+            assert selected is not None  # rank 0 has found one, or an error was raised
+            self._selected[named] = selected
+            self._say(named, selected)
+        return self._selected[named].location
+
+    def _select(self, named: Location) -> Selection:
+        self.fingerprint = Fingerprint.of(self._trainer)
+        if not self.is_wanted():
+            return Selection(named)
+        if self._trainer.ckpt_path is not None:  # no snapshot that is there is chosen
+            places = (earlier.numbered(named, number) for number in itertools.count(1))
+            return Selection(next(place for place in places if not earlier.is_finished(place)))
+        if any(getattr(part, "writes", False) for part in parts_of(self._trainer)):
+            named.check()  # before it is asked, again and again, why it does not answer
+        return select(named, self.fingerprint, self._has_more, self._look_first)
+
+    def _has_more(self, newest: Manifest) -> bool:
+        """Whether this ``fit`` would train on from such a snapshot."""
+        trainer = self._trainer
+        epochs, steps = trainer.max_epochs, trainer.max_steps
+        ends_by_epoch = epochs is not None and 0 <= epochs <= newest.epoch
+        return not (ends_by_epoch or 0 <= steps <= newest.step)
+
+    def _look_first(self, location: Location) -> Survey:
+        found = self._found = survey(location)
+        return found
+
+    def _say(self, named: Location, selected: Selection) -> None:
+        if selected.warning:
+            rank_zero_warn(f"lightning_spot: {selected.warning}")
+        if selected.notice:
+            rank_zero_info(f"lightning_spot: {selected.notice}")
+        elif selected.location != named and earlier.is_finished(named):
+            rank_zero_info(
+                f"lightning_spot: this process has finished run {named.name!r}: this fit is a run of its own, in"
+                f" {selected.location.url}"
+            )
 
     def look(self, location: Location) -> Survey:
         """Ask all tiers what they hold of the run. On rank 0."""
-        self._found = survey(location)
+        if self._found is None or self._found.location != location:
+            self._found = survey(location)
         self.snapshots = [manifest for manifest, _ in self._found.candidates]
         return self._found
 
@@ -153,12 +198,7 @@ class Resume(OfTrainer):
         """
         trainer = self._trainer
         self.named = named
-        self._location = location = self.location_of(named)
-        if location != named:
-            rank_zero_info(
-                f"lightning_spot: this process has finished run {named.name!r}: this fit is a run of its own, in"
-                f" {location.url}"
-            )
+        self.location = location = self.location_of(named)
         if not self.is_wanted():
             on_rank_zero(trainer, lambda: self._refuse(location))
             return location
@@ -268,7 +308,11 @@ class Resume(OfTrainer):
         put_in_own_objects(trainer, checkpoint)
         check_resumable(trainer, checkpoint)
         check_model(trainer, checkpoint, f"{chosen.name} ({chosen.url})")
-        self._others = other_hyperparameters(trainer.lightning_module, checkpoint)
+        if others := other_hyperparameters(trainer.lightning_module, checkpoint):
+            rank_zero_warn(
+                f"lightning_spot: the snapshot that this fit goes on from had other hyperparameters: {some(others)}. If"
+                " it is of another training, give each a dirpath of its own"
+            )
         home = namespaces.of(trainer, "utilities.migration")
         migrated, _ = private.MIGRATE.of(home)(checkpoint)
         private.LOADED_CHECKPOINT.set(private.RESUMING_CONNECTOR.of(trainer), migrated)
@@ -290,7 +334,7 @@ class Resume(OfTrainer):
     def say_where(self) -> None:
         """Say where the run goes on; there is something to train."""
         self._has_trained = True
-        chosen, location = self.chosen, self._location
+        chosen, location = self.chosen, self.location
         if chosen is not None and location is not None:
             rank_zero_info(
                 f"lightning_spot: run {location.name!r}{f' attempt {self.attempt}' if self.attempt else ''} resumes at"
@@ -299,7 +343,7 @@ class Resume(OfTrainer):
 
     def say_if_complete(self) -> None:
         """Say at the end of ``fit`` that the run had ended before: Lightning trains nothing then, without a word."""
-        chosen, location = self.chosen, self._location
+        chosen, location = self.chosen, self.location
         if chosen is None or location is None or self._has_trained:
             return
         rank_zero_info(
@@ -307,8 +351,3 @@ class Resume(OfTrainer):
             " nothing was left to train. Raise max_epochs or max_steps to go on, or choose another dirpath for a"
             " new run"
         )
-        if self._others:  # such as the next trial of a sweep that was started again
-            rank_zero_warn(
-                f"lightning_spot: the model now has the weights of that run, which had other hyperparameters:"
-                f" {some(self._others)}. Give another training a dirpath of its own"
-            )

@@ -81,6 +81,7 @@ class Snapshotter(OfTrainer):
         self._host: Host | None = None
         self._found: Survey | None = None
         self._committed: Manifest | None = None
+        self._is_durable = False
         self._kept: Dump | None = None
         self._seen_step = -1
         self._is_warm = False
@@ -112,7 +113,8 @@ class Snapshotter(OfTrainer):
             host, self._host = self._host, None
             assert host is not None
             assert self._found is not None
-            return Attempt(self._found, host, self.settings.ring, self._resume.trial())
+            fingerprint = str(self._resume.fingerprint or "")
+            return Attempt(self._found, host, self.settings.ring, self._resume.trial(), fingerprint)
 
         self.attempt = on_rank_zero(trainer, begin)
         self.number = trainer.strategy.broadcast(self.attempt.number if self.attempt is not None else 0)
@@ -286,7 +288,20 @@ class Snapshotter(OfTrainer):
             return None
         durable = attempt.finish(wait_s, complete=complete)
         self._committed = attempt.writer.committed
+        self._is_durable = attempt.is_durable
         return durable
+
+    def what_is_safe(self) -> str:
+        """What a run that was ended goes on from, after :meth:`finish`, for people."""
+        newest = self._committed
+        if newest is None:
+            return "this attempt has committed no snapshot"
+        where = (
+            f"durable in {self.location.url}"
+            if self._is_durable
+            else "committed in memory, and not known to be durable"
+        )
+        return f"its snapshot of step {newest.step} is {where}"
 
 
 def _after_train_end(trainer: pl.Trainer, action: Callable[[], None]) -> Callable[[], None]:

@@ -69,6 +69,7 @@ class Manifest:
         created_unix_s: wall-clock time of the capture, seconds since 1970.
         world_size: number of ranks that trained.
         versions: versions of torch, lightning and lightning_spot that wrote it.
+        fingerprint: tells the trainings of one program apart; ``""`` if unknown.
         format: version of this file's format.
     """
 
@@ -87,6 +88,7 @@ class Manifest:
     run_id: str = ""
     lineage: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
+    fingerprint: str = ""
     format: int = MANIFEST_VERSION
 
     @property
@@ -187,8 +189,8 @@ class Manifest:
         return manifest
 
     def _check(self) -> None:
-        for name, kind in (("run", str), ("name", str), ("file", str), ("run_id", str), ("lineage", str)):
-            _require(isinstance(getattr(self, name), kind), f"{name} is no {kind.__name__}")
+        for name in ("run", "name", "file", "run_id", "lineage", "fingerprint"):
+            _require(isinstance(getattr(self, name), str), f"{name} is no string")
         _require(self.name not in ("", ".", "..") and self.file not in (".", ".."), "a name is empty or a dot")
         for text in (self.run, self.name, self.file, self.run_id, self.lineage):
             _require("/" not in text and "\0" not in text, f"{text!r} holds a path separator")

@@ -1,0 +1,118 @@
+"""What is known of a training before it begins and stays so when its program is started again.
+
+It tells the trainings of one program apart: phases, folds, trials. Times, paths and objects are left out, which may be
+others in each start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils.data import Subset, TensorDataset
+
+from lightning_spot.exact import private
+from lightning_spot.exact.compare import without_moments
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+_SHOWN = 4096
+_UNKNOWN = "0" * 8
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Of one training. Each part is 8 hexadecimal digits.
+
+    Attributes:
+        model: classes of the model and the data module, names and shapes of parameters.
+        settings: hyperparameters of both that are plain values.
+        data: what it is trained on, ``None`` where that is not known yet.
+    """
+
+    model: str
+    settings: str
+    data: str | None
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> Fingerprint:
+        """At ``setup``, before the module's own."""
+        module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined] # it has one
+        named = module.named_parameters()
+        shapes = [(name, None if is_lazy(value) else tuple(value.shape)) for name, value in named]
+        hyperparameters = [_plain(dict(owner.hparams)) for owner in (module, data) if owner is not None]
+        return cls(
+            _digest(type(module).__qualname__, type(data).__qualname__, shapes),
+            _digest(hyperparameters),
+            _digest_of_data(trainer),
+        )
+
+    @classmethod
+    def of_text(cls, text: str) -> Fingerprint | None:
+        """What ``str`` made of one; ``None`` of anything else, such as what an earlier version has not written."""
+        parts = text.split("-")
+        if len(parts) != 3:
+            return None
+        return cls(parts[0], parts[1], parts[2] if parts[2] != _UNKNOWN else None)
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.settings}-{self.data or _UNKNOWN}"
+
+    def is_alike(self, other: Fingerprint) -> bool:
+        """Whether the two cannot be told apart but by their data."""
+        return (self.model, self.settings) == (other.model, other.settings)
+
+    def has_other_data(self, other: Fingerprint) -> bool:
+        """Whether both are known to be trained on something, and not on the same."""
+        return None not in (self.data, other.data) and self.data != other.data
+
+
+def _digest(*facts: Any) -> str:
+    return hashlib.blake2b(repr(facts).encode(), digest_size=4).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """What is plain of a value, without paths' folders and times; ``None`` for what is not."""
+    if isinstance(value, str):
+        return without_moments(value)
+    if isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return sorted((str(name), _plain(item)) for name, item in value.items() if _plain(item) is not None)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None
+
+
+def _digest_of_data(trainer: pl.Trainer) -> str | None:
+    """Of the data set that was passed to ``fit``: a module or a data module has not made its own yet."""
+    try:
+        loader = private.DATA_SOURCE.of(trainer.fit_loop).instance
+        if not hasattr(loader, "dataset"):
+            return None
+        order = getattr(getattr(loader, "sampler", None), "indices", ())
+        return _digest(_facts(loader.dataset), _digest(np.asarray(order).tobytes()))
+    except Exception:  # of a data set of the user's, or of another Lightning: it only helps to tell trainings apart
+        return None
+
+
+def _facts(data: Any) -> list[Any]:
+    facts: list[Any] = [type(data).__qualname__, len(data) if hasattr(data, "__len__") else None]
+    if isinstance(data, Subset):
+        facts += [_digest(np.asarray(data.indices).tobytes()), *_facts(data.dataset)]
+    elif isinstance(data, TensorDataset):
+        facts += [_sample_of(tensor) for tensor in data.tensors]
+    return facts
+
+
+def _sample_of(tensor: torch.Tensor) -> str:
+    """The shape and some of the values."""
+    values = tensor.detach().reshape(-1)
+    shown = torch.cat([values[:_SHOWN], values[-_SHOWN:]]).cpu()
+    return _digest(tuple(tensor.shape), shown.contiguous().view(torch.uint8).numpy().tobytes())

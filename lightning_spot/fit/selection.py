@@ -1,0 +1,130 @@
+"""Which run a ``fit`` goes on with, of those that one ``dirpath`` has: its own, whatever the program has skipped.
+
+The runs are in ``dirpath``, ``dirpath/fit-2`` and so on, in the order in which they were first begun. One that this
+process has finished is none. Of the others it is the first whose newest snapshot has the fingerprint of this training.
+Only trainings that are alike are told apart by their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_spot.fit import earlier
+from lightning_spot.fit.fingerprint import Fingerprint
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.run.location import Location
+from lightning_spot.run.survey import Survey
+
+_MOST_RUNS = 1000
+_ADVICE = "Give each training a dirpath of its own"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The run of a ``fit``.
+
+    Attributes:
+        location: where it is.
+        warning: what may be wrong with that; ``""`` if nothing.
+        notice: what is worth to be known of it; ``""`` if nothing.
+    """
+
+    location: Location
+    warning: str = ""
+    notice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run that is there, by its newest snapshot."""
+
+    location: Location
+    newest: Manifest
+    theirs: Fingerprint
+
+
+def select(
+    named: Location, mine: Fingerprint, has_more: Callable[[Manifest], bool], look: Callable[[Location], Survey]
+) -> Selection:
+    """Find the run of the ``fit`` that begins.
+
+    Args:
+        named: location that the user named.
+        mine: of the training that begins.
+        has_more: whether it would train on from such a snapshot.
+        look: asks all tiers what they have of the run at a location.
+    """
+    alike: list[_Run] = []
+    others: list[_Run] = []
+    for number in range(1, _MOST_RUNS):
+        location = earlier.numbered(named, number)
+        if earlier.is_finished(location):
+            continue
+        newest = next((manifest for manifest, _ in look(location).candidates), None)
+        if newest is None:
+            return _of_what_is_there(alike, others, mine, has_more, free=location)
+        theirs = Fingerprint.of_text(newest.fingerprint)
+        if theirs is None:  # an earlier version of this package has not noted it
+            return Selection(location)
+        run = _Run(location, newest, theirs)
+        if not theirs.is_alike(mine):
+            others.append(run)
+        elif not newest.complete and not theirs.has_other_data(mine):
+            return _first_of([*_of_same_data(alike, mine), run], mine)
+        else:
+            alike.append(run)
+    return _first_of(alike or others, mine)
+
+
+def _of_what_is_there(
+    alike: list[_Run], others: list[_Run], mine: Fingerprint, has_more: Callable[[Manifest], bool], free: Location
+) -> Selection:
+    """Where no run is beyond these, and ``free`` is the next place."""
+    if alike:
+        return _first_of(_of_same_data(alike, mine) or alike, mine)
+    for run in others:
+        if run.theirs.model == mine.model and (not run.newest.complete or has_more(run.newest)):
+            return Selection(run.location)  # that hyperparameters have changed is said, by name, when it is read
+    for run in others:
+        if run.theirs.model != mine.model and not run.newest.complete:
+            return Selection(
+                run.location,
+                f"the snapshots in {run.location.url} are of another training: the class of the model or of the data"
+                f" module, or the model's parameters, have changed. {_ADVICE}",
+            )
+    if not others:
+        return Selection(free)
+    text = (
+        f"the run in {others[0].location.url} is complete, and was {_other(others[0], mine)}: this fit is a run of its"
+        f" own, in {free.url}"
+    )
+    if any(run.theirs.model == mine.model for run in others):
+        return Selection(free, f"{text}. To go on with the finished one, raise max_epochs or max_steps. {_ADVICE}")
+    return Selection(free, notice=text)
+
+
+def _other(run: _Run, mine: Fingerprint) -> str:
+    return "trained with other hyperparameters" if run.theirs.model == mine.model else "of another model"
+
+
+def _of_same_data(runs: list[_Run], mine: Fingerprint) -> list[_Run]:
+    return [run for run in runs if not run.theirs.has_other_data(mine)]
+
+
+def _first_of(runs: list[_Run], mine: Fingerprint) -> Selection:
+    """Of several that cannot be told apart, the first: a program that is started again comes by all of them."""
+    first = runs[0]
+    if first.theirs.has_other_data(mine):
+        return Selection(
+            first.location,
+            f"the snapshots in {first.location.url} are of a training like this one, on other data. If it is not this"
+            f" one (another fold), the weights are not its own. {_ADVICE}",
+        )
+    if len(runs) > 1:
+        return Selection(
+            first.location,
+            f"{len(runs)} trainings in {runs[0].location.url} are alike, and this one is taken for the first that this"
+            f" process has not done. If the program skips those that are finished, that is wrong. {_ADVICE}",
+        )
+    return Selection(first.location)

@@ -1,0 +1,130 @@
+"""Which run a ``fit`` goes on with, of several at one ``dirpath``."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
+
+from lightning_spot.fit import earlier
+from lightning_spot.fit.fingerprint import Fingerprint
+from lightning_spot.fit.selection import Selection, select
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.run.location import Location
+from tests.models import Net, trainer
+
+NAMED = Location.of("/nowhere/run", None, None)
+FIRST, SECOND, THIRD = (earlier.numbered(NAMED, number).url for number in (1, 2, 3))
+
+
+def fingerprint(model: str, settings: str = "s", data: str | None = None) -> Fingerprint:
+    return Fingerprint(model, settings, data)
+
+
+def selected(mine: Fingerprint, *runs: tuple[Fingerprint | str, bool], has_more: bool = False) -> Selection:
+    """What is selected where these runs are, each complete or not."""
+
+    def look(location: Location) -> Any:
+        number = 1 if location == NAMED else int(location.url.rpartition("-")[2])
+        if number > len(runs):
+            return SimpleNamespace(candidates=[])
+        theirs, complete = runs[number - 1]
+        manifest = Manifest(
+            run="run", name="s", step=1, attempt=1, nbytes=0, complete=complete, fingerprint=str(theirs)
+        )
+        return SimpleNamespace(candidates=[(manifest, None)])
+
+    return select(NAMED, mine, lambda _: has_more, look)
+
+
+A, B = fingerprint("a"), fingerprint("b")
+TUNED = fingerprint("a", "t")
+FOLDS = [fingerprint("a", data=str(number)) for number in range(3)]
+DONE, STOPPED = True, False
+
+
+@pytest.mark.parametrize(
+    ("mine", "runs", "where"),
+    [
+        (A, [], FIRST),
+        (A, [(A, STOPPED)], FIRST),
+        (A, [(A, DONE)], FIRST),
+        (B, [(A, DONE), (B, STOPPED)], SECOND),  # a program that skips its first phase
+        (B, [(A, DONE), (B, DONE)], SECOND),
+        (B, [(A, DONE)], SECOND),  # which had ended before the second one began
+        (A, [(A, DONE), (B, STOPPED)], FIRST),
+        (TUNED, [(A, DONE), (TUNED, STOPPED)], SECOND),  # a sweep
+        (TUNED, [(A, DONE), (TUNED, STOPPED), (B, DONE)], SECOND),
+        (FOLDS[0], [(FOLDS[0], DONE), (FOLDS[1], STOPPED)], FIRST),
+        (FOLDS[1], [(FOLDS[0], DONE), (FOLDS[1], STOPPED)], SECOND),
+        (FOLDS[1], [(FOLDS[0], DONE), (FOLDS[1], DONE), (FOLDS[2], STOPPED)], SECOND),
+        (A, [("of an earlier version", STOPPED)], FIRST),
+    ],
+)
+def test_a_training_finds_its_own_run(mine: Fingerprint, runs: Any, where: str) -> None:
+    assert (selected(mine, *runs).location.url, selected(mine, *runs).warning) == (where, "")
+
+
+@pytest.mark.parametrize(
+    ("mine", "runs", "where", "warning"),
+    [
+        (B, [(A, STOPPED)], FIRST, "are of another training"),
+        (TUNED, [(A, DONE)], SECOND, "with other hyperparameters: this fit is a run of its own"),
+        (A, [(A, DONE), (A, STOPPED)], FIRST, "2 trainings in .* are alike"),
+        (FOLDS[2], [(FOLDS[0], DONE), (FOLDS[1], DONE)], FIRST, "on other data.*the weights are not its own"),
+        (FOLDS[1], [(FOLDS[0], STOPPED)], FIRST, "on other data"),
+    ],
+)
+def test_what_cannot_be_told_apart_is_said(mine: Fingerprint, runs: Any, where: str, warning: str) -> None:
+    found = selected(mine, *runs)
+    assert found.location.url == where
+    with pytest.raises(AssertionError, match=warning):
+        raise AssertionError(found.warning)
+    assert "a dirpath of its own" in found.warning
+
+
+def test_a_finished_run_is_trained_on_with_other_hyperparameters_if_more_is_asked_for() -> None:
+    assert selected(TUNED, (A, DONE), has_more=True).location == NAMED
+    assert selected(B, (A, DONE), has_more=True).location.url == SECOND
+
+
+def test_what_this_process_has_finished_is_no_other_ones() -> None:
+    earlier.finished(NAMED, NAMED)
+    assert selected(A, (A, DONE), (A, STOPPED)).location.url == SECOND
+    earlier.finished(NAMED, earlier.numbered(NAMED, 2))
+    assert selected(A, (A, DONE), (A, STOPPED)).location.url == THIRD
+
+
+class Tried(Net):
+    def __init__(self, width: int = 32, **hyperparameters: Any) -> None:
+        super().__init__(width)
+        self.save_hyperparameters()
+
+
+def of(model: pl.LightningModule, loader: Any = None) -> Fingerprint:
+    run = trainer()
+    run.strategy.connect(model)
+    run.fit_loop._data_source.instance = loader
+    return Fingerprint.of(run)
+
+
+def test_a_fingerprint_is_of_what_stays() -> None:
+    data = TensorDataset(torch.arange(20.0), torch.arange(20.0))
+    usual = of(Net(), DataLoader(data, 2))
+    assert usual == of(Net(), DataLoader(data, 4, shuffle=True)) == Fingerprint.of_text(str(usual))
+    assert not usual.is_alike(of(Net(width=8)))
+    assert not of(Tried(rate=0.1)).is_alike(of(Tried(rate=0.2)))
+    assert of(Tried(thing=object())).is_alike(of(Tried(thing=object())))
+    assert of(Tried(root="/a/x", name="2026-01-01_10-00")).is_alike(of(Tried(root="/b/x", name="2026-02-01_11-30")))
+    assert usual.has_other_data(of(Net(), DataLoader(TensorDataset(torch.arange(1.0, 21), torch.arange(20.0)))))
+    folds = [DataLoader(Subset(data, indices)) for indices in ([0, 1, 2], [3, 4, 5])]
+    assert of(Net(), folds[0]).has_other_data(of(Net(), folds[1]))
+    samplers = [SubsetRandomSampler(indices) for indices in ([0, 1, 2], [3, 4, 5])]
+    orders = [of(Net(), DataLoader(data, sampler=sampler)) for sampler in samplers]
+    assert orders[0].has_other_data(orders[1])
+    assert not of(Net(), folds[0]).has_other_data(of(Net()))
+    assert Fingerprint.of_text("") is None
