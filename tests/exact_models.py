@@ -311,17 +311,6 @@ class RateAgain(shipped.LearningRateFinder):
             self.lr_find(trainer, pl_module)
 
 
-class SizeAgain(shipped.BatchSizeFinder):
-    """Looks for a batch size when an epoch starts, as Lightning's documentation shows."""
-
-    def on_fit_start(self, *_: Any) -> None:
-        return
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.current_epoch == 1:
-            self.scale_batch_size(trainer, pl_module)
-
-
 def prune(**more: Any) -> list[pl.Callback]:
     return [shipped.ModelPruning("l1_unstructured", amount=0.2, parameter_names=["weight"], **more)]
 

@@ -160,15 +160,8 @@ CALLBACKS: dict[str, Case] = {
         loaders=None,
         val=None,
         callbacks=lambda: [m.RateAgain(num_training_steps=5)],
+        ignored=("requests.validation",),  # the trial asks for that loader once more
         stops=(27, 8),
-        soak=True,
-    ),
-    "batch-size-finder-later": Case(
-        model=m.Net,
-        loaders=None,
-        val=None,
-        callbacks=lambda: [m.SizeAgain(max_trials=2, steps_per_trial=1)],
-        stops=(22, 4),
         soak=True,
     ),
     "early-stopping": Case(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from lightning_spot.tiers import lanes, objects
 from lightning_spot.tiers.multipart import _Block
 from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.store import Store, retain
+from tests.conftest import until
 from tests.oracle import claim_of
 from tests.proxy import Proxy
 
@@ -297,3 +300,30 @@ def test_missing_credentials_are_an_error_that_says_so(monkeypatch: pytest.Monke
         survey(Location.of("s3://bucket/run", None, None), Patience(tries=1))
     assert "resume=False" not in str(caught.value)
     s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_a_name_server_that_does_not_answer_keeps_no_process_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[threading.Thread] = []
+    go_on = threading.Event()
+
+    def getaddrinfo(*_: Any, **__: Any) -> Any:
+        asked.append(threading.current_thread())
+        go_on.wait(60)
+        raise socket.gaierror(socket.EAI_AGAIN, "no name server answers")
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://nowhere.invalid:9000")
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    s3fs.S3FileSystem.clear_instance_cache()
+    asking = threading.Thread(target=lambda: survey(Location.of("s3://bucket/run", None, None), Patience(tries=1)))
+    asking.start()
+    try:
+        until(lambda: asked, "the endpoint's name to be asked for")
+        # Python joins those of pools, and all that are no daemons, before it exits.
+        assert asked[0].daemon
+        assert asked[0] not in concurrent.futures.thread._threads_queues
+    finally:
+        go_on.set()
+        asking.join()
+        s3fs.S3FileSystem.clear_instance_cache()

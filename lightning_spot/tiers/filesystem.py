@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterator
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec
 import fsspec.config
 
 from lightning_spot.errors import MissingCredentials, SettingsError, SnapshotNotFound, SpotError, TierError
 from lightning_spot.tiers.lanes import MOST
+
+T = TypeVar("T")
 
 _BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "obs", "cos"})
 
@@ -38,7 +45,39 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         files, path = fsspec.core.url_to_fs(url.rstrip("/"), use_listings_cache=False, **_options(url))
     except (ImportError, ValueError) as error:
         raise SettingsError(f"{url!r} cannot be used as a tier: {error}") from error
+    _hold_up_no_exit(getattr(files, "loop", None))
     return files, path.rstrip("/")
+
+
+def _hold_up_no_exit(loop: Any) -> None:
+    """Have names resolved in threads that Python does not wait for when the process ends.
+
+    Asyncio resolves in the threads of a pool. Those are waited for, a minute and more where no name server answers.
+    """
+    if isinstance(loop, asyncio.AbstractEventLoop) and loop not in _CARED_FOR:
+        _CARED_FOR.add(loop)
+        loop.call_soon_threadsafe(loop.set_default_executor, _Daemons())
+
+
+class _Daemons(ThreadPoolExecutor):
+    """No pool at all, though asyncio takes nothing else: each call has a daemon thread of its own."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Call ``fn``."""
+        future: Future[T] = Future()
+
+        def call() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(fn(*args, **kwargs))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        threading.Thread(target=call, name="spot-asyncio", daemon=True).start()
+        return future
+
+
+_CARED_FOR: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 
 
 def _options(url: str) -> dict[str, Any]:
@@ -113,6 +152,8 @@ def tier_errors(url: str, *, reading: bool = False) -> Iterator[None]:
             raise SnapshotNotFound(f"{url}: {error} does not exist") from error
         raise TierError(f"{url}: {error} does not exist", tier=url) from error
     except Exception as error:  # every cloud library has errors of its own; all mean that this tier failed
+        if sys.is_finalizing():  # a daemon thread, from under which modules go: nobody waits for it
+            raise SystemExit from error
         if type(error).__name__ in _NO_CREDENTIALS:
             raise MissingCredentials(
                 f"no credentials were found for {url} ({error}). {_credentials(url)}, or give this machine a role that"
