@@ -43,7 +43,7 @@ def main(node: str, durable: str, rounds: int) -> dict[str, object]:
         copied = time.perf_counter()
         host.seal(lease, Manifest(**fields, nbytes=layout.nbytes))
         sealed = time.perf_counter()
-        while not any(safe for manifest, _, safe in host.held() if manifest.name == name):
+        while not any(safe for manifest, _, safe in host.listing() if manifest.name == name):
             time.sleep(0.005)
         safe_s.append(time.perf_counter() - began)
         committed_s.append((copied - began, sealed - copied))

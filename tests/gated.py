@@ -109,8 +109,8 @@ class Bench:
         """Commit a user's file."""
         return self.save(step, name=name, file="", **more)
 
-    def held(self, run_id: str = RUN_ID) -> list[int]:
-        return [slot.manifest.step for slot in self.node.held(f"run@{run_id}") if slot.manifest]
+    def committed(self, run_id: str = RUN_ID) -> list[int]:
+        return [slot.manifest.step for slot in self.node.committed(f"run@{run_id}") if slot.manifest]
 
     def flush(self, wait_s: float = 30.0) -> list[str]:
         return self.node.flush(None, wait_s)
@@ -169,8 +169,8 @@ class NodeBehind:
     def know(self, info: RunInfo) -> None:
         """It is told again by nobody."""
 
-    def held(self) -> list[tuple[Manifest, list[str], list[str]]]:
-        return [(slot.manifest, slot.dirty, slot.safe) for slot in self._node().held(self.run) if slot.manifest]
+    def listing(self) -> list[tuple[Manifest, list[str], list[str]]]:
+        return [(slot.manifest, slot.dirty, slot.safe) for slot in self._node().committed(self.run) if slot.manifest]
 
     def flush(self, wait_s: float) -> list[str]:
         return self._node().flush(self.run, wait_s)

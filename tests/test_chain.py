@@ -105,7 +105,7 @@ def test_the_node_behind_carries_a_run_on(make: Callable[..., Chained]) -> None:
     assert bench.by_node(FIRST).puts() == [1, 2, 3]
     assert bench.behind[FIRST].sent_bytes == 3000
     assert bench.behind[SECOND].opened == 0
-    (newest, *_) = bench.node.held(RUN)
+    (newest, *_) = bench.node.committed(RUN)
     assert sorted(newest.safe) == sorted([bench.tier().url, f"{FIRST}/{RUN}"])
     assert [run["carries"] for run in bench.nodes[FIRST].listed()] == [True]
 
@@ -115,7 +115,7 @@ def test_what_reached_the_memory_node_becomes_durable_with_nobody_else_alive(mak
     bench.start(FIRST)
     bench.by_node(FIRST).open.clear()
     bench.save(1)
-    until(lambda: bench.nodes[FIRST].held(RUN), "the memory node to have it")
+    until(lambda: bench.nodes[FIRST].committed(RUN), "the memory node to have it")
     bench.node.close()
     assert bench.durable() == []
     bench.by_node(FIRST).open.set()
@@ -128,7 +128,7 @@ def test_a_node_that_may_not_write_leaves_it_to_the_trainers_host(make: Callable
     bench.save(1)
     assert bench.flush() == []
     assert bench.tier().puts() == [1]
-    assert [slot.manifest.step for slot in bench.nodes[FIRST].held(RUN) if slot.manifest] == [1]
+    assert [slot.manifest.step for slot in bench.nodes[FIRST].committed(RUN) if slot.manifest] == [1]
     status = bench.node.status()["runs"][RUN]
     assert "--allow" in status["why_not"]
     assert bench.tier().url in status["why_not"]
@@ -139,7 +139,7 @@ def test_one_nodes_failure_moves_its_work_to_the_next(make: Callable[..., Chaine
     bench.start(FIRST, SECOND)
     bench.by_node(FIRST).open.clear()
     bench.save(1)
-    until(lambda: bench.nodes[FIRST].held(RUN), "the first node to have it")
+    until(lambda: bench.nodes[FIRST].committed(RUN), "the first node to have it")
     bench.behind[FIRST].node = None  # with its memory, before any of it was durable
     assert bench.flush() == []
     assert bench.durable() == [1]
@@ -170,8 +170,8 @@ def test_a_node_that_lost_its_memory_is_sent_the_newest_again(make: Callable[...
     bench.start(FIRST)
     bench.by_node(FIRST).open.clear()
     bench.save(1)
-    until(lambda: bench.nodes[FIRST].held(RUN), "the node to have it")
-    until(lambda: f"{FIRST}/{RUN}" in bench.node.held(RUN)[0].safe, "the host to know")
+    until(lambda: bench.nodes[FIRST].committed(RUN), "the node to have it")
+    until(lambda: f"{FIRST}/{RUN}" in bench.node.committed(RUN)[0].safe, "the host to know")
     lost, gate, bench.far[FIRST] = bench.nodes[FIRST], bench.by_node(FIRST).open, {}
     bench.nodes[FIRST] = bench.behind[FIRST].node = bench.make_node(FIRST, [str(tmp_path)])
     assert bench.flush() == []
@@ -236,7 +236,7 @@ def test_a_later_attempt_fences_through_the_whole_chain(make: Callable[..., Chai
     bench.save(2)
     bench.flush(2.0)
     assert bench.durable()[0] == 1 or bench.tier().puts()  # never through the node
-    assert [slot.manifest.step for slot in bench.nodes[FIRST].held(RUN) if slot.manifest] == [1]
+    assert [slot.manifest.step for slot in bench.nodes[FIRST].committed(RUN) if slot.manifest] == [1]
     with pytest.raises(Fenced):
         bench.behind[FIRST].open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="token-1"))
 
@@ -465,7 +465,7 @@ def test_1_gb_over_5_gbit_s_is_safe_within_its_bytes_over_bandwidth() -> None:
 
 def _held(store: NodeStore) -> Any:
     try:
-        return store.held()
+        return store.listing()
     except TierError:
         return []
 
@@ -548,7 +548,7 @@ def test_what_no_node_takes_is_owed_and_outlives_an_orderly_end(
     assert not bench.node.settled
     bench.node.close(keep_unsafe=True)
     bench.node = middle()
-    assert bench.held() == [1]
+    assert bench.committed() == [1]
 
 
 # -- nodes that flush to nodes ----------------------------------------------------------------------------------------

@@ -116,11 +116,11 @@ def test_parts_go_on_to_the_next_memory_node_as_they_arrive(tmp_path: Path) -> N
         upload = first.begin()
         first.receive(upload, 1)
         until(lambda: behind.sent_bytes == PART, "the first part to be sent on")
-        assert not second.held()
+        assert not second.committed()
         first.receive(upload, 0, 2, 3)
         first.commit(upload)
         assert first.flush() == []
-        assert second.held() == [1]
+        assert second.committed() == [1]
         assert behind.sent_bytes == NBYTES
     finally:
         first.close()
@@ -177,7 +177,7 @@ def test_a_sender_that_falls_silent_holds_nothing_up(bench: Receiving, monkeypat
     assert bench.durable() == [2]
     bench.receive(upload, 1, 2, 3)  # and what it sends in the end is not lost
     bench.commit(upload)
-    assert bench.held() == [1, 2]
+    assert bench.committed() == [1, 2]
 
 
 def test_a_later_attempt_does_not_wait_for_what_an_earlier_one_was_sending(bench: Receiving) -> None:
@@ -235,7 +235,7 @@ def test_over_the_network(start_node: Callable[..., RunningNode], tmp_path: Path
 
     sealed = store.put_parts(manifest, parts(), attempt=1)
     assert seen.is_set()
-    until(lambda: LocalStore(durable).holds(sealed), "the snapshot at the tier")
+    until(lambda: LocalStore(durable).has(sealed), "the snapshot at the tier")
     buffer = bytearray(len(image))
     LocalStore(durable).fetch(sealed, memoryview(buffer))
     assert bytes(buffer) == image

@@ -229,7 +229,7 @@ def test_verification_reads_so_that_a_failing_disk_is_an_error(store: LocalStore
         os.truncate(store.root / manifest.data_path, manifest.nbytes - 1)
         with pytest.raises(CorruptSnapshot, match="cut short"):
             manifest.verify_file(fd, "here")
-        assert not store.holds(manifest)
+        assert not store.has(manifest)
     finally:
         os.close(fd)
     store.put(*_of(1), attempt=1)  # type: ignore[misc]
@@ -248,7 +248,7 @@ def test_a_full_disk_leaves_a_users_file_and_its_manifest_in_agreement(store: Lo
     with faulty_calls(Plan("ENOSPC", at=at, span=0, only=(call,)), store.root):
         with pytest.raises(TierError, match="No space left"):
             store.put(second, memoryview(image), attempt=1)
-    assert store.holds(first)
+    assert store.has(first)
     assert fetched(store, first) == snapshot(1)[1]
     assert not [path for path in store.root.iterdir() if "tmp" in path.name]
 

@@ -79,7 +79,7 @@ def test_a_node_that_carries_nobody_on_is_not_filled_by_finished_runs(make: Call
         bench.train(f"{number:012x}", 1, 2)
     status = bench.memory_node.ring.status()
     assert snapshot_name(2, 1, complete=True) in [slot["snapshot"] for slot in status["slots"]]
-    assert bench.memory_node.held(f"run@{3:012x}")
+    assert bench.memory_node.committed(f"run@{3:012x}")
     assert not [slot for slot in status["slots"] if slot["safe"] or slot["dirty"]]  # it wrote, and promises, nothing
 
 
@@ -89,12 +89,12 @@ def test_the_last_word_is_said_when_the_trainers_node_ends(make: Callable[..., W
     until(lambda: bench.node.status()["runs"][RUN]["node"], "the chain")
     bench.tier().open.clear()
     bench.save(1)
-    until(lambda: bench.memory_node.held(RUN), "the memory node to have it")
-    assert not bench.memory_node.held(RUN)[0].settled  # it is not durable yet
+    until(lambda: bench.memory_node.committed(RUN), "the memory node to have it")
+    assert not bench.memory_node.committed(RUN)[0].settled  # it is not durable yet
     bench.tier().open.set()
     assert bench.flush() == []
     bench.node.close()
-    assert bench.memory_node.held(RUN)[0].settled
+    assert bench.memory_node.committed(RUN)[0].settled
 
 
 def test_word_of_it_goes_down_the_whole_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_word_of_it_goes_down_the_whole_chain(tmp_path: Path, monkeypatch: pytes
         until(lambda: bench.node.status()["runs"][RUN]["node"], "the chain")
         bench.save(1)
         for node in nodes.values():
-            until(lambda node=node: node.held(RUN) and node.held(RUN)[0].settled, "a node to be told")  # type: ignore[misc]
+            until(lambda node=node: node.committed(RUN) and node.committed(RUN)[0].settled, "a node to be told")  # type: ignore[misc]
     finally:
         bench.close()
         nodes["spot://first"].close()
@@ -129,15 +129,15 @@ def test_only_what_is_superseded_or_durable_is_let_go(tmp_path: Path) -> None:
         for step, lineage in ((1, "1" * 12), (3, "1" * 12), (5, "1" * 12), (2, "2" * 12)):
             bench.save(step, attempt=2, lineage=lineage)
         bench.node.settle(RUN, 2, snapshot_name(3, 2), "1" * 12)
-        settled = {slot.manifest.step for slot in bench.node.held(RUN) if slot.manifest and slot.settled}
-        assert settled == {1, 3} & set(bench.held())
+        settled = {slot.manifest.step for slot in bench.node.committed(RUN) if slot.manifest and slot.settled}
+        assert settled == {1, 3} & set(bench.committed())
         with pytest.raises(Fenced):
             bench.node.settle(RUN, 1, snapshot_name(5, 2), "1" * 12)
         with pytest.raises(SettingsError, match="names no snapshot"):
             bench.node.settle(RUN, 2, "best.ckpt", "1" * 12)
         bench.save(6, attempt=2, lineage="1" * 12)
         bench.save(7, attempt=2, lineage="1" * 12)
-        assert 2 in bench.held()  # the newest of its lineage, and nobody said that it is durable
+        assert 2 in bench.committed()  # the newest of its lineage, and nobody said that it is durable
     finally:
         bench.close()
 
@@ -152,7 +152,7 @@ def test_a_node_is_told_over_the_network(start_node: Callable[..., RunningNode])
     other.open_run(RunInfo(name="run", id=OTHER_ID, location="", attempt=1, token="t"))
     store.settle(manifest, 1)
     other.put(manifest_of(1, run_id=OTHER_ID).sealed(memoryview(bytes(1000))), memoryview(bytes(1000)), attempt=1)
-    assert store.held() == []
+    assert store.listing() == []
 
 
 def test_a_full_ring_says_why(tmp_path: Path) -> None:
@@ -232,8 +232,8 @@ def test_what_a_node_left_in_a_second_directory_is_taken_over(tmp_path: Path, ru
     assert (runtime_dir / "area-1").is_dir()
     heir = Bench(tmp_path / "heir", area=area, slots=8, open_store=_away)
     try:
-        assert sorted(heir.held()) == [1, 2]
-        assert sorted(heir.held(OTHER_ID)) == [1, 2]
+        assert sorted(heir.committed()) == [1, 2]
+        assert sorted(heir.committed(OTHER_ID)) == [1, 2]
         assert heir.node.claimed(RUN) == 3
         assert [url for url, _manifest in heir.node.flusher.deletions(RUN_ID)] == ["spot://away:1/run"]
         assert not (runtime_dir / "area-1").exists()
@@ -250,7 +250,7 @@ def test_a_directory_of_somebody_else_is_left_as_it_is(tmp_path: Path, runtime_d
     try:
         bench.open(durable=False)
         bench.save(1)
-        assert bench.held() == [1]
+        assert bench.committed() == [1]
         assert (runtime_dir / "area-1" / "lock").is_dir()
     finally:
         bench.close()
@@ -268,7 +268,7 @@ def test_killed_while_it_takes_over_nothing_is_lost_or_there_twice(tmp_path: Pat
     (runtime_dir / "area-1" / "slot-0.json").write_text(json.dumps(record))
     heir = Bench(tmp_path / "heir", area=area, slots=4)
     try:
-        assert heir.held() == [1]
+        assert heir.committed() == [1]
         assert len(list(area.glob("slot-*.img"))) == 1
     finally:
         heir.close()

@@ -97,7 +97,7 @@ def test_an_error_in_the_middle_leaves_what_was_there(bucket: str, raw: s3fs.S3F
     second, image = sealed(2, 40 * KIB, name="last.ckpt", file="")
     with pytest.raises(SpotError, match="source is gone"):
         store.put_parts(replace(second, checksums=()), parts_of(image, KIB, fail_at), attempt=1)
-    assert store.holds(first)
+    assert store.has(first)
     first.verify(fetched(store, first), "s3")
     assert uploads_of(raw, bucket) == []
 

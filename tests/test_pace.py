@@ -348,7 +348,7 @@ def test_a_slow_bucket_does_not_slow_the_memory_node_down(tmp_path: Path, allowe
             store.bytes_per_s = nbytes / (200 * step_s)
 
         def newest() -> int:
-            held = [slot.manifest.step for slot in bench.nodes[FIRST].held(RUN) if slot.manifest]
+            held = [slot.manifest.step for slot in bench.nodes[FIRST].committed(RUN) if slot.manifest]
             return max(held, default=0)
 
         measured = lags(lambda step: bench.save(step, nbytes=nbytes), newest, steps=500, step_s=step_s)
@@ -377,7 +377,7 @@ def test_a_bucket_at_1_mb_s_behind_20_mb_snapshots(start_node: Callable[..., Run
         store = NodeStore(f"{far.url}/{RUN}")
 
         def newest() -> int:
-            return max((manifest.step for manifest, _, _ in store.held()), default=0)
+            return max((manifest.step for manifest, _, _ in store.listing()), default=0)
 
         measured = lags(lambda step: bench.save(step, nbytes=20_000_000), newest, steps=600, step_s=0.1)
         print(f"median {statistics.median(measured)}, most {max(measured)}")

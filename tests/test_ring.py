@@ -65,7 +65,7 @@ def test_what_is_committed_becomes_durable(bench: Bench) -> None:
     sealed = bench.save(1)
     assert bench.flush() == []
     assert bench.tier().survey().manifests == [sealed]
-    (slot,) = bench.node.held(RUN)
+    (slot,) = bench.node.committed(RUN)
     assert (slot.dirty, slot.safe) == ([], [bench.tier().url])
 
 
@@ -73,7 +73,7 @@ def test_a_dirty_bit_stays_until_the_tier_has_it(bench: Bench) -> None:
     bench.open()
     bench.tier().open.clear()
     bench.save(1)
-    (slot,) = bench.node.held(RUN)
+    (slot,) = bench.node.committed(RUN)
     assert slot.dirty == [bench.tier().url]
     bench.tier().open.set()
     assert bench.flush() == []
@@ -91,7 +91,7 @@ def test_back_pressure_when_every_slot_is_needed(make: Callable[..., Bench]) -> 
         bench.save(3)  # one is being written, the other is the newest
     threading.Timer(0.2, bench.tier().open.set).start()
     bench.save(3, wait_s=30)
-    assert bench.held()[0] == 3
+    assert bench.committed()[0] == 3
 
 
 def test_the_oldest_clean_slot_is_reused(bench: Bench) -> None:
@@ -99,7 +99,7 @@ def test_the_oldest_clean_slot_is_reused(bench: Bench) -> None:
     for step in range(1, 8):
         bench.save(step, wait_s=30)
         assert bench.flush() == []
-    assert bench.held() == [7, 6]
+    assert bench.committed() == [7, 6]
     assert [manifest.step for manifest in bench.tier().survey().manifests] == [7, 6]
 
 
@@ -107,7 +107,7 @@ def test_without_tiers_the_newest_stays(bench: Bench) -> None:
     bench.open(durable=False)
     for step in range(1, 8):
         bench.save(step)
-    assert bench.held() == [7, 6]
+    assert bench.committed() == [7, 6]
 
 
 def test_one_slot_never_gives_its_only_snapshot_away(make: Callable[..., Bench]) -> None:
@@ -126,7 +126,7 @@ def test_a_failing_tier_does_not_stop_snapshots(bench: Bench) -> None:
     until(lambda: bench.node.flusher.failing(bench.tier().url), "the failure to be seen")
     bench.save(4)
     bench.save(5)
-    assert bench.held() == [5, 4]
+    assert bench.committed() == [5, 4]
     (problem,) = bench.flush(0.1)
     assert "disk full" in problem
     bench.tier().fail(None)
@@ -149,7 +149,7 @@ def test_memory_limit_holds_over_all_slots(make: Callable[..., Bench], slots: in
         bench.save(step, nbytes=30 * MIB, wait_s=30)
         assert sum(slot.capacity for slot in bench.node.ring.slots) <= 64 * MIB
     assert bench.flush() == []
-    assert len(bench.held()) == 2
+    assert len(bench.committed()) == 2
 
 
 def test_slots_grow_with_the_snapshot(bench: Bench) -> None:
@@ -188,7 +188,7 @@ def test_making_memory_holds_nobody_up(bench: Bench, monkeypatch: pytest.MonkeyP
     leasing.start()
     assert making.wait(20)
     began = time.monotonic()
-    assert bench.held() == [1]
+    assert bench.committed() == [1]
     assert bench.flush() == []
     slot = bench.node.ring.find(RUN_ID, sealed.name)
     assert slot is not None
@@ -238,13 +238,13 @@ def test_two_runs_of_one_name_live_side_by_side(bench: Bench) -> None:
     bench.save(20, attempt=3)
     assert bench.open(run_id=OTHER_ID).attempt == 1  # not fenced by the other one's attempts
     bench.save(5, run_id=OTHER_ID)
-    assert (bench.held(), bench.held(OTHER_ID)) == ([20], [5])
+    assert (bench.committed(), bench.committed(OTHER_ID)) == ([20], [5])
     assert bench.flush() == []
     assert [manifest.step for manifest in bench.tier(OTHER_ID).survey().manifests] == [5]
     with pytest.raises(SettingsError, match=f"run@{RUN_ID}.*run@{OTHER_ID}"):
         bench.node.find_run("run")
     bench.node.remove(f"run@{OTHER_ID}", snapshot_name(5, 1))
-    assert (bench.held(), bench.held(OTHER_ID)) == ([20], [])
+    assert (bench.committed(), bench.committed(OTHER_ID)) == ([20], [])
 
 
 def test_earlier_attempts_are_refused(bench: Bench) -> None:
@@ -327,7 +327,7 @@ def test_an_older_file_never_replaces_a_newer_one(bench: Bench) -> None:
     with pytest.raises(Fenced, match="older"):
         bench.file("last.ckpt", 8, attempt=2, created_unix_s=60.0)
     assert len(bench.node.uploads) == 0
-    assert [slot.manifest for slot in bench.node.held(RUN)] == [newest]
+    assert [slot.manifest for slot in bench.node.committed(RUN)] == [newest]
     assert bench.flush() == []
     assert (Path(bench.tier().url) / "last.ckpt").read_bytes() == image_of(9, 1000)
 
@@ -417,7 +417,7 @@ def test_an_upload_commits_only_what_it_was_opened_for(bench: Bench) -> None:
         upload.received[0] = (sealed.nbytes, sealed.checksums[0])
         with pytest.raises((SettingsError, CorruptSnapshot)):
             bench.node.commit(upload.id, sealed)
-    assert bench.node.held(RUN) == []
+    assert bench.node.committed(RUN) == []
     assert len(bench.node.uploads) == 0
 
 
@@ -427,7 +427,7 @@ def test_parts_must_all_have_arrived(bench: Bench) -> None:
     manifest = manifest_of(1, nbytes=100).sealed(memoryview(bytes(100)))
     with pytest.raises(CorruptSnapshot, match="lost or damaged"):
         bench.node.commit(upload.id, manifest)
-    assert bench.held() == []
+    assert bench.committed() == []
     with pytest.raises(SnapshotNotFound):
         bench.node.find_upload(upload.id)
 
@@ -448,7 +448,7 @@ def test_a_corrupted_slot_goes_nowhere(bench: Bench) -> None:
     bench.tier().open.set()
     assert bench.flush() == []
     assert [manifest.step for manifest in bench.tier().survey().manifests] == [1]
-    assert bench.held() == [1]
+    assert bench.committed() == [1]
 
 
 def test_what_a_tier_calls_corrupt_stays_in_memory(bench: Bench) -> None:
@@ -456,7 +456,7 @@ def test_what_a_tier_calls_corrupt_stays_in_memory(bench: Bench) -> None:
     bench.tier().fail(CorruptSnapshot("damaged on its way"))
     sealed = bench.save(1)
     until(lambda: bench.node.flusher.failing(bench.tier().url), "the failure to be seen")
-    assert bench.held() == [1]
+    assert bench.committed() == [1]
     bench.tier().fail(None)
     assert bench.flush() == []
     assert bench.tier().survey().manifests == [sealed]
@@ -468,7 +468,7 @@ def test_removal_reaches_the_tier_also_while_it_is_written(bench: Bench) -> None
     first = bench.save(1)
     until(lambda: bench.tier().tries, "the flusher to be at it")
     bench.node.remove(RUN, first.name)
-    assert bench.held() == []
+    assert bench.committed() == []
     bench.tier().open.set()
     assert bench.flush() == []
     assert bench.tier().survey().manifests == []
@@ -510,8 +510,8 @@ def test_one_run_cannot_fill_a_node(make: Callable[..., Bench]) -> None:
     bench.open(run_id=OTHER_ID)
     for step in range(1, 4):
         bench.save(step, nbytes=12 * MIB, run_id=OTHER_ID, wait_s=10)
-    assert bench.held(OTHER_ID)[0] == 3
-    assert bench.held()[0] == 7  # the newest is not given away for it
+    assert bench.committed(OTHER_ID)[0] == 3
+    assert bench.committed()[0] == 7  # the newest is not given away for it
 
 
 def test_a_run_stays_within_its_own_bound(make: Callable[..., Bench]) -> None:
@@ -521,7 +521,7 @@ def test_a_run_stays_within_its_own_bound(make: Callable[..., Bench]) -> None:
         bench.save(step, nbytes=5 * MIB, wait_s=10)
         held = [slot for slot in bench.node.ring.slots if slot.run == RUN_ID]
         assert sum(slot.capacity for slot in held) <= 16 * MIB
-    assert bench.held()[0] == 9
+    assert bench.committed()[0] == 9
     with pytest.raises(SnapshotTooLarge, match="--run-memory"):
         bench.save(10, nbytes=17 * MIB)
     bench.open(run_id=OTHER_ID, durable=False)
@@ -545,7 +545,7 @@ def test_a_new_node_takes_over_what_a_killed_one_left(
         assert killed.flush() == []
     killed.die()
     heir = make(area=area)
-    assert heir.held() == [5]
+    assert heir.committed() == [5]
     assert heir.flush() == []  # though nobody has opened the run at it
     assert heir.tier().survey().manifests == [sealed]
     heir.open(attempt=2)
@@ -578,7 +578,7 @@ def test_an_orderly_end_keeps_what_is_safe_nowhere_else(make: Callable[..., Benc
     ended.save(5, attempt=7)
     ended.node.close(keep_unsafe=True)
     heir = make(area=runtime_dir / "area", allow=[])
-    assert heir.held() == [5]
+    assert heir.committed() == [5]
     assert heir.node.claimed(RUN) == 7
 
 
@@ -603,10 +603,10 @@ def test_two_living_nodes_never_share_an_area(make: Callable[..., Bench], runtim
     for bench, step in ((one, 1), (other, 2)):
         bench.open(durable=False)
         bench.save(step)
-    assert (one.held(), other.held()) == ([1], [2])
+    assert (one.committed(), other.committed()) == ([1], [2])
     one.die()
     heir = make(area=runtime_dir / "area")
-    assert heir.held() == [1]
+    assert heir.committed() == [1]
     heir.node.close()
     other.node.close()
     assert list(runtime_dir.glob("area*")) == []
@@ -618,7 +618,7 @@ def test_an_heir_with_fewer_slots_loses_nothing(make: Callable[..., Bench], runt
     for step in (1, 2, 3):
         killed.save(step)
     killed.die()
-    assert make(area=runtime_dir / "area", slots=2).held() == [3, 2, 1]
+    assert make(area=runtime_dir / "area", slots=2).committed() == [3, 2, 1]
 
 
 def test_a_damaged_leftover_is_dropped(make: Callable[..., Bench], runtime_dir: Path) -> None:
@@ -631,7 +631,7 @@ def test_a_damaged_leftover_is_dropped(make: Callable[..., Bench], runtime_dir: 
         file.seek(100)
         file.write(b"\0damage\0")
     killed.die()
-    assert make(area=area).held() == [1]
+    assert make(area=area).committed() == [1]
 
 
 def test_small_tmpfs_falls_back_to_memory_files(
@@ -697,7 +697,7 @@ def test_manifests_of_format_1_are_kept_by_name(bench: Bench) -> None:
         view[:] = image_of(1, 100)
     old = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=100)
     bench.node.seal(upload.id, old)
-    assert [slot.manifest.name for slot in bench.node.held("run") if slot.manifest] == [old.name]
+    assert [slot.manifest.name for slot in bench.node.committed("run") if slot.manifest] == [old.name]
 
 
 def test_a_node_without_slots_is_bounded_by_memory_only(tmp_path: Path) -> None:
@@ -708,7 +708,7 @@ def test_a_node_without_slots_is_bounded_by_memory_only(tmp_path: Path) -> None:
     bench.open(durable=False, keep=100)
     for step in range(20):
         bench.save(step)
-    assert len(bench.held()) == 20
+    assert len(bench.committed()) == 20
     node.close()
 
 
@@ -739,7 +739,7 @@ def test_a_file_killed_while_it_is_replaced_is_there_in_one_version(
             bench.file("best.ckpt", 2)
     left = shutil.copytree(runtime_dir / "area", runtime_dir / "left")
     (left / "lock").unlink()
-    assert make(area=left).held() == [1]
+    assert make(area=left).committed() == [1]
 
 
 def test_a_node_is_not_settled_while_a_deletion_is_owed(bench: Bench) -> None:
@@ -759,7 +759,7 @@ def test_opening_a_run_without_saying_where_it_goes_changes_nothing_of_that(benc
     bench.tier().open.clear()
     bench.save(1)
     bench.node.open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token=""))
-    assert bench.node.held(RUN)[0].dirty == [bench.tier().url]
+    assert bench.node.committed(RUN)[0].dirty == [bench.tier().url]
     assert bench.node.find_run(RUN).info.keep == 7
 
 
@@ -773,7 +773,7 @@ def test_a_deletion_that_is_owed_outlives_an_orderly_end(make: Callable[..., Ben
     assert bench.flush(0.0)
     bench.node.close(keep_unsafe=True)
     heir = make(area=runtime_dir / "area")
-    until(lambda: not heir.tier().holds(sealed), "the file to be deleted")
+    until(lambda: not heir.tier().has(sealed), "the file to be deleted")
 
 
 def test_one_writer_never_undoes_what_another_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -791,4 +791,4 @@ def test_one_writer_never_undoes_what_another_committed(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(first, "_aside", overtaken)
     first.put(sealed, image, attempt=1)
-    assert second.holds(sealed)
+    assert second.has(sealed)

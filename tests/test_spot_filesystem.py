@@ -421,7 +421,7 @@ def test_a_file_that_leaves_memory_while_it_is_listed_is_listed(monkeypatch: pyt
         registry=SimpleNamespace(runs={}),
         flusher=SimpleNamespace(deletions=lambda key: []),
     )
-    monkeypatch.setattr(files, "held", lambda ring, key: list(in_memory))
+    monkeypatch.setattr(files, "committed", lambda ring, key: list(in_memory))
     monkeypatch.setattr(files, "open_below", lambda url: Below())
     asked = SimpleNamespace(match_info={"run": "run"})
     answer = asyncio.run(files.Files(cast(Any, node), cast(Any, None)).listing(cast(Any, asked)))

@@ -278,13 +278,13 @@ def test_every_request_of_a_put_in_blocks_to_s3(
         fault = faulty.use(Plan(kind, at=at))
         reported = Run._worked(lambda: store.put(second, memoryview(images[2]), attempt=1))  # noqa: B023
         faulty.use(Plan())
-        assert not reported or store.holds(second), f"call {at}"
-        if store.holds(second):
+        assert not reported or store.has(second), f"call {at}"
+        if store.has(second):
             assert whole(store, second), f"call {at}"
         elif what == "file":
             held = [item for item in (first, second) if whole(store, item)]
             assert held, f"call {at}: what was there is gone"
-            assert held == [first] or not store.holds(first), f"call {at}: a manifest stands beside other bytes"
+            assert held == [first] or not store.has(first), f"call {at}: a manifest stands beside other bytes"
         else:
             assert store.survey().manifests == [], f"call {at}"
         retain(store, 2, _put_small(store, attempt=2))

@@ -74,7 +74,7 @@ def test_empty(store: Store) -> None:
     assert store.survey() == Holdings()
     assert store.claimed() == 0
     assert store.newest_claim() is None
-    assert not store.holds(snapshot(1)[0])
+    assert not store.has(snapshot(1)[0])
 
 
 def test_what_is_put_is_there(store: Store) -> None:
@@ -200,7 +200,7 @@ def test_parts_one_by_one(store: Store) -> None:
 
     stored = store.put_parts(replace(manifest, checksums=()), parts(), attempt=1)
     assert stored.checksums == manifest.checksums
-    assert store.holds(stored)
+    assert store.has(stored)
     assert fetched(store, stored) == data
 
 
@@ -411,7 +411,7 @@ def test_a_deletion_takes_no_file_that_was_written_after_it_was_asked_for(store:
     old = put(store, 1, name="x.ckpt", file="", run_id="aaaaaaaaaaaa")
     new = put(store, 2, name="x.ckpt", file="", run_id="aaaaaaaaaaaa", attempt=2, by=2)
     store.delete(old)
-    assert store.holds(new)
+    assert store.has(new)
     store.delete(new)
     assert _there(store) == []
 
@@ -422,7 +422,7 @@ def test_a_manifest_where_it_once_lay_counts_and_moves(store: Store) -> None:
     files, root = fsspec.core.url_to_fs(store.url)
     _write(store, ".x.ckpt.manifest.json", files.cat_file(f"{root}/{later.manifest_path}"))
     files.rm_file(f"{root}/{later.manifest_path}")
-    assert store.holds(later)
+    assert store.has(later)
     with pytest.raises(Fenced):
         put(store, 1, name="x.ckpt", file="", run_id="aaaaaaaaaaaa", attempt=1)
     put(store, 3, name="x.ckpt", file="", run_id="aaaaaaaaaaaa", attempt=2, by=2)

@@ -150,8 +150,8 @@ class Ending:
         answers, problems = ask_all({self._url: open_store(self._url).survey}, max(_LOOK_S, within(deadline_s)))
         for reason in problems.values():
             logger.warning("lightning_spot: %s cannot be asked for the last snapshot (%s)", self._url, reason)
-        held: Holdings = answers.get(self._url, Holdings())
-        return any(manifest.name == name and manifest.run_id == self._info.id for manifest in held.manifests)
+        holdings: Holdings = answers.get(self._url, Holdings())
+        return any(manifest.name == name and manifest.run_id == self._info.id for manifest in holdings.manifests)
 
     def _write_here(self, last: LastState) -> bool:
         """Store the state of the end from this process: no ring has it."""

@@ -103,9 +103,9 @@ def _ask_run(arguments: argparse.Namespace) -> Found:
     """Ask the tiers of a run by its durable directory, as a trainer does."""
     seen = survey(Location.of(arguments.url, arguments.memory or AUTO, arguments.run), Patience(tries=1))
     found = Found(unreadable=seen.unreadable, problems=[f"{tier}: {why}" for tier, why in seen.problems.items()])
-    for source, held in seen.answers:
+    for source, holdings in seen.answers:
         try:
-            found.entries.extend(_entries(source, held))
+            found.entries.extend(_entries(source, holdings))
         except SpotError as error:
             found.problems.append(f"{source.tier}: {error}")
     found.is_known = bool(seen.claim is not None or seen.runs or seen.durable is None)
@@ -114,13 +114,13 @@ def _ask_run(arguments: argparse.Namespace) -> Found:
     return found
 
 
-def _entries(source: Source, held: Holdings) -> list[Entry]:
+def _entries(source: Source, holdings: Holdings) -> list[Entry]:
     """The snapshots a tier holds, with their state; a node says of each where it is safe."""
     node = source if isinstance(source, MemorySource) else getattr(source, "store", None)
     if isinstance(node, (MemorySource, NodeStore)):
-        listed = [item for item in node.held() if not item[0].is_file]
+        listed = [item for item in node.listing() if not item[0].is_file]
         return [Entry(manifest, source, _state(dirty, safe)) for manifest, dirty, safe in listed]
-    return [Entry(manifest, source, DURABLE) for manifest in held.manifests]
+    return [Entry(manifest, source, DURABLE) for manifest in holdings.manifests]
 
 
 def _state(dirty: list[str], safe: list[str]) -> str:

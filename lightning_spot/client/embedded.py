@@ -237,16 +237,16 @@ class EmbeddedHost:
 
     def safe_step(self) -> int | None:
         """See :meth:`Host.safe_step`."""
-        return max((manifest.step for manifest, _, safe in self.held() if safe), default=None)
+        return max((manifest.step for manifest, _, safe in self.listing() if safe), default=None)
 
-    def held(self) -> list[tuple[Manifest, list[str], list[str]]]:
+    def listing(self) -> list[tuple[Manifest, list[str], list[str]]]:
         """Everything the node holds of the run: manifest, tiers it is dirty for, tiers it is safe at."""
         listed = self._call("GET", f"/v1/runs/{quoted(self.run)}/snapshots")["snapshots"]
         return [(Manifest.from_dict(item["manifest"]), item["dirty"], item["safe"]) for item in listed]
 
     def manifests(self) -> list[Manifest]:
         """Committed snapshots of the run in this node's memory, newest first."""
-        return newest_first([manifest for manifest, _, _ in self.held() if not manifest.is_file])
+        return newest_first([manifest for manifest, _, _ in self.listing() if not manifest.is_file])
 
     def open_snapshot(self, manifest: Manifest) -> int:
         """Descriptor of a snapshot's memory, see :meth:`Session.open_snapshot`."""

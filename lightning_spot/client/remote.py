@@ -86,12 +86,12 @@ class NodeStore:
     def survey(self) -> Holdings:
         """See :meth:`Store.survey`."""
         listing = self._listing()
-        manifests = newest_first([held[0] for held in _held(listing) if not held[0].is_file])
+        manifests = newest_first([entry[0] for entry in _entries(listing) if not entry[0].is_file])
         return Holdings(manifests=manifests, highest_attempt=highest_attempt(int(listing["attempt"]), (), manifests))
 
-    def holds(self, manifest: Manifest) -> bool:
-        """See :meth:`Store.holds`."""
-        return any(replace(held[0], run=manifest.run) == manifest for held in self.held())
+    def has(self, manifest: Manifest) -> bool:
+        """See :meth:`Store.has`."""
+        return any(replace(entry[0], run=manifest.run) == manifest for entry in self.listing())
 
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`."""
@@ -163,9 +163,9 @@ class NodeStore:
         """See :meth:`NodeTier.know`."""
         self._info = info
 
-    def held(self) -> list[tuple[Manifest, list[str], list[str]]]:
-        """See :meth:`NodeTier.held`."""
-        return _held(self._listing())
+    def listing(self) -> list[tuple[Manifest, list[str], list[str]]]:
+        """See :meth:`NodeTier.listing`."""
+        return _entries(self._listing())
 
     def check_flush_to(self, via: Sequence[str]) -> None:
         """See :meth:`NodeTier.check_flush_to`."""
@@ -324,5 +324,5 @@ class _Shared:
         self._stopped = True
 
 
-def _held(listing: dict[str, Any]) -> list[tuple[Manifest, list[str], list[str]]]:
+def _entries(listing: dict[str, Any]) -> list[tuple[Manifest, list[str], list[str]]]:
     return [(Manifest.from_dict(item["manifest"]), item["dirty"], item["safe"]) for item in listing["snapshots"]]

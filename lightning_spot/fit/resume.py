@@ -89,7 +89,7 @@ class Resume(OfTrainer):
         fingerprint: of this training, on rank 0.
         chosen: the snapshot it goes on from; ``None`` before the choice, for a fresh start, or with a ``ckpt_path``.
         attempt: number of the attempt that goes on, 0 while it is not known.
-        snapshots: what the tiers held of the run when this ``fit`` began, newest first; on rank 0.
+        snapshots: what the tiers had of the run when this ``fit`` began, newest first; on rank 0.
         took_s: seconds that finding and reading the snapshot took; 0 for a fresh start.
         lineage: of the training state that was loaded, ``None`` for a fresh start.
         interval: what the attempt that took the snapshot had measured, ``None`` without.

@@ -214,6 +214,6 @@ class Manifest:
         _require(len(self.checksums) in (0, parts), f"{len(self.checksums)} checksums for {parts} parts")
 
 
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
+def _require(is_met: bool, otherwise: str) -> None:
+    if not is_met:
         raise CorruptManifest(f"a manifest is incomplete or contradicts itself: {otherwise}")

@@ -231,8 +231,8 @@ class Chain:
     def _tell(self, candidate: _Candidate) -> None:
         """Say what is durable, to a node that does not bring it there: what it holds would stay there for ever."""
         with self._ring.changed:
-            held = self._ring.committed(self.info.key)
-            slots = [slot for slot in held if slot.settled or self.info.durable_url in slot.safe]
+            committed = self._ring.committed(self.info.key)
+            slots = [slot for slot in committed if slot.settled or self.info.durable_url in slot.safe]
             known = [
                 (slot.manifest, (slot.manifest.name, candidate.url in slot.safe))
                 for slot in newest_of_lineages(slots)
@@ -253,9 +253,9 @@ class Chain:
         assert durable_url is not None
         if self._is_urgent():
             node.flush(_HURRIED_S)  # nobody there puts anything off while this is waited for
-        held = {(manifest.name, manifest.checksums): safe for manifest, _dirty, safe in node.held()}
+        listed = {(manifest.name, manifest.checksums): safe for manifest, _dirty, safe in node.listing()}
         for slot, manifest in waiting:
-            safe = held.get((manifest.name, manifest.checksums))
+            safe = listed.get((manifest.name, manifest.checksums))
             if safe is not None and durable_url in safe:
                 self._ring.mark_safe(slot, manifest, durable_url)
             elif safe is None:
@@ -264,7 +264,7 @@ class Chain:
     def _ask_durable(self, candidate: _Candidate, slot: Slot, manifest: Manifest, durable_url: str) -> None:
         """A snapshot left the node's memory: because it is durable, or because the node lost it."""
         try:
-            durable = self._open_store(durable_url).holds(manifest)
+            durable = self._open_store(durable_url).has(manifest)
         except SpotError as error:
             logger.debug("%s does not answer (%s); it is asked again", durable_url, error)
             return

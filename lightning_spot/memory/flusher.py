@@ -118,8 +118,9 @@ class Flusher:
     def refused(self, run: str) -> list[Manifest]:
         """Files of a run that a tier has refused for good, and that were not saved anew since."""
         with self._ring.changed:
-            held = [slot.manifest for slot in self._ring.committed(run) if slot.manifest is not None and slot.refused]
-            found = {item.name: item for item in [*held, *self._refused.get(run, {}).values()] if item.is_file}
+            slots = self._ring.committed(run)
+            refused = [slot.manifest for slot in slots if slot.manifest is not None and slot.refused]
+            found = {item.name: item for item in [*refused, *self._refused.get(run, {}).values()] if item.is_file}
             return list(found.values())
 
     def deletions(self, run: str) -> tuple[tuple[str, Manifest], ...]:

@@ -155,8 +155,8 @@ class InProcessHost:
 
     def safe_step(self) -> int | None:
         """See :meth:`Host.safe_step`."""
-        held = self._node.ring.committed(self._node.key(self.run))
-        return max((slot.manifest.step for slot in held if slot.manifest and slot.safe), default=None)
+        committed = self._node.ring.committed(self._node.key(self.run))
+        return max((slot.manifest.step for slot in committed if slot.manifest and slot.safe), default=None)
 
     def leave(self, *, complete: bool) -> None:
         """See :meth:`Host.leave`."""

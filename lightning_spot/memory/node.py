@@ -178,7 +178,7 @@ class Node:
         """Every run known here, as JSON-ready values."""
         return self.registry.listed(self.routes.carries)
 
-    def held(self, run: str) -> list[Slot]:
+    def committed(self, run: str) -> list[Slot]:
         """Slots with the committed snapshots and files of a run, newest first."""
         return self.ring.committed(self.registry.key(run))
 

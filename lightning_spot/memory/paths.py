@@ -17,16 +17,16 @@ def resolve(ring: Ring, run: str, path: str) -> tuple[Slot, Manifest]:
     Raises:
         SnapshotNotFound: if nothing committed has that name.
     """
-    committed = held(ring, run)
-    for slot, manifest in committed:
+    found = committed(ring, run)
+    for slot, manifest in found:
         if path in (manifest.data_path, *manifest.manifest_paths, manifest.name):
             return slot, manifest
-    names = ", ".join(manifest.name for _, manifest in committed) or "nothing"
+    names = ", ".join(manifest.name for _, manifest in found) or "nothing"
     raise SnapshotNotFound(f"no {path!r} in run {run!r} at this node; it holds {names} (and {MANIFEST_FILE} of each)")
 
 
-def held(ring: Ring, run: str) -> list[tuple[Slot, Manifest]]:
-    """What a ring holds of a run."""
+def committed(ring: Ring, run: str) -> list[tuple[Slot, Manifest]]:
+    """The slots of a run that are committed, with their manifests."""
     return [(slot, manifest) for slot in ring.committed(run) if (manifest := slot.manifest) is not None]
 
 

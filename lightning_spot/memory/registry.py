@@ -90,8 +90,8 @@ class Registry:
     def highest(self, key: str) -> int:
         """Highest attempt known of a run: opened, or of a snapshot that is held; 0 if none."""
         known = self.runs.get(key)
-        held = [slot.manifest.attempt for slot in self._ring.committed(key) if slot.manifest]
-        return max([known.info.attempt if known else 0, *held])
+        attempts = [slot.manifest.attempt for slot in self._ring.committed(key) if slot.manifest]
+        return max([known.info.attempt if known else 0, *attempts])
 
     def begin_session(self, session: str, owner: str = "") -> None:
         """A trainer on this host is connected.
@@ -152,23 +152,23 @@ class Registry:
             for key, (run, live) in runs.items()
         ]
 
-    def _check_free(self, held: RunInfo, info: RunInfo) -> None:
-        owner = self.sessions.get(held.session)
+    def _check_free(self, current: RunInfo, info: RunInfo) -> None:
+        owner = self.sessions.get(current.session)
         another = owner is not None and (not owner or owner != self.sessions.get(info.session))
         # A trainer that connects again, because its connection broke, has the token of its attempt.
-        itself = bool(held.token) and (held.token, held.attempt) == (info.token, info.attempt)
-        if held.session and held.session != info.session and another and not itself:
+        itself = bool(current.token) and (current.token, current.attempt) == (info.token, info.attempt)
+        if current.session and current.session != info.session and another and not itself:
             raise RunBusy(
-                f"run {held.name!r} is being written by a live trainer on this host (pid {held.pid}). Two trainers must"
-                " not write one run: give this one another dirpath, or end the other first",
-                run=held.name,
-                pid=held.pid,
+                f"run {current.name!r} is being written by a live trainer on this host (pid {current.pid}). Two"
+                " trainers must not write one run: give this one another dirpath, or end the other first",
+                run=current.name,
+                pid=current.pid,
             )
-        if held.attempt == info.attempt and held.token and info.token and held.token != info.token:
+        if current.attempt == info.attempt and current.token and info.token and current.token != info.token:
             raise Fenced(
-                f"attempt {info.attempt} of run {held.name!r} is another trainer's (on {held.host or 'another host'}):"
-                " two were started at once. Stop one of them",
-                run=held.name,
+                f"attempt {info.attempt} of run {current.name!r} is another trainer's (on"
+                f" {current.host or 'another host'}): two were started at once. Stop one of them",
+                run=current.name,
                 attempt=info.attempt,
-                current=held.attempt,
+                current=current.attempt,
             )

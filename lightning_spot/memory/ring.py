@@ -198,13 +198,13 @@ class Ring:
     def trim(self, run: str, keep: int) -> None:
         """Forget all but the newest ``keep`` snapshots of a run, as far as they may be reused."""
         with self.changed:
-            held = sorted(
+            committed = sorted(
                 (slot for slot in self.slots if slot.run == run and slot.snapshot is not None),
                 key=lambda slot: slot.manifest.order if slot.manifest else (0, 0, False),
                 reverse=True,
             )
             idle = reusable(self.slots)
-            old = [slot for slot in held[max(1, keep) :] if slot in idle]
+            old = [slot for slot in committed[max(1, keep) :] if slot in idle]
             for slot in old:
                 self._forget(slot)
             if old:

@@ -124,8 +124,8 @@ def _within_quota(slots: list[Slot], idle: list[Slot], run: str, capacity: int, 
     """Snapshots of the run itself that must go for it to stay within its own bound; ``None`` if that is not enough."""
     if limits.run_memory_bytes is None:
         return []
-    held = sum(slot.capacity for slot in slots if slot.run == run and slot.state is not SlotState.FREE)
-    over = held + min(capacity, limits.run_memory_bytes) - limits.run_memory_bytes
+    used = sum(slot.capacity for slot in slots if slot.run == run and slot.state is not SlotState.FREE)
+    over = used + min(capacity, limits.run_memory_bytes) - limits.run_memory_bytes
     forget = []
     for slot in idle:
         if over > 0 and slot.run == run:

@@ -28,7 +28,7 @@ class NodeTier(Protocol):
     def know(self, info: RunInfo) -> None:
         """Take note of the run, so that a node which was restarted, and knows it no more, is told all of it again."""
 
-    def held(self) -> list[tuple[Manifest, list[str], list[str]]]:
+    def listing(self) -> list[tuple[Manifest, list[str], list[str]]]:
         """Everything it holds of the run: manifest, tiers it is dirty for, tiers it is safe at."""
 
     def settle(self, manifest: Manifest, attempt: int) -> None:

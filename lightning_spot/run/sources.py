@@ -60,16 +60,16 @@ class MemorySource:
 
     def survey(self) -> Holdings:
         """See :meth:`Source.survey`; empty if no node lives."""
-        manifests = newest_first([manifest for manifest, _, _ in self.held() if not manifest.is_file])
+        manifests = newest_first([manifest for manifest, _, _ in self.listing() if not manifest.is_file])
         return Holdings(manifests, {}, max((manifest.attempt for manifest in manifests), default=0))
 
-    def held(self) -> list[tuple[Manifest, list[str], list[str]]]:
+    def listing(self) -> list[tuple[Manifest, list[str], list[str]]]:
         """Everything the node holds of the run: manifest, tiers it is dirty for, tiers it is safe at."""
         host = attach(self._url, self._run)
         if host is None:
             return []
         try:
-            return host.held()
+            return host.listing()
         except SnapshotNotFound:  # the node does not know the run
             return []
         finally:

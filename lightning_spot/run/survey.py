@@ -64,7 +64,7 @@ class Survey:
     @property
     def candidates(self) -> list[tuple[Manifest, Source]]:
         """Snapshots with the tiers that hold them, best first: newest, then nearest."""
-        found = [(manifest, source) for source, held in self.answers for manifest in held.manifests]
+        found = [(manifest, source) for source, holdings in self.answers for manifest in holdings.manifests]
         # Stable: at equal age the order of the tiers decides.
         return sorted(found, key=lambda item: item[0].order, reverse=True)
 
@@ -72,7 +72,9 @@ class Survey:
     def unreadable(self) -> dict[str, str]:
         """Snapshots whose manifest is there but cannot be used, with tier and reason."""
         return {
-            f"{name} at {source.tier}": why for source, held in self.answers for name, why in held.unreadable.items()
+            f"{name} at {source.tier}": why
+            for source, holdings in self.answers
+            for name, why in holdings.unreadable.items()
         }
 
     @property
@@ -81,16 +83,16 @@ class Survey:
         claimed = [self.claim.attempt] if self.claim is not None else []
         return [
             *claimed,
-            *(held.highest_attempt for _, held in self.answers),
+            *(holdings.highest_attempt for _, holdings in self.answers),
             *(run.attempt for run in self.runs.values()),
         ]
 
 
-def _misses_the_newest(held: Holdings) -> bool:
+def _misses_the_newest(holdings: Holdings) -> bool:
     """Whether a snapshot whose manifest cannot be used is newer than all that can."""
     nothing = (0, -1, False)
-    best = max((manifest.order for manifest in held.manifests), default=nothing)
-    return any((snapshot_order(name) or nothing) > best for name in held.unreadable)
+    best = max((manifest.order for manifest in holdings.manifests), default=nothing)
+    return any((snapshot_order(name) or nothing) > best for name in holdings.unreadable)
 
 
 def survey(location: Location, bounds: Patience | None = None) -> Survey:
@@ -138,7 +140,7 @@ def look_again(found: Survey, bounds: Patience | None = None) -> Survey:
     store = open_store(found.location.url)
     answers, problems = ask_all({DURABLE: lambda: _Durable.ask(store, bounds)}, bounds.answer_s)
     answer: _Durable | None = answers.get(DURABLE)
-    nodes = [(source, held) for source, held in found.answers if source.tier != DURABLE]
+    nodes = [(source, holdings) for source, holdings in found.answers if source.tier != DURABLE]
     if answer is None:
         return replace(found, durable=None, answers=nodes, problems={**found.problems, **problems})
     durable: tuple[Source, Holdings] = (StoreSource(store, DURABLE), answer.holdings)

@@ -19,7 +19,7 @@ from lightning_spot.errors import CorruptSnapshot, NodeRefused, SettingsError, S
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.paths import LAST, file_name, held, resolve
+from lightning_spot.memory.paths import LAST, committed, file_name, resolve
 from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.uploads import Upload
@@ -68,7 +68,7 @@ class Files:
 
     def _in_memory(self, key: str) -> dict[str, dict[str, object]]:
         listed = {}
-        for slot, manifest in held(self._node.ring, key):
+        for slot, manifest in committed(self._node.ring, key):
             entry = Entry(manifest.data_path, manifest.nbytes, manifest.created_unix_s)
             listed[entry.path] = {**_as_json(entry, slot.dirty, slot.safe), "step": manifest.step}
         return listed
@@ -165,7 +165,7 @@ class Files:
 
     async def _alias(self, key: str, directory: Below | None) -> str | None:
         """Path of what ``last.ckpt`` stands for; ``None`` if it is a file below, or there is nothing."""
-        paths = [manifest.data_path for _, manifest in held(self._node.ring, key)]
+        paths = [manifest.data_path for _, manifest in committed(self._node.ring, key)]
         if directory is not None:
             try:
                 paths += await asyncio.to_thread(self._below, directory, key)

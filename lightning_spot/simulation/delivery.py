@@ -35,13 +35,13 @@ class Delivery:
         # Before the first gap as in it, behind the last one likewise.
         self._busy = np.pad(shorter, 1, mode="edge") if len(shorter) else np.zeros(len(ready_s), dtype=bool)
 
-    def newest(self, now_s: Array, resumed: Indices, held: Indices, caught_up_s: Array) -> Indices:
+    def newest(self, now_s: Array, resumed: Indices, stored: Indices, caught_up_s: Array) -> Indices:
         """The newest snapshot that the tier holds; all of shape ``(runs,)``, snapshots as places in the table.
 
         Args:
             now_s: on the clock of the undisturbed job.
             resumed: snapshot that the attempt went on from.
-            held: newest one that the tier held when the attempt before it ended.
+            stored: newest one that the tier stored when the attempt before it ended.
             caught_up_s: when the tier has ``resumed``.
         """
         opened_s = np.maximum(self._next_s[resumed], caught_up_s)  # its first transfer of this attempt begins
@@ -51,4 +51,4 @@ class Delivery:
             turns = np.floor((now_s - opened_s) / self.drain_s) - 1
             sent_s = np.where(self._busy[place], opened_s + turns * self.drain_s, sent_s)
         found = np.searchsorted(self._ready_s, sent_s, side="right") - 1
-        return np.where(sent_s >= opened_s, found, np.where(now_s >= caught_up_s, resumed, held))
+        return np.where(sent_s >= opened_s, found, np.where(now_s >= caught_up_s, resumed, stored))

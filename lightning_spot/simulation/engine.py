@@ -161,7 +161,7 @@ class _Tiers:
         self._drain_s = np.array([tier.drain_s for tier in job.tiers])
         self._survives = np.array([[tier.survives] for tier in job.tiers])
         self._deliveries = [Delivery(committed + tier.lag_s, tier.drain_s) for tier in job.tiers]
-        self._held = np.zeros((len(job.tiers), runs), dtype=np.int64)
+        self._newest = np.zeros((len(job.tiers), runs), dtype=np.int64)
 
     def fail(
         self,
@@ -174,15 +174,15 @@ class _Tiers:
     ) -> NDArray[np.int64]:
         """Failures of the runs ``gone``, all other arguments of their shape; returns the snapshots they go on from."""
         failed_s = self._committed[here] - self.restore_s[gone] - self.down_s[gone]  # the attempt before them ended
-        held = self._held[:, gone]
-        newest = np.empty_like(held)
+        stored = self._newest[:, gone]
+        newest = np.empty_like(stored)
         for row, delivery in enumerate(self._deliveries):
-            caught_up_s = np.where(held[row] >= here, ALWAYS_S, failed_s + delivery.drain_s)
-            newest[row] = delivery.newest(now, here, held[row], caught_up_s)
+            caught_up_s = np.where(stored[row] >= here, ALWAYS_S, failed_s + delivery.drain_s)
+            newest[row] = delivery.newest(now, here, stored[row], caught_up_s)
         left = np.where(self._survives >= kinds, newest, -1)
         source = left.argmax(axis=0)  # the first, hence nearest, of those with the newest
         kept: NDArray[np.int64] = left.max(axis=0)
-        self._held[:, gone] = np.where(left >= 0, newest, kept)  # a lost tier owes nothing older than what is resumed
+        self._newest[:, gone] = np.where(left >= 0, newest, kept)  # a lost tier owes nothing older than what is resumed
         for row, found in enumerate(self.found):
             here_from = source == row
             found.behind_s += float((work - begun[newest[row]]).sum())

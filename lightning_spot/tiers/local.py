@@ -70,8 +70,8 @@ class LocalStore:
         except OSError:
             return 0
 
-    def holds(self, manifest: Manifest) -> bool:
-        """See :meth:`Store.holds`."""
+    def has(self, manifest: Manifest) -> bool:
+        """See :meth:`Store.has`."""
         with tier_errors(self.url):
             try:
                 data = os.stat(self.root / manifest.data_path)
@@ -206,7 +206,7 @@ class LocalStore:
 
     def _holds_every_byte(self, manifest: Manifest) -> bool:
         """Whether this very snapshot is committed already, with every byte as it should be, and on the disk."""
-        if not self.holds(manifest):
+        if not self.has(manifest):
             return False
         try:
             fd = os.open(self.root / manifest.data_path, os.O_RDONLY | os.O_CLOEXEC)

@@ -81,8 +81,8 @@ class ObjectStore:
             names = self._list(ATTEMPTS_DIR)
             return store.first_readable(names, lambda name: self._read_small(f"{ATTEMPTS_DIR}/{name}"), self.url)
 
-    def holds(self, manifest: Manifest) -> bool:
-        """See :meth:`Store.holds`."""
+    def has(self, manifest: Manifest) -> bool:
+        """See :meth:`Store.has`."""
         with tier_errors(self.url):
             return self._noted(manifest) == manifest and self._size(manifest.data_path) == manifest.nbytes
 
@@ -129,7 +129,7 @@ class ObjectStore:
     def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
         """See :meth:`Store.put`."""
         self._check_fences(manifest, attempt)
-        if self.holds(manifest):
+        if self.has(manifest):
             return  # durable already: a node that takes over from a killed one may not know, and must not undo it
         self._commit(manifest, image, lambda: manifest, attempt)
 
@@ -155,8 +155,8 @@ class ObjectStore:
             names = self._list("")
             older = [name for name in names if (order := snapshot_order(name)) is not None and order < current.order]
             with ThreadPoolExecutor(_READERS) as pool:
-                for name, held in zip(older, pool.map(self._list, older), strict=True):
-                    self._sweep_snapshot(name, held, current)
+                for name, names in zip(older, pool.map(self._list, older), strict=True):
+                    self._sweep_snapshot(name, names, current)
             attempts = self._list(ATTEMPTS_DIR)
             self._sweep_temporaries("", names, current)
             self._sweep_temporaries(f"{ATTEMPTS_DIR}/", attempts, current)
@@ -309,12 +309,12 @@ class ObjectStore:
         info = self._fs.info(path)
         return {name: info[name] for name in _CHANGES_WITH_CONTENT if name in info}
 
-    def _sweep_snapshot(self, name: str, held: list[str], current: Manifest) -> None:
+    def _sweep_snapshot(self, name: str, names: list[str], current: Manifest) -> None:
         """Remove an uncommitted snapshot that holds nothing but our own files."""
-        self._sweep_temporaries(f"{name}/", held, current)
+        self._sweep_temporaries(f"{name}/", names, current)
         order = snapshot_order(name)
-        held = [item for item in held if temporary_owner(item) is None]
-        if held != [MODEL_FILE] or order is None or order[0] > current.attempt:
+        names = [item for item in names if temporary_owner(item) is None]
+        if names != [MODEL_FILE] or order is None or order[0] > current.attempt:
             return
         below = f"{name}/{MODEL_FILE}"
         if order[0] == current.attempt and not self._is_settled(below):

@@ -179,7 +179,7 @@ class Store(Protocol):
             the sealed manifest.
         """
 
-    def holds(self, manifest: Manifest) -> bool:
+    def has(self, manifest: Manifest) -> bool:
         """Whether this very snapshot is committed: its manifest is read back and equal, its file has its size.
 
         Raises:
@@ -359,7 +359,7 @@ def retain(store: Store, keep: int, current: Manifest) -> None:
         TierError: if the tier fails; what was not deleted is deleted next time.
     """
     listed = store.survey().manifests
-    if current.name not in [manifest.name for manifest in listed] or not store.holds(current):
+    if current.name not in [manifest.name for manifest in listed] or not store.has(current):
         logger.warning(
             "lightning_spot: %s was written to %s but is not seen there; nothing older is deleted",
             current.name,
