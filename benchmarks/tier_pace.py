@@ -31,13 +31,13 @@ MIXES = ((168.0, 720.0, 16.7, 125.0), (4.0, 720.0, 16.7, 125.0), (4.0, 2.0, 1.7,
 """Hours between crashes and between losses of the memory node, seconds that node and durable tier take."""
 
 
-def job_of(state_bytes: float, bucket_bytes_per_s: float, *, with_node: bool) -> Job:
+def job_of(snapshot_bytes: float, bucket_bytes_per_s: float, *, with_node: bool) -> Job:
     """24 hours of work."""
-    durable = durable_tier(state_bytes, bucket_bytes_per_s)
-    node = memory_node(state_bytes, NODE_BYTES_PER_S)
+    durable = durable_tier(snapshot_bytes, bucket_bytes_per_s)
+    node = memory_node(snapshot_bytes, NODE_BYTES_PER_S)
     return Job(
         work_s=24 * HOUR_S,
-        stall_s=STALL_S_PER_GB * state_bytes / 1e9,
+        stall_s=STALL_S_PER_GB * snapshot_bytes / 1e9,
         tiers=chain(node, durable) if with_node else chain(durable),
         restart_s=RESTART_S,
         restore_s=RESTORE_S,
@@ -45,35 +45,35 @@ def job_of(state_bytes: float, bucket_bytes_per_s: float, *, with_node: bool) ->
     )
 
 
-def mix_of(state_bytes: float, machines: int, lifetime_s: float = 2 * HOUR_S) -> Mixed:
+def mix_of(snapshot_bytes: float, machines: int, lifetime_s: float = 2 * HOUR_S) -> Mixed:
     """Spot machines that live for ``lifetime_s``, and what else fails, as ``lightning-spot simulate`` assumes it."""
-    return Mixed(Fleet(Weibull(lifetime_s), machines), node_back_s=RESTART_S + state_bytes / NODE_BYTES_PER_S)
+    return Mixed(Fleet(Weibull(lifetime_s), machines), node_back_s=RESTART_S + snapshot_bytes / NODE_BYTES_PER_S)
 
 
 def gains(runs: int) -> str:
     """The table of what a memory node gains."""
     lines = []
-    for state_bytes, bucket, machines in itertools.product((1e9, 10e9, 100e9), (80e6, 400e6), (1, 8)):
-        failures = mix_of(state_bytes, machines)
+    for snapshot_bytes, bucket, machines in itertools.product((1e9, 10e9, 100e9), (80e6, 400e6), (1, 8)):
+        failures = mix_of(snapshot_bytes, machines)
         without, having = (
-            row_of("", ConvergenceAware(), job_of(state_bytes, bucket, with_node=with_node), failures, runs=runs)
+            row_of("", ConvergenceAware(), job_of(snapshot_bytes, bucket, with_node=with_node), failures, runs=runs)
             for with_node in (False, True)
         )
-        every = [format_seconds(_period_s(row, state_bytes)) for row in (without, having)]
+        every = [format_seconds(_period_s(row, snapshot_bytes)) for row in (without, having)]
         lost = [format_seconds(_lost_s(row)) for row in (without, having)]
         saved = 1 - having.total_s / without.total_s
         worth = machines * (without.total_s / having.total_s - 1)
         lines.append(
-            f"| {state_bytes / 1e9:.0f} GB | {bucket / 1e6:.0f} MB/s | {machines} | {' → '.join(every)} |"
+            f"| {snapshot_bytes / 1e9:.0f} GB | {bucket / 1e6:.0f} MB/s | {machines} | {' → '.join(every)} |"
             f" {' → '.join(lost)} | {without.total_s / HOUR_S:.1f} h → {having.total_s / HOUR_S:.1f} h"
             f" ({-100 * saved:+.1f} %) | {max(0.0, worth):.2f} |"
         )
     return "\n".join(lines)
 
 
-def _period_s(row: Row, state_bytes: float) -> float:
+def _period_s(row: Row, snapshot_bytes: float) -> float:
     """From one snapshot's begin to the next's, on average over an undisturbed run."""
-    return 24 * HOUR_S / row.snapshots + STALL_S_PER_GB * state_bytes / 1e9
+    return 24 * HOUR_S / row.snapshots + STALL_S_PER_GB * snapshot_bytes / 1e9
 
 
 def _lost_s(row: Row) -> float:

@@ -149,7 +149,7 @@ def _report(before: list[Entry], after: list[Entry], started_s: float) -> None:
     lost_steps = killed["step"] - resumed["step"]
     rows = [
         ("killed at", f"step {killed['step']} of {total}: epoch {epoch}, batch {batch} of {epoch_steps}"),
-        ("last told committed", f"step {killed['committed_step']}"),
+        ("last reported committed", f"step {killed['committed_step']}"),
         ("resumed from", f"{resumed['tier']}, {resumed['name']}"),
         ("carried on at", f"step {resumed['step']}, as attempt {start['attempt']}"),
         ("lost", f"{lost_steps} steps, {killed['time_s'] - snapshot_s:.2f} s of training"),
@@ -159,7 +159,7 @@ def _report(before: list[Entry], after: list[Entry], started_s: float) -> None:
     ]
     print("\n".join(f"   {name:<22}{value}" for name, value in rows))
     first_step = next(entry["step"] for entry in after if entry["event"] == "step")
-    for holds, what in [
+    for is_so, what in [
         (start["attempt"] == killed["attempt"] + 1, "the second run does not know that it is the next attempt"),
         (start["step"] == resumed["step"], "the second attempt did not start at its snapshot's step"),
         (resumed["step"] >= killed["committed_step"], "it resumed from an older snapshot than the newest committed"),
@@ -168,7 +168,7 @@ def _report(before: list[Entry], after: list[Entry], started_s: float) -> None:
         (end["event"] == "end" and end["step"] == total, "the second attempt did not reach the end of the run"),
         (end.get("val_accuracy", 0) >= LEAST_ACCURACY, f"the accuracy is below {LEAST_ACCURACY}"),
     ]:
-        if not holds:
+        if not is_so:
             raise DemoFailed(what)
     kept = resumed["step"] / killed["step"]
     print(f"\nOK: the same command carried on, with {kept:.1%} of the killed trainer's steps kept.")

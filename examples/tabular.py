@@ -115,6 +115,7 @@ def main() -> None:
         max_epochs=arguments.epochs,
         accelerator="cpu",
         callbacks=[SpotCheckpoint(arguments.dirpath), EarlyStopping("val_loss", patience=10)],
+        enable_checkpointing=False,  # snapshots are checkpoints: there is no need for others
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

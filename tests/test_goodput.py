@@ -609,7 +609,7 @@ def test_doctor_with_a_node(tmp_path: Path, capsys: Said, start_node: Callable[.
         node.url,
         "--sample",
         "4MB",
-        "--state-size",
+        "--snapshot-size",
         "2GB",
         "--json",
     ]

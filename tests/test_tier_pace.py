@@ -378,7 +378,7 @@ def test_a_tier_is_not_faster_than_the_one_before_it() -> None:
 
 
 def test_a_memory_node_makes_snapshots_several_times_as_frequent(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["simulate", "--nodes", "8", "--state-size", "10GB", "--memory-node-speed", "600MB/s"]
+    arguments = ["simulate", "--nodes", "8", "--snapshot-size", "10GB", "--memory-node-speed", "600MB/s"]
     names = ["ConvergenceAware", "YoungDaly", "OverheadBudget"]
     chosen = [word for name in names for word in ("--policy", name)]
     assert main([*arguments, *chosen, "--runs", "20", "--json"]) == 0

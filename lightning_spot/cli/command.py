@@ -81,7 +81,7 @@ def command_parser() -> argparse.ArgumentParser:
             command.add_argument("--to", default=".", metavar="PATH", help="file or directory (default: %(default)s)")
             command.add_argument("--force", action="store_true", help="replace an existing file")
         if name in ("ls", "show"):
-            command.add_argument("--json", action="store_true", help="for programs")
+            command.add_argument("--json", action="store_true", help="print JSON, for programs")
         command.set_defaults(call=call)
     return parser
 

@@ -40,16 +40,18 @@ _WORTH_A_NODE = 0.01
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``doctor``."""
     parser.add_argument("url", metavar="DIRPATH", help="durable directory or fsspec URL that snapshots are to go to")
-    parser.add_argument("--memory", action="append", default=[], metavar="spot://HOST:PORT", help="also a memory node")
-    parser.add_argument("--state-size", default="1GB", metavar="SIZE", help="size of a snapshot (1GB)")
-    parser.add_argument("--lifetime", type=seconds, default=7200.0, metavar="TIME", help="mean, of the machine (2h)")
+    parser.add_argument(
+        "--memory", action="append", default=[], metavar="spot://HOST:PORT", help="also measure this memory node"
+    )
+    parser.add_argument("--snapshot-size", default="1GB", metavar="SIZE", help="size of a snapshot (1GB)")
+    parser.add_argument("--lifetime", type=seconds, default=7200.0, metavar="TIME", help="mean of the machine's (2h)")
     parser.add_argument("--sample", default="64MB", metavar="SIZE", help="how much to write for a measurement (64MB)")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Measure and recommend; 1 if a tier cannot be used."""
-    state_bytes, sample = parse_bytes(arguments.state_size), parse_bytes(arguments.sample)
+    snapshot_bytes, sample = parse_bytes(arguments.snapshot_size), parse_bytes(arguments.sample)
     location = Location.of(arguments.url, arguments.memory or AUTO, "doctor")
     say = Console(stderr=True, highlight=False).print
     problems: list[str] = []
@@ -74,15 +76,15 @@ def doctor(arguments: argparse.Namespace) -> int:
         problems.append(f"the memory node on this host: {error}")
     cloud = detect_cloud()
     facts["cloud"], facts["grace_s"] = cloud, CLOUDS[cloud]().grace_s if cloud is not None else None
-    outlooks = _outlooks(state_bytes, facts["copy_bytes_per_s"], tiers, location.url, arguments.lifetime)
+    outlooks = _outlooks(snapshot_bytes, facts["copy_bytes_per_s"], tiers, location.url, arguments.lifetime)
     facts["outlook"] = {label: asdict(found) for label, found in outlooks.items()}
     nodes = [url for url in location.nodes if url in tiers]
-    facts["advice"] = _advice(outlooks, state_bytes, location.url, nodes, facts["grace_s"])
+    facts["advice"] = _advice(outlooks, snapshot_bytes, location.url, nodes, facts["grace_s"])
     facts["problems"] = problems
     if arguments.json:
         print(json.dumps(facts, indent=1))
     else:
-        _print(facts, outlooks, state_bytes)
+        _print(facts, outlooks, snapshot_bytes)
     return 1 if problems else 0
 
 
@@ -142,7 +144,7 @@ def node_speed(run_url: str, nbytes: int) -> float:
 
 
 def _outlooks(
-    state_bytes: int, copy_bytes_per_s: float, tiers: dict[str, float], durable_url: str, lifetime_s: float
+    snapshot_bytes: int, copy_bytes_per_s: float, tiers: dict[str, float], durable_url: str, lifetime_s: float
 ) -> dict[str, Outlook]:
     """What to expect without a memory node, and with the first one that works."""
     from lightning_spot.simulation.job import Job, chain, durable_tier, memory_node
@@ -150,20 +152,20 @@ def _outlooks(
 
     if durable_url not in tiers:
         return {}
-    durable = replace(durable_tier(state_bytes, tiers[durable_url]), name=durable_url)
+    durable = replace(durable_tier(snapshot_bytes, tiers[durable_url]), name=durable_url)
     chains = {ALONE: chain(durable)}
     for url in tiers:
         if url != durable_url:
-            chains.setdefault(WITH_NODE, chain(replace(memory_node(state_bytes, tiers[url]), name=url), durable))
-    job = Job(work_s=lifetime_s, stall_s=state_bytes / copy_bytes_per_s)
+            chains.setdefault(WITH_NODE, chain(replace(memory_node(snapshot_bytes, tiers[url]), name=url), durable))
+    job = Job(work_s=lifetime_s, stall_s=snapshot_bytes / copy_bytes_per_s)
     return {label: outlook(replace(job, tiers=links), lifetime_s) for label, links in chains.items()}
 
 
 def _advice(
-    outlooks: dict[str, Outlook], state_bytes: int, url: str, nodes: list[str], grace_s: float | None
+    outlooks: dict[str, Outlook], snapshot_bytes: int, url: str, nodes: list[str], grace_s: float | None
 ) -> list[str]:
     memory = f", memory={nodes!r}" if nodes else ""
-    advice = _of_memory(2 + 1 + bool(nodes), state_bytes)
+    advice = _of_memory(2 + 1 + bool(nodes), snapshot_bytes)
     alone, with_node = outlooks.get(ALONE), outlooks.get(WITH_NODE)
     if alone is not None and with_node is not None:
         gain = alone.total - with_node.total
@@ -184,9 +186,9 @@ def _advice(
     return [*advice, f"SpotCheckpoint({url!r}{memory})  # the interval finds itself"]
 
 
-def _of_memory(slots: int, state_bytes: int) -> list[str]:
+def _of_memory(slots: int, snapshot_bytes: int) -> list[str]:
     """What is to be said of the memory for the slots: two, and one for each tier below."""
-    need = slots * state_bytes
+    need = slots * snapshot_bytes
     half = memory_limit_bytes(None)
     advice = []
     if need > half:
@@ -202,7 +204,7 @@ def _of_memory(slots: int, state_bytes: int) -> list[str]:
     return advice
 
 
-def _print(facts: dict[str, Any], outlooks: dict[str, Outlook], state_bytes: int) -> None:
+def _print(facts: dict[str, Any], outlooks: dict[str, Outlook], snapshot_bytes: int) -> None:
     console = wide_console()
     cloud = facts["cloud"] or "none found; signals and the notice file are watched"
     console.print(f"cloud: {cloud}" + (f", a notice leaves {facts['grace_s']:.0f} s" if facts["grace_s"] else ""))
@@ -215,9 +217,9 @@ def _print(facts: dict[str, Any], outlooks: dict[str, Outlook], state_bytes: int
         console.print(problem, style="red", markup=False)
     for label, found in outlooks.items():
         console.print(
-            f"{label}, snapshots of {format_bytes(state_bytes)}: one every {format_seconds(found.interval_s)}, overhead"
-            f" {100 * found.overhead:.2f} % at most; safe after {format_seconds(found.safe_s)}; a preemption without"
-            f" notice takes {format_seconds(found.loss_s)} of work on average"
+            f"{label}, snapshots of {format_bytes(snapshot_bytes)}: one every {format_seconds(found.interval_s)},"
+            f" overhead {100 * found.overhead:.2f} % at most; safe after {format_seconds(found.safe_s)}; a preemption"
+            f" without notice takes {format_seconds(found.loss_s)} of work on average"
         )
         for tier, behind_s in found.behind_s.items():
             console.print(f"    newest at {tier}: {format_seconds(behind_s)} behind on average", markup=False)

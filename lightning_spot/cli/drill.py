@@ -170,7 +170,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=float, default=3600.0, metavar="S", help="longest training (%(default)s s)")
     parser.add_argument("--seed", type=int, help="of the moments of the kills (default: random, printed)")
     parser.add_argument("--keep", metavar="DIR", help="keep snapshots and logs there")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.add_argument("training", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command that trains")
 
 

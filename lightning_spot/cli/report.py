@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``report``."""
     parser.add_argument("url", metavar="RUN", help="the run's directory or fsspec URL")
     parser.add_argument("--plot", metavar="FILE", help="draw the run (.png, .svg, .pdf)")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def report(arguments: argparse.Namespace) -> int:

@@ -50,35 +50,65 @@ def _bytes(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``simulate``."""
     job = parser.add_argument_group("the job")
-    job.add_argument("--work", type=seconds, default=86400.0, metavar="TIME", help="undisturbed training time (24h)")
-    job.add_argument("--state-size", type=_bytes, default=10**9, metavar="SIZE", help="size of a snapshot (1GB)")
-    job.add_argument("--stall", type=seconds, default=1.0, metavar="TIME", help="training waits for a snapshot (1s)")
-    job.add_argument("--loss", choices=LOSSES, default="exponential", help="how the loss falls (exponential)")
-    job.add_argument("--rate", type=float, default=5.0, help="of an exponential loss, over the whole run (5)")
+    job.add_argument("--work", type=seconds, default=86400.0, metavar="TIME", help="training time without losses (24h)")
+    job.add_argument("--snapshot-size", type=_bytes, default=10**9, metavar="SIZE", help="size of a snapshot (1GB)")
+    job.add_argument(
+        "--stall", type=seconds, default=1.0, metavar="TIME", help="how long training waits for a snapshot (1s)"
+    )
+    job.add_argument("--loss", choices=LOSSES, default="exponential", help="shape of the loss curve (exponential)")
+    job.add_argument(
+        "--loss-rate", type=float, default=5.0, metavar="N", help="an exponential loss falls to exp(-N) in the run (5)"
+    )
     spot = parser.add_argument_group("its machines")
-    spot.add_argument("--hazard", choices=("exponential", "weibull", "bathtub"), default="weibull", help="(weibull)")
-    spot.add_argument("--lifetime", type=seconds, default=7200.0, metavar="TIME", help="mean, of one machine (2h)")
-    spot.add_argument("--nodes", type=int, default=1, help="machines of the job (1)")
-    spot.add_argument("--correlated", type=int, default=1, help="machines that are lost at a time (1)")
-    spot.add_argument("--trace", metavar="CSV", help="recorded losses instead: a column 'time'")
-    spot.add_argument("--restart", type=seconds, default=600.0, metavar="TIME", help="until machines are back (10min)")
-    spot.add_argument("--restore", type=seconds, default=60.0, metavar="TIME", help="until training goes on (1min)")
-    spot.add_argument("--price", type=float, default=0.0, help="of one machine, per hour")
     spot.add_argument(
-        "--crash-every", type=seconds, default=None, metavar="TIME", help="mean, between crashes of the process (7d)"
+        "--hazard",
+        choices=("exponential", "weibull", "bathtub"),
+        default="weibull",
+        help="distribution of a machine's lifetime (weibull)",
+    )
+    spot.add_argument("--lifetime", type=seconds, default=7200.0, metavar="TIME", help="mean of a machine's (2h)")
+    spot.add_argument("--nodes", type=int, default=1, metavar="N", help="machines of the job (1)")
+    spot.add_argument("--correlated", type=int, default=1, metavar="N", help="machines lost in one event (1)")
+    spot.add_argument("--trace", metavar="CSV", help="recorded preemptions instead: a file with a column 'time'")
+    spot.add_argument(
+        "--restart", type=seconds, default=600.0, metavar="TIME", help="from a loss until a machine is back (10min)"
+    )
+    spot.add_argument(
+        "--restore", type=seconds, default=60.0, metavar="TIME", help="from then until training goes on (1min)"
+    )
+    spot.add_argument("--price", type=float, default=0.0, metavar="PRICE", help="of a machine for an hour (0)")
+    spot.add_argument(
+        "--crash-every", type=seconds, default=None, metavar="TIME", help="mean between crashes of the process (7d)"
     )
     tiers = parser.add_argument_group("its tiers")
-    tiers.add_argument("--durable-speed", type=_bytes, default=80 * 10**6, metavar="SIZE/s", help="(80MB/s)")
-    tiers.add_argument("--memory-node-speed", type=_bytes, metavar="SIZE/s", help="compare with a memory node")
-    tiers.add_argument("--memory-node-price", type=float, default=0.0, help="of it, per hour")
     tiers.add_argument(
-        "--memory-node-lifetime", type=seconds, default=None, metavar="TIME", help="of it, mean (30d: no spot machine)"
+        "--durable-speed",
+        type=_bytes,
+        default=80 * 10**6,
+        metavar="SIZE/s",
+        help="bytes that the durable tier takes in a second (80MB/s)",
     )
-    parser.add_argument("--policy", action="append", metavar="NAME", help="only these policies (all)")
+    tiers.add_argument(
+        "--memory-node-speed",
+        type=_bytes,
+        metavar="SIZE/s",
+        help="bytes that a memory node takes; given, the job is simulated with one and without",
+    )
+    tiers.add_argument("--memory-node-price", type=float, default=0.0, metavar="PRICE", help="of it for an hour (0)")
+    tiers.add_argument(
+        "--memory-node-lifetime",
+        type=seconds,
+        default=None,
+        metavar="TIME",
+        help="mean of the memory node's, no spot machine (30d)",
+    )
+    parser.add_argument(
+        "--policy", action="append", metavar="NAME", help="simulate only this policy; may be given several times (all)"
+    )
     parser.add_argument("--runs", type=int, default=1000, help="simulated runs (1000)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the simulated losses (0)")
     parser.add_argument("--plot", metavar="FILE", help="draw the comparison (.png, .svg, .pdf)")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def simulate(arguments: argparse.Namespace) -> int:
@@ -130,7 +160,7 @@ def _failures(arguments: argparse.Namespace) -> Failures:
     node_s = failures.NODE_MTBF_S if arguments.memory_node_lifetime is None else arguments.memory_node_lifetime
     back_s = 0.0
     if arguments.memory_node_speed:  # another machine, and the first snapshot on its way there
-        back_s = arguments.restart + arguments.state_size / arguments.memory_node_speed
+        back_s = arguments.restart + arguments.snapshot_size / arguments.memory_node_speed
     return failures.Mixed(machines, process_s, node_s, back_s)
 
 
@@ -139,7 +169,7 @@ def _jobs(arguments: argparse.Namespace) -> dict[str, Job]:
     from lightning_spot.simulation.job import Job, chain, durable_tier, memory_node
 
     loss = {
-        "exponential": lambda: losses.exponential(arguments.rate),
+        "exponential": lambda: losses.exponential(arguments.loss_rate),
         "power": losses.power,
         "floor": losses.floor,
         "steps": losses.step_schedule,
@@ -152,7 +182,7 @@ def _jobs(arguments: argparse.Namespace) -> dict[str, Job]:
         price_per_hour=arguments.price * arguments.nodes,
         loss=loss,
     )
-    size, speed = arguments.state_size, arguments.memory_node_speed
+    size, speed = arguments.snapshot_size, arguments.memory_node_speed
     durable = durable_tier(size, arguments.durable_speed)
     jobs = {"durable tier only": replace(job, tiers=chain(durable))}
     if speed:

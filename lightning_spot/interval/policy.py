@@ -1,4 +1,4 @@
-"""The seam of interval policies, and the two simplest: a number of steps, a number of seconds."""
+"""The interface of interval policies, and the two simplest: a number of steps, a number of seconds."""
 
 from __future__ import annotations
 

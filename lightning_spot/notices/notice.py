@@ -1,4 +1,4 @@
-"""What a notice is, and the seam of its sources."""
+"""What a notice is, and the interface of its sources."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=FLUSH_TIMEOUT_S,
         metavar="S",
-        help="on SIGTERM, serve trainers and flush for so long; a second signal hastens (default: 300)",
+        help="on SIGTERM, serve trainers and flush for so long; a second signal ends that (default: 300)",
     )
     parser.add_argument("--idle-timeout", type=float, default=IDLE_TIMEOUT_S, metavar="S", help=argparse.SUPPRESS)
     parser.add_argument("--embedded", nargs=2, metavar=("DIR", "KEY"), help=argparse.SUPPRESS)

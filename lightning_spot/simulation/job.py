@@ -95,12 +95,12 @@ def chain(*tiers: Tier) -> tuple[Tier, ...]:
     return tuple(linked)
 
 
-def memory_node(state_bytes: float, bytes_per_s: float, price_per_hour: float = 0.0) -> Tier:
+def memory_node(snapshot_bytes: float, bytes_per_s: float, price_per_hour: float = 0.0) -> Tier:
     """A memory node on a machine of its own, ``bytes_per_s`` away."""
-    drain_s = state_bytes / bytes_per_s
+    drain_s = snapshot_bytes / bytes_per_s
     return Tier(name="memory node", drain_s=drain_s, survives=Failure.MACHINE, price_per_hour=price_per_hour)
 
 
-def durable_tier(state_bytes: float, bytes_per_s: float) -> Tier:
+def durable_tier(snapshot_bytes: float, bytes_per_s: float) -> Tier:
     """A bucket or file system that stores ``bytes_per_s``."""
-    return Tier(name="durable tier", drain_s=state_bytes / bytes_per_s)
+    return Tier(name="durable tier", drain_s=snapshot_bytes / bytes_per_s)

@@ -1,4 +1,4 @@
-"""The seam every tier implements: put a snapshot, list what is committed, fetch it, delete it, claim an attempt.
+"""The interface of a tier: put a snapshot, list what is committed, fetch it, delete it, claim an attempt.
 
 How a tier lays a run out below its URL::
 
