@@ -34,7 +34,7 @@ class HelpTexts(L.LightningDataModule):
         max_bytes: how much of the text to take.
     """
 
-    def __init__(self, batch_size: int = 16, max_bytes: int = 300_000) -> None:
+    def __init__(self, batch_size: int = 16, max_bytes: int = 100_000) -> None:
         super().__init__()
         self.batch_size = batch_size
         self.max_bytes = max_bytes
@@ -64,7 +64,7 @@ class CausalLM(L.LightningModule):
         learning_rate: of AdamW, after the warm-up.
     """
 
-    def __init__(self, width: int = 64, layers: int = 2, learning_rate: float = 2e-3) -> None:
+    def __init__(self, width: int = 64, layers: int = 2, learning_rate: float = 4e-3) -> None:
         super().__init__()
         self.save_hyperparameters()
         config = GPT2Config(
@@ -101,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dirpath", default="checkpoints/gpt2", help="durable directory or URL (%(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="epochs in all (%(default)s)")
-    parser.add_argument("--max-bytes", type=int, default=300_000, help="how much text to take (%(default)s)")
+    parser.add_argument("--max-bytes", type=int, default=100_000, help="how much text to take (%(default)s)")
     arguments = parser.parse_args()
 
     # The text is in memory already, so workers would only cost time; Lightning cannot know that.

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +21,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_spot import EverySteps, Preempted, PreemptionGuard, RemoteSnapshot, SpotCheckpoint
-from lightning_spot.errors import SettingsError
+from lightning_spot.capture.ending import Ending
+from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.exact.compare import differences
+from lightning_spot.fit.ranks import Ranks
 from lightning_spot.interval.deadline import plan_urgent
 from lightning_spot.notices.notice import Notice
 from lightning_spot.tiers.local import LocalStore
@@ -243,6 +246,39 @@ def test_an_urgent_snapshot_and_the_exit_code(tmp_path: Path, caplog: pytest.Log
     trainer(done).fit(Net(), data())
     assert done.resumed_from is not None
     assert done.resumed_from.step == 8
+
+
+@pytest.mark.parametrize(("more", "least_s", "most_s"), [({}, 900, 1000), ({"grace_s": 60.0}, 0, 60)])
+def test_ranks_wait_as_long_as_the_first_one_may_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, float], least_s: float, most_s: float
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(Ranks, "part", lambda _, wait_s: waits.append(wait_s))
+    spot = stopping(tmp_path, memory=None, flush_timeout_s=1000.0, **more)
+    with pytest.raises(Preempted):
+        trainer(NoticeAt(1, term), spot).fit(Net(), data())
+    assert least_s < waits[0] <= most_s
+
+
+def test_an_end_that_fails_leaves_no_handler_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bring(*_: Any) -> None:
+        raise TierError("the disk is gone", tier="here")
+
+    def stop() -> None:
+        raise KeyError("of the user's")
+
+    monkeypatch.setattr(Ending, "bring", bring)
+    handler = signal.getsignal(signal.SIGTERM)
+    spot = stopping(tmp_path, memory=None, strict=True)
+    try:
+        with pytest.raises(TierError, match="the disk is gone") as raised:
+            trainer(NoticeAt(1, stop), spot).fit(Net(), data())
+        left = signal.getsignal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, handler)  # Lightning's own stays where a callback raises
+    assert isinstance(raised.value.__context__, KeyError)
+    assert not getattr(left, "__module__", "").startswith("lightning_spot")
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("spot-notice")]
 
 
 def test_a_second_signal_cuts_the_waiting_short(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 
-from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
+from lightning_spot import AutoResume, EverySteps, GoodputMonitor, RemoteSnapshot, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.fit import earlier
+from lightning_spot.goodput.records import read_records
 from lightning_spot.protocol.record import find_record
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import new_process, until
@@ -216,6 +217,16 @@ def test_the_tuner_is_no_training_of_the_run(tmp_path: Path) -> None:
     assert resumed.attempt == 2
     assert resumed.resumed_from is not None
     assert resumed.resumed_from.step == 4
+
+
+def test_a_second_fit_has_an_account_of_its_own_wherever_the_monitor_is_listed(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    snapshots = RemoteSnapshot(run, memory=None, interval=EverySteps(2))
+    callbacks = [GoodputMonitor(log_every_s=None), AutoResume(run, memory=None), snapshots]
+    for place in ("run", "run/fit-2"):
+        trainer(*callbacks, max_epochs=1).fit(Net(), data(4))
+        assert [record["attempt"] for record in read_records(str(tmp_path / place))] == [1]
+    assert read_records(run)[0]["end"] == "complete"
 
 
 # -- copies -------------------------------------------------------------------------------------------------------

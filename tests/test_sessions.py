@@ -373,7 +373,7 @@ def test_an_embedded_node_serves_its_trainer_after_sigterm(tmp_path: Path, runti
     nothing_is_left(runtime_dir, {pid})
 
 
-def test_a_second_sigterm_hastens(tmp_path: Path) -> None:
+def test_a_second_sigterm_ends_the_node_at_once(tmp_path: Path) -> None:
     host = start(tmp_path)
     host.open_run(info_of(str(tmp_path), 1))
     pid = node_pid(host)

@@ -277,7 +277,7 @@ def test_another_tier_never_makes_a_failure_take_more(
     durable_s=st.floats(0.1, 3000.0),
     faster=st.floats(2.0, 50.0),
     process=st.floats(0.0, 1.0),
-    node_gone=st.floats(0.0, 0.5),
+    node_gone=st.floats(0.0, 0.375),  # with a node twice as fast, more than that is a loss where nothing waits
 )
 def test_a_memory_node_never_makes_a_failure_take_more_at_the_pace_it_allows(
     stall_s: float, mtbf_s: float, durable_s: float, faster: float, process: float, node_gone: float

@@ -58,7 +58,7 @@ class GoodputMonitor(SpotCallback):
         self._log_every_s, self._heartbeat_s = log_every_s, heartbeat_s
         self._journal: Journal | None = None
         self._snapshots: RemoteSnapshot | None = None
-        self._url = ""
+        self._is_on = False
         self._begun_unix_s = self._logged_s = 0.0
         self._undo: Callable[[], None] = _nothing
 
@@ -70,20 +70,20 @@ class GoodputMonitor(SpotCallback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Read what earlier attempts noted (rank 0)."""
-        self._url = ""
-        if not takes_part(trainer, stage) or not trainer.is_global_zero:
+        self._is_on = takes_part(trainer, stage) and trainer.is_global_zero
+        if not self._is_on:
             return
-        snapshots = self._snapshots = next(iter(Fit.of(trainer).callbacks(RemoteSnapshot)), None)
-        self._url = self._dirpath if self._dirpath is not None else snapshots.location.url if snapshots else ""
-        if not self._url:
+        fit = Fit.of(trainer)
+        snapshots = self._snapshots = next(iter(fit.callbacks(RemoteSnapshot)), None)
+        if snapshots is None and self._dirpath is None:
             raise SettingsError("GoodputMonitor needs a dirpath where the trainer has no SpotCheckpoint")
         self._begun_unix_s, self._journal = time.time(), None
-        if snapshots is None or snapshots.attempt:  # else it begins when it is decided what to resume from
-            self._begin(trainer)
+        if snapshots is None or any(item.number for item in fit.snapshotters):
+            self._begin(trainer)  # else the attempt begins later in setup, or when it is decided what to resume from
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """From here on time is productive."""
-        if not self._url:
+        if not self._is_on:
             return
         if self._journal is None:
             self._begin(trainer)
@@ -131,8 +131,11 @@ class GoodputMonitor(SpotCallback):
 
     def _begin(self, trainer: pl.Trainer) -> None:
         snapshots = self._snapshots
+        if (url := self._dirpath) is None:
+            assert snapshots is not None  # see setup
+            url = snapshots.location.url
         self._journal = Journal(
-            self._url,
+            url,
             snapshots.attempt if snapshots is not None else None,
             snapshots=Fit.of(trainer).resume.snapshots,
             heartbeat_s=self._heartbeat_s,
@@ -171,7 +174,7 @@ class GoodputMonitor(SpotCallback):
     def _close(self, end: str) -> None:
         self._undo()
         self._undo = _nothing
-        self._url = ""
+        self._is_on = False
         journal, self._journal = self._journal, None
         if journal is not None:
             journal.close(end)

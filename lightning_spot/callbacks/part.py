@@ -44,13 +44,19 @@ class Part(SpotCallback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Bring what is committed to safety, and let the trainer go."""
-        Fit.of(trainer).exit.fail(exception)
-        Fit.of(trainer).end()
+        fit = Fit.of(trainer)
+        try:
+            fit.exit.fail(exception)
+        finally:
+            fit.end()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Let the trainer go, if nothing did before."""
-        Fit.of(trainer).exit.let_go()
-        Fit.of(trainer).end()
+        fit = Fit.of(trainer)
+        try:
+            fit.exit.let_go()
+        finally:
+            fit.end()
 
 
 def move_to_the_end(trainer: pl.Trainer, callback: pl.Callback) -> None:

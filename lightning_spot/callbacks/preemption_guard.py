@@ -134,14 +134,18 @@ class PreemptionGuard(Part):
         Seams.of(trainer).remove(self)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Stop watching."""
-        self._close(trainer, leaving=isinstance(exception, Preempted))
-        super().on_exception(trainer, pl_module, exception)
+        """Stop watching, once what is committed is in safety: until then a signal does not end the process."""
+        try:
+            super().on_exception(trainer, pl_module, exception)
+        finally:
+            self._close(trainer, leaving=isinstance(exception, Preempted))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Stop watching."""
-        self._close(trainer)
-        super().teardown(trainer, pl_module, stage)
+        try:
+            super().teardown(trainer, pl_module, stage)
+        finally:
+            self._close(trainer)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

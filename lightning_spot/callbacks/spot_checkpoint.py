@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_spot.callbacks.auto_resume import AutoResume
@@ -159,7 +160,7 @@ class SpotCheckpoint(SpotCallback):
             part.setup(trainer, pl_module, stage)
 
 
-_FORWARD = (
+_FORWARDED = (
     "on_load_checkpoint",
     "on_sanity_check_start",
     "on_sanity_check_end",
@@ -172,22 +173,35 @@ _FORWARD = (
     "on_train_epoch_end",
     "on_train_end",
 )
-"""Hooks that the parts hear of in their order."""
+"""Hooks that the parts are called for, in their order."""
+
 
 _END = ("on_fit_end", "on_exception", "teardown")
-"""Hooks in which snapshots are brought to safety before the others let go, which may be told how that went."""
+"""Hooks that all of them are called for, even if one raises: each has something to let go."""
 
 
 def _forwarded(hook: str) -> Callable[..., None]:
     def forward(self: SpotCheckpoint, *arguments: Any, **named: Any) -> None:
-        parts = [self.snapshots, *(part for part in self.parts if part is not self.snapshots)]
-        for part in parts if hook in _END else self.parts:
-            getattr(part, hook)(*arguments, **named)
+        calls = [partial(getattr(part, hook), *arguments, **named) for part in self.parts]
+        if hook in _END:
+            _call_each(calls)
+        else:
+            for call in calls:
+                call()
 
     forward.__name__, forward.__qualname__ = hook, f"SpotCheckpoint.{hook}"
     forward.__doc__ = f"Forward ``{hook}`` to the parts."
     return forward
 
 
-for _hook in (*_FORWARD, *_END):
+def _call_each(calls: list[partial[None]]) -> None:
+    """Make all calls in their order, even if one raises."""
+    if calls:
+        try:
+            calls[0]()
+        finally:
+            _call_each(calls[1:])
+
+
+for _hook in (*_FORWARDED, *_END):
     setattr(SpotCheckpoint, _hook, _forwarded(_hook))

@@ -48,15 +48,15 @@ def detect_cloud(dmi: Path = _DMI, probes: dict[str, Probe] | None = None) -> st
     """
     if given := read_environment().cloud:
         return _given(given)
-    if _says(dmi, "chassis_asset_tag") == _AZURE_TAG:
+    if _read(dmi, "chassis_asset_tag") == _AZURE_TAG:
         return "azure"
     for file in ("sys_vendor", "product_name", "board_vendor", "bios_vendor"):
-        told = _says(dmi, file)
+        firmware = _read(dmi, file)
         for vendor, cloud in _VENDORS.items():
-            if told.startswith(vendor):
+            if firmware.startswith(vendor):
                 return cloud
-    if _says(dmi, "sys_vendor"):
-        return None  # it does tell, and names no cloud
+    if _read(dmi, "sys_vendor"):
+        return None  # it names a vendor, and that is no cloud
     return _ask_all(probes if probes is not None else _PROBES)
 
 
@@ -100,7 +100,7 @@ def _given(name: str) -> str | None:
     return name if name != "none" else None
 
 
-def _says(dmi: Path, file: str) -> str:
+def _read(dmi: Path, file: str) -> str:
     try:
         return (dmi / file).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

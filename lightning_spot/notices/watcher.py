@@ -92,15 +92,15 @@ class Watcher:
             source.restore()
 
     def _ask(self, source: NoticeSource, key: str) -> None:
-        pause_s, said = source.every_s, False
+        pause_s, is_warned = source.every_s, False
         while not self._stopped.is_set():
             try:
                 self._heard(key, source.poll())
                 pause_s = source.every_s
             except NoticeUnavailable as error:
-                if not said:
+                if not is_warned:
                     logger.warning("lightning_spot: %s; it is asked again", error)
-                said, pause_s = True, min(2 * pause_s + 0.1, LONGEST_PAUSE_S)
+                is_warned, pause_s = True, min(2 * pause_s + 0.1, LONGEST_PAUSE_S)
             except Exception:  # a bug in a source must not end the watch
                 logger.exception("lightning_spot: notice source %s failed", source.name)
                 pause_s = LONGEST_PAUSE_S

@@ -140,7 +140,7 @@ def _announce(settings: NodeSettings, listener: socket.socket) -> None:
 
 
 class _Signals:
-    """SIGTERM and SIGINT: the first begins the end, the second hastens it."""
+    """SIGTERM and SIGINT: the first has what is owed flushed, the second ends the node at once."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
