@@ -9,8 +9,9 @@ from lightning_spot.callbacks.part import Part
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.position import REWINDS, Rewind
+from lightning_spot.fit.chosen import ResumedFrom
 from lightning_spot.fit.fit import Fit
-from lightning_spot.fit.resume import Resume, ResumedFrom
+from lightning_spot.fit.resume import Resume
 from lightning_spot.fit.taking_part import takes_part
 from lightning_spot.run.location import Location
 

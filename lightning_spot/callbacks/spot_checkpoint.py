@@ -14,7 +14,7 @@ from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
 from lightning_spot.config import FLUSH_TIMEOUT_S, IDLE_TIMEOUT_S, KEEP, MAX_STALL_S
 from lightning_spot.exact.namespaces import SpotCallback
 from lightning_spot.exact.position import Rewind
-from lightning_spot.fit.resume import ResumedFrom
+from lightning_spot.fit.chosen import ResumedFrom
 from lightning_spot.fit.taking_part import takes_part
 from lightning_spot.goodput.metric import Goodput
 from lightning_spot.interval.policy import IntervalPolicy

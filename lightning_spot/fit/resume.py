@@ -11,70 +11,30 @@ import io
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_spot.errors import CorruptSnapshot, SettingsError
+from lightning_spot.errors import SettingsError
 from lightning_spot.exact import namespaces, private, shipped
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.resumable import Trial, check_resumable, put_in_own_objects
-from lightning_spot.exact.unpickling import read_checkpoint
 from lightning_spot.fit import earlier
 from lightning_spot.fit.changes import check_model, other_hyperparameters, some
+from lightning_spot.fit.chosen import ResumedFrom, open_checkpoint, read
 from lightning_spot.fit.fingerprint import Fingerprint
 from lightning_spot.fit.ranks import on_rank_zero
 from lightning_spot.fit.selection import Selection, select
 from lightning_spot.fit.taking_part import parts_of
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.run.choice import doubt, open_newest
+from lightning_spot.run.choice import doubt
 from lightning_spot.run.location import Location
-from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import Survey, look_again, survey
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-
-@dataclass(frozen=True, slots=True)
-class ResumedFrom:
-    """The snapshot a run was resumed from.
-
-    Attributes:
-        name: of the snapshot.
-        step: its ``global_step``.
-        epoch: its ``current_epoch``.
-        attempt: that took it.
-        tier: ``"memory"``, ``"durable"`` or the URL of a memory node.
-        url: where exactly.
-        complete: whether the run had reached its end.
-    """
-
-    name: str
-    step: int
-    epoch: int
-    attempt: int
-    tier: str
-    url: str
-    complete: bool
-
-    @classmethod
-    def of(cls, snapshot: OpenSnapshot) -> ResumedFrom:
-        """What is known of a snapshot that was read."""
-        manifest = snapshot.manifest
-        return cls(
-            name=manifest.name,
-            step=manifest.step,
-            epoch=manifest.epoch,
-            attempt=manifest.attempt,
-            tier=snapshot.tier,
-            url=snapshot.url,
-            complete=manifest.complete,
-        )
 
 
 class Resume(OfTrainer):
@@ -244,7 +204,10 @@ class Resume(OfTrainer):
         """Read the newest good snapshot on rank 0, and hand it to Lightning on every rank."""
         trainer = self._trainer
         many = trainer.world_size > 1
-        opened = on_rank_zero(trainer, lambda: self._open(location, with_bytes=many))
+        trusts = self._trusts
+        opened = on_rank_zero(
+            trainer, lambda: open_checkpoint(self._newest_survey(location), trusts=trusts, with_bytes=many)
+        )
         self.chosen = trainer.strategy.broadcast(ResumedFrom.of(opened[0]) if opened is not None else None)
         if self.chosen is None:
             rank_zero_info(
@@ -257,7 +220,7 @@ class Resume(OfTrainer):
             data = trainer.strategy.broadcast(data)
             if checkpoint is None:
                 assert data is not None
-                checkpoint = self._read(io.BytesIO(data))
+                checkpoint = read(io.BytesIO(data), trusts=trusts)
         assert checkpoint is not None
         self._hand_over(checkpoint, self.chosen)
         if self.named is not None and (error := earlier.what_interrupted(self.named)) is not None:
@@ -265,42 +228,6 @@ class Resume(OfTrainer):
                 f"lightning_spot: a fit of this process in {self.named.url} was ended by {error}, and this one goes on"
                 " from its last snapshot. If it is another training, give it a dirpath of its own"
             )
-
-    def _open(
-        self, location: Location, *, with_bytes: bool
-    ) -> tuple[OpenSnapshot, tuple[dict[str, Any], bytes | None]] | None:
-        def use(snapshot: OpenSnapshot) -> tuple[dict[str, Any], bytes | None]:
-            return self._load(snapshot, with_bytes=with_bytes)
-
-        found = self._newest_survey(location)
-        try:
-            return open_newest(found, use)
-        except CorruptSnapshot:
-            again = look_again(found)
-            if [item[0] for item in again.candidates] == [item[0] for item in found.candidates]:
-                raise
-            return open_newest(again, use)  # a write that was under way when the run was claimed took their place
-
-    def _load(self, snapshot: OpenSnapshot, *, with_bytes: bool) -> tuple[dict[str, Any], bytes | None]:
-        """Read a snapshot, and its bytes for the ranks that have none. What could not be read raises as such."""
-        with snapshot.reader() as reader:
-            try:
-                checkpoint = self._read(reader.as_file())
-                if not with_bytes:
-                    return checkpoint, None
-                reader.seek(0)
-                return checkpoint, reader.read()
-            except Exception:
-                if reader.problem is not None:  # torch may have made something else of it
-                    raise reader.problem from None
-                raise
-
-    def _read(self, file: IO[bytes]) -> dict[str, Any]:
-        """Read a checkpoint; unless the user trusts it, nothing in it runs code."""
-        checkpoint: dict[str, Any] = (
-            torch.load(file, map_location="cpu", weights_only=False) if self._trusts else read_checkpoint(file)
-        )
-        return checkpoint
 
     def _hand_over(self, checkpoint: dict[str, Any], chosen: ResumedFrom) -> None:
         """Have Lightning load the checkpoint, once it is known to fit this model."""
