@@ -28,8 +28,9 @@ from torchmetrics import MeanMetric
 from lightning_spot import SpotCheckpointIO
 from lightning_spot.errors import NotSerialisable
 from lightning_spot.exact.compare import differences
+from lightning_spot.exact.placeholder import Placeholder, kind_of, placeholders_in
 from lightning_spot.exact.resumable import Outline, put_in_own_objects
-from lightning_spot.exact.unpickling import Placeholder, kind_of, placeholders_in, read_checkpoint
+from lightning_spot.exact.unpickling import read_checkpoint
 from lightning_spot.image.layout import lay_out
 from tests.conftest import new_process
 from tests.models import Net, data, trainer

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_spot.exact.unpickling import Placeholder, kind_of, parts_of, read_checkpoint
+from lightning_spot.exact.placeholder import Placeholder, kind_of, parts_of
+from lightning_spot.exact.unpickling import read_checkpoint
 
 IGNORED = (
     "GoodputMonitor",

@@ -18,7 +18,8 @@ from lightning_spot.exact import private
 from lightning_spot.exact.changed_values import OF_MODULES
 from lightning_spot.exact.compare import compare
 from lightning_spot.exact.dump import KEY
-from lightning_spot.exact.unpickling import ADVICE, Placeholder, kind_of, parts_of, placeholders_in, read_checkpoint
+from lightning_spot.exact.placeholder import ADVICE, Placeholder, kind_of, parts_of, placeholders_in
+from lightning_spot.exact.unpickling import read_checkpoint
 from lightning_spot.image.layout import Layout
 
 if TYPE_CHECKING:

@@ -10,23 +10,18 @@ from __future__ import annotations
 
 import collections
 import pickletools
-import reprlib
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pickle import UnpicklingError
 from types import SimpleNamespace
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 import numpy as np
 import torch
 
 from lightning_spot.errors import NotSerialisable
-
-ADVICE = (
-    "Name its class in torch.serialization.add_safe_globals before fit, or pass weights_only=False to trainer.fit, if"
-    " you trust what wrote the snapshots; better keep plain values there"
-)
+from lightning_spot.exact.placeholder import ADVICE, Placeholder, kind_of, parts_of, remember_places
 
 _INERT = frozenset(
     [
@@ -55,54 +50,6 @@ _INERT = frozenset(
 _BLOCKED = frozenset(["os", "posix", "nt", "sys"])  # torch refuses them even where a user allows them
 
 
-class Placeholder:
-    """Stands for an object of a class that is not loaded. To use it raises :class:`NotSerialisable`.
-
-    Args:
-        kind: full name of its class, or of the function that makes it.
-        parts: what the file has of it: arguments, state, items.
-    """
-
-    __slots__ = ("_kind", "_parts", "_where")
-
-    def __init__(self, kind: str, *parts: Any) -> None:
-        self._kind = kind
-        self._parts = list(parts)
-        self._where = ""
-
-    @reprlib.recursive_repr()
-    def __repr__(self) -> str:
-        return f"<{self._kind}{''.join(f' {part!r}' for part in self._parts)}, not loaded>"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)  # python asks for these to find out what an object can do
-        _refuse(self)
-
-
-def _refuse(placeholder: Placeholder, *_: Any) -> NoReturn:
-    where = f"{placeholder._where} of the snapshot" if placeholder._where else "what is used here"
-    raise NotSerialisable(f"{where} is a {placeholder._kind}, which was not loaded. {ADVICE}")
-
-
-for _name in (
-    *("__call__", "__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__", "__bool__"),
-    *("__int__", "__float__", "__index__", "__fspath__", "__enter__", "__lt__", "__le__", "__gt__", "__ge__"),
-    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__"),
-):
-    setattr(Placeholder, _name, _refuse)
-
-
-def kind_of(placeholder: Placeholder) -> str:
-    """Full name of the class, or of the function that makes the object."""
-    return placeholder._kind
-
-
-def parts_of(placeholder: Placeholder) -> list[Any]:
-    """What the file has of the object: arguments, state, items."""
-    return placeholder._parts
-
-
 def read_checkpoint(file: IO[bytes], map_location: str = "cpu") -> Any:
     """Read a checkpoint without running anything of a class that torch does not deem safe.
 
@@ -128,29 +75,8 @@ def read_checkpoint(file: IO[bytes], map_location: str = "cpu") -> Any:
         )
     except UnpicklingError as error:
         raise NotSerialisable(f"the snapshot holds objects that cannot be read safely ({error}). {ADVICE}") from error
-    for where, placeholder in placeholders_in(checkpoint):
-        placeholder._where = placeholder._where or where
+    remember_places(checkpoint)
     return checkpoint
-
-
-def placeholders_in(value: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Placeholder]]:
-    """Each placeholder in a nested value, and its place; an object that contains one counts at its own place."""
-    seen = set() if seen is None else seen
-    if isinstance(value, Placeholder):
-        yield path, value
-        return
-    if isinstance(value, (torch.Tensor, str, bytes, int, float)) or value is None or id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from placeholders_in(key, f"a key of {path}", seen)
-            yield from placeholders_in(item, f"{path}.{key}" if path else str(key), seen)
-    elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
-        for index, item in enumerate(value):
-            yield from placeholders_in(item, f"{path}[{index}]", seen)
-    for name, item in ({} if isinstance(value, type) else getattr(value, "__dict__", {})).items():
-        yield from placeholders_in(item, f"{path}.{name}", seen)
 
 
 def _pickle_module(unsafe: frozenset[str]) -> Any:
@@ -199,8 +125,8 @@ class _Machine:
                 self._stack.append(argument)
             elif opcode.name in _MADE:
                 self._stack.append(_MADE[opcode.name]())
-            elif opcode.name in _DEEDS:
-                _DEEDS[opcode.name](self, argument)
+            elif opcode.name in _OPERATIONS:
+                _OPERATIONS[opcode.name](self, argument)
             else:
                 raise UnpicklingError(f"{opcode.name} is no opcode that torch.save writes")
         raise UnpicklingError("the pickle has no end")
@@ -365,7 +291,7 @@ _MADE: dict[str, Callable[[], Any]] = {
     "EMPTY_LIST": list,
     "EMPTY_TUPLE": tuple,
 }
-_DEEDS: dict[str, Callable[[_Machine, Any], None]] = {
+_OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "PROTO": lambda _machine, _version: None,
     "MARK": _Machine._mark,
     "POP": _Machine._pop,
