@@ -24,6 +24,7 @@ ABOUT = {
     "memory_bytes": 2**34,
     "system": "Linux",
     "device": "cpu",
+    "threads": 2,
     "scale": "tiny",
     "torch": "2",
     "lightning": "2",

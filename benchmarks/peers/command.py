@@ -151,6 +151,7 @@ def about(options: argparse.Namespace) -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "device": options.device,
+        "threads": torch.get_num_threads(),
         "scale": options.scale,
         "torch": torch.__version__,
         "lightning": lightning.__version__,

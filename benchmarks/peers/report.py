@@ -125,7 +125,7 @@ def _remarks(cells: list[dict[str, Any]]) -> str:
     due = sum(_measured(cell) // cell["interval"] for cell in cells)
     taken = sum(cell["inside"] for cell in cells)
     remarks = [f"{taken} of {due} snapshots taken"] if 0 < taken < due else []
-    if any(cell["equal"] is False for cell in cells):
+    if any(cell["equal"] is False and cell["way"] not in NOT_EXACT for cell in cells):
         remarks.append("**restored another state**")
     if any(cell["killed"] for cell in cells):
         remarks.append("processes had to be killed")
@@ -146,8 +146,9 @@ def report(found: Found) -> str:
     lines = [
         f"Measured {about['when']} at commit {about['commit']} on {about['cpus']} CPUs and"
         f" {about['memory_bytes'] / 2**30:.0f} GiB, {about['system']}, torch {about['torch']}, Lightning"
-        f" {about['lightning']}, {about['device']}, models of scale `{about['scale']}`. Load of the machine before"
-        f" {about['load_before']:.1f}, after {about['load_after']:.1f}. {about['note']}".rstrip(),
+        f" {about['lightning']}, {about['device']} with {about['threads']} threads for torch, models of scale"
+        f" `{about['scale']}`. Load of the machine before {about['load_before']:.1f}, after"
+        f" {about['load_after']:.1f}. {about['note']}".rstrip(),
     ]
     for (model, interval), table in tables(found).items():
         state = max(cell["state_bytes"] for cell in table.of(table.ways[0])) / MIB
