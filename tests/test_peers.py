@@ -88,7 +88,7 @@ def test_what_was_not_measured_is_named_and_a_table_of_part_of_it_is_no_table_of
     missing = [{"model": "vit", "interval": 1, "way": way, "round": 0} for way in ("ours", "dash")]
     failed = [{"model": "gpt2", "interval": 1, "way": "dash", "round": 0, "error": "OSError: full"}]
     text = report(Found(ABOUT, missing=missing, failed=failed))
-    assert "budget was used up" in text
+    assert "Not measured within the budget" in text
     assert "- vit, every 1: dash, 1 round\n" in text
     assert "- gpt2, every 1: dash, 1 round (OSError: full)" in text
 
@@ -196,4 +196,5 @@ def test_the_command_measures_every_way_and_says_what_it_did_not(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("ls-bench")] == []
     done = subprocess.run([*run, "--budget", "0"], cwd=root, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1
-    assert "budget was used up" in done.stdout
+    assert "Not measured within the budget" in done.stdout
+    assert "plain, every 10: ours, 1 round" in done.stdout

@@ -1,6 +1,7 @@
 """``python -m benchmarks peers``: trains the same models with every way of saving, in random order, and compares.
 
-Every cell is a process of its own. No cell is begun when the budget is used up; what is missing is named.
+Every cell is a process of its own. No cell is begun when the budget is used up, except for the training that others,
+measured already, are compared with; what is missing is named.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import lightning
 import torch
 
 from benchmarks.peers import processes
+from benchmarks.peers.cell import Cell
 from benchmarks.peers.measure import CellFailed, measure
 from benchmarks.peers.models import MODELS, SCALES
 from benchmarks.peers.plan import Found, blocks
@@ -72,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--intervals", type=_intervals, default=[1, 10], help="steps between snapshots (default: 1,10)")
     found.add_argument("--ways", type=_names(WAYS), default=list(WAYS), help=f"default: all of {', '.join(WAYS)}")
     found.add_argument("--rounds", type=int, default=3, help="how often each cell is measured (default: 3)")
-    found.add_argument("--budget", type=_seconds, default=900.0, help="no cell is begun after that (default: 15m)")
+    found.add_argument("--budget", type=_seconds, default=900.0, help="no way is begun after that (default: 15m)")
     found.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     found.add_argument("--scale", choices=SCALES, default="small", help="of the models (default: small, for 2 cores)")
     found.add_argument("--seed", type=int, default=0, help="of the random order")
@@ -94,7 +96,7 @@ def main(arguments: list[str]) -> int:
         options.models, options.ways = ["plain"], [way for way in options.ways if way in QUICK]
     found = Found(**json.loads(options.again.read_text())) if options.again else compare(options)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "peers.json").write_text(json.dumps(found.plain(), indent=1))
+    _write(found, options.out)
     text = write_report(found, options.out)
     if options.docs:
         write_docs(DOCS, text)
@@ -112,9 +114,8 @@ def compare(options: argparse.Namespace) -> Found:
     for name in {"bert", "bloom", "gpt2", "resnet", "roberta", "vit"} & set(options.models):
         importlib.import_module(f"transformers.models.{name}.modeling_{name}")  # once, not in every cell
     began_s = time.monotonic()
-    found = Found(about(options))
-    with tempfile.TemporaryDirectory(prefix="ls-peers-", dir=options.folder) as folder:
-        for block in blocks(
+    planned = list(
+        blocks(
             options.models,
             options.intervals,
             options.ways,
@@ -122,22 +123,39 @@ def compare(options: argparse.Namespace) -> Found:
             scale=options.scale,
             device=options.device,
             seed=options.seed,
-        ):
-            for cell in block:
-                if time.monotonic() - began_s > options.budget:
-                    found.missing.append(vars(cell))
-                    continue
-                label = f"{cell.model}, every {cell.interval}, round {cell.round + 1}: {cell.way}"
-                try:
-                    values = measure(cell, Path(folder), options.limit)
-                    found.cells.append(values)
-                    print(f"{label}: {values['wall_s'] / cell.measured:.4f} s a step", flush=True)
-                except CellFailed as error:
-                    found.failed.append({**vars(cell), "error": str(error)})
-                    print(f"{label}: FAILED: {error}", file=sys.stderr, flush=True)
+        )
+    )
+    found = Found(about(options), missing=[vars(cell) for block in planned for cell in block])
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="ls-peers-", dir=options.folder) as folder:
+        for block in planned:
+            _measure_block(block, found, Path(folder), options, began_s + options.budget)
     found.about["load_after"] = os.getloadavg()[0]
     found.about["took_s"] = time.monotonic() - began_s
     return found
+
+
+def _measure_block(block: list[Cell], found: Found, folder: Path, options: argparse.Namespace, end_s: float) -> None:
+    begun = False
+    for cell in block:
+        # What was measured in a block says nothing without the training that it is compared with.
+        if time.monotonic() > end_s and not (begun and cell.way == "none"):
+            continue
+        begun = True
+        found.missing.remove(vars(cell))
+        label = f"{cell.model}, every {cell.interval}, round {cell.round + 1}: {cell.way}"
+        try:
+            values = measure(cell, folder, options.limit)
+            found.cells.append(values)
+            print(f"{label}: {values['wall_s'] / cell.measured:.4f} s a step", flush=True)
+        except CellFailed as error:
+            found.failed.append({**vars(cell), "error": str(error)})
+            print(f"{label}: FAILED: {error}", file=sys.stderr, flush=True)
+        _write(found, options.out)  # whoever ends this command keeps what it has measured
+
+
+def _write(found: Found, folder: Path) -> None:
+    (folder / "peers.json").write_text(json.dumps(found.plain(), indent=1))
 
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
@@ -156,5 +174,6 @@ def about(options: argparse.Namespace) -> dict[str, Any]:
         "torch": torch.__version__,
         "lightning": lightning.__version__,
         "load_before": os.getloadavg()[0],
+        "load_after": os.getloadavg()[0],
         "note": options.note,
     }

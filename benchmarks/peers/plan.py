@@ -37,7 +37,7 @@ class Found:
         about: machine, commit, versions, scale, load.
         cells: what was measured, one dictionary each: the cell's fields with its values.
         failed: cells that ended with an error, with its last line.
-        missing: cells that were not begun within the budget.
+        missing: cells that are not begun: not yet, or not within the budget.
     """
 
     about: dict[str, Any]

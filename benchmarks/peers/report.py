@@ -159,7 +159,7 @@ def report(found: Found) -> str:
             "",
             *table.lines(),
         ]
-    lines += _not_measured("Not measured, since the budget was used up", found.missing)
+    lines += _not_measured("Not measured within the budget", found.missing)
     lines += _not_measured("Failed", found.failed)
     return "\n".join(lines) + "\n"
 
