@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     found.add_argument("--scale", choices=SCALES, default="small", help="of the models (default: small, for 2 cores)")
     found.add_argument("--seed", type=int, default=0, help="of the random order")
-    found.add_argument("--limit", type=_seconds, default=300.0, help="a cell fails after that (default: 300s)")
+    found.add_argument("--limit", type=_seconds, default=600.0, help="a cell fails after that (default: 600s)")
     found.add_argument("--folder", type=Path, help="a directory on the disk to save to (default: a temporary one)")
     found.add_argument("--out", type=Path, default=Path("peers"), help="where results go (default: peers)")
     found.add_argument("--docs", action="store_true", help="also write the tables into docs/benchmarks.md")
