@@ -22,7 +22,7 @@ import pytest
 from lightning_spot.client import embedded
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.process import ProcessId
-from tests import warm
+from tests import folders, warm
 
 DEADLINE_S = 30.0
 
@@ -54,11 +54,18 @@ def new_process() -> None:
         earlier.forget()
 
 
+@pytest.fixture(scope="session")
+def own_folders() -> Iterator[list[Path]]:
+    """Folders of this test process; what dead ones left is removed."""
+    folders.clear_up()
+    with folders.kept() as made:
+        yield made
+
+
 @pytest.fixture(autouse=True)
-def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def runtime_dir(own_folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A runtime directory and a tmpfs folder of the test's own; embedded nodes it left running are ended."""
-    folder = Path(tempfile.mkdtemp(prefix="ls-"))  # short: socket paths are limited to 107 characters
-    shm = Path(tempfile.mkdtemp(prefix="lightning-spot-test-", dir="/dev/shm"))
+    folder, shm = (Path(tempfile.mkdtemp(prefix="", dir=home)) for home in own_folders)
     monkeypatch.setenv("LIGHTNING_SPOT_RUNTIME_DIR", str(folder))
     monkeypatch.setenv("LIGHTNING_SPOT_SHM_DIR", str(shm))
     monkeypatch.setenv("LIGHTNING_SPOT_CLOUD", "none")  # tests ask nobody beyond loopback
@@ -151,7 +158,7 @@ def warm_python(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Ite
         python = note.read()
         held = warm.hold(python)
         if held is None:
-            python = warm.start(Path(tempfile.mkdtemp(prefix="ls-warm-")))
+            python = warm.start(Path(tempfile.mkdtemp(prefix=folders.WARM)))
             note.truncate(0)
             note.write(python)
             note.flush()

