@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import blocking, chain, guard, in_all, ingest, layout, memory, objects, restore
+from benchmarks import blocking, chain, guard, in_all, ingest, layout, memory, objects, partitions, restore
 from benchmarks.measure import Result
 
 ALL = {
@@ -26,6 +26,7 @@ ALL = {
     "restore": restore,
     "memory": memory,
     "in-all": in_all,
+    "partitions": partitions,
     "guard": guard,
     "chain": chain,
     "objects": objects,

@@ -38,6 +38,9 @@ FLUSH_TIMEOUT_S = 300.0
 MAX_STALL_S = 5.0
 """How long a call to the node on the trainer's host may keep the training thread."""
 
+DEVICE_BUFFER = "64MiB"
+"""Memory on each GPU through which the last bytes of a snapshot leave while the optimizer steps."""
+
 DRILL_VARIABLE = "LIGHTNING_SPOT_DRILL"
 """Names the directory in which a drill's training keeps its snapshots, instead of where it would."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_spot import EverySteps
+from lightning_spot.errors import SpotError
 from lightning_spot.exact.compare import differences
 from lightning_spot.image.layout import lay_out
+from lightning_spot.staging import schedule
 from lightning_spot.staging.copier import Copier, SlotView, watch
+from lightning_spot.staging.schedule import Schedule
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
 from tests.conftest import new_process
 from tests.models import Net, Probe, TwoOptimizers, data, trainer
@@ -78,6 +83,80 @@ def test_a_slot_is_unpinned_before_it_is_unmapped() -> None:
         memory.close()
     print(f"{6 - len(set(addresses))} of 6 slots came to an address that another had before")
     copier.close()
+
+
+@pytest.fixture
+def strict_sync() -> Iterator[None]:
+    """Any wait of the host for the device, on any thread of torch's, is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("buffer_bytes", [0, 1 << 20, 64 << 20])
+def test_what_is_left_leaves_through_the_buffer_and_no_more_memory_is_used(
+    buffer_bytes: int, strict_sync: None
+) -> None:
+    tensors = [torch.full((1 << 22,), float(index), device="cuda") for index in range(8)]  # 16 MiB each
+    layout = lay_out({str(index): tensor for index, tensor in enumerate(tensors)})
+    memory = SlotMemory.create(slot_capacity(layout.nbytes), None)
+    copier, view = Copier(buffer_bytes=buffer_bytes), SlotView(memory.map)
+    copier.pin(view)
+    before = torch.cuda.memory_allocated()
+    for turn in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        job = copier.start(layout.pieces, view, watch(tensors), Schedule("eager"))
+        job.wait_cpu()
+        copier.fence()
+        job.settle()
+        for tensor in tensors:
+            tensor.add_(1.0)
+        assert torch.cuda.max_memory_allocated() <= before + buffer_bytes
+        torch.cuda.set_sync_debug_mode("default")
+        job.wait()
+        for index, piece in enumerate(layout.pieces):
+            copied = view.tensor[piece.offset : piece.offset + piece.nbytes].view(torch.float32)
+            assert torch.equal(copied, torch.full_like(copied, float(index + turn)))
+        torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+    copier.close()
+
+
+def test_a_graph_that_is_recorded_gets_nothing_of_ours() -> None:
+    tensor, more = torch.ones(1 << 20, device="cuda"), torch.ones(1, device="cuda")
+    layout = lay_out({"w": tensor})
+    memory = SlotMemory.create(slot_capacity(layout.nbytes), None)
+    copier, view = Copier(buffer_bytes=1 << 20), SlotView(memory.map)
+    job = copier.start(layout.pieces, view, watch([tensor]), Schedule("eager"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with pytest.raises(SpotError, match="CUDA graph"):
+            job.wait_cpu()
+        copier.fence()
+        tensor.add_(more)
+    with pytest.raises(SpotError, match="CUDA graph"):
+        job.wait()
+    job = copier.start(layout.pieces, view, watch([tensor]), Schedule("eager"))
+    graph.replay()
+    job.wait()
+    (piece,) = layout.pieces
+    copied = view.tensor[piece.offset : piece.offset + piece.nbytes].view(torch.float32)
+    assert torch.equal(copied, torch.ones_like(copied))
+    assert torch.equal(tensor, torch.full_like(tensor, 2.0))
+    copier.close()
+
+
+@pytest.mark.parametrize("partitions", ["asymmetric", "backward", "auto"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_every_mode_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partitions: str, compiled: bool) -> None:
+    monkeypatch.setattr(schedule, "LEAST_BYTES", 64)
+    probe, model = Probe(), Net()
+    settings = {"accelerator": "gpu", "devices": 1, "max_epochs": 3}
+    callback = spot(tmp_path, interval=EverySteps(1), partitions=partitions, device_buffer="1KiB")
+    trainer(callback, probe, **settings).fit(torch.compile(model) if compiled else model, data())
+    probe.states = {step: {key: value.cpu() for key, value in state.items()} for step, state in probe.states.items()}
+    check_all(tmp_path, probe)
 
 
 @pytest.mark.parametrize("module", [Net, TwoOptimizers])

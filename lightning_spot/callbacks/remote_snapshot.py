@@ -7,15 +7,25 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_spot.callbacks.part import Part, move_to_the_end
 from lightning_spot.capture.attempt import RingSettings
-from lightning_spot.config import FLUSH_TIMEOUT_S, IDLE_TIMEOUT_S, KEEP, MAX_STALL_S, read_environment
+from lightning_spot.config import (
+    DEVICE_BUFFER,
+    FLUSH_TIMEOUT_S,
+    IDLE_TIMEOUT_S,
+    KEEP,
+    MAX_STALL_S,
+    parse_bytes,
+    read_environment,
+)
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact.seams import Seams
 from lightning_spot.fit.fit import Fit
+from lightning_spot.fit.iterations import Iterations
 from lightning_spot.fit.snapshotter import SnapshotSettings, Snapshotter
 from lightning_spot.fit.taking_part import takes_part
 from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.policy import EverySeconds, IntervalPolicy
 from lightning_spot.run.location import Location, memory_limit_bytes
+from lightning_spot.staging.modes import Partitions, check_partitions
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -46,6 +56,10 @@ class RemoteSnapshot(Part):
         max_stall_s: how long a call to the node on this host may keep the training thread, seconds, more than 0; a
             node that does not answer in time is replaced.
         strict: raise where a warning and going on without snapshots would do.
+        partitions: how copying is spread over the iteration that follows a snapshot: all ``"eager"`` at once,
+            ``"asymmetric"`` in proportion to measured idle time, or in the ``"backward"`` pass as gradients come;
+            ``"auto"`` tries each, and keeps the one with the shortest iterations.
+        device_buffer: memory on each GPU through which the last bytes leave while the optimizer steps, or ``None``.
 
     Raises:
         SettingsError: if an argument cannot be used.
@@ -76,6 +90,8 @@ class RemoteSnapshot(Part):
         idle_timeout_s: float = IDLE_TIMEOUT_S,
         max_stall_s: float = MAX_STALL_S,
         strict: bool = False,
+        partitions: Partitions = "auto",
+        device_buffer: str | int | None = DEVICE_BUFFER,
     ) -> None:
         super().__init__()
         if keep < 1:
@@ -99,9 +115,16 @@ class RemoteSnapshot(Part):
             strict=strict,
             durable_every_s=durable_every_s,
             max_stall_s=max_stall_s,
+            device_buffer_bytes=parse_bytes(device_buffer) if device_buffer is not None else 0,
         )
         policy = interval if interval is not None else ConvergenceAware()
-        self._settings = SnapshotSettings(policy=policy, ring=ring, on_full=on_full, flush_timeout_s=flush_timeout_s)
+        self._settings = SnapshotSettings(
+            policy=policy,
+            ring=ring,
+            on_full=on_full,
+            flush_timeout_s=flush_timeout_s,
+            partitions=check_partitions(partitions),
+        )
         self.snapshotter: Snapshotter | None = None
 
     def of_a_fit(self) -> dict[str, Any]:
@@ -134,6 +157,15 @@ class RemoteSnapshot(Part):
         committed = self.snapshotter.committed if self.snapshotter is not None else None
         return committed.step if committed is not None else None
 
+    @property
+    def skipped(self) -> int:
+        """Snapshots of this ``fit`` that were due and not taken, since every slot was busy."""
+        return self.snapshotter.skipped if self.snapshotter is not None else 0
+
+    @property
+    def _iterations(self) -> Iterations | None:
+        return self.snapshotter.iterations if self.snapshotter is not None else None
+
     # -- Lightning's hooks, in the order in which they are called -------------------------------------------------
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -160,12 +192,29 @@ class RemoteSnapshot(Part):
         if self.snapshotter is not None:
             self.snapshotter.check_monitor()
 
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """The forward pass of a micro-batch begins: what was held for it is copied."""
+        if (iterations := self._iterations) is not None:
+            iterations.schedule.batch_begins()
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        """The backward pass begins."""
+        if (iterations := self._iterations) is not None:
+            iterations.schedule.backward_begins()
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """All gradients of a micro-batch are there."""
+        if (iterations := self._iterations) is not None:
+            iterations.schedule.backward_ends()
+
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Wait for what is not copied yet."""
         if self.snapshotter is not None:
-            self.snapshotter.wait_copied()
+            self.snapshotter.before_step()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -183,7 +232,7 @@ class RemoteSnapshot(Part):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Callbacks may change weights here."""
         if self.snapshotter is not None:
-            self.snapshotter.wait_copied()
+            self.snapshotter.disturbed()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the last snapshot, of the finished run."""

@@ -11,7 +11,7 @@ from lightning_spot.callbacks.goodput_monitor import GoodputMonitor
 from lightning_spot.callbacks.part import move_to_the_end
 from lightning_spot.callbacks.preemption_guard import PreemptionGuard
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
-from lightning_spot.config import FLUSH_TIMEOUT_S, IDLE_TIMEOUT_S, KEEP, MAX_STALL_S
+from lightning_spot.config import DEVICE_BUFFER, FLUSH_TIMEOUT_S, IDLE_TIMEOUT_S, KEEP, MAX_STALL_S
 from lightning_spot.exact.namespaces import SpotCallback
 from lightning_spot.exact.position import Rewind
 from lightning_spot.fit.chosen import ResumedFrom
@@ -21,6 +21,7 @@ from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.notices.choose import Notices
 from lightning_spot.notices.notice import Notice
 from lightning_spot.run.location import Location
+from lightning_spot.staging.modes import Partitions
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -52,6 +53,8 @@ class SpotCheckpoint(SpotCallback):
             node that does not answer in time is replaced.
         log_goodput: whether the loggers get ``spot/goodput`` and three more values, and the progress bar one.
         strict: raise where a warning and going on without snapshots would do.
+        partitions: how copying is spread over the iteration that follows a snapshot, see :class:`RemoteSnapshot`.
+        device_buffer: memory on each GPU through which the last bytes leave while the optimizer steps, or ``None``.
 
     Raises:
         SettingsError: if an argument cannot be used.
@@ -89,6 +92,8 @@ class SpotCheckpoint(SpotCallback):
         max_stall_s: float = MAX_STALL_S,
         log_goodput: bool = True,
         strict: bool = False,
+        partitions: Partitions = "auto",
+        device_buffer: str | int | None = DEVICE_BUFFER,
     ) -> None:
         super().__init__()
         self.snapshots = RemoteSnapshot(
@@ -105,6 +110,8 @@ class SpotCheckpoint(SpotCallback):
             idle_timeout_s=idle_timeout_s,
             max_stall_s=max_stall_s,
             strict=strict,
+            partitions=partitions,
+            device_buffer=device_buffer,
         )
         self._resume = AutoResume(dirpath, memory=memory, run=run, rewind=rewind) if resume else None
         self._guard = PreemptionGuard(notices, grace_s=grace_s) if notices is not None else None
@@ -138,6 +145,11 @@ class SpotCheckpoint(SpotCallback):
         return self.snapshots.last_committed_step
 
     @property
+    def skipped(self) -> int:
+        """Snapshots of this ``fit`` that were due and not taken, since every slot was busy."""
+        return self.snapshots.skipped
+
+    @property
     def resumed_from(self) -> ResumedFrom | None:
         """What this ``fit`` was resumed from, or ``None``."""
         return self._resume.resumed_from if self._resume is not None else None
@@ -166,6 +178,9 @@ _FORWARDED = (
     "on_sanity_check_end",
     "on_train_start",
     "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_after_backward",
     "on_train_batch_end",
     "on_before_optimizer_step",
     "on_validation_batch_end",

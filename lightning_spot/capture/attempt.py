@@ -27,6 +27,8 @@ from lightning_spot.run.claims import begin_attempt
 from lightning_spot.run.identity import new_id
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey
+from lightning_spot.staging.copier import Copier
+from lightning_spot.staging.schedule import Schedule
 
 _OUTLINE_BYTES = 4 * 1024 * 1024  # everything in a checkpoint that is no tensor, generously
 _PER_TENSOR_BYTES = 1024
@@ -44,6 +46,7 @@ class RingSettings:
         strict: whether to raise where a warning would do.
         durable_every_s: least seconds between two snapshots brought to the durable tier; 0 for as often as it can.
         max_stall_s: how long a call to the ring may keep the training thread.
+        device_buffer_bytes: of the buffer on each GPU, see :class:`~lightning_spot.staging.copier.Copier`; 0 for none.
     """
 
     slots: int
@@ -53,6 +56,7 @@ class RingSettings:
     strict: bool
     durable_every_s: float = 0.0
     max_stall_s: float = MAX_STALL_S
+    device_buffer_bytes: int = 0
 
 
 def open_host(location: Location, settings: RingSettings) -> Host:
@@ -75,6 +79,7 @@ class Attempt:
         settings: of the ring.
         look: looks at the outline of each snapshot, see :class:`SnapshotWriter`.
         fingerprint: of the training, for the manifests.
+        schedule: when the parts of each snapshot are copied; ``None`` for at once.
 
     Raises:
         SpotError: if the attempt cannot begin.
@@ -85,6 +90,7 @@ class Attempt:
         writer: takes the snapshots.
         fenced: whether a later attempt has taken the run over.
         is_durable: whether all that was committed is durable; known after :meth:`finish`.
+        skipped: snapshots that were due and not taken, since no slot was free.
     """
 
     def __init__(
@@ -94,11 +100,13 @@ class Attempt:
         settings: RingSettings,
         look: Callable[[Layout], str | None] = lambda _outline: None,
         fingerprint: str = "",
+        schedule: Schedule | None = None,
     ) -> None:
         self.location = found.location
         self.lineage = new_id()
         self.fenced = False
         self.is_durable = False
+        self.skipped = 0
         self._settings = settings
         self._fingerprint = fingerprint
         self._last: LastState | None = None
@@ -110,7 +118,8 @@ class Attempt:
         except BaseException:
             leave(host)
             raise
-        self.writer = SnapshotWriter(host, self._reopen if self.location.embedded else None, look)
+        copier = Copier(buffer_bytes=settings.device_buffer_bytes)
+        self.writer = SnapshotWriter(host, self._reopen if self.location.embedded else None, look, copier, schedule)
         self._past_memory = PastMemory(self.writer, self.location.url, self.info)
         self.safety = Safety(self.writer, settings.durable_every_s)
 
@@ -168,6 +177,7 @@ class Attempt:
         try:
             self.writer.begin(checkpoint, manifest, owned=owned, wait_s=wait_s)
         except RingFull as error:
+            self.skipped += 1
             cause = "full" if self.writer.ready else "slots not made"  # another cause, later, is said too
             self.writer.say_once(cause, "snapshot of step %d is skipped, and others may be: %s", step, error)
         except Fenced as error:

@@ -37,6 +37,7 @@ from lightning_spot.image.layout import Layout, outline_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.staging.copier import Copier, CopyJob, watch
+from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ class SnapshotWriter:
         host: the ring, its run already opened.
         reconnect: makes a new connection to the ring (and opens the run again) after the old one broke.
         look: looks at the outline of what was written; what it says is warned of once.
+        copier: that copies; closed with the writer.
+        schedule: when what only the optimizer changes is copied; ``None`` for at once.
 
     Attributes:
         link: to the ring, which may be lost and found again.
@@ -66,13 +69,16 @@ class SnapshotWriter:
         host: Host,
         reconnect: Callable[[], Host] | None = None,
         look: Callable[[Layout], str | None] = lambda _outline: None,
+        copier: Copier | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         self._look = look
         self.link = HostLink(host, reconnect, self._warm_host)
         self.committed: Manifest | None = None
         self.past_memory: Manifest | None = None
         self.torn = 0
-        self._copier = Copier()
+        self._copier = copier if copier is not None else Copier()
+        self._schedule = schedule
         self._views = SlotViews(self._copier)
         self._warm_size: tuple[int, bool] | None = None
         self._pending: list[Pending] = []
@@ -253,7 +259,7 @@ class SnapshotWriter:
                 later_watches.append(watches[address])
             else:
                 now.append(piece)
-        job = self._copier.start(later, view, watch(later_watches))
+        job = self._copier.start(later, view, watch(later_watches), self._schedule)
         for offset, data in layout.frame:
             view.map[offset : offset + len(data)] = data
         self._copier.start(now, view).wait_cpu()

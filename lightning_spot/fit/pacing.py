@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_spot.config import format_seconds
 from lightning_spot.exact.logged_values import last_value
 from lightning_spot.fit.readings import LossReadings
 from lightning_spot.interval.costs import Costs, FailureRate, RobustMean, TierPace
@@ -52,6 +53,8 @@ class Pacing:
         self._learned_s = -LEARN_EVERY_S
         self._ran_until_s = 0.0
         self._warned = False
+        self._taken_s = 0.0
+        self._said_budget = False
 
     # -- lifetime -------------------------------------------------------------------------------------------------
 
@@ -75,7 +78,7 @@ class Pacing:
             if saved["policy"] == type(self.policy).__name__:
                 self.policy.load_state_dict(saved["state"])
         self._begun = (trainer.global_step, now_s)
-        self._ran_until_s = now_s
+        self._ran_until_s = self._taken_s = now_s
         self.policy.taken(trainer.global_step, now_s)
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,7 +139,8 @@ class Pacing:
 
     def taken(self, step: int) -> None:
         """A snapshot of ``step`` was begun, on every rank."""
-        self.policy.taken(step, time.monotonic())
+        self._taken_s = time.monotonic()
+        self.policy.taken(step, self._taken_s)
         self._stalled_s = 0.0
 
     def due(self, trainer: pl.Trainer, can_begin: Callable[[], bool], tiers: Callable[[], Tiers]) -> bool:
@@ -149,7 +153,9 @@ class Pacing:
         """
         step, now_s = trainer.global_step, time.monotonic()
         if self.policy.by_step:
-            return self.policy.due(step, now_s) and bool(_agree(trainer, trainer.is_global_zero and can_begin()))
+            if not self.policy.due(step, now_s):
+                return False
+            return bool(_agree(trainer, trainer.is_global_zero and self._affords(now_s) and can_begin()))
         alone = trainer.world_size == 1
         if trainer.is_global_zero:
             self._learn(now_s, tiers)
@@ -163,11 +169,35 @@ class Pacing:
         self._next_talk = step + apart
         return bool(due)
 
+    def _affords(self, now_s: float) -> bool:
+        """Whether a snapshot that is due by its step is within the budget for waiting."""
+        if self._learn_stall() and (stall_s := self._stall.value) is not None:
+            self.policy.learn(Costs(stall_s=stall_s, mtbf_s=self._rate.mtbf_s))
+        shortest_s = self.policy.shortest_s()
+        if now_s - self._taken_s >= shortest_s:
+            return True
+        self._say_budget(shortest_s)
+        return False
+
+    def _say_budget(self, shortest_s: float) -> None:
+        if not self._said_budget:
+            self._said_budget = True
+            rank_zero_info(
+                f"lightning_spot: training waits {1000 * (self._stall.value or 0.0):.1f} ms for a snapshot: the"
+                f" interval grows to {format_seconds(shortest_s)}, for max_overhead, and follows what is measured"
+            )
+
+    def _learn_stall(self) -> bool:
+        """Note what the last snapshot has cost; whether there is something new."""
+        if self._stalled_s < 0:
+            return False
+        self._stall.add(self._stalled_s)  # the optimizer step after it has waited for the rest of the copy
+        self._stalled_s = -1.0
+        return True
+
     def _learn(self, now_s: float, tiers: Callable[[], Tiers]) -> None:
         """Tell the policy what was measured, every few seconds, and when a snapshot has shown what it costs."""
-        if self._stalled_s >= 0:
-            self._stall.add(self._stalled_s)  # the optimizer step after it has waited for the rest of the copy
-            self._stalled_s = -1.0
+        if self._learn_stall():
             self._learned_s = -LEARN_EVERY_S
         if now_s - self._learned_s < LEARN_EVERY_S:
             return
@@ -177,6 +207,8 @@ class Pacing:
         if stall_s is not None:
             costs = Costs(stall_s=stall_s, mtbf_s=self._rate.mtbf_s, tiers=tiers(), total_steps=self._total_steps)
             self.policy.learn(costs)
+            if 0 < self.policy.wanted_s(self._begun[0]) < (shortest_s := self.policy.shortest_s()):
+                self._say_budget(shortest_s)
 
     def _apart(self, step: int, now_s: float) -> int:
         """Steps until ranks talk again: half of what is left until a snapshot is due, as fast as steps were so far."""

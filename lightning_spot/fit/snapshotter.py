@@ -14,6 +14,7 @@ from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.seams import Seam, Seams
 from lightning_spot.fit import earlier
+from lightning_spot.fit.iterations import Iterations
 from lightning_spot.fit.pacing import Pacing
 from lightning_spot.fit.ranks import on_rank_zero
 from lightning_spot.fit.resume import Resume
@@ -25,6 +26,7 @@ from lightning_spot.memory.host import Host
 from lightning_spot.run.choice import say_what_is_left
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey
+from lightning_spot.staging.modes import Partitions
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -41,12 +43,14 @@ class SnapshotSettings:
         ring: how the ring on this host is opened.
         on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for the flusher.
         flush_timeout_s: how long the end waits until all is durable, seconds.
+        partitions: how copying is spread over the iteration that follows.
     """
 
     policy: IntervalPolicy
     ring: RingSettings
     on_full: Literal["skip", "wait"]
     flush_timeout_s: float
+    partitions: Partitions
 
 
 class Snapshotter(OfTrainer):
@@ -65,6 +69,7 @@ class Snapshotter(OfTrainer):
         attempt: that writes, on rank 0; ``None`` before it has begun and when it is finished.
         number: of the attempt, from 1, on every rank; 0 before it has begun.
         begun_step: ``global_step`` of the newest snapshot that was begun, -1 before the first.
+        iterations: tells the copying where training is; on rank 0 only.
         keeps_for_validation: whether the state in front of a validation is kept at hand, for a stop in the middle.
     """
 
@@ -77,11 +82,13 @@ class Snapshotter(OfTrainer):
         self.number = 0
         self.begun_step = -1
         self.keeps_for_validation = False
+        self.iterations: Iterations | None = None
         self._resume = resume
         self._host: Host | None = None
         self._found: Survey | None = None
         self._committed: Manifest | None = None
         self._is_durable = False
+        self._skipped = 0
         self._kept: Dump | None = None
         self._seen_step = -1
         self._is_warm = False
@@ -91,6 +98,11 @@ class Snapshotter(OfTrainer):
     def committed(self) -> Manifest | None:
         """The newest snapshot of this attempt that is committed in memory."""
         return self.attempt.writer.committed if self.attempt is not None else self._committed
+
+    @property
+    def skipped(self) -> int:
+        """Snapshots that were due and not taken, since no slot was free."""
+        return self.attempt.skipped if self.attempt is not None else self._skipped
 
     # -- begin ----------------------------------------------------------------------------------------------------
 
@@ -113,8 +125,15 @@ class Snapshotter(OfTrainer):
             host, self._host = self._host, None
             assert host is not None
             assert self._found is not None
-            fingerprint = str(self._resume.fingerprint or "")
-            return Attempt(self._found, host, self.settings.ring, self._resume.trial(), fingerprint)
+            self.iterations = Iterations(trainer, self.settings.partitions)
+            return Attempt(
+                self._found,
+                host,
+                self.settings.ring,
+                self._resume.trial(),
+                fingerprint=str(self._resume.fingerprint or ""),
+                schedule=self.iterations.schedule,
+            )
 
         self.attempt = on_rank_zero(trainer, begin)
         self.number = trainer.strategy.broadcast(self.attempt.number if self.attempt is not None else 0)
@@ -131,10 +150,13 @@ class Snapshotter(OfTrainer):
         self.pacing.begin(trainer, self.number, self._resume.interval)
         Seams.of(trainer).add(self)
         self._undo.append(lambda: Seams.of(trainer).remove(self))
+        if self.iterations is not None:
+            self.iterations.begin()
+            self._undo.append(self.iterations.end)
         if not trainer.lightning_module.automatic_optimization:
             # A step of an optimizer that Lightning does not wrap calls no hook of Lightning's; torch calls this one.
             for optimizer in trainer.optimizers:
-                self._undo.append(optimizer.register_step_pre_hook(lambda *_: self.wait_copied()).remove)
+                self._undo.append(optimizer.register_step_pre_hook(lambda *_: self.before_step()).remove)
 
     # -- while training -------------------------------------------------------------------------------------------
 
@@ -147,11 +169,23 @@ class Snapshotter(OfTrainer):
         self._at_seam(before_validation=True)
         if self.keeps_for_validation and self.begun_step != trainer.global_step:
             self._kept = FitState.of(trainer).dump(before_validation=True)
-        self.wait_copied()  # averaging callbacks exchange weights around a validation
+        self.disturbed()  # averaging callbacks exchange weights around a validation
 
     def after_validation(self) -> None:
         """Let the state go that was kept for the time of the validation."""
         self._kept = None
+
+    def before_step(self) -> None:
+        """The optimizer is about to step: wait for what is not copied yet."""
+        if self.iterations is not None:
+            self.iterations.schedule.stepping()
+        self.wait_copied()
+
+    def disturbed(self) -> None:
+        """Something else than training comes, in which weights may change: wait for what is not copied yet."""
+        if self.iterations is not None:
+            self.iterations.schedule.disturbed()
+        self.wait_copied()
 
     def wait_copied(self) -> None:
         """Wait for what is not copied yet: weights may change now."""
@@ -176,10 +210,14 @@ class Snapshotter(OfTrainer):
         if trainer.global_step == self._seen_step:
             return
         self._seen_step = trainer.global_step
+        if self.iterations is not None:
+            self.iterations.ends()
         if not self._is_warm:
             self._warm()
         if self.pacing.due(trainer, self._can_begin, self._paces):
             self._take(before_validation=before_validation)
+        if self.iterations is not None:
+            self.iterations.begins()
 
     def _paces(self) -> tuple[TierPace, ...]:
         return self.attempt.safety.paces() if self.attempt is not None else ()
@@ -287,7 +325,7 @@ class Snapshotter(OfTrainer):
         if attempt is None:
             return None
         durable = attempt.finish(wait_s, complete=complete)
-        self._committed = attempt.writer.committed
+        self._committed, self._skipped = attempt.writer.committed, attempt.skipped
         self._is_durable = attempt.is_durable
         return durable
 

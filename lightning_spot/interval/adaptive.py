@@ -75,7 +75,11 @@ class OverheadBudget(Adaptive):
     def interval_s(self, step: int) -> float:
         """``stall / max_overhead``, and never faster than the nearest tier that outlives the machine takes them."""
         costs = self._costs
-        return FIRST_S if costs is None else max(costs.stall_s / self.max_overhead, costs.drain_s)
+        return FIRST_S if costs is None else max(self.shortest_s(), costs.drain_s)
+
+    def shortest_s(self) -> float:
+        """``stall / max_overhead``."""
+        return self._costs.stall_s / self.max_overhead if self._costs is not None else 0.0
 
 
 class YoungDaly(OverheadBudget):
@@ -93,7 +97,9 @@ class YoungDaly(OverheadBudget):
 
         Training waits once for a snapshot, whatever the number of tiers, so the optimum for one tier holds for several.
         """
-        costs, shortest_s = self._costs, super().interval_s(step)
-        if costs is None:
-            return shortest_s
-        return max(young_daly_s(costs.stall_s, costs.mtbf_s) + costs.stall_s, shortest_s)
+        return max(YoungDaly.wanted_s(self, step), super().interval_s(step))
+
+    def wanted_s(self, step: int) -> float:
+        """Daly's work between snapshots and the snapshot itself."""
+        costs = self._costs
+        return young_daly_s(costs.stall_s, costs.mtbf_s) + costs.stall_s if costs is not None else 0.0

@@ -43,6 +43,14 @@ class IntervalPolicy(Protocol):
         """What was measured; called before :meth:`due` whenever it changed."""
         return
 
+    def shortest_s(self) -> float:
+        """Seconds from one snapshot to the next that the budget for waiting asks for at least; 0 without one."""
+        return 0.0
+
+    def wanted_s(self, step: int) -> float:
+        """Seconds from one snapshot to the next, were there no budget; 0 where that is not known."""
+        return 0.0
+
     def progress(self, step: int, value: float) -> None:
         """The monitored metric at a step; any float, also NaN."""
         return
@@ -61,22 +69,26 @@ class EverySteps(IntervalPolicy):
 
     Args:
         n: steps, at least 1.
+        max_overhead: the share of the time that training may wait for snapshots: steps are passed over where it would
+            be more. ``None`` for no such limit.
 
     Raises:
-        SettingsError: if ``n`` is below 1.
+        SettingsError: if ``n`` is below 1, or ``max_overhead`` no share.
 
     Example::
 
-        SpotCheckpoint("checkpoints/run-1", interval=EverySteps(100))
+        SpotCheckpoint("checkpoints/run-1", interval=EverySteps(1, max_overhead=0.05))
     """
 
     by_step = True
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, max_overhead: float | None = None) -> None:
         if n < 1:
             raise SettingsError(f"EverySteps({n}): the interval is at least 1 step")
         self.n = n
+        self.max_overhead = check_share("max_overhead", max_overhead) if max_overhead is not None else None
         self._last = 0
+        self._stall_s = 0.0
 
     def due(self, step: int, now_s: float) -> bool:
         """Whether a multiple of ``n`` was reached since the last snapshot."""
@@ -85,6 +97,14 @@ class EverySteps(IntervalPolicy):
     def taken(self, step: int, now_s: float) -> None:
         """Start counting anew."""
         self._last = step
+
+    def learn(self, costs: Costs) -> None:
+        """Take over what training waits for a snapshot."""
+        self._stall_s = costs.stall_s
+
+    def shortest_s(self) -> float:
+        """``stall / max_overhead``."""
+        return self._stall_s / self.max_overhead if self.max_overhead is not None else 0.0
 
 
 class EverySeconds(IntervalPolicy):

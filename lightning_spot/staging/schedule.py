@@ -94,6 +94,11 @@ class Schedule:
         self._drift = Drift()
         self._measure_anew()
 
+    def end(self) -> None:
+        """Training ends: what is copied from now on goes at once."""
+        self.begin((), self._bucket_bytes)
+        self._profiler = None
+
     def iteration_begins(self) -> None:
         """The optimizer has stepped, and a snapshot has begun or not."""
         self._reached, self._batch, self._is_open = 0, -1, True
@@ -210,7 +215,7 @@ class Schedule:
         sizes = [self._gradient_bytes[gradient] for gradient in ready]
         limit = max(self._bucket_bytes, sum(sizes) // _MOST_BUCKETS)
         begin = 0
-        for bucket, end in enumerate(bucket_ends(sizes, limit)):
+        for bucket, end in enumerate(bucket_ends(sizes, limit, LEAST_BYTES)):
             self._buckets.update(dict.fromkeys(ready[begin : end + 1], bucket))
             self._ends.append(ready[end])
             begin = end + 1
@@ -241,10 +246,10 @@ class Schedule:
         sizes = [pieces[number][1] for number in order]
         points = self._bucket_places(profile)
         if mode == "asymmetric" or not points:
-            made = by_idle_time(sizes, profile.windows)
+            made = by_idle_time(sizes, profile.windows, LEAST_BYTES)
         else:
             buckets = [self._buckets.get(owned.get(pieces[number][0], -1)) for number in order]
-            made = by_bucket(sizes, buckets, points)
+            made = by_bucket(sizes, buckets, points, LEAST_BYTES)
         return [
             replace(part, spans=tuple(replace(span, piece=order[span.piece]) for span in part.spans)) for part in made
         ]

@@ -1,0 +1,128 @@
+"""A snapshot at every step, its copying spread in each way, against the same training without snapshots.
+
+One training goes through all of them in turn, some steps of each, so that what else the machine does touches all alike.
+The first step of each turn is left out: the one before still ends in it.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.measure import Result, scratch
+from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.staging.modes import MODES, Mode, ModeTrial
+
+STEPS = 4
+WORDS, WIDTH, LAYERS, LENGTH = 8000, 768, 6, 128
+PROFILED = 9
+
+
+class Model(pl.LightningModule):
+    """A transformer of 49 million parameters; with Adam's moments 0.59 GB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 12, 4 * WIDTH, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.head(self.layers(self.words(batch[0]))).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-5)
+
+
+class Turns(EverySteps, ModeTrial):
+    """Each mode for some steps, and none. It says when a snapshot is due, and how it is copied."""
+
+    def __init__(self) -> None:
+        EverySteps.__init__(self, 1)
+        ModeTrial.__init__(self)
+        self.step = 0
+
+    @property
+    def arm(self) -> Mode | None:
+        turns = (None, *MODES)
+        return turns[self.step // STEPS % len(turns)]
+
+    def due(self, step: int, now_s: float) -> bool:
+        self.step = step
+        return self.arm is not None
+
+    def take(self) -> Mode:
+        assert self.arm is not None
+        return self.arm
+
+    @property
+    def best(self) -> Mode | None:
+        return None
+
+
+class Clock(pl.Callback):
+    """Notes how long each step took, and what it waited."""
+
+    def __init__(self, spot: SpotCheckpoint, turns: Turns) -> None:
+        self.spot, self.turns = spot, turns
+        self.steps: list[tuple[int, Mode | None, float, float]] = []
+        self._before: tuple[float, float] | None = None
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        snapshotter = self.spot.snapshots.snapshotter
+        assert snapshotter is not None
+        assert snapshotter.iterations is not None
+        schedule = snapshotter.iterations.schedule
+        now = time.perf_counter(), self.spot.stall_s
+        step = trainer.global_step
+        if self._before is not None and step > PROFILED and schedule._trial is self.turns:
+            seconds, waited_s = (here - there for here, there in zip(now, self._before, strict=True))
+            if (step - 1) % STEPS:
+                self.steps.append(((step - 1) // STEPS // (len(MODES) + 1), self.turns.arm, seconds, waited_s))
+        if schedule._trial is not None:
+            schedule._trial = self.turns
+        self._before = now
+
+    def of(self, turn: int, arm: Mode | None) -> list[tuple[float, float]]:
+        """Seconds and waiting of the steps of one turn."""
+        return [(seconds, waited_s) for at, mode, seconds, waited_s in self.steps if (at, mode) == (turn, arm)]
+
+
+def measure(rounds: int) -> Clock:
+    with scratch() as folder:
+        turns = Turns()
+        spot = SpotCheckpoint(str(folder / "run-1"), interval=turns, durable_every_s=3600.0, notices=None)
+        clock = Clock(spot, turns)
+        pl.Trainer(
+            max_steps=STEPS * (len(MODES) + 1) * (rounds + 1) + 1,
+            callbacks=[spot, clock],
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(Model(), DataLoader(TensorDataset(torch.randint(WORDS, (10_000, LENGTH))), 2))
+        print(f"  skipped for want of a slot: {spot.skipped}")
+        return clock
+
+
+def run(quick: bool) -> list[Result]:
+    rounds = 2 if quick else 7
+    clock = measure(rounds)
+    results = []
+    plain = [median(step[0] for step in clock.of(turn, None)) for turn in range(1, rounds + 1)]
+    print(f"  a step without snapshots, s: {[round(value, 3) for value in plain]}")
+    for mode in MODES:
+        steps = [clock.of(turn, mode) for turn in range(1, rounds + 1)]
+        added = [100 * (median(step[0] for step in found) / base - 1) for found, base in zip(steps, plain, strict=True)]
+        waited = [100 * median(step[1] for step in found) / base for found, base in zip(steps, plain, strict=True)]
+        results.append(Result(f"a snapshot at every step, {mode}: longer step", added, 5.0, unit="%"))
+        results.append(Result(f"a snapshot at every step, {mode}: waiting in hooks", waited, 5.0, unit="%"))
+    return results

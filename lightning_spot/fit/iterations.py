@@ -1,0 +1,65 @@
+"""Tells the copying where training is in its iteration, from Lightning's hooks and the gradients of the model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_spot.capture.order import overwritten
+from lightning_spot.exact.per_trainer import OfTrainer
+from lightning_spot.staging.device import DeviceClock
+from lightning_spot.staging.gradients import GradientWatch
+from lightning_spot.staging.modes import Partitions
+from lightning_spot.staging.schedule import BUCKET_BYTES, Schedule
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class Iterations(OfTrainer):
+    """The iterations of one ``fit``, on the rank that writes.
+
+    Args:
+        trainer: that fits.
+        partitions: how copying is spread over an iteration.
+
+    Attributes:
+        schedule: that is told.
+    """
+
+    def __init__(self, trainer: pl.Trainer, partitions: Partitions) -> None:
+        super().__init__(trainer)
+        self.schedule = Schedule(partitions)
+        self._gradients: GradientWatch | None = None
+
+    def begin(self) -> None:
+        """Training begins."""
+        trainer = self._trainer
+        watch = GradientWatch(trainer.lightning_module.parameters(), self.schedule.gradient_ready)
+        numbers = {id(parameter): number for number, parameter in enumerate(watch.parameters)}
+        device = trainer.strategy.root_device
+        self.schedule.owned = lambda: overwritten(trainer.optimizers, numbers)
+        self.schedule.begin(
+            watch.nbytes(),
+            int(getattr(trainer.model, "bucket_bytes_cap", BUCKET_BYTES)),  # DDP's
+            DeviceClock(device.index or 0) if device.type == "cuda" else None,
+        )
+        watch.keep(self.schedule.watched)
+        self._gradients = watch
+
+    def end(self) -> None:
+        """Let the model go."""
+        if self._gradients is not None:
+            self._gradients.close()
+            self._gradients = None
+        self.schedule.end()
+        self.schedule.owned = dict
+
+    def ends(self) -> None:
+        """The optimizer has stepped: one iteration is over."""
+        self.schedule.iteration_ends()
+        if self._gradients is not None:
+            self._gradients.keep(self.schedule.watched)
+
+    def begins(self) -> None:
+        """The next one begins: a snapshot has begun, or none is due."""
+        self.schedule.iteration_begins()

@@ -1,0 +1,267 @@
+"""Copying spread over real iterations, in every mode: each snapshot is its step to the bit, and the model is let go."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_spot import EverySteps, RemoteSnapshot, SpotCheckpoint
+from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.errors import RingFull, SettingsError
+from lightning_spot.fit import iterations
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.host import InProcessHost, Lease
+from lightning_spot.staging import schedule
+from lightning_spot.staging.job import CopyJob
+from lightning_spot.staging.profile import Kind, Profile
+from lightning_spot.staging.schedule import Schedule, Timetable
+from tests.models import Net, Probe, TwoOptimizers, data, equal, state_of, trainer
+
+MODES = ("eager", "asymmetric", "backward", "auto")
+
+
+class Seen:
+    """What was committed, read out of the slots, and what was planned for it."""
+
+    def __init__(self) -> None:
+        self.images: dict[int, bytes] = {}
+        self.timetables: list[tuple[Profile, Timetable]] = []
+        self.released: list[int] = []
+
+    def check(self, probe: Probe) -> None:
+        assert self.images
+        for step, image in self.images.items():
+            saved = torch.load(io.BytesIO(image), weights_only=True)
+            assert saved["global_step"] == step
+            assert equal(state_of(saved), probe.states[step]), step
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """Small states count as large ones, so that they are cut."""
+    monkeypatch.setattr(schedule, "LEAST_BYTES", 64)
+    monkeypatch.setattr(iterations, "BUCKET_BYTES", 300)
+    found = Seen()
+    real_seal, real_timetable, real_release = InProcessHost.seal, Schedule.timetable, CopyJob.release
+
+    def seal(self: InProcessHost, lease: Lease, manifest: Manifest, *more: Any, **named: Any) -> Any:
+        done = real_seal(self, lease, manifest, *more, **named)
+        found.images[manifest.step] = bytes(lease.map[: manifest.nbytes])
+        return done
+
+    def timetable(self: Schedule, pieces: Any) -> Timetable | None:
+        made = real_timetable(self, pieces)
+        if made is not None:
+            assert self._profile is not None
+            found.timetables.append((self._profile, made))
+        return made
+
+    def release(self: CopyJob, place: int) -> None:
+        found.released.append(place)
+        real_release(self, place)
+
+    monkeypatch.setattr(InProcessHost, "seal", seal)
+    monkeypatch.setattr(Schedule, "timetable", timetable)
+    monkeypatch.setattr(CopyJob, "release", release)
+    return found
+
+
+def spot(root: Path, partitions: str, every: int = 1) -> RemoteSnapshot:
+    return RemoteSnapshot(
+        str(root / "run"), memory=None, interval=EverySteps(every), on_full="wait", partitions=partitions
+    )  # type: ignore[arg-type]
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Hooks of any kind that are left on a module or its parameters."""
+    left = [hook for part in module.modules() for kind in vars(part) if "hooks" in kind for hook in vars(part)[kind]]
+    return left + [hook for item in module.parameters() for hook in (item._post_accumulate_grad_hooks or {}).values()]
+
+
+@pytest.mark.parametrize("partitions", MODES)
+def test_every_snapshot_is_its_step(tmp_path: Path, seen: Seen, partitions: str) -> None:
+    probe, model = Probe(), Net()
+    callback = spot(tmp_path, partitions)
+    trainer(callback, probe).fit(model, data(), data(2))
+    assert set(seen.images) == set(range(1, 41))
+    seen.check(probe)
+    assert bool(seen.timetables) == (partitions != "eager")
+    assert hooks_of(model) == []
+    assert any(seen.released) == (partitions != "eager")  # while training went on
+    for profile, timetable in seen.timetables:
+        kinds = {place: point.kind for point, place in profile.places.items()}
+        points = [kinds[part.point] for part in timetable.partitions]
+        assert partitions == "auto" or len(points) > 1
+        assert partitions != "backward" or set(points) == {Kind.GRADIENT}
+
+
+class Unused(Net):
+    """Has a layer that only every third step uses, and one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare, self.never = nn.Linear(16, 1), nn.Linear(16, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        return loss + self.rare(batch[0]).mean() if batch_idx % 3 == 0 else loss
+
+
+class Recomputed(Net):
+    """Runs its forward pass again in the backward pass."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        hidden = checkpoint(self.net[:3], batch[0], use_reentrant=False)
+        return nn.functional.mse_loss(self.net[3](hidden), batch[1])
+
+
+class Closures(Net):
+    """Steps with closures that run several forward and backward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = nn.Identity()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+@pytest.mark.parametrize("partitions", ["asymmetric", "backward"])
+@pytest.mark.parametrize(
+    ("module", "settings"),
+    [
+        (Net, {"accumulate_grad_batches": 3, "max_epochs": 3}),
+        (Net, {"gradient_clip_val": 0.1, "precision": "bf16-mixed"}),
+        (TwoOptimizers, {}),
+        (Unused, {}),
+        (Recomputed, {}),
+        (Closures, {}),
+        (lambda: torch.compile(Net(), backend="aot_eager"), {}),
+    ],
+    ids=["accumulation", "clip-bf16", "two-optimizers", "unused", "recomputed", "closures", "compiled"],
+)
+def test_ways_to_train(
+    tmp_path: Path, seen: Seen, module: Callable[[], Net], settings: dict[str, Any], partitions: str
+) -> None:
+    probe, model = Probe(), module()
+    pl.seed_everything(1, verbose=False)
+    trainer(spot(tmp_path, partitions), probe, **{"max_epochs": 1, **settings}).fit(model, data())
+    seen.check(probe)
+    assert len(seen.images) >= 20
+    assert len(seen.timetables) >= 10
+    assert hooks_of(model) == []
+
+
+class Copies(pl.Callback):
+    """Copies and pickles the model in mid-training, and trains the copies for a step."""
+
+    def __init__(self) -> None:
+        self.copies: list[nn.Module] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Net, outputs: Any, batch: Any, index: int) -> None:
+        if trainer.global_step in (3, 15):
+            for made in (copy.deepcopy(pl_module.net), pickle.loads(pickle.dumps(pl_module.net))):
+                nn.functional.mse_loss(made(batch[0]), batch[1]).backward()
+                self.copies.append(made)
+
+
+def test_the_model_can_be_copied_in_mid_training(tmp_path: Path, seen: Seen) -> None:
+    probe, copies = Probe(), Copies()
+    trainer(spot(tmp_path, "backward"), probe, copies).fit(Net(), data())
+    seen.check(probe)
+    assert len(copies.copies) == 4
+    assert [hooks_of(made) for made in copies.copies] == [[]] * 4
+
+
+class Fails(pl.Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 12:
+            raise RuntimeError("as it happens")
+
+
+def test_after_an_exception_nothing_is_left_on_the_model(tmp_path: Path, seen: Seen) -> None:
+    model, probe = Net(), Probe()
+    with pytest.raises(RuntimeError, match="as it happens"):
+        trainer(spot(tmp_path, "backward"), probe, Fails()).fit(model, data())
+    assert hooks_of(model) == []
+    assert max(seen.images) == 12  # what was held is copied, and committed
+    seen.check(probe)
+
+
+def test_partitions_go_in_all_micro_batches(tmp_path: Path, seen: Seen) -> None:
+    trainer(spot(tmp_path, "backward"), accumulate_grad_batches=2, max_epochs=1).fit(Net(), data())
+    profile, timetable = seen.timetables[-1]
+    batches = {place: point.batch for point, place in profile.places.items()}
+    assert {batches[part.point] for part in timetable.partitions} == {0, 1}
+
+
+def test_a_budget_makes_the_interval_grow(
+    tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training waits 2 s for each snapshot, on a clock that goes on by 1 s a step: every 20th step is taken then."""
+    from lightning_spot.fit import pacing
+
+    now_s = 0.0
+    monkeypatch.setattr(pacing.time, "monotonic", lambda: now_s)
+
+    class Ticks(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            nonlocal now_s
+            now_s += 1.0
+
+    class Slow(RemoteSnapshot):
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            nonlocal now_s
+            assert self.snapshotter is not None
+            with self.snapshotter.pacing.stalling():
+                now_s += 2.0 if self.snapshotter.begun_step == self.snapshotter._trainer.global_step else 0.0
+            super().on_before_optimizer_step(*_)
+
+    caplog.set_level(logging.INFO)
+    callback = Slow(
+        str(tmp_path / "run"), memory=None, interval=EverySteps(1, max_overhead=0.1), on_full="wait", partitions="eager"
+    )
+    trainer(callback, Ticks(), max_epochs=5).fit(Net(), data())
+    steps = sorted(seen.images)[:-1]
+    assert steps[:2] == [1, 19]
+    assert steps[1:] == list(range(19, 100, 18))
+    assert caplog.text.count("for max_overhead") == 1
+
+
+def test_snapshots_that_find_no_slot_are_counted_and_said_once(
+    tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = InProcessHost.lease
+    callback = SpotCheckpoint(str(tmp_path / "run"), memory=None, interval=EverySteps(1), on_full="skip", notices=None)
+
+    def lease(self: InProcessHost, *arguments: Any, **named: Any) -> Lease:
+        if callback.snapshots.begun_step in (4, 5, 9):
+            raise RingFull("every slot is busy")
+        return real(self, *arguments, **named)
+
+    monkeypatch.setattr(InProcessHost, "lease", lease)
+    monkeypatch.setattr(SnapshotWriter, "ready", True)  # slots that are still being made are waited for
+    trainer(callback, max_epochs=1).fit(Net(), data())
+    assert callback.skipped >= 3
+    assert not {4, 5, 9} & set(seen.images)
+    assert caplog.text.count("is skipped") == 1
+
+
+def test_settings_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="partitions='lazy'"):
+        SpotCheckpoint(str(tmp_path), partitions="lazy")  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="'64 apples' is no size"):
+        SpotCheckpoint(str(tmp_path), device_buffer="64 apples")
+    assert SpotCheckpoint(str(tmp_path), device_buffer=None).snapshots._settings.ring.device_buffer_bytes == 0
+    assert SpotCheckpoint(str(tmp_path)).snapshots._settings.ring.device_buffer_bytes == 64 * 2**20
