@@ -120,6 +120,7 @@ def test_a_fingerprint_is_of_what_stays() -> None:
     assert not of(Tried(rate=0.1)).is_alike(of(Tried(rate=0.2)))
     assert of(Tried(thing=object())).is_alike(of(Tried(thing=object())))
     assert of(Tried(root="/a/x", name="2026-01-01_10-00")).is_alike(of(Tried(root="/b/x", name="2026-02-01_11-30")))
+    assert of(Tried(begun=1.7e9)).is_alike(of(Tried(begun=1.8e9)))
     assert usual.has_other_data(of(Net(), DataLoader(TensorDataset(torch.arange(1.0, 21), torch.arange(20.0)))))
     folds = [DataLoader(Subset(data, indices)) for indices in ([0, 1, 2], [3, 4, 5])]
     assert of(Net(), folds[0]).has_other_data(of(Net(), folds[1]))

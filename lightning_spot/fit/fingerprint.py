@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 4096
 _UNKNOWN = "0" * 8
+_TIMES = 10**9
+"""Numbers from here on may be times since 1970, or seeds drawn at each start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return without_moments(value)
     if isinstance(value, (bool, int, float)):
-        return value
+        return value if abs(value) < _TIMES else None
     if isinstance(value, Mapping):
         return sorted((str(name), _plain(item)) for name, item in value.items() if _plain(item) is not None)
     if isinstance(value, (list, tuple)):
