@@ -25,11 +25,15 @@ def fingerprint(model: str, settings: str = "s", data: str | None = None) -> Fin
     return Fingerprint(model, settings, data)
 
 
+LOOKED_AT: list[int] = []
+
+
 def selected(mine: Fingerprint, *runs: tuple[Fingerprint | str, bool], has_more: bool = False) -> Selection:
     """What is selected where these runs are, each complete or not."""
 
     def look(location: Location) -> Any:
         number = 1 if location == NAMED else int(location.url.rpartition("-")[2])
+        LOOKED_AT.append(number)
         if number > len(runs):
             return SimpleNamespace(candidates=[])
         theirs, complete = runs[number - 1]
@@ -90,6 +94,13 @@ def test_what_cannot_be_told_apart_is_said(mine: Fingerprint, runs: Any, where: 
 def test_a_finished_run_is_trained_on_with_other_hyperparameters_if_more_is_asked_for() -> None:
     assert selected(TUNED, (A, DONE), has_more=True).location == NAMED
     assert selected(B, (A, DONE), has_more=True).location.url == SECOND
+
+
+def test_runs_that_are_complete_are_looked_at_once() -> None:
+    for fold in FOLDS:
+        LOOKED_AT.clear()
+        selected(fold, *((fold, DONE) for fold in FOLDS))
+    assert LOOKED_AT == [4]
 
 
 def test_what_this_process_has_finished_is_no_other_ones() -> None:

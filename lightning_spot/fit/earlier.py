@@ -10,16 +10,20 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_spot.client.embedded import attach
 from lightning_spot.errors import Preempted, SpotError
+from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.location import Location
+from lightning_spot.run.survey import Survey
 
 logger = logging.getLogger(__name__)
 
 _finished: set[str] = set()
 _interrupted: dict[str, str] = {}
+_complete: dict[str, Manifest] = {}
 _nodes: dict[str, tuple[Location, int]] = {}
 _GIVEN_UP = "TrialPruned"  # Optuna's word for a trial that shall not go on
 
@@ -34,6 +38,16 @@ def numbered(named: Location, number: int) -> Location:
 def is_finished(location: Location) -> bool:
     """Whether a ``fit`` of this process has come to its end there: no other one is that run."""
     return location.url in _finished
+
+
+def newest_of(location: Location, look: Callable[[Location], Survey]) -> Manifest | None:
+    """The newest snapshot of a run; a run that was seen to be complete is not asked for twice."""
+    if location.url in _complete:
+        return _complete[location.url]
+    newest = next((manifest for manifest, _ in look(location).candidates), None)
+    if newest is not None and newest.complete:
+        _complete[location.url] = newest
+    return newest
 
 
 def finished(named: Location, location: Location) -> None:
@@ -73,6 +87,7 @@ def goes_on_at(location: Location) -> None:
 def forget() -> None:
     """Be as a new process is."""
     _finished.clear()
+    _complete.clear()
     _interrupted.clear()
     _nodes.clear()
 

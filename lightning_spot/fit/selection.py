@@ -61,7 +61,7 @@ def select(
         location = earlier.numbered(named, number)
         if earlier.is_finished(location):
             continue
-        newest = next((manifest for manifest, _ in look(location).candidates), None)
+        newest = earlier.newest_of(location, look)
         if newest is None:
             return _of_what_is_there(alike, others, mine, has_more, free=location)
         theirs = Fingerprint.of_text(newest.fingerprint)
