@@ -73,6 +73,7 @@ class Clock(pl.Callback):
     def __init__(self, spot: SpotCheckpoint, turns: Turns) -> None:
         self.spot, self.turns = spot, turns
         self.steps: list[tuple[int, Mode | None, float, float]] = []
+        self.behind: list[float] = []
         self._before: tuple[float, float] | None = None
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -85,6 +86,8 @@ class Clock(pl.Callback):
         if self._before is not None and step > PROFILED and schedule._trial is self.turns:
             seconds, waited_s = (here - there for here, there in zip(now, self._before, strict=True))
             if (step - 1) % STEPS:
+                if self.turns.arm is not None and (committed := self.spot.last_committed_step) is not None:
+                    self.behind.append(step - committed)
                 self.steps.append(((step - 1) // STEPS // (len(MODES) + 1), self.turns.arm, seconds, waited_s))
         if schedule._trial is not None:
             schedule._trial = self.turns
@@ -116,7 +119,7 @@ def measure(rounds: int) -> Clock:
 def run(quick: bool) -> list[Result]:
     rounds = 2 if quick else 7
     clock = measure(rounds)
-    results = []
+    results = [Result("the newest committed snapshot is behind by", clock.behind, 1.0, unit="steps")]
     plain = [median(step[0] for step in clock.of(turn, None)) for turn in range(1, rounds + 1)]
     print(f"  a step without snapshots, s: {[round(value, 3) for value in plain]}")
     for mode in MODES:

@@ -76,8 +76,8 @@ class FakeDevice:
                 return
             self.random.choice(ready).advance()
 
-    def holds(self, storage: torch.UntypedStorage) -> bool:
-        return storage.data_ptr() in self.storages
+    def kind(self, storage: torch.UntypedStorage) -> str:
+        return "cuda" if storage.data_ptr() in self.storages else storage.device.type
 
     def index(self, storage: torch.UntypedStorage) -> int:
         return 0

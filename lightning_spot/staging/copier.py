@@ -118,15 +118,17 @@ class Copier:
         parts = [(0, 0.0, whole(pieces))]
         if timetable is not None:
             parts = [(part.point, part.after_s, some(pieces, part.spans)) for part in timetable.partitions]
+        kind_of = self._cuda.device.kind
         batches: list[Batch] = []
         on_gpu: list[Held] = []
         for place, after_s, spans in parts:
             on_cpu: list[SlotSpan] = []
             for span in spans:
-                if self._cuda.device.holds(span.storage):
-                    on_gpu.append((place, [span]))
-                elif span.storage.device.type == "cpu":
+                kind = kind_of(span.storage)
+                if kind == "cpu":
                     on_cpu.append(span)
+                elif kind == "cuda":
+                    on_gpu.append((place, [span]))
                 else:  # MPS, XPU, …: no side stream is known here; copied in order, by the caller
                     span.target(slot.tensor).copy_(span.source())
             batches += batches_of(on_cpu, slot, place, after_s, latest_s)

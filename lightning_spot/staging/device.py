@@ -13,8 +13,8 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device's context
 class Device(Protocol):
     """GPUs as copies need them. Streams and events are whatever it makes of them."""
 
-    def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage lies on one of them."""
+    def kind(self, storage: torch.UntypedStorage) -> str:
+        """What a storage lies on: ``"cuda"`` for one of them, else what torch calls it."""
 
     def index(self, storage: torch.UntypedStorage) -> int:
         """On which."""
@@ -59,9 +59,9 @@ class Device(Protocol):
 class Cuda:
     """The GPUs of this process."""
 
-    def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage lies on one of them."""
-        return storage.device.type == "cuda"
+    def kind(self, storage: torch.UntypedStorage) -> str:
+        """What a storage lies on: ``"cuda"`` for one of them, else what torch calls it."""
+        return storage.device.type
 
     def index(self, storage: torch.UntypedStorage) -> int:
         """On which."""

@@ -248,9 +248,10 @@ def batches_of(
     limit = max(left // 3, _LEAST_BATCH_BYTES)
     batch: list[SlotSpan] = []
     size = 0
-    for rest in spans:
-        while rest.nbytes:
-            first, rest = rest.cut(min(rest.nbytes, limit - size))
+    for span in spans:
+        rest: SlotSpan | None = span
+        while rest is not None:
+            first, rest = (rest, None) if rest.nbytes <= limit - size else rest.cut(limit - size)
             batch.append(first)
             size, left = size + first.nbytes, left - first.nbytes
             if size >= limit:
