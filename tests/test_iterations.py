@@ -126,6 +126,14 @@ class Recomputed(Net):
         return nn.functional.mse_loss(self.net[3](hidden), batch[1])
 
 
+class Lazy(Net):
+    """Has a parameter without a shape until the first forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = nn.LazyLinear(32)
+
+
 class Closures(Net):
     """Steps with closures that run several forward and backward passes."""
 
@@ -137,6 +145,14 @@ class Closures(Net):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
+class LateProbe(Probe):
+    """Looks once every parameter has its shape."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *more: Any) -> None:
+        if trainer.global_step:
+            super().on_train_batch_start(trainer, *more)
+
+
 @pytest.mark.parametrize("partitions", ["asymmetric", "backward"])
 @pytest.mark.parametrize(
     ("module", "settings"),
@@ -146,15 +162,16 @@ class Closures(Net):
         (TwoOptimizers, {}),
         (Unused, {}),
         (Recomputed, {}),
+        (Lazy, {}),
         (Closures, {}),
         (lambda: torch.compile(Net(), backend="aot_eager"), {}),
     ],
-    ids=["accumulation", "clip-bf16", "two-optimizers", "unused", "recomputed", "closures", "compiled"],
+    ids=["accumulation", "clip-bf16", "two-optimizers", "unused", "recomputed", "lazy", "closures", "compiled"],
 )
 def test_ways_to_train(
     tmp_path: Path, seen: Seen, module: Callable[[], Net], settings: dict[str, Any], partitions: str
 ) -> None:
-    probe, model = Probe(), module()
+    probe, model = LateProbe(), module()
     pl.seed_everything(1, verbose=False)
     trainer(spot(tmp_path, partitions), probe, **{"max_epochs": 1, **settings}).fit(model, data())
     seen.check(probe)

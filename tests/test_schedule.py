@@ -27,7 +27,7 @@ class Training:
             check_partitions(partitions), HostClock(lambda: self.now_s, lambda: self.used_s, processors=2)
         )
         self.schedule.owned = lambda: {100 + number: number for number in range(4)}
-        self.schedule.begin(GRADIENTS)
+        self.schedule.begin(lambda: GRADIENTS)
         self.job = Job()
 
     def works(self, seconds: float, processors: float = 1.0) -> None:

@@ -39,7 +39,7 @@ class Iterations(OfTrainer):
         device = trainer.strategy.root_device
         self.schedule.owned = lambda: overwritten(trainer.optimizers, numbers)
         self.schedule.begin(
-            watch.nbytes(),
+            watch.nbytes,
             int(getattr(trainer.model, "bucket_bytes_cap", BUCKET_BYTES)),  # DDP's
             DeviceClock(device.index or 0) if device.type == "cuda" else None,
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
+from torch.nn.parameter import UninitializedParameter
 
 
 class GradientWatch:
@@ -28,8 +29,8 @@ class GradientWatch:
         self._wanted: frozenset[int] | None = frozenset()
 
     def nbytes(self) -> list[int]:
-        """Bytes of each gradient."""
-        return [parameter.numel() * parameter.element_size() for parameter in self.parameters]
+        """Bytes of each gradient; 0 for a parameter that has no shape yet."""
+        return [0 if is_lazy(item) else item.numel() * item.element_size() for item in self.parameters]
 
     def keep(self, wanted: frozenset[int] | None) -> None:
         """Listen to these parameters only.
@@ -45,7 +46,7 @@ class GradientWatch:
             self._hooks.pop(number)()
         for number in numbers - self._hooks.keys():
             parameter = self.parameters[number]
-            if parameter.requires_grad and parameter.is_leaf:
+            if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
                 hook = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call] # torch's
                     partial(self._accumulated, number)
                 )
@@ -57,3 +58,8 @@ class GradientWatch:
 
     def _accumulated(self, number: int, _: torch.Tensor) -> None:
         self._ready(number)
+
+
+def is_lazy(parameter: torch.Tensor) -> bool:
+    """Whether a parameter of a lazy module has no shape yet: torch lets nobody touch it before the first forward."""
+    return isinstance(parameter, UninitializedParameter)

@@ -59,7 +59,7 @@ class Schedule:
         self.setting = partitions
         self.owned: Callable[[], Mapping[int, int]] = dict
         self._clock: Clock = clock if clock is not None else HostClock()
-        self._gradient_bytes: Sequence[int] = ()
+        self._gradient_bytes: Callable[[], Sequence[int]] = tuple
         self._bucket_bytes = BUCKET_BYTES
         self._profile: Profile | None = None
         self._profiler: Profiler | None = None
@@ -78,12 +78,12 @@ class Schedule:
     # -- told by training -----------------------------------------------------------------------------------------
 
     def begin(
-        self, gradient_bytes: Sequence[int], bucket_bytes: int = BUCKET_BYTES, clock: Clock | None = None
+        self, gradient_bytes: Callable[[], Sequence[int]], bucket_bytes: int = BUCKET_BYTES, clock: Clock | None = None
     ) -> None:
         """Training begins, with the parameters of a model.
 
         Args:
-            gradient_bytes: of each parameter.
+            gradient_bytes: tells those of each parameter; asked when iterations are known.
             bucket_bytes: what fills a bucket of gradients.
             clock: measures iterations from now on.
         """
@@ -96,7 +96,7 @@ class Schedule:
 
     def end(self) -> None:
         """Training ends: what is copied from now on goes at once."""
-        self.begin((), self._bucket_bytes)
+        self.begin(tuple, self._bucket_bytes)
         self._profiler = None
 
     def iteration_begins(self) -> None:
@@ -212,7 +212,8 @@ class Schedule:
     def _plan(self, profiler: Profiler) -> None:
         """Enough is recorded: keep the ends of buckets, and use the rest no more."""
         ready = profiler.profile().gradients()
-        sizes = [self._gradient_bytes[gradient] for gradient in ready]
+        nbytes = self._gradient_bytes()
+        sizes = [nbytes[gradient] for gradient in ready]
         limit = max(self._bucket_bytes, sum(sizes) // _MOST_BUCKETS)
         begin = 0
         for bucket, end in enumerate(bucket_ends(sizes, limit, LEAST_BYTES)):
