@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import blocking, chain, guard, in_all, ingest, layout, memory, objects, partitions, restore
+from benchmarks import blocking, chain, delta, guard, in_all, ingest, layout, memory, objects, partitions, restore
 from benchmarks.measure import Result
 
 ALL = {
@@ -29,6 +29,7 @@ ALL = {
     "partitions": partitions,
     "guard": guard,
     "chain": chain,
+    "delta": delta,
     "objects": objects,
 }
 

@@ -14,6 +14,7 @@ from lightning_spot.errors import NodeUnreachable, RingFull, SnapshotNotFound
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.sealing import Sealing
+from lightning_spot.memory.bases import FindEarlier, nothing_earlier
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.tiers.local import LocalStore
@@ -178,7 +179,7 @@ class NodeBehind:
     def settle(self, manifest: Manifest, attempt: int) -> None:
         self._node().settle(self.run, attempt, manifest.name, manifest.lineage)
 
-    def send(self, coming: Coming, *, attempt: int) -> Manifest:
+    def send(self, coming: Coming, *, attempt: int, earlier: FindEarlier = nothing_earlier) -> Manifest:
         if self.full:
             raise RingFull("no slot")
         node = self._node()

@@ -16,7 +16,7 @@ from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum, part_ranges
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.uploads import Upload
+from lightning_spot.memory.upload import Upload
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, until
 from tests.gated import MIB, RUN_ID, Bench, GatedStore, NodeBehind, image_of, manifest_of

@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 from lightning_spot.client import embedded
 from lightning_spot.client import node_client as client_module
 from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.part_encoder import OutgoingPart
 from lightning_spot.client.part_sender import PartStream
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.config import PROTOCOL_VERSION
@@ -38,7 +40,7 @@ from lightning_spot.errors import (
     SnapshotTooLarge,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.protocol.wire import parse_spot_url
+from lightning_spot.protocol.wire import NO_DIGEST, Frame, PartKind, parse_spot_url
 from lightning_spot.service.program import main
 from lightning_spot.service.settings import add_arguments, settings_from
 from lightning_spot.tiers.local import LocalStore
@@ -171,7 +173,7 @@ def test_every_request_needs_the_token(start_node: StartNode, monkeypatch: pytes
 def test_another_protocol_is_named(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
     node = start_node()
     monkeypatch.setattr(client_module, "PROTOCOL_VERSION", 1)
-    with pytest.raises(ProtocolMismatch, match=r"speaks protocol 2.*1"):
+    with pytest.raises(ProtocolMismatch, match=r"speaks protocol 3.*1"):
         client_of(node).call("GET", "/v1/status")
 
 
@@ -230,7 +232,7 @@ def test_a_given_up_stream_cannot_reach_the_next_snapshot(start_node: StartNode)
     client.call("POST", "/v1/runs/run/open", {"attempt": 1})
     upload = client.call("POST", "/v1/runs/run/uploads", body)["upload"]
     stream = client.stream(upload)
-    stream._socket.sendall(bytes(8) + (2**20).to_bytes(8, "big") + b"first half")
+    stream._socket.sendall(Frame(PartKind.WHOLE, 0, 2**20, 2**20, NO_DIGEST).pack() + b"first half")
     client.call("DELETE", f"/v1/uploads/{upload}")
     assert client.call("POST", "/v1/runs/run/uploads", {**body, "wait_s": 20.0})["upload"] != upload
     assert stream._socket.recv(1) == b""  # the node has hung up
@@ -241,12 +243,12 @@ def test_a_part_damaged_on_its_way_is_sent_again(start_node: StartNode, monkeypa
     real = PartStream.send
     sent = []
 
-    def damaging(self: PartStream, parts: Iterable[tuple[int, memoryview]]) -> Any:
+    def damaging(self: PartStream, parts: Iterable[OutgoingPart]) -> Any:
         parts = list(parts)
         sent.append(len(parts))
         if len(sent) == 1:
-            start, part = parts[0]
-            parts = [(start, memoryview(bytes([part[0] ^ 1]) + bytes(part[1:]))), *parts[1:]]
+            content = bytes(parts[0].content)
+            parts = [replace(parts[0], content=bytes([content[0] ^ 1]) + content[1:]), *parts[1:]]
         return real(self, parts)
 
     monkeypatch.setattr(PartStream, "send", damaging)
@@ -285,7 +287,7 @@ def test_what_is_damaged_on_its_way_back_is_fetched_again(
 
 def test_a_line_that_damages_everything_is_named(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
     node = start_node()
-    monkeypatch.setattr(PartStream, "send", lambda _self, parts: [(start, "wrong") for start, _ in parts])
+    monkeypatch.setattr(PartStream, "send", lambda _self, parts: [(part, "wrong") for part in parts])
     with pytest.raises(CorruptSnapshot, match="damaged"):
         put(node, 1)
     assert NodeStore(f"{node.url}/run").survey().manifests == []

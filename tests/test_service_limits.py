@@ -7,7 +7,6 @@ import json
 import resource
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,19 +16,20 @@ from typing import Any
 
 import psutil
 import pytest
-from aiohttp import web
 
 from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.part_encoder import OutgoingPart
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import NodeRefused, RingFull, SettingsError, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.parts import checksum
 from lightning_spot.memory.node import Node
-from lightning_spot.protocol.wire import FRAME, Address, parse_spot_url
+from lightning_spot.protocol.wire import NO_DIGEST, Address, Frame, PartKind, parse_spot_url
 from lightning_spot.service import fields, files, part_receiver
 from lightning_spot.service.connections import Connections
-from lightning_spot.service.handlers import Service
 from tests.conftest import RunningNode, until
+from tests.served import served
 
 StartNode = Callable[..., RunningNode]
 MANY = 300
@@ -199,26 +199,11 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Node, NodeClient]]:
     ):
         monkeypatch.setattr(module, name, 0.5)
     node = Node(slots=2, memory_bytes=2**28, open_store=open_store)
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-
-    async def begin() -> int:
-        service = Service(node, None)
-        runner = web.AppRunner(service.application())
-        await runner.setup()
-        assert runner.server is not None
-        server = await loop.create_server(service.connections(runner.server), "127.0.0.1", 0)
-        return int(server.sockets[0].getsockname()[1])
-
-    port = asyncio.run_coroutine_threadsafe(begin(), loop).result(10)
-    client = NodeClient(Address("127.0.0.1", port))
-    open_run(client)
-    yield node, client
-    client.close()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    node.close()
+    with served(node) as port:
+        client = NodeClient(Address("127.0.0.1", port))
+        open_run(client)
+        yield node, client
+        client.close()
 
 
 def _connect(client: NodeClient, sent: bytes) -> socket.socket:
@@ -244,7 +229,7 @@ def test_a_stream_that_goes_quiet_is_hung_up_on(hasty: tuple[Node, NodeClient]) 
     node, client = hasty
     upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 1000})["upload"]
     stream = client.stream(upload)
-    stream._socket.sendall(FRAME.pack(0, 1000) + b"half")
+    stream._socket.sendall(Frame(PartKind.WHOLE, 0, 1000, 1000, NO_DIGEST).pack() + b"half")
     stream._socket.settimeout(5)
     assert stream._socket.recv(16) == b""
     stream.close()
@@ -348,12 +333,27 @@ def test_a_manifest_that_promises_a_petabyte_costs_nothing(lasting_node: Running
     client.call("DELETE", f"/v1/uploads/{upload}")
 
 
-@pytest.mark.parametrize("frame", [(0, 0), (0, 2**40), (2**63, 2**63), (90, 20)])
-def test_a_frame_that_lies_ends_its_stream_only(lasting_node: RunningNode, frame: tuple[int, int]) -> None:
+LYING_FRAMES = [
+    (0, 0, 0, 0),
+    (0, 0, 2**40, 2**40),
+    (0, 2**63, 2**63, 2**63),
+    (0, 90, 20, 20),
+    (0, 0, 50, 49),  # a whole part of other bytes than its own
+    (1, 0, 50, 1),
+    (2, 0, 50, 51),  # a delta longer than its part
+    (2, 0, 50, 2**50),
+    (7, 0, 50, 50),
+]
+
+
+@pytest.mark.parametrize("frame", LYING_FRAMES)
+def test_a_frame_that_lies_ends_its_stream_only(
+    lasting_node: RunningNode, frame: tuple[PartKind, int, int, int]
+) -> None:
     client = client_of(lasting_node)
     upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 100})["upload"]
     stream = client.stream(upload)
-    stream._socket.sendall(FRAME.pack(*frame))
+    stream._socket.sendall(Frame(*frame, NO_DIGEST).pack())
     stream._socket.settimeout(5)
     assert stream._socket.recv(16) == b""
     stream.close()
@@ -372,7 +372,8 @@ def test_an_upload_commits_only_what_it_was_opened_for(lasting_node: RunningNode
     client, data = client_of(lasting_node), bytes(100)
     upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 100})["upload"]
     stream = client.stream(upload)
-    assert len(list(stream.send([(0, memoryview(data)[:50]), (50, memoryview(data)[50:])]))) == 2
+    halves = [OutgoingPart.whole(start, memoryview(data)[start : start + 50], checksum(data[:50])) for start in (0, 50)]
+    assert len(list(stream.send(halves))) == 2
     stream.close()
     manifest = {**MANIFEST, "part_bytes": 50, **change}
     with pytest.raises(SettingsError):
@@ -388,7 +389,8 @@ def commit(client: NodeClient, step: int, run: str = "run") -> Manifest:
     manifest = manifest.sealed(memoryview(data))
     upload = client.call("POST", f"/v1/runs/{run}/uploads", {"attempt": 1, "nbytes": 100})["upload"]
     stream = client.stream(upload)
-    assert list(stream.send([(0, memoryview(data))])) == [(0, manifest.checksums[0])]
+    part = OutgoingPart.whole(0, memoryview(data), manifest.checksums[0])
+    assert list(stream.send([part])) == [(part, manifest.checksums[0])]
     stream.close()
     client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": asdict(manifest)})
     return manifest

@@ -22,8 +22,10 @@ import pytest
 
 from lightning_spot.client import embedded
 from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.part_encoder import OutgoingPart
 from lightning_spot.errors import NodeUnreachable, RunBusy, SpotError
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import find_record
 from lightning_spot.protocol.wire import parse_spot_url
@@ -403,7 +405,7 @@ def _send(client: NodeClient, step: int) -> None:
 def _commit(client: NodeClient, upload: str, step: int) -> None:
     image = image_of(step, 1000)
     stream = client.stream(upload)
-    list(stream.send([(0, memoryview(image))]))
+    list(stream.send([OutgoingPart.whole(0, memoryview(image), checksum(image))]))
     stream.close()
     manifest = {**json.loads(manifest_of(step, 1, 1000).sealed(memoryview(image)).to_json()), "run_id": ""}
     client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": manifest})

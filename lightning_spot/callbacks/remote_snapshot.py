@@ -22,6 +22,7 @@ from lightning_spot.fit.fit import Fit
 from lightning_spot.fit.iterations import Iterations
 from lightning_spot.fit.snapshotter import SnapshotSettings, Snapshotter
 from lightning_spot.fit.taking_part import takes_part
+from lightning_spot.image.packing import Compression, check_compression
 from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.policy import EverySeconds, IntervalPolicy
 from lightning_spot.run.location import Location, memory_limit_bytes
@@ -51,6 +52,9 @@ class RemoteSnapshot(Part):
         on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for the flusher.
         durable_every_s: at least so many seconds lie between two snapshots that are brought to the durable tier; 0
             brings it the newest one whenever it is free. The last one is brought there in any case.
+        compression: how what changed since the last snapshot goes to a memory node on another host: ``"auto"``
+            compresses it (without loss) where that was measured to be faster, ``"delta"`` always, ``None`` never.
+            What has not changed is not sent in any case; what lies there is always the plain, whole file.
         flush_timeout_s: how long ``fit`` waits at its end until all is durable, seconds.
         idle_timeout_s: the node on this host ends when no trainer came for so long, seconds.
         max_stall_s: how long a call to the node on this host may keep the training thread, seconds, more than 0; a
@@ -86,6 +90,7 @@ class RemoteSnapshot(Part):
         memory_limit: str | int | None = None,
         on_full: Literal["skip", "wait"] = "skip",
         durable_every_s: float = 0.0,
+        compression: Compression = "auto",
         flush_timeout_s: float = FLUSH_TIMEOUT_S,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
         max_stall_s: float = MAX_STALL_S,
@@ -100,6 +105,7 @@ class RemoteSnapshot(Part):
             raise SettingsError(f"slots={slots}: a ring needs 2 slots, one stays whole while the other is filled")
         if on_full not in ("skip", "wait"):
             raise SettingsError(f"on_full={on_full!r}: it is 'skip' or 'wait'")
+        check_compression(compression)
         if not (durable_every_s >= 0 and max_stall_s > 0):
             raise SettingsError(f"{durable_every_s=} is 0 or more seconds, {max_stall_s=} more than 0")
         self.location = self._named = Location.of(dirpath, memory, run)
@@ -114,6 +120,7 @@ class RemoteSnapshot(Part):
             keep=keep,
             strict=strict,
             durable_every_s=durable_every_s,
+            compression=compression,
             max_stall_s=max_stall_s,
             device_buffer_bytes=parse_bytes(device_buffer) if device_buffer is not None else 0,
         )

@@ -17,6 +17,7 @@ from lightning_spot.exact.position import Rewind
 from lightning_spot.fit.chosen import ResumedFrom
 from lightning_spot.fit.taking_part import takes_part
 from lightning_spot.goodput.metric import Goodput
+from lightning_spot.image.packing import Compression
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.notices.choose import Notices
 from lightning_spot.notices.notice import Notice
@@ -47,6 +48,8 @@ class SpotCheckpoint(SpotCallback):
         on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for the flusher.
         durable_every_s: at least so many seconds lie between two snapshots that are brought to the durable tier; 0
             brings it the newest one whenever it is free. The last one is brought there in any case.
+        compression: how what changed goes to a memory node on another host, ``"auto"``, ``"delta"`` or ``None``; see
+            :class:`RemoteSnapshot`.
         flush_timeout_s: how long ``fit`` waits at its end until all is durable, seconds.
         idle_timeout_s: the node on this host ends when no trainer came for so long, seconds.
         max_stall_s: how long a call to the node on this host may keep the training thread, seconds, more than 0; a
@@ -87,6 +90,7 @@ class SpotCheckpoint(SpotCallback):
         memory_limit: str | int | None = None,
         on_full: Literal["skip", "wait"] = "skip",
         durable_every_s: float = 0.0,
+        compression: Compression = "auto",
         flush_timeout_s: float = FLUSH_TIMEOUT_S,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
         max_stall_s: float = MAX_STALL_S,
@@ -106,6 +110,7 @@ class SpotCheckpoint(SpotCallback):
             memory_limit=memory_limit,
             on_full=on_full,
             durable_every_s=durable_every_s,
+            compression=compression,
             flush_timeout_s=flush_timeout_s,
             idle_timeout_s=idle_timeout_s,
             max_stall_s=max_stall_s,

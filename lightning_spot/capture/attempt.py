@@ -22,6 +22,7 @@ from lightning_spot.config import MAX_STALL_S
 from lightning_spot.errors import Fenced, NotSerialisable, RingFull, SnapshotTooLarge, SpotError, TierError
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.packing import Compression
 from lightning_spot.memory.host import Host
 from lightning_spot.run.claims import begin_attempt
 from lightning_spot.run.identity import new_id
@@ -45,6 +46,7 @@ class RingSettings:
         keep: snapshots that each tier keeps.
         strict: whether to raise where a warning would do.
         durable_every_s: least seconds between two snapshots brought to the durable tier; 0 for as often as it can.
+        compression: how what changed goes to memory nodes behind, see :class:`RunInfo`.
         max_stall_s: how long a call to the ring may keep the training thread.
         device_buffer_bytes: of the buffer on each GPU, see :class:`~lightning_spot.staging.copier.Copier`; 0 for none.
     """
@@ -55,6 +57,7 @@ class RingSettings:
     keep: int
     strict: bool
     durable_every_s: float = 0.0
+    compression: Compression = "auto"
     max_stall_s: float = MAX_STALL_S
     device_buffer_bytes: int = 0
 
@@ -113,7 +116,11 @@ class Attempt:
         self._ended = False
         try:
             self.info, self._late_claim = begin_attempt(
-                found, host, keep=settings.keep, durable_every_s=settings.durable_every_s
+                found,
+                host,
+                keep=settings.keep,
+                durable_every_s=settings.durable_every_s,
+                compression=settings.compression,
             )
         except BaseException:
             leave(host)

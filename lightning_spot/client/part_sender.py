@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterable, Iterator
 
+from lightning_spot.client.part_encoder import OutgoingPart
 from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES
 from lightning_spot.errors import NodeUnreachable, SpotError
 from lightning_spot.protocol.wire import (
     DIGEST_BYTES,
-    FRAME,
     PROTOCOL_HEADER,
     TARGET_HEADER,
     UPGRADE,
     Address,
+    Frame,
     error_from_body,
     fill,
     target_of,
@@ -36,9 +38,14 @@ class PartStream:
     Raises:
         NodeUnreachable: if no node answers.
         SpotError: whatever the node answered with.
+
+    Attributes:
+        sent_bytes: of parts and frames, so far.
     """
 
     def __init__(self, address: Address, token: str | None, upload: str) -> None:
+        self.sent_bytes = 0
+        self._busy_s = self._lap_s = 0.0
         self._name = str(address)
         path = f"/v1/uploads/{upload}/stream"
         lines = [
@@ -68,34 +75,52 @@ class PartStream:
                 raise self._unreachable(error) from error
             raise
 
-    def send(self, parts: Iterable[tuple[int, memoryview]]) -> Iterator[tuple[int, str]]:
-        """Send ``(offset, bytes)`` parts and yield ``(offset, xxh3-128)`` of each as it arrived.
+    def send(self, parts: Iterable[OutgoingPart]) -> Iterator[tuple[OutgoingPart, str]]:
+        """Send parts, and yield each with the xxh3-128 of what lies there now.
 
         Raises:
             NodeUnreachable: if the connection breaks.
         """
-        waiting: list[int] = []
+        waiting: list[OutgoingPart] = []
         try:
-            for offset, part in parts:
-                self._socket.settimeout(_TIMEOUT_S)
-                self._socket.sendall(FRAME.pack(offset, len(part)))
-                for start in range(0, len(part), SEND_BYTES):
-                    self._socket.sendall(part[start : start + SEND_BYTES])
-                waiting.append(offset)
+            for part in parts:
+                # Between packed parts and others the line is emptied, so that it is known how long either takes.
+                while waiting and bool(waiting[0].pack_s) != bool(part.pack_s):
+                    yield waiting.pop(0), self._digest()
+                self._send(part)
+                waiting.append(part)
                 if len(waiting) >= _WINDOW:
                     yield waiting.pop(0), self._digest()
-            for offset in waiting:
-                yield offset, self._digest()
+            for part in waiting:
+                yield part, self._digest()
         except OSError as error:
             raise self._unreachable(error) from error
+
+    def lap(self) -> float:
+        """Seconds that were spent on sending, and on waiting for answers, since this was asked last."""
+        lap_s, self._lap_s = self._busy_s - self._lap_s, self._busy_s
+        return lap_s
 
     def close(self) -> None:
         """Close the connection."""
         self._socket.close()
 
+    def _send(self, part: OutgoingPart) -> None:
+        began_s = time.perf_counter()
+        content = memoryview(part.content)
+        frame = Frame(part.kind, part.start, part.nbytes, len(content), part.digest).pack()
+        self._socket.settimeout(_TIMEOUT_S)
+        self._socket.sendall(frame)
+        for start in range(0, len(content), SEND_BYTES):
+            self._socket.sendall(content[start : start + SEND_BYTES])
+        self.sent_bytes += len(frame) + len(content)
+        self._busy_s += time.perf_counter() - began_s
+
     def _digest(self) -> str:
+        began_s = time.perf_counter()
         buffer = bytearray(DIGEST_BYTES)
         fill(self._socket, memoryview(buffer), _TIMEOUT_S)
+        self._busy_s += time.perf_counter() - began_s
         return buffer.hex()
 
     def _expect_upgrade(self) -> None:

@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
 
+from lightning_spot.client.compression import CompressionRule
 from lightning_spot.client.node_client import NodeClient, quoted
-from lightning_spot.errors import CorruptSnapshot, NodeUnreachable, SnapshotNotFound, SpotError
+from lightning_spot.client.part_encoder import OutgoingPart, PartEncoder, packers
+from lightning_spot.client.part_lanes import CONNECTIONS, PartLanes
+from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.packing import Compression
 from lightning_spot.image.parts import checksum
 from lightning_spot.image.sealing import seal_parts
-from lightning_spot.memory.runs import Opened, RunInfo, parse_run
-from lightning_spot.protocol.wire import Address, parse_spot_url
-from lightning_spot.tiers.batches import Pace, useful_streams
-from lightning_spot.tiers.lanes import Climb
+from lightning_spot.memory.bases import FindEarlier, nothing_earlier
+from lightning_spot.memory.runs import Opened, RunInfo, key_of, parse_run
+from lightning_spot.protocol.wire import Address, BaseInfo, parse_spot_url
 from lightning_spot.tiers.store import Claim, Holdings, Progress, highest_attempt, newest_first
 
 logger = logging.getLogger(__name__)
 
-CONNECTIONS = 4
-"""Connections a snapshot moves over, at first: a cloud VM gets about 5 Gbit/s per flow outside a placement group."""
-
-_MOST_CONNECTIONS = 16
 _ASK_S = 5.0
 _WAIT_FOR_SLOT_S = 10.0
-_SENDS_OF_A_PART = 3
-
-_Part = tuple[int, int, str]  # first byte, end, checksum
 
 
 class NodeStore:
@@ -42,6 +36,9 @@ class NodeStore:
     Args:
         url: ``spot://host:port/NAME@ID``, or ``…/NAME`` where only one run has that name.
         address: overrides the URL's address (for a Unix socket).
+
+    Attributes:
+        sent_bytes: bytes of parts that were sent for snapshots which were committed there.
     """
 
     def __init__(self, url: str, address: Address | None = None) -> None:
@@ -49,9 +46,10 @@ class NodeStore:
         parsed, path = parse_spot_url(url)
         self.run = path.rpartition("/")[2]
         self.client = NodeClient(address or parsed)
+        self.sent_bytes = 0
+        self._rule = CompressionRule()
+        self._lanes = PartLanes(self.client, self.url)
         self._info: RunInfo | None = None
-        self._pace = Pace()
-        self._connections = CONNECTIONS
 
     # -- as a store -----------------------------------------------------------------------------------------------
 
@@ -62,7 +60,7 @@ class NodeStore:
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
         """See :meth:`Store.put_parts`."""
         manifest = self._named(manifest)
-        upload = self._lease(manifest, attempt)
+        upload, _ = self._lease(manifest, attempt)
         checksums: list[str] = []
         sizes: list[int] = []
         try:
@@ -70,9 +68,10 @@ class NodeStore:
             try:
                 for part in parts:
                     checksums.append(checksum(part))
-                    for start, arrived in stream.send([(sum(sizes), part)] if len(part) else []):
-                        if arrived != checksums[-1]:
-                            raise CorruptSnapshot(f"bytes {start}… arrive damaged at {self.url}", where=self.url)
+                    whole = OutgoingPart.whole(sum(sizes), part, checksums[-1])
+                    for sent, arrived in stream.send([whole] if len(part) else []):
+                        if arrived != sent.digest:
+                            raise CorruptSnapshot(f"bytes {sent.start}… arrive damaged at {self.url}", where=self.url)
                     sizes.append(len(part))
             finally:
                 stream.close()
@@ -153,7 +152,7 @@ class NodeStore:
 
     def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`NodeTier.open_run`."""
-        names = ("location", "attempt", "token", "keep", "durable_url", "durable_every_s", "pid", "host")
+        names = ("location", "attempt", "token", "keep", "durable_url", "durable_every_s", "compression", "pid", "host")
         body = {name: getattr(info, name) for name in names}
         opened = self.client.call("POST", f"/v1/runs/{quoted(self.run)}/open", body, timeout_s=_ASK_S)
         self._info = info
@@ -182,16 +181,22 @@ class NodeStore:
         answer = self.client.call("POST", "/v1/flush", body, timeout_s=wait_s + _ASK_S)
         return [str(line) for line in answer["unreached"]]
 
-    def send(self, coming: Coming, *, attempt: int) -> Manifest:
+    def send(self, coming: Coming, *, attempt: int, earlier: FindEarlier = nothing_earlier) -> Manifest:
         """See :meth:`NodeTier.send`."""
-        upload = self._lease(self._named(coming.manifest), attempt)
+        plain = coming.manifest
+        upload, base = self._lease(self._named(plain), attempt)
         try:
-            self._send_parts(upload, _Shared(coming.sealed_parts()), coming)
+            with packers() as threads:
+                encoder = self._encoder(coming, base, earlier, threads)
+                count = -(-plain.nbytes // plain.part_bytes)
+                sent_bytes = self._lanes.send(upload, coming.sealed_parts(), count, encoder)
             manifest = coming.committed()
             self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": asdict(self._named(manifest))})
         except BaseException:
             self._give_up(upload)
             raise
+        self.sent_bytes += sent_bytes
+        logger.debug("%s went to %s as %d of %d bytes", plain.name, self.url, sent_bytes, plain.nbytes)
         return manifest
 
     # -- inside ---------------------------------------------------------------------------------------------------
@@ -204,8 +209,8 @@ class NodeStore:
         name, identity = parse_run(self.run)
         return replace(manifest, run=name, run_id=identity or manifest.run_id)
 
-    def _lease(self, manifest: Manifest, attempt: int) -> str:
-        """Begin an upload; a node that was restarted and knows the run no more is told of it again."""
+    def _lease(self, manifest: Manifest, attempt: int) -> tuple[str, BaseInfo | None]:
+        """Begin an upload, and learn the base; a node that was restarted and forgot the run is told of it again."""
         path = f"/v1/runs/{quoted(self.run)}"
         upload = uuid.uuid4().hex
         request: dict[str, Any] = {
@@ -219,109 +224,35 @@ class NodeStore:
         timeout_s = _WAIT_FOR_SLOT_S + 4 * _ASK_S
         try:
             try:
-                self.client.call("POST", f"{path}/uploads", request, timeout_s=timeout_s, again=True)
+                leased = self.client.call("POST", f"{path}/uploads", request, timeout_s=timeout_s, again=True)
             except SnapshotNotFound:
                 name, identity = parse_run(self.run)
                 info = self._info or RunInfo(name=name, id=identity, location="", attempt=max(1, attempt), token="")
                 self.open_run(info)
-                self.client.call("POST", f"{path}/uploads", request, timeout_s=timeout_s, again=True)
+                leased = self.client.call("POST", f"{path}/uploads", request, timeout_s=timeout_s, again=True)
         except BaseException:
             self._give_up(upload)  # it may have begun, and only its answer be lost
             raise
-        return upload
+        return upload, BaseInfo.read(leased.get("base"))
 
-    def _send_parts(self, upload: str, parts: _Shared, coming: Coming) -> None:
-        """Send parts over several connections; over more where the node is far and more of them move more."""
-        began_s = time.monotonic()
-        self.client.call("GET", "/healthz", timeout_s=_ASK_S)
-        self._pace.answered(time.monotonic() - began_s)
-        count = -(-coming.manifest.nbytes // coming.manifest.part_bytes)
-        most = min(count, useful_streams(self._pace.latency_s, fewest=CONNECTIONS, most=_MOST_CONNECTIONS))
-        climb, lock = Climb(min(self._connections, most), most), threading.Lock()
-        jobs: list[Future[None]] = []
-        with ThreadPoolExecutor(max(1, most)) as pool:
-
-            def moved(nbytes: int) -> None:
-                with lock:
-                    climb.moved(nbytes)
-                    begin()
-
-            def begin() -> None:
-                while len(jobs) < climb.lanes:
-                    jobs.append(pool.submit(self._send_lane, upload, parts, coming.image, moved))
-
-            with lock:
-                begin()
-            try:
-                for job in jobs:  # which grows: a lane adds others before it ends
-                    job.result()
-            except BaseException:
-                parts.stop()
-                raise
-        self._connections = max(CONNECTIONS, climb.best_lanes)
-
-    def _send_lane(self, upload: str, parts: _Shared, image: memoryview, moved: Callable[[int], None]) -> None:
-        """Send parts over one connection; what arrives damaged, or not at all, is sent again a few times."""
-        again: dict[int, _Part] = {}
-        for last_try in (False,) * (_SENDS_OF_A_PART - 1) + (True,):
-            try:
-                self._send_over(upload, parts, again, image, moved)
-            except NodeUnreachable:
-                if last_try:
-                    raise
-            if not again:
-                return
-        raise CorruptSnapshot(
-            f"bytes {min(again)}… arrive damaged at {self.url}, {_SENDS_OF_A_PART} times", where=self.url
+    def _encoder(self, coming: Coming, base: BaseInfo | None, earlier: FindEarlier, threads: Executor) -> PartEncoder:
+        compression: Compression = self._info.compression if self._info is not None else "auto"
+        held = earlier(key_of(coming.manifest), base.name) if base is not None else None
+        return PartEncoder(
+            coming.image,
+            coming.manifest.part_bytes,
+            base,
+            held,
+            threads,
+            self._rule if compression is not None else None,
+            always=compression == "delta",
         )
-
-    def _send_over(
-        self, upload: str, parts: _Shared, again: dict[int, _Part], image: memoryview, moved: Callable[[int], None]
-    ) -> None:
-        """Send what an earlier try left, then parts as they are sealed; what did not arrive stays in ``again``."""
-
-        def outgoing() -> Iterator[tuple[int, memoryview]]:
-            for start, stop, _ in list(again.values()):
-                yield start, image[start:stop]
-            for part in parts:
-                again[part[0]] = part
-                yield part[0], image[part[0] : part[1]]
-
-        stream = self.client.stream(upload)
-        try:
-            for start, arrived in stream.send(outgoing()):
-                if arrived == again[start][2]:
-                    moved(again.pop(start)[1] - start)
-        finally:
-            stream.close()
 
     def _give_up(self, upload: str) -> None:
         try:
             self.client.call("DELETE", f"/v1/uploads/{upload}", timeout_s=_ASK_S)
         except SpotError as error:
             logger.debug("an upload could not be taken back (%s); the node frees its slot by itself", error)
-
-
-class _Shared:
-    """Parts that several connections take from in turn."""
-
-    def __init__(self, parts: Iterator[_Part]) -> None:
-        self._parts = parts
-        self._lock = threading.Lock()
-        self._stopped = False
-
-    def __iter__(self) -> _Shared:
-        return self
-
-    def __next__(self) -> _Part:
-        with self._lock:
-            if self._stopped:
-                raise StopIteration
-            return next(self._parts)
-
-    def stop(self) -> None:
-        """Hand out no more."""
-        self._stopped = True
 
 
 def _entries(listing: dict[str, Any]) -> list[tuple[Manifest, list[str], list[str]]]:

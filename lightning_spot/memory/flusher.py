@@ -6,6 +6,7 @@ deletion, a retention) and holds nothing else up; when several things fail in a 
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -16,6 +17,7 @@ from lightning_spot.config import KEEP
 from lightning_spot.errors import CorruptSnapshot, Fenced, SnapshotNotFound, SpotError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.bases import glance
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.tier import NodeTier
@@ -81,7 +83,9 @@ class Flusher:
         self._open_store = open_store
         self._run = run
         self._heard = heard
+        self._earlier = functools.partial(glance, ring)
         self._threads: dict[str, threading.Thread] = {}
+        self._stores: dict[str, Store] = {}
         self._refused: dict[str, dict[str, Manifest]] = {}
         self._swept_s: dict[tuple[str, str], float] = {}
         self._closed = False
@@ -108,6 +112,7 @@ class Flusher:
             for url in urls:
                 if url not in self._threads:
                     self.health.pop(url, None)
+                    self._stores.pop(url, None)
 
     def keep(self, run: str, name: str) -> None:
         """Delete nothing of that name any more: it is committed anew, and will be written over."""
@@ -186,7 +191,9 @@ class Flusher:
         while (job := self._next(url)) is not None:
             attempt = self._attempt(job)
             try:
-                store = store or self._open_store(url)
+                store = store or self._stores.get(url) or self._open_store(url)
+                if isinstance(store, NodeTier):
+                    self._stores[url] = store  # it has learned how fast the node is
                 self._do(store, url, job, attempt)
             except Fenced as error:
                 self._fenced(url, job, attempt, error)
@@ -249,7 +256,7 @@ class Flusher:
             store.know(replace(info, nodes=(), session=""))
         if job.coming is not None:
             try:
-                manifest = _send_on(store, job.coming, attempt)
+                manifest = self._send_on(store, job.coming, attempt)
             except SnapshotNotFound:
                 if job.coming.given_up:
                     return False
@@ -261,7 +268,10 @@ class Flusher:
                 if not self._intact(image, job, known=url.startswith("spot://")):
                     return False
                 try:
-                    store.put(manifest, image, attempt=attempt)
+                    if isinstance(store, NodeTier):
+                        store.send(Coming(manifest, image), attempt=attempt, earlier=self._earlier)
+                    else:
+                        store.put(manifest, image, attempt=attempt)
                 except CorruptSnapshot:
                     if not self._intact(image, job, known=False):
                         return False
@@ -275,6 +285,13 @@ class Flusher:
         elif info is not None:
             self._ring.trim(job.run, info.keep)
         return True
+
+    def _send_on(self, store: Store, coming: Coming, attempt: int) -> Manifest:
+        """Bring a file to a tier while it is still coming in; it is committed there once it is here."""
+        if isinstance(store, NodeTier):
+            return store.send(coming, attempt=attempt, earlier=self._earlier)
+        store.put_parts(coming.manifest, coming.parts_in_order(), attempt=attempt)
+        return coming.committed()
 
     def _sweep_files(self, store: Store, run: str) -> None:
         """Remove what killed writers left beside a user's files: with the first put there, and now and then."""
@@ -358,11 +375,3 @@ class Flusher:
                     self._refused.setdefault(job.run, {})[job.manifest.name] = job.manifest
             self._ring.notify()
         self._heard(url, error)
-
-
-def _send_on(store: Store, coming: Coming, attempt: int) -> Manifest:
-    """Bring a file to a tier while it is still coming in; it is committed there once it is here."""
-    if isinstance(store, NodeTier):
-        return store.send(coming, attempt=attempt)
-    store.put_parts(coming.manifest, coming.parts_in_order(), attempt=attempt)
-    return coming.committed()

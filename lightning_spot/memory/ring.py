@@ -29,6 +29,7 @@ from lightning_spot.memory.slots import (
     Slot,
     SlotState,
     Tiers,
+    bases_of,
     file_order,
     newest_of_lineages,
     only_here,
@@ -204,7 +205,8 @@ class Ring:
                 reverse=True,
             )
             idle = reusable(self.slots)
-            old = [slot for slot in committed[max(1, keep) :] if slot in idle]
+            bases = bases_of(committed)
+            old = [slot for slot in committed[max(1, keep) :] if slot in idle and slot not in bases]
             for slot in old:
                 self._forget(slot)
             if old:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lightning_spot.config import KEEP, check_run_name
 from lightning_spot.errors import SettingsError
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.packing import Compression
 
 _RUN_ID = re.compile(r"[0-9a-f]{12}")
 
@@ -47,6 +48,8 @@ class RunInfo:
         keep: snapshots each tier keeps.
         durable_url: durable directory as a store's URL; ``None`` if the node is not to write there.
         durable_every_s: least seconds between two snapshots brought to the durable tier; 0 for as often as it can.
+        compression: how what changed goes to the nodes behind: ``"auto"`` packs it where that is faster, ``"delta"``
+            always, ``None`` never.
         nodes: ``spot://host:port`` of the memory nodes behind this one, in order of preference.
         session: live connection of the trainer, if it is on this host.
         pid: its process id, for messages.
@@ -61,6 +64,7 @@ class RunInfo:
     keep: int = KEEP
     durable_url: str | None = None
     durable_every_s: float = 0.0
+    compression: Compression = "auto"
     nodes: tuple[str, ...] = ()
     session: str = ""
     pid: int = 0

@@ -117,6 +117,12 @@ def newest_of_lineages(slots: Iterable[Slot]) -> set[Slot]:
     return set(newest.values())
 
 
+def bases_of(slots: Iterable[Slot]) -> set[Slot]:
+    """The slots that hold the newest snapshot of each run that is at a node behind this one."""
+    sent = (slot for slot in slots if slot.snapshot is not None and any(url.startswith("spot://") for url in slot.safe))
+    return set({slot.run: slot for slot in sorted(sent, key=lambda slot: slot.sequence)}.values())
+
+
 def only_here(slots: list[Slot]) -> set[Slot]:
     """The slots whose snapshot or file is still owed to a tier, or is the newest and safe nowhere."""
     newest = newest_of_lineages(slots)
@@ -145,9 +151,10 @@ def reusable(slots: list[Slot]) -> list[Slot]:
 
     A slot may be reused when nobody reads it and it is owed to no tier. The newest snapshot of a lineage, and a file,
     must be safe somewhere below besides, or its sender have said that it is durable, or the file have been refused
-    there, since a newer one is at its place.
+    there, since a newer one is at its place. What a node behind holds goes late: only changes to it need to be sent.
     """
     newest = newest_of_lineages(slots)
+    bases = bases_of(slots)
     idle = [
         slot
         for slot in slots
@@ -156,7 +163,7 @@ def reusable(slots: list[Slot]) -> list[Slot]:
         and not slot.dirty
         and (slot.safe or slot.settled or (slot.refused if slot.snapshot is None else slot not in newest))
     ]
-    return sorted(idle, key=lambda slot: (slot in newest, slot.sequence))
+    return sorted(idle, key=lambda slot: (slot in newest, slot in bases, slot.sequence))
 
 
 def file_order(manifest: Manifest | None) -> tuple[int, int, float]:

@@ -8,62 +8,24 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound, SpotError, TierError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing, sealing_threads
+from lightning_spot.memory.bases import Base
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import key_of
 from lightning_spot.memory.slots import Slot
+from lightning_spot.memory.upload import Upload
 from lightning_spot.tiers.store import check_fence
 
 logger = logging.getLogger(__name__)
 
 UPLOAD_IDLE_S = 120.0
 """An upload over the network that receives nothing for so long is given up and its slot freed."""
-
-
-@dataclass(slots=True)
-class Upload:
-    """A slot on its way to become a snapshot.
-
-    Attributes:
-        id: names it in requests.
-        run: key of its run.
-        attempt: its writer.
-        name: of the snapshot it was opened for, ``""`` if that was not said.
-        slot: being filled.
-        nbytes: size announced.
-        session: the trainer's connection, if it is on this host.
-        touched_s: when something was heard of it last (monotonic).
-        received: ``offset -> (nbytes, xxh3-128)`` of parts that came over the network.
-        coming: hands these parts to whoever sends them on, if it was said what they are of.
-        streams: connections that receive into the slot at the moment.
-        sealing: whether it is being checksummed, which also writes the zip's CRCs.
-        given_up: whether its slot is to be freed once nothing writes into it any more.
-    """
-
-    id: str
-    run: str
-    attempt: int
-    slot: Slot
-    nbytes: int
-    name: str
-    session: str
-    touched_s: float
-    received: dict[int, tuple[int, str]] = field(default_factory=dict)
-    streams: set[socket.socket] = field(default_factory=set)
-    coming: Coming | None = None
-    sealing: bool = False
-    given_up: bool = False
-
-    @property
-    def in_use(self) -> bool:
-        """Whether something still writes into the slot."""
-        return self.sealing or bool(self.streams)
 
 
 class Uploads:
@@ -149,8 +111,10 @@ class Uploads:
             raise SettingsError(f"{manifest.name} is not what is asked for a slot: {name} of {nbytes} bytes of {key!r}")
         slot = self._ring.lease(key, nbytes, wait_s, cancelled=gone)
         upload = Upload(upload_id or uuid.uuid4().hex, key, attempt, slot, nbytes, name, session, time.monotonic())
-        if manifest is not None and not manifest.is_file and not self._ring.find(key, name):
-            upload.coming = Coming(replace(manifest, checksums=()), slot.view(nbytes))
+        if manifest is not None and not manifest.is_file:
+            if not self._ring.find(key, name):
+                upload.coming = Coming(replace(manifest, checksums=()), slot.view(nbytes))
+            upload.base = Base.newest(self._ring, key)
         return self._begin(upload, gone)
 
     def find(self, upload_id: str) -> Upload:
@@ -257,7 +221,7 @@ class Uploads:
             upload = self._uploads.pop(upload_id, None)
             if upload is None:
                 return
-            upload.given_up = True
+            upload.ended = upload.given_up = True
             if upload.coming is not None:
                 upload.coming.give_up()
                 self._offer(upload.slot, None)
@@ -301,6 +265,8 @@ class Uploads:
             if known is None and not gone():
                 self._uploads[upload.id] = upload
                 return upload
+        upload.ended = True
+        upload.let_go()
         self._ring.abort(upload.slot)
         if known is not None:
             return self._same(known, upload.run, upload.attempt, upload.nbytes, upload.name)
@@ -328,6 +294,8 @@ class Uploads:
                 self.abort(upload.id)
                 raise
             self._uploads.pop(upload.id, None)
+            upload.ended = True
+            upload.let_go()
         self._committed(upload.run, manifest)
         return manifest
 
@@ -351,6 +319,7 @@ class Uploads:
 
     def _free_if_given_up(self, upload: Upload) -> None:
         """Free the slot of a given-up upload, but not while late bytes could still reach the next snapshot in it."""
+        upload.let_go()
         if upload.given_up and not upload.in_use:
             self._ring.abort(upload.slot)
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import Fenced, SpotError, TierError
+from lightning_spot.image.packing import Compression
 from lightning_spot.memory.host import Host
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run import patience
@@ -29,7 +30,13 @@ _MOST_NUMBERS = 8  # others that start at the same moment each take one
 
 
 def begin_attempt(
-    found: Survey, host: Host, *, keep: int, durable_every_s: float = 0.0, bounds: Patience | None = None
+    found: Survey,
+    host: Host,
+    *,
+    keep: int,
+    durable_every_s: float = 0.0,
+    compression: Compression = "auto",
+    bounds: Patience | None = None,
 ) -> tuple[RunInfo, LateClaim | None]:
     """Take the next attempt of the run at this host's ring and at the durable tier.
 
@@ -40,6 +47,7 @@ def begin_attempt(
         host: ring on this host.
         keep: snapshots each tier keeps.
         durable_every_s: least seconds between two snapshots brought to the durable tier; 0 for as often as it can.
+        compression: how what changed goes to memory nodes behind, see :class:`RunInfo`.
         bounds: how often the durable tier is tried.
 
     Returns:
@@ -59,6 +67,7 @@ def begin_attempt(
         keep=keep,
         durable_url=location.url,
         durable_every_s=durable_every_s,
+        compression=compression,
         nodes=location.nodes,
         pid=os.getpid(),
         host=os.uname().nodename,

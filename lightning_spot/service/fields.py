@@ -12,6 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from lightning_spot.errors import NodeRefused, SettingsError
+from lightning_spot.image.packing import Compression
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.wire import DIGEST_HEADER
 
@@ -118,3 +119,14 @@ def texts(fields: Mapping[str, Any], name: str, most: int) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or len(value) > most:
         raise SettingsError(f"malformed request: {name} is no list of at most {most}")
     return tuple(text({name: item}, name, None) for item in value)
+
+
+def compression(fields: Mapping[str, Any]) -> Compression:
+    """How what changed is sent on; what a later version may say counts as ``"auto"``.
+
+    Raises:
+        SettingsError: if it is no text.
+    """
+    if fields.get("compression", "auto") is None:
+        return None
+    return "delta" if text(fields, "compression", "auto") == "delta" else "auto"

@@ -22,7 +22,7 @@ from lightning_spot.memory.node import Node
 from lightning_spot.memory.paths import LAST, committed, file_name, resolve
 from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.memory.slots import Slot
-from lightning_spot.memory.uploads import Upload
+from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.wire import DIGEST_HEADER, LONGEST_DIGESTED_BYTES, WANT_DIGEST_HEADER
 from lightning_spot.service.below import Below, Entry, open_below
 from lightning_spot.service.fields import MOST_BYTES, json_body

@@ -46,15 +46,17 @@ from aiohttp import hdrs, web
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import NodeRefused, ProtocolMismatch, SettingsError, SpotError
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.packing import can_pack
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo, parse_run
-from lightning_spot.memory.uploads import Upload
+from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.wire import (
     DIGEST_HEADER,
     PROTOCOL_HEADER,
     TARGET_HEADER,
     UPGRADE,
+    BaseInfo,
     error_body,
     error_status,
     target_of,
@@ -63,6 +65,7 @@ from lightning_spot.service.connections import Connections
 from lightning_spot.service.fields import (
     MANIFEST_BODY_BYTES,
     MOST_BYTES,
+    compression,
     identifier,
     integer,
     json_body,
@@ -232,6 +235,7 @@ class Service:
             keep=integer(body, "keep", 2, 0, _MOST_KEPT),
             durable_url=text(body, "durable_url") if body.get("durable_url") is not None else None,
             durable_every_s=seconds(body, "durable_every_s", 0.0, 365 * 86400.0),
+            compression=compression(body),
             nodes=texts(body, "nodes", _MOST_NODES) if same_host else (),
             session=text(body, "session") if same_host else "",
             pid=integer(body, "pid", 0, 0, _MOST_PID),
@@ -286,6 +290,7 @@ class Service:
                 "capacity": slot.capacity,
                 "backing": slot.memory.backing if slot.memory else "",
                 "generations": {item.index: item.generation for item in self.node.ring.slots if item.memory},
+                "base": asdict(_base_info(upload.base.manifest)) if upload.base is not None else None,
             }
         )
 
@@ -343,6 +348,10 @@ class Service:
     def _only_same_host(self, request: web.Request) -> None:
         if not _same_host(request):
             raise NodeRefused("this request is for trainers on the node's own host (Unix socket)", status=403)
+
+
+def _base_info(manifest: Manifest) -> BaseInfo:
+    return BaseInfo(manifest.name, manifest.nbytes, manifest.part_bytes, manifest.checksums, can_pack())
 
 
 async def _name_protocol(_request: web.Request, response: web.StreamResponse) -> None:

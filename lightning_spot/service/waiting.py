@@ -8,7 +8,7 @@ import time
 from lightning_spot.errors import RingFull
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.uploads import Upload
+from lightning_spot.memory.upload import Upload
 
 _MOST_WAITING = 256
 _LOOK_AGAIN_S = 0.02  # what changes often is looked at now and then

@@ -1,0 +1,193 @@
+"""What compressed deltas bring: on consecutive states of a real training, and over links of several speeds.
+
+The training is the GPT of ``examples/stdlib_gpt.py`` in fp32 with AdamW. Its weights and its two moments are measured
+apart, one step and ten steps after the state before. Then a sequence of its states goes to a memory node through
+connections that are throttled, as it is and with ``compression="auto"``, in turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks.measure import GIB, Result, scratch
+from benchmarks.throttle import Throttle
+from examples.stdlib_gpt import ByteGPT, StdlibSource
+from lightning_spot.client.part_lanes import CONNECTIONS
+from lightning_spot.client.remote import NodeStore
+from lightning_spot.image.coming import Coming
+from lightning_spot.image.delta import Coding, decode, encode
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory.bases import Glance
+from lightning_spot.memory.runs import RunInfo
+
+THIRDS = ("weights", "exp_avg", "exp_avg_sq")
+WARM_STEPS = 60
+LINKS_GBIT_PER_S = (0.5, 2.0, 10.0)
+TARGET_RATIO = 1.4
+TARGET_TIME = 1.05  # 5 % for what rounds of one machine differ by
+PART = 2**20
+RUN_ID = "00de17a00000"
+
+State = dict[str, bytes]
+
+
+def run(quick: bool) -> list[Result]:
+    states = training_states(steps=6 if quick else 11)
+    results = list(_on_states(states))
+    with scratch() as folder, _node(folder) as port:
+        for link in LINKS_GBIT_PER_S:
+            results += _over_link(states, port, link, copies=2 if quick else 4)
+    return results
+
+
+def training_states(steps: int) -> list[State]:
+    """Weights and moments after each of ``steps`` consecutive steps, and last ten steps after the first of them."""
+    torch.manual_seed(1)
+    data = StdlibSource(max_bytes=400_000)
+    data.setup("fit")
+    model = ByteGPT(width=256)
+    configured = model.configure_optimizers()
+    assert isinstance(configured, dict)
+    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    batches = _forever(data)
+    states = []
+    for step in range(WARM_STEPS + max(steps, 11)):
+        windows = next(batches).long()
+        logits = model(windows[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if step >= WARM_STEPS and (step < WARM_STEPS + steps or step == WARM_STEPS + 10):
+            states.append(_state(model, optimizer))
+    return states if steps < 11 else states[:11]
+
+
+def _forever(data: StdlibSource) -> Iterator[torch.Tensor]:
+    while True:
+        for (windows,) in data.train_dataloader():
+            yield windows
+
+
+def _state(model: ByteGPT, optimizer: torch.optim.Optimizer) -> State:
+    parameters = list(model.parameters())
+    thirds: tuple[Callable[[torch.nn.Parameter], torch.Tensor], ...] = (
+        lambda parameter: parameter.detach(),
+        lambda parameter: optimizer.state[parameter]["exp_avg"],
+        lambda parameter: optimizer.state[parameter]["exp_avg_sq"],
+    )
+    return {
+        name: b"".join(of(parameter).numpy().tobytes() for parameter in parameters)
+        for name, of in zip(THIRDS, thirds, strict=True)
+    }
+
+
+def _on_states(states: list[State]) -> Iterator[Result]:
+    """Ratios and CPU seconds of packing and unpacking, by thirds."""
+    for label, pairs in (
+        ("1 step", list(itertools.pairwise(states[:-1]))),
+        ("10 steps", [(states[0], states[-1])]),
+    ):
+        ratios: dict[str, list[float]] = {name: [] for name in THIRDS}
+        pack_s, unpack_s, overall = [], [], []
+        for before, after in pairs:
+            left = 0
+            for name in THIRDS:
+                packed, seconds, unpacked = _pack(after[name], before[name])
+                ratios[name].append(len(after[name]) / packed)
+                pack_s.append(seconds * GIB / len(after[name]))
+                unpack_s.append(unpacked * GIB / len(after[name]))
+                left += packed
+            overall.append(sum(len(part) for part in after.values()) / left)
+        for name in THIRDS:
+            yield Result(f"{name} after {label}: bytes / bytes sent (no target)", ratios[name], 1.0, at_most=False)
+        target = TARGET_RATIO if label == "1 step" else 1.0
+        yield Result(f"AdamW state after {label}: bytes / bytes sent", overall, target, at_most=False)
+        yield Result(f"packing after {label}, CPU (no target)", pack_s, 99, unit="s/GiB")
+        yield Result(f"unpacking after {label}, CPU (no target)", unpack_s, 99, unit="s/GiB")
+
+
+def _pack(new: bytes, base: bytes) -> tuple[int, float, float]:
+    """Bytes left, CPU seconds of packing and of unpacking."""
+    left, pack_s, unpack_s = 0, 0.0, 0.0
+    for start in range(0, len(new), PART):
+        part, earlier = memoryview(new)[start : start + PART], memoryview(base)[start : start + PART]
+        began_s = time.thread_time()
+        packed = encode(part, earlier, [(0, len(part))], Coding.PACKED)
+        packed_s = time.thread_time()
+        into = bytearray(len(part))
+        decode(packed, earlier, memoryview(into))
+        unpack_s += time.thread_time() - packed_s
+        pack_s += packed_s - began_s
+        left += len(packed)
+        assert into == part
+    return left, pack_s, unpack_s
+
+
+def _over_link(states: list[State], port: int, link: float, copies: int) -> Iterator[Result]:
+    """Seconds to safety with ``auto``, over those as it is, of consecutive snapshots; and the bytes sent."""
+    images = [b"".join(state[name] * copies for name in THIRDS) for state in states[:-1]]
+    with Throttle(port, link * 1e9 / 8 / 1e6 / CONNECTIONS) as throttle:
+        senders = {
+            mode: _Sender(f"spot://127.0.0.1:{throttle.port}", f"{RUN_ID[:-4]}{int(link * 10):03d}{number}", mode)
+            for number, mode in enumerate((None, "auto"))
+        }
+        taken: dict[str | None, list[float]] = {mode: [] for mode in senders}
+        sent: list[float] = []
+        for step, image in enumerate(images):
+            for mode, sender in senders.items():
+                seconds, sent_bytes = sender.send(step, image)
+                if step >= 2:  # the first is whole, with the second speeds are learned
+                    taken[mode].append(seconds)
+                    sent += [sent_bytes / len(image)] if mode == "auto" else []
+    ratios = [auto / plain for auto, plain in zip(taken["auto"], taken[None], strict=True)]
+    yield Result(f"{link:g} Gbit/s: seconds to safety, auto / as it is", ratios, TARGET_TIME)
+    yield Result(f"{link:g} Gbit/s: bytes sent with auto / bytes (no target)", sent, 1.01)
+
+
+class _Sender:
+    """Sends consecutive snapshots of a run of its own."""
+
+    def __init__(self, url: str, run_id: str, compression: str | None) -> None:
+        self._store = NodeStore(f"{url}/run@{run_id}")
+        fields = {"name": "run", "id": run_id, "location": "", "attempt": 1, "token": "t"}
+        self._store.open_run(RunInfo(**fields, keep=1, compression=compression))  # type: ignore[arg-type]
+        self._earlier: dict[str, Glance] = {}
+        self._run_id = run_id
+
+    def send(self, step: int, image: bytes) -> tuple[float, int]:
+        name, view = snapshot_name(step, 1), memoryview(image)
+        manifest = Manifest(run="run", run_id=self._run_id, name=name, step=step, attempt=1, nbytes=0, part_bytes=PART)
+        manifest = manifest.sealed(view)
+        before, began_s = self._store.sent_bytes, time.perf_counter()
+        self._store.send(Coming(manifest, view), attempt=1, earlier=lambda _run, base: self._earlier.get(base))
+        seconds = time.perf_counter() - began_s
+        self._earlier = {name: Glance(manifest, view, lambda: True)}
+        self._store.settle(manifest, 1)
+        return seconds, self._store.sent_bytes - before
+
+
+@contextlib.contextmanager
+def _node(folder: Path) -> Iterator[int]:
+    command = [sys.executable, "-m", "lightning_spot.service.program", "--listen", "127.0.0.1:0", "--memory", "4GiB"]
+    with open(folder / "node.log", "wb") as log:
+        node = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        deadline_s = time.monotonic() + 60
+        while "listening on " not in (text := (folder / "node.log").read_text()):
+            if node.poll() is not None or time.monotonic() > deadline_s:
+                raise RuntimeError(text)
+            time.sleep(0.05)
+        yield int(text.split("listening on ")[1].split(",")[0].rpartition(":")[2])
+    finally:
+        node.kill()
+        node.wait()

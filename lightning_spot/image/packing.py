@@ -1,0 +1,47 @@
+"""zstd, where this Python has it: with it deltas can be compressed, see :mod:`~lightning_spot.image.delta`."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any, Literal
+
+from lightning_spot.errors import SettingsError
+
+logger = logging.getLogger(__name__)
+
+Compression = Literal["auto", "delta"] | None
+"""How what changed is sent: packed where that is faster, always packed, or as it is."""
+
+
+def _find() -> Any:
+    for name in ("compression.zstd", "backports.zstd"):  # the first comes with Python 3.14
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    logger.debug("this Python has no zstd: what changed goes to memory nodes as it is")
+    return None
+
+
+zstd: Any = _find()
+
+
+def can_pack() -> bool:
+    """Whether deltas can be compressed, and read, here."""
+    return zstd is not None
+
+
+def check_compression(compression: object) -> None:
+    """Check a value of the setting ``compression``.
+
+    Raises:
+        SettingsError: if it is none, or needs what is missing here.
+    """
+    if compression not in ("auto", "delta", None):
+        raise SettingsError(f"compression={compression!r} is none of 'auto', 'delta' and None")
+    if compression == "delta" and not can_pack():
+        raise SettingsError(
+            "compression='delta' needs zstd, which this Python lacks: pip install backports.zstd, or use"
+            " compression='auto', which does without"
+        )

@@ -1,0 +1,109 @@
+"""When packing pays: the rule over a simulated link and simulated processors, from 0.1 to 25 Gbit/s."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_spot.client.compression import PROBE_BYTES, CompressionRule
+
+LANES = 4
+PART = 8 * 2**20
+PARTS = 126  # of a snapshot of about 1 GB
+PACK_S = 1.0 / 2**30  # of one processor, for each byte
+UNPACK_S = 0.6 / 2**30
+RATIOS = (0.61, 0.83, 0.52)  # weights and the two moments of AdamW
+
+
+class Lane:
+    """One connection: it packs, sends, and waits until the receiver has unpacked, one after another."""
+
+    def __init__(self, index: int, *, packs: bool, probes: bool) -> None:
+        self.index, self.packs = index, packs
+        self.ratio = RATIOS[index * len(RATIOS) // PARTS]
+        pack_s = PACK_S * (PART if packs else PROBE_BYTES if probes else 0)
+        self.stages = [["cpu", pack_s], ["wire", PART * (self.ratio if packs else 1.0)]]
+        self.stages += [["far", UNPACK_S * PART]] if packs else []
+        self.probes = probes
+        self.spent = {"cpu": 0.0, "wire": 0.0, "far": 0.0}
+
+    def done(self, rule: CompressionRule) -> None:
+        if self.probes:
+            rule.packed(self.index, PROBE_BYTES, int(self.ratio * PROBE_BYTES), self.spent["cpu"])
+        if self.packs:
+            rule.packed(self.index, PART, int(self.ratio * PART), self.spent["cpu"])
+            rule.sent_packed(self.index, PART, sum(self.spent.values()))
+        else:
+            rule.sent_plain(PART, self.spent["wire"])
+
+
+def snapshot_s(rule: CompressionRule | None, link: float, cores: float, far_cores: float) -> float:
+    """Seconds until a snapshot is there; lanes share the link and the processors evenly."""
+    waiting, lanes, now_s = list(range(PARTS)), [], 0.0
+    while waiting or lanes:
+        while waiting and len(lanes) < LANES:
+            index = waiting.pop(0)
+            packs = rule is not None and rule.packs(index)
+            lanes.append(Lane(index, packs=packs, probes=rule is not None and not packs and rule.probes()))
+        in_stage = {name: sum(lane.stages[0][0] == name for lane in lanes) for name in ("cpu", "wire", "far")}
+        speed = {
+            "cpu": min(1.0, cores / max(1, in_stage["cpu"])),
+            "wire": link / max(1, in_stage["wire"]),
+            "far": min(1.0, far_cores / max(1, in_stage["far"])),
+        }
+        step_s = min(lane.stages[0][1] / speed[lane.stages[0][0]] for lane in lanes)
+        now_s += step_s
+        for lane in lanes:
+            name, left = lane.stages[0]
+            lane.spent[name] += step_s
+            lane.stages[0][1] = left - step_s * speed[name]
+            if lane.stages[0][1] <= 1e-9 * PART * (1 if name == "wire" else PACK_S):
+                lane.stages.pop(0)
+        for lane in [lane for lane in lanes if not lane.stages]:
+            lanes.remove(lane)
+            if rule is not None:
+                lane.done(rule)
+    return now_s
+
+
+SOAK = [pytest.param(*cores, marks=pytest.mark.soak) for cores in ((0.2, 0.3), (1.0, 0.3), (1.0, 4.0), (2.0, 0.3))]
+
+
+@pytest.mark.parametrize(("cores", "far_cores"), [(0.2, 4.0), (2.0, 4.0), (8.0, 0.3), (8.0, 4.0), *SOAK])
+@pytest.mark.parametrize("gbit_per_s", [0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0])
+def test_it_is_never_slower_than_sending_everything_as_it_is(gbit_per_s: float, cores: float, far_cores: float) -> None:
+    rule, link = CompressionRule(), gbit_per_s * 1e9 / 8
+    plain_s = snapshot_s(None, link, cores, far_cores)
+    each_s = [snapshot_s(rule, link, cores, far_cores) for _ in range(8)]
+    assert sum(each_s) <= 1.02 * 8 * plain_s
+    assert max(each_s) <= 1.2 * plain_s
+    if gbit_per_s <= 1.0 and min(cores, far_cores) >= 1.0:  # and where it pays it is used
+        assert sum(each_s[1:]) < 7 * plain_s / 1.25
+
+
+def test_a_link_that_becomes_fast_is_noticed_and_one_that_becomes_slow_too() -> None:
+    rule = CompressionRule()
+    slow, fast = 0.5e9 / 8, 25e9 / 8
+    for link, factor in ((slow, 0.85), (fast, 1.02), (slow, 0.85)):
+        snapshot_s(rule, link, 1.0, 1.0)  # in which it is noticed
+        snapshot_s(rule, link, 1.0, 1.0)
+        assert snapshot_s(rule, link, 1.0, 1.0) <= factor * snapshot_s(None, link, 1.0, 1.0)
+
+
+def test_nothing_is_packed_before_both_speeds_are_known() -> None:
+    rule = CompressionRule()
+    assert not rule.packs(0)
+    assert not rule.probes()  # there is nothing to compare with yet
+    rule.sent_plain(PART, 1.0)
+    assert rule.probes()
+    assert not rule.packs(0)
+    rule.packed(0, PART, PART // 2, 0.01)
+    assert rule.packs(0)
+
+
+def test_a_thread_that_had_to_wait_for_its_turn_says_little_about_packing() -> None:
+    rule = CompressionRule()
+    rule.sent_plain(PART, 1.0)
+    rule.packed(0, PART, PART // 2, 30.0)
+    assert not rule.packs(1)
+    rule.packed(0, PART, PART // 2, 0.01)
+    assert rule.packs(1)

@@ -1,0 +1,151 @@
+"""What goes over the wire to a memory node: only what changed; and whatever goes wrong, never a wrong snapshot."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_spot import SpotCheckpoint
+from lightning_spot.capture.attempt import Attempt, RingSettings
+from lightning_spot.client.stores import open_store
+from lightning_spot.errors import SettingsError
+from lightning_spot.image import packing
+from lightning_spot.image.layout import Layouter
+from lightning_spot.memory.host import InProcessHost
+from lightning_spot.memory.node import Node
+from lightning_spot.memory.runs import RunInfo
+from lightning_spot.run.location import Location
+from lightning_spot.run.survey import survey
+from tests.gated import MIB
+from tests.wire_pair import END, RUN, Pair, floats, kinds, needs_zstd, pair, state, trained
+
+__all__ = ["kinds", "pair"]
+
+
+def test_what_has_not_changed_is_not_sent(pair: Pair, kinds: Counter[str]) -> None:
+    pair.open()
+    image = state(1, 40 * MIB + 1000)
+    assert pair.near.bring(1, bytes(image)) >= len(image)
+    assert kinds == {"WHOLE": 6}
+    assert pair.near.bring(2, bytes(image)) < 1000
+    assert kinds == {"WHOLE": 6, "SAME": 6}
+    pair.check(2, bytes(image))
+
+
+def test_of_what_has_changed_little_only_that_is_sent(pair: Pair) -> None:
+    """Adapters of 24 kB in every layer, and a pickled part at the end that grows: the layout of a fine-tuning."""
+    pair.open()
+    image = state(1, 40 * MIB)
+    pair.near.bring(1, bytes(image))
+    for step in (2, 3):
+        changed = 0
+        for place in range(64 * 1000, 40 * MIB - 10**6, 5 * MIB):
+            image[place : place + 24576] = random.Random(step * place).randbytes(24576)
+            changed += 24576
+        image[-20_000:] = random.Random(step).randbytes(20_123 - len(END)) + END
+        changed += 20_123
+        assert changed < 0.006 * len(image)
+        assert pair.near.bring(step, bytes(image)) <= 1.1 * changed
+        pair.check(step, bytes(image))
+
+
+def laid_out(layouter: Layouter, checkpoint: dict[str, Any]) -> tuple[bytes, int]:
+    """The checkpoint's file before it is sealed, and how much of it is no tensor data of a record of its own."""
+    layout = layouter.lay_out(checkpoint)
+    image = bytearray(layout.nbytes)
+    for offset, data in layout.frame:
+        image[offset : offset + len(data)] = data
+    for piece in layout.pieces:
+        data = torch.tensor([], dtype=torch.uint8).set_(piece.storage)  # type: ignore[call-overload]
+        image[piece.offset : piece.offset + piece.nbytes] = data.numpy().tobytes()
+    return bytes(image), len(layout.frame[-1][1])
+
+
+def test_a_fine_tuning_costs_what_it_trains(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two frozen layers with adapters, 0.3 % of the weights: moments and pickled part included, in real files."""
+    pair.open()
+    torch.manual_seed(1)
+    frozen = {f"layers.{number}.weight": torch.randn(3072, 768) for number in range(2)}
+    shapes = {"a": (2, 768), "b": (3072, 2)}
+    trained = {f"layers.{number}.{name}": torch.randn(shapes[name]) for number in range(2) for name in shapes}
+    moments = [{"exp_avg": torch.randn_like(each), "exp_avg_sq": torch.rand_like(each)} for each in trained.values()]
+    layouter = Layouter()
+    for step in range(3):
+        changing = [*trained.values(), *(each for state in moments for each in state.values())]
+        for each in changing:
+            each.mul_(1.001).add_(1e-3)
+        checkpoint = {"state_dict": {**frozen, **trained}, "optimizer": moments, "global_step": step, "x": "y" * step}
+        image, pickled = laid_out(layouter, checkpoint)
+        sent = pair.near.bring(step + 1, image)
+        changed = sum(each.numel() * 4 for each in changing) + pickled
+        assert sent >= len(image) if step == 0 else changed / 2 < sent <= 1.1 * changed
+    held = bytes(pair.far.node.committed(RUN)[0].view())
+    loaded = torch.load(io.BytesIO(held), weights_only=True)
+    assert torch.equal(loaded["optimizer"][0]["exp_avg"], moments[0]["exp_avg"])
+    assert changed < 0.02 * len(image)
+
+
+@needs_zstd
+def test_deltas_are_packed_when_asked_for(pair: Pair, kinds: Counter[str]) -> None:
+    pair.open(compression="delta")
+    image = floats(1, 20 * MIB)
+    pair.near.bring(1, image)
+    image = trained(image)
+    assert pair.near.bring(2, image) < len(image) / 1.2
+    assert kinds == {"WHOLE": 3, "PACKED": 3}
+    pair.check(2, image)
+
+
+def test_without_compression_what_changed_goes_as_it_is(pair: Pair, kinds: Counter[str]) -> None:
+    pair.open(compression=None)
+    image = floats(1, 20 * MIB)
+    pair.near.bring(1, image)
+    image = trained(image)
+    assert pair.near.bring(2, image) >= len(image)
+    pair.check(2, image)
+    assert kinds == {"WHOLE": 6}
+
+
+def test_without_zstd_auto_sends_as_it_is_and_delta_is_refused(
+    pair: Pair, kinds: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "zstd", None)
+    with pytest.raises(SettingsError, match=r"compression='delta' needs zstd.*pip install"):
+        packing.check_compression("delta")
+    pair.open(compression="delta")  # of a trainer whose Python has zstd
+    image = floats(1, MIB)
+    pair.near.bring(1, image)
+    pair.near.bring(2, trained(image))
+    pair.check(2, trained(image))
+    assert kinds == {"WHOLE": 2}
+
+
+def test_the_setting_goes_from_node_to_node(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[RunInfo] = []
+    opened = Node.open_run
+
+    def noting(self: Node, info: RunInfo) -> Any:
+        told.append(info)
+        return opened(self, info)
+
+    monkeypatch.setattr(Node, "open_run", noting)
+    pair.open(compression=None)
+    assert [info.compression for info in told] == [None, None]
+
+
+def test_the_setting_goes_from_the_callback_to_the_node_on_this_host(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"compression='zip' is none of 'auto', 'delta' and None"):
+        SpotCheckpoint(str(tmp_path), compression="zip")  # type: ignore[arg-type]
+    host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
+    ring = RingSettings(slots=2, memory_bytes=2**24, idle_timeout_s=9.0, keep=1, strict=True, compression=None)
+    attempt = Attempt(survey(Location.of(str(tmp_path / "run-1"), None, None)), host, ring)
+    known = host._node.registry.info(attempt.info.key)
+    attempt.finish(5.0, complete=False)
+    assert known is not None
+    assert known.compression is None

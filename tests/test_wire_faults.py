@@ -1,0 +1,225 @@
+"""Whatever goes wrong while changes are sent to a memory node: what it commits is right, and it gets there."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.part_encoder import OutgoingPart, Part, PartEncoder, packers
+from lightning_spot.image import packing
+from lightning_spot.image.parts import checksum
+from lightning_spot.memory import bases
+from lightning_spot.protocol.wire import NO_DIGEST, Address, PartKind
+from lightning_spot.service import handlers
+from tests.conftest import until
+from tests.gated import MIB, manifest_of
+from tests.proxy import Proxy
+from tests.wire_pair import RUN, Pair, Sender, floats, kinds, needs_zstd, pair, state, trained
+
+__all__ = ["kinds", "pair"]
+
+
+def test_a_receiver_that_claims_what_it_has_not_gets_it_whole(
+    pair: Pair, kinds: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.open()
+    image = state(1, MIB)
+    pair.near.bring(1, bytes(image))
+    image[:1000] = bytes(1000)
+    of = handlers._base_info
+    monkeypatch.setattr(handlers, "_base_info", lambda manifest: replace(of(manifest), checksums=(checksum(image),)))
+    pair.near.bring(2, bytes(image))
+    assert kinds == {"SAME": 1, "WHOLE": 2}
+    pair.check(2, bytes(image))
+
+
+@pytest.mark.parametrize("answer", [7, {}, {"name": "x"}, {"name": "x", "nbytes": 5, "part_bytes": 0, "checksums": []}])
+def test_a_receiver_that_answers_nonsense_gets_everything_whole(
+    pair: Pair, kinds: Counter[str], monkeypatch: pytest.MonkeyPatch, answer: Any
+) -> None:
+    pair.open()
+    image = bytes(state(1, 1000))
+    pair.near.bring(1, image)
+    monkeypatch.setattr(handlers, "asdict", lambda _info: answer)
+    pair.near.bring(2, image)
+    assert kinds == {"WHOLE": 2}
+    pair.check(2, image)
+
+
+@pytest.mark.parametrize("compression", [None, pytest.param("delta", marks=needs_zstd)])
+def test_a_base_that_is_not_the_same_at_both_ends_does_no_harm(
+    pair: Pair, kinds: Counter[str], compression: str | None
+) -> None:
+    pair.open(compression=compression)
+    image = bytearray(floats(1, MIB))
+    pair.near.bring(1, bytes(image))
+    slot = next(slot for slot in pair.near.node.committed(RUN))
+    slot.view()[500_000] ^= 1  # the memory of the sender's host is at fault
+    if compression is None:
+        image[:1000] = bytes(1000)
+        image[500_000] ^= 1  # and hides that this has changed
+    else:
+        image[:] = trained(bytes(image))
+    pair.near.bring(2, bytes(image))
+    assert kinds["WHOLE"] == 2
+    assert kinds.total() == 3
+    pair.check(2, bytes(image))
+
+
+def test_a_base_whose_slot_was_taken_at_the_sender_is_not_used(
+    pair: Pair, kinds: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.open()
+    image = state(1, MIB)
+    pair.near.bring(1, bytes(image))
+    image[:1000] = bytes(1000)
+    glance = bases.glance
+
+    def taken(*arguments: Any) -> bases.Glance | None:
+        found = glance(*arguments)
+        return None if found is None else replace(found, is_there=lambda: False)
+
+    monkeypatch.setattr(pair.near.node.flusher, "_earlier", lambda *names: taken(pair.near.node.ring, *names))
+    pair.near.bring(2, bytes(image))
+    assert kinds == {"WHOLE": 2}
+    pair.check(2, bytes(image))
+
+
+def test_a_sender_without_room_for_a_base_sends_whole(tmp_path: Path, pair: Pair, kinds: Counter[str]) -> None:
+    pair.near.close()
+    pair.near = Sender(tmp_path / "small", pair.url, slots=1)
+    try:
+        pair.open()
+        image = state(1, MIB)
+        for step in (1, 2, 3):
+            image[:1000] = bytes([step]) * 1000
+            pair.near.bring(step, bytes(image))
+            pair.check(step, bytes(image))
+        assert kinds == {"WHOLE": 3}
+    finally:
+        pair.near.close()
+
+
+@pytest.mark.parametrize("place", [100, 3 * MIB])
+def test_a_connection_that_breaks_in_a_delta_costs_nothing_but_time(pair: Pair, place: int) -> None:
+    proxy = Proxy(pair.url, seed=1)
+    try:
+        pair.open(proxy.url)
+        image = state(1, 20 * MIB)
+        pair.near.bring(1, bytes(image))
+        image[: 6 * MIB] = random.Random(2).randbytes(6 * MIB)
+        proxy.cut_after = place
+        upload = pair.near.node.lease(RUN, 1, len(image), wait_s=5.0)
+        upload.slot.view(len(image))[:] = image
+        pair.near.node.seal(upload.id, manifest_of(2, 1, len(image)))
+        until(lambda: any(health.failures for health in pair.near.node.tiers().values()), "the put to fail")
+        assert [slot.manifest.step for slot in pair.far.node.committed(RUN) if slot.manifest] == [1]
+        proxy.cut_after = None
+        assert pair.near.flush() == []
+        pair.check(2, bytes(image))
+    finally:
+        proxy.close()
+
+
+def test_an_upload_that_the_receiver_forgot_in_the_middle_is_begun_anew(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.open()
+    image = state(1, MIB)
+    pair.near.bring(1, bytes(image))
+    image[:1000] = bytes(1000)
+    encode, forgotten = PartEncoder.encode, []
+
+    def forgetting(self: PartEncoder, part: Part) -> OutgoingPart:
+        if not forgotten:
+            forgotten.extend(pair.far.node.uploads)
+            for upload in forgotten:
+                pair.far.node.abort(upload)
+        return encode(self, part)
+
+    monkeypatch.setattr(PartEncoder, "encode", forgetting)
+    pair.near.bring(2, bytes(image))
+    assert len(forgotten) == 1
+    pair.check(2, bytes(image))
+
+
+def test_packing_stands_back_behind_training() -> None:
+    with packers() as threads:
+        niceness = threads.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result()
+    assert niceness >= 10
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < 10
+
+
+class Upload:
+    """An upload of a second snapshot by hand."""
+
+    def __init__(self, pair: Pair, image: bytes) -> None:
+        self.client = NodeClient(Address("127.0.0.1", int(pair.url.rpartition(":")[2])))
+        self.manifest = manifest_of(2, 1, len(image)).sealed(memoryview(image))
+        self.image = image
+        request = {"attempt": 1, "nbytes": len(image), "name": self.manifest.name}
+        request["manifest"] = asdict(replace(self.manifest, checksums=()))
+        self.leased = self.client.call("POST", f"/v1/runs/{RUN}/uploads", request)
+
+    def send(self, *parts: OutgoingPart) -> list[str]:
+        stream = self.client.stream(self.leased["upload"])
+        try:
+            return [digest for _, digest in stream.send(parts)]
+        finally:
+            stream.close()
+
+    def part(self, kind: PartKind, content: bytes) -> OutgoingPart:
+        return OutgoingPart(0, len(self.image), self.manifest.checksums[0], kind, content)
+
+    def commit(self) -> None:
+        self.client.call("POST", f"/v1/uploads/{self.leased['upload']}/commit", {"manifest": asdict(self.manifest)})
+        self.client.close()
+
+
+def test_what_is_no_delta_is_answered_so_and_then_sent_whole(pair: Pair) -> None:
+    pair.open()
+    pair.near.bring(1, bytes(state(1, MIB)))
+    upload = Upload(pair, bytes(state(2, MIB)))
+    bomb = packing.zstd.compress(bytes(100 * MIB)) if packing.can_pack() else bytes(5000)
+    lies = [b"", b"no delta", b"\x01\0\0\0\x01\0\0\0\0" + MIB.to_bytes(4, "big") + bomb]
+    assert upload.send(*(upload.part(PartKind.DELTA, lie) for lie in lies)) == [NO_DIGEST] * len(lies)
+    with pytest.raises(Exception, match="lost or damaged"):
+        upload.commit()
+    again = Upload(pair, upload.image)
+    assert again.send(again.part(PartKind.SAME, b"")) != list(again.manifest.checksums)
+    assert again.send(again.part(PartKind.WHOLE, again.image)) == list(again.manifest.checksums)
+    again.commit()
+    pair.check(2, again.image)
+
+
+def test_a_base_that_is_removed_meanwhile_stays_as_long_as_it_is_needed(pair: Pair) -> None:
+    pair.open()
+    image = bytes(state(1, MIB))
+    pair.near.bring(1, image)
+    upload = Upload(pair, image)
+    name = upload.leased["base"]["name"]
+    pair.far.node.remove(RUN, name)
+    others = [pair.far.node.lease(RUN, 1, MIB) for _ in range(3)]  # none of them gets its slot
+    for other in others:
+        other.slot.view(MIB)[:] = bytes(MIB)
+    assert upload.send(upload.part(PartKind.SAME, b"")) == list(upload.manifest.checksums)
+    upload.commit()
+    for other in others:
+        pair.far.node.abort(other.id)
+    pair.check(2, image)
+
+
+def test_without_a_base_nothing_is_made_of_it(pair: Pair) -> None:
+    pair.open()
+    upload = Upload(pair, bytes(state(1, MIB)))
+    assert upload.leased["base"] is None
+    assert upload.send(upload.part(PartKind.SAME, b"")) == [NO_DIGEST]
+    pair.far.node.abort(upload.leased["upload"])
