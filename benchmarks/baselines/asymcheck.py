@@ -4,8 +4,8 @@ As published: transfers of a snapshot are put into slots before each layer's for
 iterations measure how long each slot is idle; then a slot's partition gets that share of the state, so that those in
 the backward pass come out larger. Flushing batches partitions; compression is in ``asymcheck_topk.py``.
 
-Simplified: there is no prefetch of parameters here, so a slot's idle time is the time until the next slot. One write
-for each snapshot.
+Simplified: there is no prefetch of parameters here, so a slot's idle time is the time until the next slot (on a GPU the
+time until the host has enqueued it). One write for each snapshot.
 
 Mended: the released code's sizes add up to twice the state; here each byte is copied once.
 """
