@@ -86,11 +86,14 @@ def test_a_table_says_what_is_wrong_with_a_way() -> None:
 
 def test_what_was_not_measured_is_named_and_a_table_of_part_of_it_is_no_table_of_all() -> None:
     missing = [{"model": "vit", "interval": 1, "way": way, "round": 0} for way in ("ours", "dash")]
+    missing += [{"model": "gpt2", "interval": 10, "way": "dash", "round": number} for number in (1, 2)]
     failed = [{"model": "gpt2", "interval": 1, "way": "dash", "round": 0, "error": "OSError: full"}]
-    text = report(Found(ABOUT, missing=missing, failed=failed))
+    text = report(Found(ABOUT, cells=[cell("none", 0, 1.0), cell("dash", 0, 1.0)], missing=missing, failed=failed))
     assert "Not measured within the budget" in text
-    assert "- vit, every 1: dash, 1 round\n" in text
-    assert "- gpt2, every 1: dash, 1 round (OSError: full)" in text
+    assert "moments (incomplete: see below)**" in text
+    assert "- vit, every 1: dash, ours\n" in text
+    assert "- gpt2, every 10: dash (2 rounds)\n" in text
+    assert "- gpt2, every 1: dash: OSError: full\n" in text
 
 
 def test_tables_go_between_the_marks_of_the_page(tmp_path: Path) -> None:
@@ -199,4 +202,4 @@ def test_the_command_measures_every_way_and_says_what_it_did_not(tmp_path: Path)
     done = subprocess.run([*run, "--budget", "0"], cwd=root, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1
     assert "Not measured within the budget" in done.stdout
-    assert "plain, every 10: ours, 1 round" in done.stdout
+    assert "- plain, every 10: AsyncCheckpointIO, ModelCheckpoint, dash, none, oteacheck, ours" in done.stdout

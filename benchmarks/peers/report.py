@@ -150,15 +150,13 @@ def report(found: Found) -> str:
         f" `{about['scale']}`. Load of the machine before {about['load_before']:.1f}, after"
         f" {about['load_after']:.1f}. {about['note']}".rstrip(),
     ]
+    incomplete = {(cell["model"], cell["interval"]) for cell in found.missing}
     for (model, interval), table in tables(found).items():
         state = max(cell["state_bytes"] for cell in table.of(table.ways[0])) / MIB
         steps = "step" if interval == 1 else f"{interval} steps"
-        lines += [
-            "",
-            f"**{model}, a snapshot every {steps}, {state:.0f} MiB of weights and moments**",
-            "",
-            *table.lines(),
-        ]
+        partial = " (incomplete: see below)" if (model, interval) in incomplete else ""
+        title = f"**{model}, a snapshot every {steps}, {state:.0f} MiB of weights and moments{partial}**"
+        lines += ["", title, "", *table.lines()]
     lines += _not_measured("Not measured within the budget", found.missing)
     lines += _not_measured("Failed", found.failed)
     return "\n".join(lines) + "\n"
@@ -167,12 +165,13 @@ def report(found: Found) -> str:
 def _not_measured(what: str, cells: list[dict[str, Any]]) -> list[str]:
     if not cells:
         return []
-    names = Counter((cell["model"], cell["interval"], cell["way"], cell.get("error", "")) for cell in cells)
-    listed = [
-        f"- {model}, every {interval}: {way}, {rounds} round{'s' if rounds > 1 else ''}{f' ({error})' if error else ''}"
-        for (model, interval, way, error), rounds in sorted(names.items())
-    ]
-    return ["", f"{what}:", "", *listed]
+    rounds = Counter((cell["model"], cell["interval"], cell["way"], cell.get("error", "")) for cell in cells)
+    listed: dict[tuple[str, int], list[str]] = {}
+    for (model, interval, way, error), count in sorted(rounds.items()):
+        times = f" ({count} rounds)" if count > 1 else ""
+        listed.setdefault((model, interval), []).append(f"{way}{times}{f': {error}' if error else ''}")
+    lines = [f"- {model}, every {interval}: {', '.join(ways)}" for (model, interval), ways in listed.items()]
+    return ["", f"{what}:", "", *lines]
 
 
 def write_report(found: Found, folder: Path) -> str:
