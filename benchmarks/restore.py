@@ -31,7 +31,7 @@ def run(quick: bool) -> list[Result]:
             RunInfo(name="run", id="", location=durable, attempt=1, token="", durable_url=durable, nodes=(url,))
         )
         layout = lay_out(state)
-        lease = host.lease(layout.nbytes, 0)
+        lease = host.lease(layout.nbytes, 0, limit_s=60.0)  # the slot is being made
         copier, view = Copier(), SlotView(lease.map)
         for offset, data in layout.frame:
             lease.map[offset : offset + len(data)] = data
