@@ -184,6 +184,20 @@ def test_lanes_grow_only_while_that_is_faster() -> None:
     assert lanes.FIRST < climbed(lambda count: 0.004 / min(count, 16)) < lanes.MOST
 
 
+def test_the_size_of_parts_follows_from_what_was_measured() -> None:
+    """Moved parts tell the bandwidth of a lane, small requests the latency; a tier nearby keeps the smallest parts."""
+    sizes = {}
+    for latency_s in (0.0, 0.5):
+        moving = lanes.Lanes()
+        moving.pace.answered(latency_s)
+        moving.run(((16 * 2**20, lambda: time.sleep(0.001)) for _ in range(8)), 16 * 2**20)
+        assert moving.pace.bytes_per_s > 0
+        sizes[latency_s] = moving.part_bytes(100 * 2**30, 5 * 2**20)
+    assert sizes[0.0] == 5 * 2**20
+    assert sizes[0.5] > sizes[0.0]
+    assert lanes.Lanes().part_bytes(100 * 2**30, 5 * 2**20) == 5 * 2**20  # nothing is known before the first
+
+
 def test_no_lane_is_left_running_after_an_error() -> None:
     running: list[int] = []
     done: list[int] = []
