@@ -6,7 +6,7 @@ import copy
 import io
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,24 +153,29 @@ class LateProbe(Probe):
             super().on_train_batch_start(trainer, *more)
 
 
-@pytest.mark.parametrize("partitions", ["asymmetric", "backward"])
-@pytest.mark.parametrize(
-    ("module", "settings"),
-    [
-        (Net, {"accumulate_grad_batches": 3, "max_epochs": 3}),
-        (Net, {"gradient_clip_val": 0.1, "precision": "bf16-mixed"}),
-        (TwoOptimizers, {}),
-        (Unused, {}),
-        (Recomputed, {}),
-        (Lazy, {}),
-        (Closures, {}),
-        (lambda: torch.compile(Net(), backend="aot_eager"), {}),
-    ],
-    ids=["accumulation", "clip-bf16", "two-optimizers", "unused", "recomputed", "lazy", "closures", "compiled"],
-)
-def test_ways_to_train(
-    tmp_path: Path, seen: Seen, module: Callable[[], Net], settings: dict[str, Any], partitions: str
-) -> None:
+WAYS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "accumulation": (Net, {"accumulate_grad_batches": 3, "max_epochs": 3}),
+    "clip-bf16": (Net, {"gradient_clip_val": 0.1, "precision": "bf16-mixed"}),
+    "two-optimizers": (TwoOptimizers, {}),
+    "unused": (Unused, {}),
+    "recomputed": (Recomputed, {}),
+    "lazy": (Lazy, {}),
+    "closures": (Closures, {}),
+    "compiled": (lambda: torch.compile(Net(), backend="aot_eager"), {}),
+}
+
+
+def ways() -> Iterator[Any]:
+    """Every way in every mode; half of them, each way and each mode among them, outside of the long run."""
+    for number, name in enumerate(WAYS):
+        for turn, partitions in enumerate(("backward", "asymmetric")):
+            marks = [pytest.mark.soak] if (number + turn) % 2 else []
+            yield pytest.param(name, partitions, marks=marks, id=f"{name}-{partitions}")
+
+
+@pytest.mark.parametrize(("name", "partitions"), ways())
+def test_ways_to_train(tmp_path: Path, seen: Seen, name: str, partitions: str) -> None:
+    module, settings = WAYS[name]
     probe, model = LateProbe(), module()
     pl.seed_everything(1, verbose=False)
     trainer(spot(tmp_path, partitions), probe, **{"max_epochs": 1, **settings}).fit(model, data())
