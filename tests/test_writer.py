@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spot.capture.tensors import storage_address
+from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable, NotSerialisable, SnapshotTooLarge, TornSnapshot
@@ -29,20 +29,22 @@ class Desk:
         self.host = InProcessHost(slots=3, memory_bytes=memory_bytes, open_store=open_store)
         self.host.open_run(named_run("run", self.store.url, keep=100))
         self.writer = SnapshotWriter(self.host, lambda: self.host)
-        self.weights = [torch.randn(300, 100) for _ in range(5)]
+        self.weights: list[Any] = [torch.randn(300, 100) for _ in range(5)]
         self.buffer = torch.zeros(10)
 
     def checkpoint(self, note: str = "", **more: Any) -> dict[str, Any]:
         return {"note": note, "state": {"w": self.weights, "b": self.buffer}, **more}
 
-    def begin(self, step: int, checkpoint: dict[str, Any]) -> Any:
-        owned = {storage_address(weight) for weight in self.weights}
-        manifest = Manifest(run="run", name=snapshot_name(step, 1), step=step, attempt=1, nbytes=0)
+    def begin(self, step: int, checkpoint: dict[str, Any], *, complete: bool = False) -> Any:
+        owned = by_storage(self.weights)
+        name = snapshot_name(step, 1, complete=complete)
+        manifest = Manifest(run="run", name=name, step=step, attempt=1, nbytes=0, complete=complete)
         return self.writer.begin(checkpoint, manifest, owned=owned, wait_s=30.0)
 
-    def saved(self, step: int) -> dict[str, Any]:
+    def saved(self, step: int, *, complete: bool = False) -> dict[str, Any]:
         assert self.host.flush(30) == []
-        return torch.load(self.store.root / snapshot_name(step, 1) / "model.ckpt", weights_only=True)
+        name = snapshot_name(step, 1, complete=complete)
+        return torch.load(self.store.root / name / "model.ckpt", weights_only=True)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lightning_spot._version import __version__
+from lightning_spot.capture.contents import Owners
 from lightning_spot.capture.ending import Ending, LastState
 from lightning_spot.capture.host_link import leave
 from lightning_spot.capture.past_memory import PastMemory
@@ -145,7 +146,8 @@ class Attempt:
         self,
         checkpoint: dict[str, Any],
         *,
-        owned: set[int],
+        owned: Owners,
+        kept: Owners,
         step: int,
         epoch: int,
         world_size: int,
@@ -156,7 +158,8 @@ class Attempt:
 
         Args:
             checkpoint: what to save.
-            owned: addresses of storages that only the optimizer changes.
+            owned: tensors that only the optimizer changes, by the address of their storage.
+            kept: further tensors whose counts of writes tell whether they changed.
             step: Lightning's ``global_step``.
             epoch: Lightning's ``current_epoch``.
             world_size: number of ranks.
@@ -182,7 +185,7 @@ class Attempt:
             self._ended = True
             self._last = LastState.of(checkpoint, manifest)
         try:
-            self.writer.begin(checkpoint, manifest, owned=owned, wait_s=wait_s)
+            self.writer.begin(checkpoint, manifest, owned=owned, kept=kept, wait_s=wait_s)
         except RingFull as error:
             self.skipped += 1
             cause = "full" if self.writer.ready else "slots not made"  # another cause, later, is said too

@@ -5,10 +5,11 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from lightning_spot.capture.contents import Plan
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Lease
-from lightning_spot.staging.copier import CopyJob
+from lightning_spot.staging.copier import CopyJob, SlotView
 
 
 @dataclass(slots=True)
@@ -22,6 +23,8 @@ class Pending:
         done: becomes the manifest when committed, or the error.
         destinations: tiers below, if not the run's.
         outline: of its file, without the tensors.
+        plan: what is copied.
+        view: its slot, as the writer sees it.
     """
 
     manifest: Manifest
@@ -30,3 +33,5 @@ class Pending:
     done: Future[Manifest]
     destinations: list[str] | None
     outline: Layout
+    plan: Plan
+    view: SlotView

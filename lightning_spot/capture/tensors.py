@@ -31,17 +31,24 @@ def storage_address(tensor: torch.Tensor) -> int:
         return 0
 
 
-def optimizer_owned(optimizers: Iterable[Any]) -> set[int]:
-    """Addresses of the storages that change in ``optimizer.step()`` and nowhere else: parameters and their state.
+def by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+    """Tensors by the address of their storage; those without one of their own are left out."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if address := storage_address(tensor):
+            found.setdefault(address, []).append(tensor)
+    return found
+
+
+def optimizer_owned(optimizers: Iterable[Any]) -> dict[int, list[torch.Tensor]]:
+    """Tensors that change in ``optimizer.step()`` and nowhere else, by storage: parameters and their state.
 
     Args:
         optimizers: ``torch.optim.Optimizer`` or Lightning's wrappers.
     """
-    owned: set[int] = set()
+    owned: list[torch.Tensor] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            owned.update(storage_address(parameter) for parameter in group["params"])
-        for state in optimizer.state.values():
-            owned.update(storage_address(tensor) for tensor in tensors_in(state))
-    owned.discard(0)
-    return owned
+            owned += group["params"]
+        owned += tensors_in(list(optimizer.state.values()))
+    return by_storage({id(tensor): tensor for tensor in owned}.values())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import mmap
+from weakref import WeakKeyDictionary
 
+from lightning_spot.capture.contents import Content
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.staging.copier import Copier, SlotView
 
@@ -19,6 +21,7 @@ class SlotViews:
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
         self._views: dict[Host, dict[int, SlotView]] = {}
+        self._contents: WeakKeyDictionary[SlotView, Content] = WeakKeyDictionary()
 
     def of(self, host: Host, lease: Lease) -> SlotView:
         """The view of a leased slot; made anew if the slot has other memory than last time."""
@@ -32,6 +35,10 @@ class SlotViews:
                 self._copier.unpin(view)
             view = views[lease.slot] = SlotView(lease.map)
         return view
+
+    def content(self, view: SlotView) -> Content:
+        """What a slot holds, as far as it is known."""
+        return self._contents.setdefault(view, Content())
 
     def others(self, host: Host | None) -> list[Host]:
         """Rings beside ``host`` of which there are views: they were lost."""

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from lightning_spot.capture.contents import CHECK_EVERY, Known, Owners, Plan, Unchanged, owners_of
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.outline import Outliner
 from lightning_spot.capture.pending import Pending
 from lightning_spot.capture.streaming import store_streamed
-from lightning_spot.capture.tensors import storage_address, tensors_in
 from lightning_spot.capture.views import SlotViews
 from lightning_spot.config import read_environment
 from lightning_spot.errors import (
@@ -33,10 +33,10 @@ from lightning_spot.errors import (
     TierError,
     TornSnapshot,
 )
-from lightning_spot.image.layout import Layout, outline_of
+from lightning_spot.image.layout import Layout, Piece, outline_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, Lease
-from lightning_spot.staging.copier import Copier, CopyJob, watch
+from lightning_spot.staging.copier import Copier, CopyJob, SlotView, watch
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.store import Store
 
@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_S = 10.0
 _ALLOCATE_S, _ALLOCATED_BYTES_PER_S = 60.0, 200e6  # a slot's pages are made by the kernel at 3 GB/s; swapping is slower
 _LEASE_SLICE_S = 2.0
+_NOBODY: Owners = {}
 
 
 class SnapshotWriter:
@@ -62,6 +63,7 @@ class SnapshotWriter:
         committed: manifest of the newest snapshot that is committed in memory, or was stored past it.
         past_memory: manifest of the newest that was stored past it, and is therefore safe outside this process.
         torn: snapshots dropped because a tensor changed while it was copied.
+        copied_bytes: written into slots so far; what a slot held already is not written again.
     """
 
     def __init__(
@@ -77,12 +79,14 @@ class SnapshotWriter:
         self.committed: Manifest | None = None
         self.past_memory: Manifest | None = None
         self.torn = 0
+        self.copied_bytes = 0
         self._copier = copier if copier is not None else Copier()
         self._schedule = schedule
         self._views = SlotViews(self._copier)
         self._warm_size: tuple[int, bool] | None = None
         self._pending: list[Pending] = []
         self._unsteady: frozenset[int] = frozenset()
+        self._unchanged = Unchanged()
         self._said: set[str] = set()
         self._outliner = Outliner(self.say_once)
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -119,16 +123,18 @@ class SnapshotWriter:
         checkpoint: Any,
         manifest: Manifest,
         *,
-        owned: frozenset[int] | set[int] = frozenset(),
+        owned: Owners = _NOBODY,
+        kept: Owners = _NOBODY,
         wait_s: float = 0.0,
         destinations: list[str] | None = None,
     ) -> Future[Manifest]:
         """Begin a snapshot. What is not in ``owned`` is copied before this returns.
 
         Args:
-            checkpoint: what to save; its tensors in ``owned`` must not change until :meth:`copied` returned.
+            checkpoint: what to save; the storages in ``owned`` must not change until :meth:`copied` returned.
             manifest: what it is; size and checksums are filled in.
-            owned: addresses of storages that only the optimizer changes.
+            owned: tensors that only the optimizer changes, by the address of their storage.
+            kept: further tensors whose counts of writes tell whether they changed, such as frozen parameters.
             wait_s: how long to wait for a clean slot.
             destinations: tiers below, if not the run's.
 
@@ -147,17 +153,16 @@ class SnapshotWriter:
             for other in lost:
                 self._views.drop(other)
         layout = self._outliner.lay_out(checkpoint)
-        watches = {storage_address(tensor): tensor for tensor in tensors_in(checkpoint)}
-        steady = (set(owned) & set(watches)) - self._unsteady
         lease = self._lease(host, layout.nbytes, wait_s)
         try:
-            job = self._copy(layout, host, lease, watches, steady)
+            view = self._views.of(host, lease)
+            plan = self._plan(layout, lease, view, owners_of(owned, kept), trusts=not manifest.complete)
+            job = self._copy(plan, view, owned)
         except BaseException:
             host.abort(lease)
             raise
-        pending = Pending(
-            replace(manifest, nbytes=layout.nbytes), lease, job, Future(), destinations, outline_of(layout)
-        )
+        manifest = replace(manifest, nbytes=layout.nbytes)
+        pending = Pending(manifest, lease, job, Future(), destinations, outline_of(layout), plan, view)
         self._pending.append(pending)
         self._tasks.put(lambda: self._finish(host, pending))
         return pending.done
@@ -247,24 +252,43 @@ class SnapshotWriter:
         self._say_backing(lease)
         return lease
 
-    def _copy(
-        self, layout: Layout, host: Host, lease: Lease, watches: dict[int, torch.Tensor], steady: set[int]
-    ) -> CopyJob:
+    def _plan(self, layout: Layout, lease: Lease, view: SlotView, owners: Owners, *, trusts: bool) -> Plan:
+        """What of a layout is not in the slot yet. A run's last snapshot trusts no counts: no later one checks them."""
+        known = self._views.content(view).take(lease.held)
+        plan = self._unchanged.plan(layout, owners, known if trusts else None, view)
+        if plan.past_counts:
+            self._say_past_counts(plan.past_counts)
+        return plan
+
+    def _copy(self, plan: Plan, view: SlotView, owned: Owners) -> CopyJob:
         """Copy now what forward may change, and let the optimizer's own follow until its next step."""
-        view = self._views.of(host, lease)
-        now, later, later_watches = [], [], []
-        for piece in layout.pieces:
-            if (address := piece.storage.data_ptr()) in steady:
+        now: list[Piece] = []
+        later: list[Piece] = []
+        watched: list[torch.Tensor] = []
+        for piece in plan.pieces:
+            address = piece.storage.data_ptr()
+            if address in owned and address not in self._unsteady:
                 later.append(piece)
-                later_watches.append(watches[address])
+                watched += owned[address]
             else:
                 now.append(piece)
-        job = self._copier.start(later, view, watch(later_watches), self._schedule)
-        for offset, data in layout.frame:
+        job = self._copier.start(later, view, watch(watched), self._schedule)
+        for offset, data in plan.frame:
             view.map[offset : offset + len(data)] = data
+        self.copied_bytes += plan.nbytes
         self._copier.start(now, view).wait_cpu()
         self._copier.fence()
+        plan.pieces.clear()  # no storage is kept alive longer than its copy takes
         return job
+
+    def _say_past_counts(self, count: int) -> None:
+        self.say_once(
+            "past-counts",
+            "%d tensors were written to past torch's count of writes (tensor.data, or code of your own); the last %d"
+            " snapshots may hold what they were before. From now on these are copied each time",
+            count,
+            CHECK_EVERY,
+        )
 
     def _say_backing(self, lease: Lease) -> None:
         if lease.backing == "memfd" and (shm_dir := read_environment().shm_dir) is not None:
@@ -292,7 +316,13 @@ class SnapshotWriter:
                     f"snapshot {name} was dropped: {len(pending.job.moved)} tensors changed between two optimizer"
                     " steps while they were copied. From now on these are copied before the step goes on"
                 )
+            if found := self._unchanged.written_past_counts(pending.plan, pending.view):
+                self.torn += 1
+                self._say_past_counts(found)
+                raise TornSnapshot(f"snapshot {name} was dropped: {found} tensors were not as they were thought to be")
             host.seal(pending.lease, pending.manifest, pending.destinations)
+            known = Known(pending.lease.id, pending.outline.frame, pending.plan.marks)
+            self._views.content(pending.view).sealed(known)
         except BaseException as error:
             self._failed(host, pending, error)
         else:

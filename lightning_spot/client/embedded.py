@@ -205,7 +205,8 @@ class EmbeddedHost:
         key = (int(leased["slot"]), int(leased["generation"]))
         if key not in self._maps:
             self._maps[key] = self.session.map_slot(key[0])
-        return Lease(str(leased["upload"]), self._maps[key], nbytes, str(leased["backing"]), key[0])
+        held = str(leased.get("held", ""))  # a node of an earlier version does not say it
+        return Lease(str(leased["upload"]), self._maps[key], nbytes, str(leased["backing"]), key[0], held)
 
     def seal(self, lease: Lease, manifest: Manifest, destinations: list[str] | None = None) -> None:
         """See :meth:`Host.seal`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,19 +30,23 @@ class Dump:
         checkpoint: of Lightning, the same on all ranks as far as rank 0's counts.
         state: of this rank.
         validation_progress: count of validation batches, if a validation follows the step; else ``None``.
-        versions: torch's counts of the writes to the checkpoint's tensors.
         loggers: where each logger is, on rank 0.
+        versions: torch's counts of the writes to the checkpoint's tensors; ``None`` if they were not noted.
     """
 
     checkpoint: dict[str, Any]
     state: State
     validation_progress: dict[str, int] | None
-    versions: list[int]
     loggers: list[dict[str, Any]]
+    versions: list[int] | None = None
+
+    def counted(self) -> Dump:
+        """The same with the counts noted, so that it is known later whether it :attr:`is_unchanged`."""
+        return replace(self, versions=versions_of(self.checkpoint))
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether no tensor was written to meanwhile, as weight averaging does around a validation."""
+        """Whether no tensor was written to since it was counted, as weight averaging does around a validation."""
         return self.versions == versions_of(self.checkpoint)
 
     def gathered(self, trainer: pl.Trainer) -> dict[str, Any]:

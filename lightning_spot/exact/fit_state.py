@@ -16,7 +16,7 @@ from lightning_spot.exact import logged_values, loggers, private, progress, prun
 from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.changed_values import ChangedValues
 from lightning_spot.exact.checkpoint import checkpoint_of, checkpoint_through_save, leave_out_callbacks
-from lightning_spot.exact.dump import KEY, Dump, versions_of
+from lightning_spot.exact.dump import KEY, Dump
 from lightning_spot.exact.gradient_order import GradientOrder
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.named import follow_named
@@ -140,7 +140,6 @@ class FitState(PerTrainer):
             checkpoint=checkpoint,
             state={**self.capture(at_end=at_end), "added": added},
             validation_progress=total,
-            versions=versions_of(checkpoint),
             loggers=run(private.LOGGERS, lambda: places(trainer, before_validation=before_validation, at_end=at_end))
             or [],
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_spot.capture.attempt import Attempt, RingSettings, open_host
 from lightning_spot.capture.host_link import leave
-from lightning_spot.capture.tensors import optimizer_owned
+from lightning_spot.capture.tensors import by_storage, optimizer_owned
 from lightning_spot.exact.dump import KEY, Dump
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import OfTrainer
@@ -168,7 +168,7 @@ class Snapshotter(OfTrainer):
         """Take a snapshot if one is due: a resumed run begins with this validation."""
         self._at_seam(before_validation=True)
         if self.keeps_for_validation and self.begun_step != trainer.global_step:
-            self._kept = FitState.of(trainer).dump(before_validation=True)
+            self._kept = FitState.of(trainer).dump(before_validation=True).counted()
         self.disturbed()  # averaging callbacks exchange weights around a validation
 
     def after_validation(self) -> None:
@@ -256,6 +256,7 @@ class Snapshotter(OfTrainer):
             self.attempt.write(
                 checkpoint,
                 owned=optimizer_owned(trainer.optimizers),
+                kept=by_storage(trainer.lightning_module.parameters()),
                 step=trainer.global_step,
                 epoch=trainer.current_epoch,
                 world_size=trainer.world_size,

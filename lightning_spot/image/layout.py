@@ -43,12 +43,14 @@ class Piece:
         offset: first byte in the file.
         nbytes: length in bytes.
         crc_at: places in the file of the 4-byte little-endian CRC-32 fields that describe it.
+        named: tells the storage from all others, also those that came before it or will come after.
     """
 
     storage: torch.UntypedStorage
     offset: int
     nbytes: int
     crc_at: tuple[int, ...] = ()
+    named: Named | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class Layouter:
         for place in places:
             if place.nbytes:
                 crc_at = (place.end + CRC_IN_DESCRIPTOR, entry_at + CRC_IN_DIRECTORY)
-                pieces.append(Piece(storages[place.named], place.offset, place.nbytes, crc_at))
+                pieces.append(Piece(storages[place.named], place.offset, place.nbytes, crc_at, place.named))
             entry_at += len(place.entry)
         frame.append((end, tail))
         return Layout(end + len(tail), tuple(frame), tuple(pieces))

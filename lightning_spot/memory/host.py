@@ -25,6 +25,8 @@ class Lease:
         nbytes: size of the snapshot.
         backing: ``"tmpfs"``, ``"memfd"``, or ``"process"`` for a ring inside the trainer.
         slot: its place in the ring.
+        held: id of the upload as which the slot was filled before, if nothing else was written into it since; else
+            ``""``.
     """
 
     id: str
@@ -32,6 +34,7 @@ class Lease:
     nbytes: int
     backing: str
     slot: int = 0
+    held: str = ""
 
 
 class Host(Protocol):
@@ -127,7 +130,7 @@ class InProcessHost:
         upload = self._node.lease(self.run, self.attempt, nbytes, wait_s=wait_s, session=IN_PROCESS)
         memory = upload.slot.memory
         assert memory is not None
-        return Lease(upload.id, memory.map, nbytes, "process", upload.slot.index)
+        return Lease(upload.id, memory.map, nbytes, "process", upload.slot.index, upload.held)
 
     def seal(self, lease: Lease, manifest: Manifest, destinations: list[str] | None = None) -> None:
         """See :meth:`Host.seal`."""

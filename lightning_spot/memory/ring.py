@@ -394,5 +394,5 @@ class Ring:
                 self.notify()
             raise
         with self.changed:
-            slot.memory, slot.reserved_bytes = memory, 0
+            slot.memory, slot.reserved_bytes, slot.held = memory, 0, ""
             slot.generation += 1

@@ -53,6 +53,7 @@ class Slot:
         settled: whether its sender said that it, or a newer one of its lineage, is durable.
         sequence: order of commits.
         readers: how many are reading it now.
+        held: the upload as which its memory was filled last, ``""`` if that is unknown.
     """
 
     index: int
@@ -70,6 +71,7 @@ class Slot:
     settled: bool = False
     sequence: int = 0
     readers: int = 0
+    held: str = ""
 
     @property
     def capacity(self) -> int:

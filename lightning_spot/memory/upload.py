@@ -24,6 +24,7 @@ class Upload:
         session: the trainer's connection, if it is on this host.
         touched_s: when something was heard of it last (monotonic).
         received: ``offset -> (nbytes, xxh3-128)`` of parts that came over the network.
+        held: the upload as which the slot was filled before, if nothing else was written into it since; else ``""``.
         base: from which parts may be made, if it comes over the network and an earlier snapshot is here.
         coming: hands these parts to whoever sends them on, if it was said what they are of.
         streams: connections that receive into the slot at the moment.
@@ -41,6 +42,7 @@ class Upload:
     session: str
     touched_s: float
     received: dict[int, tuple[int, str]] = field(default_factory=dict)
+    held: str = ""
     base: Base | None = None
     streams: set[socket.socket] = field(default_factory=set)
     coming: Coming | None = None

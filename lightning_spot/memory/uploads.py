@@ -111,6 +111,7 @@ class Uploads:
             raise SettingsError(f"{manifest.name} is not what is asked for a slot: {name} of {nbytes} bytes of {key!r}")
         slot = self._ring.lease(key, nbytes, wait_s, cancelled=gone)
         upload = Upload(upload_id or uuid.uuid4().hex, key, attempt, slot, nbytes, name, session, time.monotonic())
+        upload.held, slot.held = slot.held, ""
         if manifest is not None and not manifest.is_file:
             if not self._ring.find(key, name):
                 upload.coming = Coming(replace(manifest, checksums=()), slot.view(nbytes))
@@ -293,6 +294,7 @@ class Uploads:
             except BaseException:
                 self.abort(upload.id)
                 raise
+            upload.slot.held = upload.id
             self._uploads.pop(upload.id, None)
             upload.ended = True
             upload.let_go()

@@ -289,6 +289,7 @@ class Service:
                 "generation": slot.generation,
                 "capacity": slot.capacity,
                 "backing": slot.memory.backing if slot.memory else "",
+                "held": upload.held,
                 "generations": {item.index: item.generation for item in self.node.ring.slots if item.memory},
                 "base": asdict(_base_info(upload.base.manifest)) if upload.base is not None else None,
             }

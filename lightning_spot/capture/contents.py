@@ -1,0 +1,210 @@
+"""What the slots hold already: a storage that was not written to since it was copied into a slot is not copied again.
+
+Torch counts the writes to a tensor, but not those that go past it (``tensor.data``, some kernels). So only parameters
+and states of optimizers are left out, whose writes are counted as a rule, and their bytes are looked at: some of each
+for every snapshot, all of them every :data:`CHECK_EVERY` snapshots.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from lightning_spot.image.layout import Layout, Piece
+from lightning_spot.image.pickling import Named
+from lightning_spot.staging.copier import SlotView
+
+CHECK_EVERY = 10
+"""Every byte that is not copied again is compared with the tensor once in so many snapshots."""
+
+_LEAST_BYTES = 1024  # below, comparing costs as much as copying
+_WHOLE_BYTES = 64 * 1024  # up to here all of a storage is compared each time
+_SPOTS = 4
+_SPOT_BYTES = 64
+_COUNTED_S = 0.05  # a write may be under way whose count is noted when it ends
+
+Owners = Mapping[int, Sequence[torch.Tensor]]
+"""Tensors whose counts of writes count, by the address of their storage."""
+
+_memcmp = ctypes.CDLL(None).memcmp  # lets go of the GIL
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+_Mark = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a slot held when it was sealed.
+
+    Attributes:
+        upload: as which it was filled.
+        frame: of its file.
+        marks: place and counts of the storages whose counts count.
+    """
+
+    upload: str
+    frame: tuple[tuple[int, bytes], ...]
+    marks: dict[Named, tuple[int, _Mark]]
+
+
+class Content:
+    """What one slot holds, as far as the writer put it there; unknown from when it is leased until it is sealed."""
+
+    def __init__(self) -> None:
+        self._known: Known | None = None
+
+    def take(self, held: str) -> Known | None:
+        """What it holds, if nobody else has filled it since; from now on that is unknown.
+
+        Args:
+            held: the upload as which the slot was filled last, as the ring says.
+        """
+        known, self._known = self._known, None
+        return known if known is not None and known.upload == held else None
+
+    def sealed(self, known: Known) -> None:
+        """Note what it holds now."""
+        self._known = known
+
+
+@dataclass(slots=True)
+class Plan:
+    """What is to be copied into a slot.
+
+    Attributes:
+        frame: entries of the frame that are not there yet.
+        pieces: that are not there yet.
+        unchecked: pieces that are there, by the counts of their owners, and whose bytes are compared this time.
+        marks: see :class:`Known`.
+    """
+
+    frame: list[tuple[int, bytes]]
+    pieces: list[Piece]
+    marks: dict[Named, tuple[int, _Mark]]
+    past_counts: int = 0
+    unchecked: list[tuple[Piece, Sequence[torch.Tensor], _Mark]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """What is written into the slot."""
+        return sum(len(data) for _, data in self.frame) + sum(piece.nbytes for piece in self.pieces)
+
+
+def owners_of(owned: Owners, kept: Owners) -> Owners:
+    """All owners: a storage may have some of either."""
+    owners = dict(owned)
+    for address, tensors in kept.items():
+        found = owners.get(address, ())
+        if more := [tensor for tensor in tensors if all(tensor is not other for other in found)]:
+            owners[address] = [*found, *more]
+    return owners
+
+
+class Unchanged:
+    """Finds what has not changed.
+
+    Attributes:
+        distrusted: storages that were written to past the counts; they are always copied.
+    """
+
+    def __init__(self) -> None:
+        self.distrusted: set[Named] = set()
+        self._trusted: set[Named] = set()  # left out of a snapshot before
+        self._owners: dict[Named, tuple[list[weakref.ref[torch.Tensor]], int]] = {}
+        self._generation = 0
+        self._snapshots = 0
+
+    def plan(self, layout: Layout, owners: Owners, known: Known | None, view: SlotView) -> Plan:
+        """What of a layout has to be copied into a slot.
+
+        Args:
+            layout: of the snapshot.
+            owners: tensors whose counts count.
+            known: what the slot holds, ``None`` if that is unknown.
+            view: the slot.
+        """
+        self._snapshots += 1
+        there = known.frame if known is not None else ()
+        frame = [new for new, old in itertools.zip_longest(layout.frame, there) if new is not old and new is not None]
+        plan = Plan(frame, [], {})
+        marks = known.marks if known is not None else {}
+        present: dict[Named, tuple[list[weakref.ref[torch.Tensor]], int]] = {}
+        for piece in layout.pieces:
+            named, tensors = piece.named, owners.get(piece.storage.data_ptr())
+            if named is None or tensors is None or not tensors[0].is_cpu:
+                plan.pieces.append(piece)
+                continue
+            present[named] = owner = self._owner(named, tensors)
+            mark = _mark(owner[1], tensors)
+            plan.marks[named] = place = (piece.offset, mark)
+            if marks.get(named) != place or piece.nbytes < _LEAST_BYTES or named in self.distrusted:
+                plan.pieces.append(piece)
+            elif not _looks_alike(piece, view):
+                self.distrusted.add(named)
+                plan.past_counts += named in self._trusted
+                plan.pieces.append(piece)
+            elif piece.nbytes > _WHOLE_BYTES and (self._snapshots + named.number) % CHECK_EVERY == 0:
+                plan.unchecked.append((piece, tensors, mark))
+        self._trusted |= plan.marks.keys() - {piece.named for piece in plan.pieces}
+        self._owners = present
+        return plan
+
+    def written_past_counts(self, plan: Plan, view: SlotView) -> int:
+        """Compare the bytes that were left to be checked, on any thread; how many storages differ from the slot.
+
+        A storage that was written to in the right way meanwhile says nothing.
+        """
+        unchecked, plan.unchecked = plan.unchecked, []
+        found = [
+            piece.named
+            for piece, tensors, mark in unchecked
+            if not _same(piece, view, 0, piece.nbytes) and _still(tensors, mark)
+        ]
+        self.distrusted.update(named for named in found if named is not None)
+        return len(found)
+
+    def _owner(self, named: Named, tensors: Sequence[torch.Tensor]) -> tuple[list[weakref.ref[torch.Tensor]], int]:
+        """The owners of a storage, with a number that changes when they do: another tensor counts from zero."""
+        owner = self._owners.get(named)
+        if (
+            owner is None
+            or len(owner[0]) != len(tensors)
+            or any(known() is not tensor for known, tensor in zip(owner[0], tensors, strict=True))
+        ):
+            self._generation += 1
+            owner = ([weakref.ref(tensor) for tensor in tensors], self._generation)
+        return owner
+
+
+def _mark(generation: int, tensors: Sequence[torch.Tensor]) -> _Mark:
+    if any(tensor.is_inference() for tensor in tensors):
+        return (generation, next(_UNCOUNTED))  # like no other: nothing counts writes to it
+    return (generation, *[tensor._version for tensor in tensors])
+
+
+_UNCOUNTED = itertools.count()
+_dice = random.Random()  # training's own generator is left alone
+
+
+def _looks_alike(piece: Piece, view: SlotView) -> bool:
+    """Whether a storage is, at a glance, what the slot holds at its place."""
+    if piece.nbytes <= _WHOLE_BYTES:
+        return _same(piece, view, 0, piece.nbytes)
+    last = piece.nbytes - _SPOT_BYTES
+    return all(_same(piece, view, _dice.randrange(last), _SPOT_BYTES) for _ in range(_SPOTS))
+
+
+def _same(piece: Piece, view: SlotView, start: int, nbytes: int) -> bool:
+    return not _memcmp(piece.storage.data_ptr() + start, view.address + piece.offset + start, nbytes)
+
+
+def _still(tensors: Sequence[torch.Tensor], mark: _Mark) -> bool:
+    time.sleep(_COUNTED_S)
+    return _mark(mark[0], tensors) == mark

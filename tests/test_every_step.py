@@ -1,0 +1,144 @@
+"""A snapshot at every step is, bit for bit, the state of its step, whatever the model does to its tensors."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from lightning_spot import EverySteps, RemoteSnapshot
+from lightning_spot.tiers.local import LocalStore
+from tests.models import EachDurable, data, state_of, trainer
+
+WIDTH = 160  # of a frozen layer: 100 kB, more than is compared whole each time
+
+
+class Adapted(pl.LightningModule):
+    """A frozen layer with an adapter, tied weights, BatchNorm, a target network, weights clipped past the counts.
+
+    In mid-training it gets another parameter. Momentum is written to in place by one optimizer and past the counts by
+    another.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(16, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.twin = nn.Linear(16, WIDTH)
+        self.twin.weight = self.base.weight
+        self.head = nn.Linear(WIDTH, 1)
+        self.target = copy.deepcopy(self.frozen)
+        self.wide = nn.Linear(WIDTH, WIDTH, bias=False)  # trained in every third step only
+        self.later: nn.Parameter | None = None
+        self.batches = 0
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x = self.base(batch[0]) + self.twin(batch[0])
+        x = self.frozen(x) + self.up(self.down(x)) + (self.wide(x) if self.batches % 3 == 0 else 0)
+        x = torch.relu(self.norm(x))
+        return nn.functional.mse_loss(self.head(x) * (self.later if self.later is not None else 1), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+        self.head.weight.data.clamp_(-0.05, 0.05)
+        if self.batches % 7 == 0:
+            self.target.weight.data.mul_(0.9)
+            self.target.weight.data.add_(0.1 * self.frozen.weight)
+        if self.batches % 11 == 0:
+            self.frozen.bias.data = self.frozen.bias.data + 1
+        if self.batches == 12:
+            self.later = nn.Parameter(torch.ones(1))
+            self.trainer.optimizers[0].add_param_group({"params": [self.later]})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([parameter for parameter in self.parameters() if parameter.requires_grad], lr=0.01)
+
+
+class RunsAhead(Adapted):
+    """Its optimizers step several times a batch; one of them writes past the counts, as older ones do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first = self.optimizers()
+        second = torch.optim.SGD([self.head.bias], lr=0.01)
+        for _ in range(2):
+            first.zero_grad(set_to_none=True)
+            self.manual_backward(self.loss(batch))
+            first.step()
+        second.step()
+        for parameter in (self.up.weight, self.wide.weight):
+            if parameter.grad is not None:
+                parameter.data.add_(parameter.grad, alpha=-0.01)
+
+
+def digest(state: dict[str, torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for name in sorted(state):
+        found.update(name.encode())
+        found.update(state[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+class Witness(pl.Callback):
+    """Hashes the state of every step, once all hooks of its batch are done."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, str] = {}
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self._see(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._see(trainer, pl_module)
+
+    def _see(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
+        checkpoint = {"state_dict": dict(pl_module.state_dict()), "optimizer_states": optimizers}
+        self.seen.setdefault(trainer.global_step, digest(state_of(checkpoint)))
+
+
+def check(root: Path, steps: int, model: pl.LightningModule, *callbacks: pl.Callback) -> RemoteSnapshot:
+    """Train with a snapshot at every step, each of which becomes durable, and compare them."""
+    witness = Witness()
+    snapshots = RemoteSnapshot(str(root / "run"), memory=None, interval=EverySteps(1), keep=10_000, on_full="wait")
+    fit = trainer(*callbacks, snapshots, witness, EachDurable(root / "run", 1), max_epochs=1)
+    fit.fit(model, data(steps), data(2))
+    found = LocalStore(root / "run").survey().manifests
+    assert len(found) > steps
+    for manifest in found:
+        checkpoint = torch.load(root / "run" / manifest.data_path, weights_only=True)
+        if "current_model_state" in checkpoint:
+            checkpoint["state_dict"] = checkpoint["current_model_state"]
+        elif manifest.complete and callbacks:
+            continue  # weight averaging has put its averages in place
+        assert digest(state_of(checkpoint)) == witness.seen[manifest.step], manifest.name
+    return snapshots
+
+
+STEPS = [pytest.param(30), pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("kind", [Adapted, RunsAhead])
+def test_every_snapshot_is_its_step(tmp_path: Path, kind: type[Adapted], steps: int) -> None:
+    check(tmp_path, steps, kind())
+
+
+@pytest.mark.parametrize("steps", [pytest.param(100, marks=pytest.mark.soak)])
+def test_every_snapshot_is_its_step_with_averages_that_are_swapped(tmp_path: Path, steps: int) -> None:
+    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
+    check(tmp_path, steps, Adapted(), averaging.EMAWeightAveraging(decay=0.9))
