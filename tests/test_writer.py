@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_spot.capture import leases
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
@@ -167,3 +169,37 @@ def test_warm_slots_are_all_there(desk: Desk) -> None:
     capacities = [slot["capacity_bytes"] for slot in desk.host._node.status()["slots"]]
     assert min(capacities) >= 3_000_000
     desk.begin(1, desk.checkpoint()).result(30)
+
+
+def test_while_snapshots_follow_closely_none_asks_the_ring(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "AHEAD_S", 30.0)
+    for step in range(2):
+        desk.begin(step, desk.checkpoint()).result(30)
+    until(lambda: desk.writer._leases.is_ahead, "a slot leased ahead")
+    asked = []
+    lease = desk.host.lease
+
+    def counted(*args: Any, **more: Any) -> Any:
+        asked.append(threading.current_thread())
+        return lease(*args, **more)
+
+    monkeypatch.setattr(desk.host, "lease", counted)
+    for step in range(2, 5):
+        desk.begin(step, desk.checkpoint()).result(30)
+        assert same(desk.saved(step), desk.weights, desk.buffer)
+        until(lambda: desk.writer._leases.is_ahead, "a slot leased ahead")
+    assert threading.current_thread() not in asked
+    larger = desk.checkpoint(extra=torch.ones(3_000_000))
+    desk.begin(5, larger).result(30)  # needs a larger slot
+    assert same(desk.saved(5), desk.weights, desk.buffer)
+
+
+def test_a_slot_that_is_not_used_is_given_back(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = lambda: [slot["state"] for slot in desk.host._node.status()["slots"]]  # noqa: E731
+    for step in range(2):
+        desk.begin(step, desk.checkpoint()).result(30)
+    until(lambda: "filling" not in states(), "no slot held")
+    for step in range(2, 4):
+        desk.begin(step, desk.checkpoint()).result(30)
+    desk.writer.settle(30)
+    until(lambda: "filling" not in states(), "no slot held at the end")

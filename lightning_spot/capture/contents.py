@@ -2,7 +2,8 @@
 
 Torch counts the writes to a tensor, but not those that go past it (``tensor.data``, some kernels). So only parameters
 and states of optimizers are left out, whose writes are counted as a rule, and their bytes are looked at: some of each
-for every snapshot, all of them every :data:`CHECK_EVERY` snapshots.
+as the snapshot begins, and before it is committed all of them, or, above :data:`CHECK_BYTES`, a share of them such
+that each byte has its turn within :data:`CHECK_EVERY` snapshots.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +23,11 @@ from lightning_spot.image.layout import Layout, Piece
 from lightning_spot.image.pickling import Named
 from lightning_spot.staging.copier import SlotView
 
+CHECK_BYTES = 64 * 1024 * 1024
+"""How much is compared for each snapshot (some 5 ms in the background), of which nothing is left to be found later."""
+
 CHECK_EVERY = 10
-"""Every byte that is not copied again is compared with the tensor once in so many snapshots."""
+"""Every byte that is not copied again is compared with the tensor once in so many snapshots, if not each time."""
 
 _LEAST_BYTES = 1024  # below, comparing costs as much as copying
 _WHOLE_BYTES = 64 * 1024  # up to here all of a storage is compared each time
@@ -74,6 +79,14 @@ class Content:
         self._known = known
 
 
+class Unchecked(NamedTuple):
+    """A piece that its slot holds already, as far as the counts of its storage's owners tell."""
+
+    piece: Piece
+    owners: Sequence[torch.Tensor]
+    mark: _Mark
+
+
 @dataclass(slots=True)
 class Plan:
     """What is to be copied into a slot.
@@ -89,7 +102,7 @@ class Plan:
     pieces: list[Piece]
     marks: dict[Named, tuple[int, _Mark]]
     past_counts: int = 0
-    unchecked: list[tuple[Piece, Sequence[torch.Tensor], _Mark]] = field(default_factory=list)
+    unchecked: list[Unchecked] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -150,9 +163,13 @@ class Unchanged:
                 self.distrusted.add(named)
                 plan.past_counts += named in self._trusted
                 plan.pieces.append(piece)
-            elif piece.nbytes > _WHOLE_BYTES and (self._snapshots + named.number) % CHECK_EVERY == 0:
-                plan.unchecked.append((piece, tensors, mark))
-        self._trusted |= plan.marks.keys() - {piece.named for piece in plan.pieces}
+            elif piece.nbytes > _WHOLE_BYTES:
+                plan.unchecked.append(Unchecked(piece, tensors, mark))
+        self._leave_for_later(plan)
+        self._trusted = (
+            self._trusted | (plan.marks.keys() - {piece.named for piece in plan.pieces})
+        ) & plan.marks.keys()
+        self.distrusted &= plan.marks.keys()
         self._owners = present
         return plan
 
@@ -169,6 +186,13 @@ class Unchanged:
         ]
         self.distrusted.update(named for named in found if named is not None)
         return len(found)
+
+    def _leave_for_later(self, plan: Plan) -> None:
+        """Compare a share only where all of it would take long."""
+        nbytes = sum(item.piece.nbytes for item in plan.unchecked)
+        turns = min(CHECK_EVERY, -(-nbytes // CHECK_BYTES))
+        if turns > 1:
+            plan.unchecked = plan.unchecked[self._snapshots % turns :: turns]
 
     def _owner(self, named: Named, tensors: Sequence[torch.Tensor]) -> tuple[list[weakref.ref[torch.Tensor]], int]:
         """The owners of a storage, with a number that changes when they do: another tensor counts from zero."""

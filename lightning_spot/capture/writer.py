@@ -20,6 +20,7 @@ import torch
 
 from lightning_spot.capture.contents import CHECK_EVERY, Known, Owners, Plan, Unchanged, owners_of
 from lightning_spot.capture.host_link import HostLink
+from lightning_spot.capture.leases import Leases
 from lightning_spot.capture.outline import Outliner
 from lightning_spot.capture.pending import Pending
 from lightning_spot.capture.streaming import store_streamed
@@ -44,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
 _ALLOCATE_S, _ALLOCATED_BYTES_PER_S = 60.0, 200e6  # a slot's pages are made by the kernel at 3 GB/s; swapping is slower
-_LEASE_SLICE_S = 2.0
 _NOBODY: Owners = {}
 
 
@@ -66,6 +66,8 @@ class SnapshotWriter:
         copied_bytes: written into slots so far; what a slot held already is not written again.
     """
 
+    _leases_ahead = True
+
     def __init__(
         self,
         host: Host,
@@ -80,6 +82,7 @@ class SnapshotWriter:
         self.past_memory: Manifest | None = None
         self.torn = 0
         self.copied_bytes = 0
+        self._leases = Leases(self.link, self._say_backing)
         self._copier = copier if copier is not None else Copier()
         self._schedule = schedule
         self._views = SlotViews(self._copier)
@@ -153,7 +156,7 @@ class SnapshotWriter:
             for other in lost:
                 self._views.drop(other)
         layout = self._outliner.lay_out(checkpoint)
-        lease = self._lease(host, layout.nbytes, wait_s)
+        lease = self._leases.take(host, layout.nbytes, wait_s)
         try:
             view = self._views.of(host, lease)
             plan = self._plan(layout, lease, view, owners_of(owned, kept), trusts=not manifest.complete)
@@ -181,6 +184,7 @@ class SnapshotWriter:
     def settle(self, wait_s: float) -> None:
         """Wait until every snapshot begun so far is committed or given up."""
         self.copied()
+        self._tasks.put(self._leases.give_back)
         deadline = time.monotonic() + wait_s
         for pending in list(self._pending):
             try:
@@ -234,24 +238,6 @@ class SnapshotWriter:
         if not self._warming.wait(wait_s):
             raise RingFull(f"the slots of the ring on this host are still being made after {wait_s:.0f} s")
 
-    def _lease(self, host: Host, nbytes: int, wait_s: float) -> Lease:
-        """Take a slot, asking again every few seconds: a ring that hangs is told from one that is full."""
-        deadline_s = time.monotonic() + wait_s
-        try:
-            while True:
-                left_s = deadline_s - time.monotonic()
-                try:
-                    lease = host.lease(nbytes, max(0.0, min(left_s, _LEASE_SLICE_S)))
-                    break
-                except RingFull:
-                    if left_s <= _LEASE_SLICE_S:
-                        raise
-        except NodeUnreachable as error:
-            self.link.lose(host, error)
-            raise
-        self._say_backing(lease)
-        return lease
-
     def _plan(self, layout: Layout, lease: Lease, view: SlotView, owners: Owners, *, trusts: bool) -> Plan:
         """What of a layout is not in the slot yet. A run's last snapshot trusts no counts: no later one checks them."""
         known = self._views.content(view).take(lease.held)
@@ -302,8 +288,16 @@ class SnapshotWriter:
     # -- on the background thread ---------------------------------------------------------------------------------
 
     def _run_tasks(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while True:
+            try:
+                task = self._tasks.get(timeout=self._leases.idle_s)
+            except queue.Empty:
+                self._leases.give_back()
+                continue
+            if task is None:
+                break
             task()
+        self._leases.give_back()
 
     def _finish(self, host: Host, pending: Pending) -> None:
         name = pending.manifest.name
@@ -329,6 +323,8 @@ class SnapshotWriter:
             if self.committed is None or pending.manifest.order >= self.committed.order:
                 self.committed = pending.manifest
             pending.done.set_result(pending.manifest)
+            if self._leases_ahead and not pending.manifest.complete:
+                self._leases.lease_ahead(host, pending.manifest.nbytes)
             self._look_at(pending.outline)
             if pending.lease.backing != "process":
                 self._say_failing()

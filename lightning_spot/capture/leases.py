@@ -1,0 +1,106 @@
+"""Slots to fill, leased in time: while snapshots follow each other closely, the next slot is leased ahead."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from lightning_spot.capture.host_link import HostLink
+from lightning_spot.errors import NodeUnreachable, RingFull, SpotError
+from lightning_spot.memory.host import Host, Lease
+
+logger = logging.getLogger(__name__)
+
+AHEAD_S = 1.0
+"""A slot is leased ahead if snapshots follow each other faster; one that is not used for so long is given back."""
+
+_SLICE_S = 2.0
+
+
+class Leases:
+    """Leases slots of a ring. Methods may be called from any thread.
+
+    Args:
+        link: to the ring.
+        leased: called with each lease.
+    """
+
+    def __init__(self, link: HostLink, leased: Callable[[Lease], None]) -> None:
+        self._link = link
+        self._leased = leased
+        self._lock = threading.Lock()  # held while a slot is leased ahead: who needs one now waits for that
+        self._ahead: tuple[Host, Lease] | None = None
+        self._taken_s, self._pace_s = float("-inf"), float("inf")
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a slot is leased that nobody has asked for yet."""
+        return self._ahead is not None
+
+    @property
+    def idle_s(self) -> float | None:
+        """After how long a slot that nobody has asked for is given back; ``None`` if there is none."""
+        return AHEAD_S if self.is_ahead else None
+
+    def take(self, host: Host, nbytes: int, wait_s: float) -> Lease:
+        """A slot of a ring to fill: the one that was leased ahead, or the next that can be had.
+
+        It is asked for every few seconds: a ring that hangs is told from one that is full.
+
+        Args:
+            host: the ring.
+            nbytes: size of the snapshot.
+            wait_s: how long to wait for a clean slot.
+        """
+        with self._lock:
+            ahead, self._ahead = self._ahead, None
+            now_s = time.monotonic()
+            self._taken_s, self._pace_s = now_s, now_s - self._taken_s
+        if ahead is not None and ahead[0] is host:  # else its ring is lost, and the slot with it
+            if nbytes <= len(ahead[1].map):
+                return ahead[1]
+            give_back(*ahead)
+        deadline_s = time.monotonic() + wait_s
+        while True:
+            left_s = deadline_s - time.monotonic()
+            try:
+                return self._ask(host, nbytes, max(0.0, min(left_s, _SLICE_S)))
+            except RingFull:
+                if left_s <= _SLICE_S:
+                    raise
+            except NodeUnreachable as error:
+                self._link.lose(host, error)
+                raise
+
+    def lease_ahead(self, host: Host, nbytes: int) -> None:
+        """Lease the slot for the next snapshot, if that comes soon and there is one; nobody waits for it."""
+        with self._lock:
+            if self._ahead is None and self._pace_s < AHEAD_S and host is self._link.host:
+                try:
+                    self._ahead = (host, self._ask(host, nbytes, 0.0))
+                except NodeUnreachable as error:
+                    self._link.lose(host, error)
+                except SpotError as error:
+                    logger.debug("no slot ahead: %s", error)
+
+    def give_back(self) -> None:
+        """Let the slot go that was leased ahead."""
+        with self._lock:
+            ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            give_back(*ahead)
+
+    def _ask(self, host: Host, nbytes: int, wait_s: float) -> Lease:
+        lease = host.lease(nbytes, wait_s)
+        self._leased(lease)
+        return lease
+
+
+def give_back(host: Host, lease: Lease) -> None:
+    """Give a slot back unfilled; that the ring is gone is no harm."""
+    try:
+        host.abort(lease)
+    except SpotError as error:
+        logger.debug("a slot could not be given back: %s", error)
