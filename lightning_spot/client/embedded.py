@@ -288,7 +288,7 @@ class EmbeddedHost:
     def _let_go(self, generations: dict[int, int]) -> None:
         """Unmap slots that the node has replaced or given up."""
         for key in [item for item in self._maps if generations.get(item[0]) != item[1]]:
-            shared = self._maps.pop(key)
-            if self.released is not None:
+            shared = self._maps.pop(key, None)  # a ring may be found lost and be left at the same time
+            if shared is not None and self.released is not None:
                 self.released(shared)
             # Not closed here: tensors that look at it hold no buffer, only a reference, and would look at nothing.
