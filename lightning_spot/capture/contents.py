@@ -83,7 +83,8 @@ class Unchecked(NamedTuple):
     """A piece that its slot holds already, as far as the counts of its storage's owners tell."""
 
     piece: Piece
-    owners: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor]
+    owner: _Owner
     mark: _Mark
 
 
@@ -130,7 +131,7 @@ class Unchanged:
     def __init__(self) -> None:
         self.distrusted: set[Named] = set()
         self._trusted: set[Named] = set()  # left out of a snapshot before
-        self._owners: dict[Named, tuple[list[weakref.ref[torch.Tensor]], int]] = {}
+        self._owners: dict[Named, _Owner] = {}
         self._generation = 0
         self._snapshots = 0
 
@@ -148,14 +149,14 @@ class Unchanged:
         frame = [new for new, old in itertools.zip_longest(layout.frame, there) if new is not old and new is not None]
         plan = Plan(frame, [], {})
         marks = known.marks if known is not None else {}
-        present: dict[Named, tuple[list[weakref.ref[torch.Tensor]], int]] = {}
+        present: dict[Named, _Owner] = {}
         for piece in layout.pieces:
             named, tensors = piece.named, owners.get(piece.storage.data_ptr())
             if named is None or tensors is None or not tensors[0].is_cpu:
                 plan.pieces.append(piece)
                 continue
             present[named] = owner = self._owner(named, tensors)
-            mark = _mark(owner[1], tensors)
+            mark = owner.mark(tensors)
             plan.marks[named] = place = (piece.offset, mark)
             if marks.get(named) != place or piece.nbytes < _LEAST_BYTES or named in self.distrusted:
                 plan.pieces.append(piece)
@@ -164,7 +165,7 @@ class Unchanged:
                 plan.past_counts += named in self._trusted
                 plan.pieces.append(piece)
             elif piece.nbytes > _WHOLE_BYTES:
-                plan.unchecked.append(Unchecked(piece, tensors, mark))
+                plan.unchecked.append(Unchecked(piece, tensors, owner, mark))
         self._leave_for_later(plan)
         self._trusted = (
             self._trusted | (plan.marks.keys() - {piece.named for piece in plan.pieces})
@@ -181,8 +182,8 @@ class Unchanged:
         unchecked, plan.unchecked = plan.unchecked, []
         found = [
             piece.named
-            for piece, tensors, mark in unchecked
-            if not _same(piece, view, 0, piece.nbytes) and _still(tensors, mark)
+            for piece, tensors, owner, mark in unchecked
+            if not _same(piece, view, 0, piece.nbytes) and _still(owner, tensors, mark)
         ]
         self.distrusted.update(named for named in found if named is not None)
         return len(found)
@@ -194,23 +195,37 @@ class Unchanged:
         if turns > 1:
             plan.unchecked = plan.unchecked[self._snapshots % turns :: turns]
 
-    def _owner(self, named: Named, tensors: Sequence[torch.Tensor]) -> tuple[list[weakref.ref[torch.Tensor]], int]:
+    def _owner(self, named: Named, tensors: Sequence[torch.Tensor]) -> _Owner:
         """The owners of a storage, with a number that changes when they do: another tensor counts from zero."""
         owner = self._owners.get(named)
-        if (
-            owner is None
-            or len(owner[0]) != len(tensors)
-            or any(known() is not tensor for known, tensor in zip(owner[0], tensors, strict=True))
-        ):
+        if owner is None or not owner.is_that_of(tensors):
             self._generation += 1
-            owner = ([weakref.ref(tensor) for tensor in tensors], self._generation)
+            owner = _Owner(tensors, self._generation)
         return owner
 
 
-def _mark(generation: int, tensors: Sequence[torch.Tensor]) -> _Mark:
-    if any(tensor.is_inference() for tensor in tensors):
-        return (generation, next(_UNCOUNTED))  # like no other: nothing counts writes to it
-    return (generation, *[tensor._version for tensor in tensors])
+class _Owner:
+    """The tensors whose counts tell of a storage; they are not kept alive."""
+
+    __slots__ = ("_counts", "_known", "_number")
+
+    def __init__(self, tensors: Sequence[torch.Tensor], number: int) -> None:
+        self._known = [weakref.ref(tensor) for tensor in tensors]
+        self._number = number
+        self._counts = not any(tensor.is_inference() for tensor in tensors)
+
+    def is_that_of(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the tensors."""
+        known = self._known
+        if len(known) == 1 == len(tensors):
+            return known[0]() is tensors[0]
+        return len(known) == len(tensors) and all(one() is other for one, other in zip(known, tensors, strict=True))
+
+    def mark(self, tensors: Sequence[torch.Tensor]) -> _Mark:
+        """What stays the same as long as the tensors do, and are not written to."""
+        if not self._counts:
+            return (self._number, next(_UNCOUNTED))  # like no other: nothing counts writes to it
+        return (self._number, *[tensor._version for tensor in tensors])
 
 
 _UNCOUNTED = itertools.count()
@@ -229,6 +244,6 @@ def _same(piece: Piece, view: SlotView, start: int, nbytes: int) -> bool:
     return not _memcmp(piece.storage.data_ptr() + start, view.address + piece.offset + start, nbytes)
 
 
-def _still(tensors: Sequence[torch.Tensor], mark: _Mark) -> bool:
+def _still(owner: _Owner, tensors: Sequence[torch.Tensor], mark: _Mark) -> bool:
     time.sleep(_COUNTED_S)
-    return _mark(mark[0], tensors) == mark
+    return owner.mark(tensors) == mark

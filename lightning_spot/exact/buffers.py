@@ -28,10 +28,10 @@ class Buffers:
 
     def capture(self, module: torch.nn.Module, *, is_first: bool) -> Values:
         """Copies of the non-persistent ones that changed, and of all others where the rank is not the first."""
-        buffers = dict(module.named_buffers())
         self.note_changed(module, self._steady)
         if is_first and not self._changed:
             return {}
+        buffers = dict(module.named_buffers())
         in_checkpoint = set(module.state_dict(keep_vars=True)) & set(buffers)
         lacking = self._changed - in_checkpoint
         if not is_first:
