@@ -19,16 +19,18 @@ import torch
 
 from lightning_spot import SpotCheckpoint
 from lightning_spot.capture.ending import Ending
+from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.past_memory import PastMemory
 from lightning_spot.capture.safety import Safety
 from lightning_spot.capture.streaming import stream_parts
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.embedded import EmbeddedHost, find_record
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import TierError
+from lightning_spot.errors import NodeUnreachable, TierError
 from lightning_spot.image.layout import lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.deadline import Deadline
+from lightning_spot.memory.host import Host
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Store
@@ -239,7 +241,7 @@ def test_what_a_memory_node_lost_that_was_started_anew_is_named(tmp_path: Path) 
     writer = SimpleNamespace(
         committed=manifest_of(1, nbytes=5000),
         host=None,
-        link=SimpleNamespace(losses=0, wait=lambda _wait_s: None),
+        link=SimpleNamespace(losses=0, wait=lambda _wait_s: None, close=lambda: None),
         settle=lambda _wait_s: None,
         say_once=lambda _key, message, line: said.append(message % line),
     )
@@ -253,6 +255,26 @@ def test_what_a_memory_node_lost_that_was_started_anew_is_named(tmp_path: Path) 
     )
     assert ending.bring(0.1) is None
     assert not said
+
+
+def test_a_call_that_breaks_off_as_the_ring_is_left_starts_no_new_node(tmp_path: Path) -> None:
+    """Another thread may be asking the node something at that moment; its connection is closed under it."""
+    past, found = past_memory(tmp_path / "durable"), []
+
+    def leave(*, complete: bool) -> None:
+        link.ask(lambda _host: broken_off(), None)
+
+    def broken_off() -> None:
+        raise NodeUnreachable("Remote end closed connection without response")
+
+    host = cast(Host, SimpleNamespace(leave=leave, flush=lambda _wait_s: [], max_stall_s=5.0, disconnect=found.clear))
+    link = HostLink(host, lambda: cast(Host, found.append("a new node")))
+    writer = SimpleNamespace(host=host, link=link, committed=None, settle=lambda _wait_s: None)
+    ending = Ending(cast(SnapshotWriter, writer), past, str(tmp_path / "durable"), past._info, None)
+    assert ending.bring(0.1) is None
+    assert link.losses == 0
+    assert not found
+    assert link.host is host
 
 
 def test_what_was_stored_past_memory_is_safe_before_a_deadline() -> None:

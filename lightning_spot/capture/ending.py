@@ -108,6 +108,8 @@ class Ending:
         self.is_durable = bool(durable) or not (left or elsewhere)
         for line in left if durable else [*left, *elsewhere]:
             self._writer.say_once(line, "not everything is durable yet: %s. The node that has it goes on trying", line)
+        # What another thread is asking now breaks off: that is no loss, and no reason to start a new node.
+        self._writer.link.close()
         if (host := self._writer.host) is not None:
             leave(host, complete=bool(durable) or (self._untrained and not left))
         return durable
