@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lightning_spot.client.compression import LEAST_BYTES, PROBE_BYTES, CompressionRule
@@ -88,6 +88,7 @@ class PartEncoder:
         self._earlier = earlier if self._base is not None and _is(earlier, self._base) else None
         self._rule = rule if base is not None and base.unpacks and can_pack() else None
         self._packers, self._always = packers, always
+        self._probing = threading.Lock()
 
     def whole(self, part: Part) -> OutgoingPart:
         """A part to be sent whole, because anything else went wrong."""
@@ -132,12 +133,26 @@ class PartEncoder:
             elif self._rule.probes():
                 begin, end = max(ranges, key=lambda bounds: bounds[1] - bounds[0])
                 end = min(end, begin + PROBE_BYTES)
-                packed, pack_s = self._pack(new[begin:end], base[begin:end], [(0, end - begin)])
-                self._rule.packed(index, end - begin, len(packed), pack_s)
+                self._probe(index, new[begin:end], base[begin:end])
         if changed > len(new) * _WORTH:
             return None
         content = encode(new, base, ranges, Coding.PLAIN)
         return OutgoingPart(start, len(new), digest, PartKind.DELTA, content, changed)
+
+    def _probe(self, index: int, new: memoryview, base: memoryview) -> None:
+        """Pack a piece of a part to see how that goes. Nothing waits for it: the part is on its way meanwhile."""
+        from lightning_spot.image.delta import Coding, encode
+
+        if not self._probing.acquire(blocking=False):
+            return
+        began_s = time.perf_counter()
+
+        def note(done: Future[bytes]) -> None:
+            self._probing.release()
+            assert self._rule is not None
+            self._rule.packed(index, len(new), len(done.result()), time.perf_counter() - began_s)
+
+        self._packers.submit(encode, new, base, [(0, len(new))], Coding.PACKED).add_done_callback(note)
 
     def _pack(self, new: memoryview, base: memoryview, ranges: list[tuple[int, int]]) -> tuple[bytes, float]:
         """A packed delta, and the seconds that it took."""

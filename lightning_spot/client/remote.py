@@ -190,8 +190,8 @@ class NodeStore:
                 encoder = self._encoder(coming, base, earlier, threads)
                 count = -(-plain.nbytes // plain.part_bytes)
                 sent_bytes = self._lanes.send(upload, coming.sealed_parts(), count, encoder)
-            manifest = coming.committed()
-            self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": asdict(self._named(manifest))})
+                manifest = coming.committed()
+                self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": asdict(self._named(manifest))})
         except BaseException:
             self._give_up(upload)
             raise
