@@ -264,19 +264,19 @@ def test_a_budget_makes_the_interval_grow(
 def test_snapshots_that_find_no_slot_are_counted_and_said_once(
     tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = InProcessHost.lease
+    real, busy = InProcessHost.lease, range(4, 10)
     callback = SpotCheckpoint(str(tmp_path / "run"), memory=None, interval=EverySteps(1), on_full="skip", notices=None)
 
     def lease(self: InProcessHost, *arguments: Any, **named: Any) -> Lease:
-        if callback.snapshots.begun_step in (4, 5, 9):
+        if callback.snapshots.begun_step in busy:
             raise RingFull("every slot is busy")
         return real(self, *arguments, **named)
 
     monkeypatch.setattr(InProcessHost, "lease", lease)
     monkeypatch.setattr(SnapshotWriter, "ready", True)  # slots that are still being made are waited for
     trainer(callback, max_epochs=1).fit(Net(), data())
-    assert callback.skipped >= 3
-    assert not {4, 5, 9} & set(seen.images)
+    assert callback.skipped >= 5
+    assert len(set(busy) & set(seen.images)) <= 1  # one slot may have been leased ahead
     assert caplog.text.count("is skipped") == 1
 
 

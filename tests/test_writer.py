@@ -19,8 +19,10 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.pickling import TensorPickler
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.staging.copier import Copier
+from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import named_run, until
+from tests.fake_device import FakeDevice
 
 
 class Desk:
@@ -203,3 +205,22 @@ def test_a_slot_that_is_not_used_is_given_back(desk: Desk, monkeypatch: pytest.M
         desk.begin(step, desk.checkpoint()).result(30)
     desk.writer.settle(30)
     until(lambda: "filling" not in states(), "no slot held at the end")
+
+
+def test_a_gpus_training_waits_at_the_beginning_for_what_forward_changes_only(desk: Desk) -> None:
+    device = FakeDevice()
+    device.own([*desk.weights, desk.buffer])
+    desk.writer.close()
+    copier = Copier(buffer_bytes=1, device=device)
+    desk.writer = SnapshotWriter(desk.host, copier=copier, schedule=Schedule("eager"))
+    done = desk.begin(0, desk.checkpoint())
+    forward = len(device.training.work)
+    device.do(lambda: desk.buffer.add_(1))
+    side = device.streams[1]
+    while device.training.done <= forward:
+        (device.training if device.training.is_ready else side).advance()
+    weights = [weight.clone() for weight in desk.weights]
+    assert side.done < len(side.work) - 3, "forward has waited for the weights"
+    desk.writer.copied()
+    done.result(30)
+    assert same(desk.saved(0), weights, torch.zeros(10))

@@ -258,12 +258,13 @@ class SnapshotWriter:
                 watched += owned[address]
             else:
                 now.append(piece)
-        job = self._copier.start(later, view, watch(watched), self._schedule)
+        first = self._copier.start(now, view)
         for offset, data in plan.frame:
             view.map[offset : offset + len(data)] = data
         self.copied_bytes += plan.nbytes
-        self._copier.start(now, view).wait_cpu()
-        self._copier.fence()
+        first.wait_cpu()
+        self._copier.fence()  # before what may take longer: a GPU's training would wait for that too
+        job = self._copier.start(later, view, watch(watched), self._schedule)
         plan.pieces.clear()  # no storage is kept alive longer than its copy takes
         return job
 
