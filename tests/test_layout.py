@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_spot.image import pickling
 from lightning_spot.image.archive import read_entries
 from lightning_spot.image.layout import Layout, Layouter, lay_out
 from tests.gated import write_crcs
@@ -208,6 +209,20 @@ def test_storages_that_stay_keep_their_places() -> None:
     assert places[1] == places[2] == places[3] == places[4]
     first = layouter.lay_out(weights).frame
     assert all(new is old for new, old in zip(layouter.lay_out(weights).frame[:-1], first[:-1], strict=True))
+
+
+def test_tensors_are_learned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.Tensor] = []
+    as_torch_says = pickling._as_torch_says
+    monkeypatch.setattr(pickling, "_as_torch_says", lambda tensor: asked.append(tensor) or as_torch_says(tensor))
+    layouter = Layouter()
+    weights = [torch.randn(3) for _ in range(50)]
+    counts = []
+    for _ in range(3):
+        asked.clear()
+        layouter.lay_out({"w": [weight.detach() for weight in weights], "random": torch.get_rng_state()})
+        counts.append(len(asked))
+    assert counts == [51, 1, 1]  # the state of the generator is another tensor each time
 
 
 def test_no_storage_is_kept_alive() -> None:
