@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ from lightning.pytorch.tuner import Tuner
 
 from lightning_spot import AutoResume, EverySteps, GoodputMonitor, RemoteSnapshot, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.fit import earlier
+from lightning_spot.fit.changes import other_hyperparameters
 from lightning_spot.goodput.records import read_records
 from lightning_spot.protocol.record import find_record
 from lightning_spot.tiers.local import LocalStore
@@ -107,6 +109,30 @@ def test_hyperparameters_that_have_changed_since_a_snapshot_are_said(tmp_path: P
     new_process()
     with pytest.warns(UserWarning, match=r"other hyperparameters: rate 0\.1→0\.01\. .* a dirpath of its own"):
         trainer(spot(tmp_path), max_epochs=1).fit(Tried(0.01), data(6))
+
+
+class Fold(pl.LightningDataModule):
+    def __init__(self, fold: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Any:
+        return data(6)
+
+
+def test_hyperparameters_of_the_data_module_that_have_changed_are_said(tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        trainer(spot(tmp_path), EndAt(5), max_epochs=1).fit(Net(), datamodule=Fold(1))
+    new_process()
+    with pytest.warns(UserWarning, match="other hyperparameters: fold 1→2"):
+        trainer(spot(tmp_path), max_epochs=1).fit(Net(), datamodule=Fold(2))
+
+
+def test_hyperparameters_that_are_new_or_gone_are_said() -> None:
+    run: Any = SimpleNamespace(lightning_module=Tried(0.1), datamodule=None)
+    assert other_hyperparameters(run, {"hyper_parameters": {"rate": 0.1}}) == []
+    assert other_hyperparameters(run, {"hyper_parameters": {"depth": 2}}) == ["rate 0.1 (new)", "depth 2 (gone)"]
+    assert other_hyperparameters(run, {}) == ["rate 0.1 (new)"]
 
 
 def test_a_second_phase_finds_its_run_when_the_first_one_is_skipped(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,12 +36,16 @@ def selected(mine: Fingerprint, *runs: tuple[Fingerprint | str, bool], has_more:
         number = 1 if location == NAMED else int(location.url.rpartition("-")[2])
         LOOKED_AT.append(number)
         if number > len(runs):
-            return SimpleNamespace(candidates=[])
+            return SimpleNamespace(candidates=[], durable=object(), unreadable={})
         theirs, complete = runs[number - 1]
+        if theirs == UNREADABLE:
+            return SimpleNamespace(candidates=[], durable=None, unreadable={})
+        if theirs == DAMAGED:
+            return SimpleNamespace(candidates=[], durable=object(), unreadable={"step-000000001-attempt-0001": "cut"})
         manifest = Manifest(
             run="run", name="s", step=1, attempt=1, nbytes=0, complete=complete, fingerprint=str(theirs)
         )
-        return SimpleNamespace(candidates=[(manifest, None)])
+        return SimpleNamespace(candidates=[(manifest, None)], durable=object(), unreadable={})
 
     return select(NAMED, mine, lambda _: has_more, look)
 
@@ -49,6 +54,7 @@ A, B = fingerprint("a"), fingerprint("b")
 TUNED = fingerprint("a", "t")
 FOLDS = [fingerprint("a", data=str(number)) for number in range(3)]
 DONE, STOPPED = True, False
+UNREADABLE, DAMAGED = "unreadable", "damaged"
 
 
 @pytest.mark.parametrize(
@@ -94,6 +100,31 @@ def test_what_cannot_be_told_apart_is_said(mine: Fingerprint, runs: Any, where: 
 def test_a_finished_run_is_trained_on_with_other_hyperparameters_if_more_is_asked_for() -> None:
     assert selected(TUNED, (A, DONE), has_more=True).location == NAMED
     assert selected(B, (A, DONE), has_more=True).location.url == SECOND
+
+
+@pytest.mark.parametrize("problem", [UNREADABLE, DAMAGED])
+@pytest.mark.parametrize("mine", [A, B, TUNED])
+def test_a_run_that_cannot_be_read_is_not_taken_for_none(mine: Fingerprint, problem: str) -> None:
+    assert selected(mine, (A, DONE), (problem, STOPPED)).location.url == SECOND
+
+
+def test_a_run_that_ended_early_is_trained_on_with_other_hyperparameters_only_if_more_is_asked_for() -> None:
+    stopped_early = (replace(A, limits=(100, -1)), DONE)
+    places = {}
+    for epochs, steps in [(100, -1), (50, -1), (101, -1), (-1, -1), (100, 10)]:
+        mine = replace(TUNED, limits=(epochs, steps))
+        assert Fingerprint.of_text(str(mine)) == mine
+        places[epochs, steps] = selected(mine, stopped_early, has_more=True).location.url
+    assert places == {(100, -1): SECOND, (50, -1): SECOND, (101, -1): FIRST, (-1, -1): FIRST, (100, 10): SECOND}
+
+
+def test_with_other_hyperparameters_one_fold_is_not_taken_for_another_without_a_word() -> None:
+    tuned = [replace(fold, settings="t") for fold in FOLDS]
+    assert "on other data" in selected(tuned[0], (FOLDS[0], DONE), (FOLDS[1], STOPPED)).warning
+    earlier.forget()
+    assert "taken for that in" in selected(TUNED, (A, DONE), (A, STOPPED)).warning
+    earlier.forget()
+    assert selected(TUNED, (A, STOPPED)).warning == ""  # what has changed is named later
 
 
 def test_runs_that_are_complete_are_looked_at_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _MOST_NAMED = 5
+_OF_DATA = "datamodule_hyper_parameters"
 
 
 def check_model(trainer: pl.Trainer, checkpoint: dict[str, Any], snapshot: str) -> None:
@@ -50,17 +52,30 @@ def check_model(trainer: pl.Trainer, checkpoint: dict[str, Any], snapshot: str) 
         )
 
 
-def other_hyperparameters(module: pl.LightningModule, checkpoint: dict[str, Any]) -> list[str]:
-    """The plain ones that a snapshot has otherwise, as ``name saved→present``."""
-    saved, plain = checkpoint.get("hyper_parameters"), (bool, int, float, str)
-    if not isinstance(saved, dict):
-        return []
-    pairs = [(name, saved[name], value) for name, value in module.hparams.items() if name in saved]
-    return [
-        f"{name} {old!r}→{value!r}"
-        for name, old, value in pairs
-        if isinstance(old, plain) and isinstance(value, plain) and repr(old) != repr(value)
-    ]
+def other_hyperparameters(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> list[str]:
+    """Plain ones of the model and the data module that a snapshot has otherwise, or not: ``name saved→present``."""
+    found: list[str] = []
+    for key, owner in (("hyper_parameters", trainer.lightning_module), (_OF_DATA, trainer.datamodule)):  # type: ignore[attr-defined] # it has one
+        saved = checkpoint.get(key) or {}
+        if owner is not None and isinstance(saved, dict) and isinstance(owner.hparams, Mapping):
+            found += _changed(saved, owner.hparams)
+    return found
+
+
+def _changed(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[str]:
+    before, now = _plain_ones(saved), _plain_ones(present)
+    for name, value in now.items():
+        if name not in saved:
+            yield f"{name} {value!r} (new)"
+        elif name in before and repr(before[name]) != repr(value):
+            yield f"{name} {before[name]!r}→{value!r}"
+    for name, value in before.items():
+        if name not in present:
+            yield f"{name} {value!r} (gone)"
+
+
+def _plain_ones(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str))}
 
 
 def some(names: list[str]) -> str:

@@ -10,14 +10,12 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_spot.client.embedded import attach
 from lightning_spot.errors import Preempted, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.location import Location
-from lightning_spot.run.survey import Survey
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +38,15 @@ def is_finished(location: Location) -> bool:
     return location.url in _finished
 
 
-def newest_of(location: Location, look: Callable[[Location], Survey]) -> Manifest | None:
-    """The newest snapshot of a run; a run that was seen to be complete is not asked for twice."""
-    if location.url in _complete:
-        return _complete[location.url]
-    newest = next((manifest for manifest, _ in look(location).candidates), None)
-    if newest is not None and newest.complete:
+def complete_at(location: Location) -> Manifest | None:
+    """The last snapshot of a run that was seen to be complete: it is not asked for twice."""
+    return _complete.get(location.url)
+
+
+def seen(location: Location, newest: Manifest) -> None:
+    """This is the newest snapshot of the run there."""
+    if newest.complete:
         _complete[location.url] = newest
-    return newest
 
 
 def finished(named: Location, location: Location) -> None:

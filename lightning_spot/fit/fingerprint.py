@@ -7,6 +7,7 @@ others in each start.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _SHOWN = 4096
+_TEXT = re.compile(r"([^-]+)-([^-]+)-([^-]+)(?:-(-?\d{1,18})/(-?\d{1,18}))?")
 _UNKNOWN = "0" * 8
 _TIMES = 10**9
 """Numbers from here on may be times since 1970, or seeds drawn at each start."""
@@ -36,11 +38,13 @@ class Fingerprint:
         model: classes of the model and the data module, names and shapes of parameters.
         settings: hyperparameters of both that are plain values.
         data: what it is trained on, ``None`` where that is not known yet.
+        limits: most epochs and steps, -1 for any number; ``None`` where they are not known.
     """
 
     model: str
     settings: str
     data: str | None
+    limits: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> Fingerprint:
@@ -53,22 +57,32 @@ class Fingerprint:
             _digest(type(module).__qualname__, type(data).__qualname__, shapes),
             _digest(hyperparameters),
             _digest_of_data(trainer),
+            (trainer.max_epochs if trainer.max_epochs is not None else -1, trainer.max_steps),
         )
 
     @classmethod
     def of_text(cls, text: str) -> Fingerprint | None:
         """What ``str`` made of one; ``None`` of anything else, such as what an earlier version has not written."""
-        parts = text.split("-")
-        if len(parts) != 3:
+        if (found := _TEXT.fullmatch(text)) is None:
             return None
-        return cls(parts[0], parts[1], parts[2] if parts[2] != _UNKNOWN else None)
+        model, settings, data, epochs, steps = found.groups()
+        limits = (int(epochs), int(steps)) if epochs is not None else None
+        return cls(model, settings, data if data != _UNKNOWN else None, limits)
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.settings}-{self.data or _UNKNOWN}"
+        limits = f"-{self.limits[0]}/{self.limits[1]}" if self.limits is not None else ""
+        return f"{self.model}-{self.settings}-{self.data or _UNKNOWN}{limits}"
 
     def is_alike(self, other: Fingerprint) -> bool:
         """Whether the two cannot be told apart but by their data."""
         return (self.model, self.settings) == (other.model, other.settings)
+
+    def asks_for_more_than(self, other: Fingerprint) -> bool:
+        """Whether this one may train for more epochs or steps than ``other`` might; yes where that is not known."""
+        if self.limits is None or other.limits is None:
+            return True
+        limits = zip(self.limits, other.limits, strict=True)
+        return any(theirs >= 0 and not 0 <= mine <= theirs for mine, theirs in limits)
 
     def has_other_data(self, other: Fingerprint) -> bool:
         """Whether both are known to be trained on something, and not on the same."""

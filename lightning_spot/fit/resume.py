@@ -235,7 +235,7 @@ class Resume(OfTrainer):
         put_in_own_objects(trainer, checkpoint)
         check_resumable(trainer, checkpoint)
         check_model(trainer, checkpoint, f"{chosen.name} ({chosen.url})")
-        if others := other_hyperparameters(trainer.lightning_module, checkpoint):
+        if others := other_hyperparameters(trainer, checkpoint):
             rank_zero_warn(
                 f"lightning_spot: the snapshot that this fit goes on from had other hyperparameters: {some(others)}. If"
                 " it is of another training, give each a dirpath of its own"

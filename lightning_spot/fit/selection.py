@@ -8,7 +8,7 @@ Only trainings that are alike are told apart by their order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_spot.fit import earlier
 from lightning_spot.fit.fingerprint import Fingerprint
@@ -61,9 +61,15 @@ def select(
         location = earlier.numbered(named, number)
         if earlier.is_finished(location):
             continue
-        newest = earlier.newest_of(location, look)
+        newest = earlier.complete_at(location)
+        if newest is None:
+            found = look(location)
+            newest = next((manifest for manifest, _ in found.candidates), None)
+            if found.durable is None or (newest is None and found.unreadable):
+                return Selection(location)  # it may be this one's: that it cannot be told is an error later
         if newest is None:
             return _of_what_is_there(alike, others, mine, has_more, free=location)
+        earlier.seen(location, newest)
         theirs = Fingerprint.of_text(newest.fingerprint)
         if theirs is None:  # an earlier version of this package has not noted it
             return Selection(location)
@@ -83,9 +89,9 @@ def _of_what_is_there(
     """Where no run is beyond these, and ``free`` is the next place."""
     if alike:
         return _first_of(_of_same_data(alike, mine) or alike, mine)
-    for run in others:
-        if run.theirs.model == mine.model and (not run.newest.complete or has_more(run.newest)):
-            return Selection(run.location)  # that hyperparameters have changed is said, by name, when it is read
+    changed = [run for run in others if run.theirs.model == mine.model and _goes_on(run, mine, has_more)]
+    if changed:
+        return _first_of_changed(_of_same_data(changed, mine) or changed, mine, len(others))
     for run in others:
         if run.theirs.model != mine.model and not run.newest.complete:
             return Selection(
@@ -104,12 +110,29 @@ def _of_what_is_there(
     return Selection(free, notice=text)
 
 
+def _goes_on(run: _Run, mine: Fingerprint, has_more: Callable[[Manifest], bool]) -> bool:
+    """Whether a run was not finished, or is now asked for more than it was when it ended, perhaps early."""
+    return not run.newest.complete or (has_more(run.newest) and mine.asks_for_more_than(run.theirs))
+
+
 def _other(run: _Run, mine: Fingerprint) -> str:
     return "trained with other hyperparameters" if run.theirs.model == mine.model else "of another model"
 
 
 def _of_same_data(runs: list[_Run], mine: Fingerprint) -> list[_Run]:
     return [run for run in runs if not run.theirs.has_other_data(mine)]
+
+
+def _first_of_changed(runs: list[_Run], mine: Fingerprint, beside: int) -> Selection:
+    """Of runs with other hyperparameters, the first. Which ones have changed is said, by name, when it is read."""
+    first = _first_of(runs, mine)
+    if first.warning or beside == 1:
+        return first
+    return replace(
+        first,
+        warning=f"none of {beside} trainings has the hyperparameters of this one, which is taken for that in"
+        f" {first.location.url}. If it is not (another fold or trial), the weights are not its own. {_ADVICE}",
+    )
 
 
 def _first_of(runs: list[_Run], mine: Fingerprint) -> Selection:
