@@ -129,6 +129,21 @@ def test_a_held_tensor_that_changes_is_noticed(desk: Desk, copier: Copier) -> No
     assert job.moved == {desk.tensors[2].untyped_storage().data_ptr()}
 
 
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_held_storage_whose_memory_was_given_back_is_an_error(
+    desk: Desk, copier: Copier, in_background: bool
+) -> None:
+    job = copier.start(desk.pieces, desk.view, schedule=Fixed(IN_TURN, limit_s=1e9))
+    desk.tensors[0].untyped_storage().resize_(0)
+    desk.tensors[2].untyped_storage().resize_(100)
+    if in_background:
+        desk.now_s = 1e9
+        job.release(5)
+        until(lambda: job.is_done, "what is copied in the background")
+    with pytest.raises(SpotError, match="its memory given back"):
+        job.wait_cpu()
+
+
 def test_a_later_job_is_not_kept_by_one_that_is_held(desk: Desk, copier: Copier) -> None:
     first = copier.start(desk.pieces[:1], desk.view, schedule=Fixed([(4, 0.0, [Span(0, 0, 3000)])], 1e9))
     second = copier.start(desk.pieces[2:3], desk.view)

@@ -183,7 +183,9 @@ class Unchanged:
         found = [
             piece.named
             for piece, tensors, owner, mark in unchecked
-            if not _same(piece, view, 0, piece.nbytes) and _still(owner, tensors, mark)
+            if piece.storage.nbytes() == piece.nbytes  # else its memory was given back: nothing can be compared
+            and not _same(piece, view, 0, piece.nbytes)
+            and _still(owner, tensors, mark)
         ]
         self.distrusted.update(named for named in found if named is not None)
         return len(found)

@@ -236,8 +236,8 @@ class Batch:
 
     def helping(self) -> None:
         """Copy it on the calling thread alone: no second team of threads beside those of training."""
-        for storage, start, place, nbytes in self._spans:
-            ctypes.memmove(self._slot.address + place, storage.data_ptr() + start, nbytes)  # lets go of the GIL
+        for span in self._spans:
+            ctypes.memmove(self._slot.address + span.place, span.address(), span.nbytes)  # lets go of the GIL
 
 
 def batches_of(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_spot.errors import SpotError
 from lightning_spot.image.layout import Piece
 from lightning_spot.staging.partitions import Span
 
@@ -26,14 +27,33 @@ class SlotSpan(NamedTuple):
     place: int
     nbytes: int
 
+    def address(self) -> int:
+        """Address of the first byte, of a storage on the CPU.
+
+        Raises:
+            SpotError: if the storage was made smaller since, or its memory given back.
+        """
+        self._check()
+        return self.storage.data_ptr() + self.start
+
     def source(self) -> torch.Tensor:
-        """The bytes, as a uint8 tensor that shares them."""
+        """The bytes, as a uint8 tensor that shares them.
+
+        Raises:
+            SpotError: as above.
+        """
+        self._check()
         whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
         return whole[self.start : self.start + self.nbytes]
 
     def target(self, slot: torch.Tensor) -> torch.Tensor:
         """Their place in the slot, as a uint8 tensor that shares it."""
         return slot[self.place : self.place + self.nbytes]
+
+    def _check(self) -> None:
+        """Beyond its end, a storage is memory of somebody else, or none."""
+        if self.storage.nbytes() < self.start + self.nbytes:
+            raise SpotError("its storage was resized, or its memory given back, before it was copied")
 
     def cut(self, nbytes: int) -> tuple[SlotSpan, SlotSpan]:
         """The first ``nbytes`` and the rest."""
