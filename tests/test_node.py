@@ -22,7 +22,7 @@ import fsspec
 import pytest
 import torch
 
-from lightning_spot.client import embedded, remote
+from lightning_spot.client import embedded, part_lanes
 from lightning_spot.client import node_client as client_module
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.part_encoder import OutgoingPart
@@ -268,10 +268,10 @@ def test_a_node_far_away_is_sent_to_over_more_connections(
     real = NodeClient.stream
     monkeypatch.setattr(NodeClient, "stream", lambda self, upload: (opened.append(upload), real(self, upload))[1])
     store = NodeStore(f"{node.url}/run")
-    data = os.urandom(400_000)
     counts = {}
     for step, useful in ((1, 4), (2, 8)):
-        monkeypatch.setattr(remote, "useful_streams", lambda _latency_s, useful=useful, **_: useful)
+        data = os.urandom(400_000)  # other bytes each time: what the node has already would not be sent
+        monkeypatch.setattr(part_lanes, "useful_streams", lambda _latency_s, useful=useful, **_: useful)
         made = Manifest(run="run", name=snapshot_name(step, 1), step=step, attempt=1, nbytes=len(data), part_bytes=1000)
         manifest = made.sealed(memoryview(data))
         opened.clear()
