@@ -144,6 +144,15 @@ def test_a_held_storage_whose_memory_was_given_back_is_an_error(
         job.wait_cpu()
 
 
+def test_storages_are_copied_one_by_one_where_torch_cannot_otherwise(
+    desk: Desk, copier: Copier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch, "_foreach_copy_")
+    job = copier.start(desk.pieces, desk.view, watch(desk.tensors))
+    until(lambda: all(map(desk.copied, range(4))), "copies in the background")
+    job.wait()
+
+
 def test_a_later_job_is_not_kept_by_one_that_is_held(desk: Desk, copier: Copier) -> None:
     first = copier.start(desk.pieces[:1], desk.view, schedule=Fixed([(4, 0.0, [Span(0, 0, 3000)])], 1e9))
     second = copier.start(desk.pieces[2:3], desk.view)

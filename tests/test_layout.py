@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_spot.capture.outline import Outliner
 from lightning_spot.image import pickling
 from lightning_spot.image.archive import read_entries
 from lightning_spot.image.layout import Layout, Layouter, lay_out
@@ -223,6 +224,18 @@ def test_tensors_are_learned_once(monkeypatch: pytest.MonkeyPatch) -> None:
         layouter.lay_out({"w": [weight.detach() for weight in weights], "random": torch.get_rng_state()})
         counts.append(len(asked))
     assert counts == [51, 1, 1]  # the state of the generator is another tensor each time
+
+
+@pytest.mark.parametrize("hidden", ["StorageWeakRef", "_FIELDS"])
+def test_what_torch_names_otherwise_one_day_ends_nothing(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+    monkeypatch.setattr(pickling, hidden, {"StorageWeakRef": None, "_FIELDS": {None: 7}}[hidden])
+    warnings_said: list[str] = []
+    outliner = Outliner(lambda key, message, *facts: warnings_said.append(message % facts))
+    state = {"w": torch.randn(7), "words": "x"}
+    for _ in range(2):
+        assert torch.equal(loaded(fill(outliner.lay_out(state)))["w"], state["w"])
+    assert all("plain torch.save" in line for line in warnings_said)
+    assert bool(warnings_said) == (hidden == "StorageWeakRef")
 
 
 def test_no_storage_is_kept_alive() -> None:

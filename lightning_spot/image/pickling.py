@@ -15,13 +15,21 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.storage import TypedStorage
 
+# Nothing here may end a training where torch names it otherwise one day: a tensor that is put together in another way
+# is asked anew each time, and whatever raises while a checkpoint is pickled leads to plain `torch.save`.
+try:
+    from torch.multiprocessing.reductions import StorageWeakRef
+except ImportError:
+    StorageWeakRef = None  # type: ignore[assignment, misc] # raises when it is called
+
 _PROTOCOL = 2  # of torch.save
-_REBUILT = frozenset([torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3])
-_REBUILT_FIELDS = 6  # storage, offset, shape, strides, requires_grad, hooks; what follows says more
-_WITH_DTYPE = 7
+_FIELDS = {
+    getattr(torch._utils, rebuild, None): count  # storage, offset, shape, strides, requires_grad, hooks; dtype
+    for rebuild, count in (("_rebuild_tensor_v2", 6), ("_rebuild_tensor_v3", 7))
+}
+"""What plain tensors are put together by, and of how many fields; more of them would say more."""
 
 
 class Named:
@@ -171,11 +179,7 @@ class TensorPickler:
     def _learn(self, tensor: torch.Tensor, form: tuple[Any, ...]) -> Any:
         reduction = _as_torch_says(tensor)
         rebuild, fields = reduction[0], reduction[1]
-        if rebuild not in _REBUILT or len(fields) != (
-            _WITH_DTYPE if rebuild is torch._utils._rebuild_tensor_v3 else _REBUILT_FIELDS
-        ):
-            return reduction
-        if fields[5]:
+        if _FIELDS.get(rebuild) != len(fields) or fields[5]:
             return reduction
         named_as = self.persistent_id(fields[0])
         named = self._named[form[0]]

@@ -231,6 +231,9 @@ class Batch:
 
     def in_background(self) -> None:
         """Copy all of it without the GIL in between, which the training thread holds for milliseconds at a time."""
+        if not hasattr(torch, "_foreach_copy_"):  # a private name; only the time of the training thread depends on it
+            self.helping()
+            return
         targets = [span.target(self._slot.tensor) for span in self._spans]
         torch._foreach_copy_(targets, [span.source() for span in self._spans])
 
