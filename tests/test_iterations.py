@@ -145,6 +145,17 @@ class Closures(Net):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
+class OwnStep(Net):
+    """Steps its optimizer past Lightning, as its ``optimizer_step`` may: ``on_before_optimizer_step`` is not called."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        for callback in self.trainer.callbacks:
+            if isinstance(callback, RemoteSnapshot) and callback.snapshotter and callback.snapshotter.attempt:
+                assert all(pending.job.is_done for pending in callback.snapshotter.attempt.writer._pending)
+        optimizer.optimizer.step()
+
+
 class LateProbe(Probe):
     """Looks once every parameter has its shape."""
 
@@ -161,6 +172,7 @@ WAYS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "recomputed": (Recomputed, {}),
     "lazy": (Lazy, {}),
     "closures": (Closures, {}),
+    "own-step": (OwnStep, {}),
     "compiled": (lambda: torch.compile(Net(), backend="aot_eager"), {}),
 }
 

@@ -213,8 +213,8 @@ class RemoteSnapshot(Part):
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """All gradients of a micro-batch are there."""
-        if (iterations := self._iterations) is not None:
-            iterations.schedule.backward_ends()
+        if self.snapshotter is not None:
+            self.snapshotter.after_backward()
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer

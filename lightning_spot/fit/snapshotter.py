@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning_spot.capture.attempt import Attempt, RingSettings, open_host
 from lightning_spot.capture.host_link import leave
 from lightning_spot.capture.tensors import by_storage, optimizer_owned
+from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import KEY, Dump
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import OfTrainer
@@ -92,6 +93,7 @@ class Snapshotter(OfTrainer):
         self._kept: Dump | None = None
         self._seen_step = -1
         self._is_warm = False
+        self._steps_itself = False
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -153,6 +155,8 @@ class Snapshotter(OfTrainer):
         if self.iterations is not None:
             self.iterations.begin()
             self._undo.append(self.iterations.end)
+        plain = [kind.optimizer_step for kind in namespaces.classes("", "LightningModule")]
+        self._steps_itself = type(trainer.lightning_module).optimizer_step not in plain
         if not trainer.lightning_module.automatic_optimization:
             # A step of an optimizer that Lightning does not wrap calls no hook of Lightning's; torch calls this one.
             for optimizer in trainer.optimizers:
@@ -174,6 +178,13 @@ class Snapshotter(OfTrainer):
     def after_validation(self) -> None:
         """Let the state go that was kept for the time of the validation."""
         self._kept = None
+
+    def after_backward(self) -> None:
+        """All gradients of a micro-batch are there. A module's own ``optimizer_step`` may go past Lightning's hook."""
+        if self.iterations is not None:
+            self.iterations.schedule.backward_ends()
+        if self._steps_itself:
+            self.before_step()
 
     def before_step(self) -> None:
         """The optimizer is about to step: wait for what is not copied yet."""
