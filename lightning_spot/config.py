@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 
 from lightning_spot.errors import SettingsError
@@ -130,8 +131,41 @@ def _grace_s() -> float | None:
     return grace_s
 
 
-def parse_bytes(text: str | int) -> int:
+def check_number(name: str, value: object, least: float, *, above: bool = False, whole: bool = False) -> None:
+    """Check a number that the user gave.
+
+    Args:
+        name: what it is called.
+        value: what was given.
+        least: the smallest that is allowed.
+        above: whether ``least`` itself is not.
+        whole: whether it must be a whole number.
+
+    Raises:
+        SettingsError: if it is no such number.
+    """
+    is_number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+    if not (is_number and (value > least if above else value >= least)):  # type: ignore[operator] # a number
+        bound = "more than" if above else "at least"
+        raise SettingsError(f"{name}={value!r}: it is a {'whole ' if whole else ''}number, {bound} {least:g}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Check ``True`` or ``False``: a text such as ``"no"`` would be taken for ``True``.
+
+    Raises:
+        SettingsError: if it is neither.
+    """
+    if value not in (True, False):
+        raise SettingsError(f"{name}={value!r}: it is True or False")
+
+
+def parse_bytes(text: str | int, setting: str = "") -> int:
     """Turn ``"8GiB"``, ``"512MB"`` or a plain number into bytes.
+
+    Args:
+        text: what the user gave.
+        setting: its name, for the error.
 
     Raises:
         SettingsError: if the text is no positive size.
@@ -139,7 +173,8 @@ def parse_bytes(text: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(text), re.IGNORECASE)
     value = int(float(match[1]) * _UNITS[match[2].lower()]) if match and match[2].lower() in _UNITS else 0
     if value <= 0:
-        raise SettingsError(f"{text!r} is no size; write it like 8GiB, 512MB or 1073741824")
+        name = f"{setting}=" if setting else ""
+        raise SettingsError(f"{name}{text!r} is no size; write it like 8GiB, 512MB or 1073741824")
     return value
 
 
@@ -164,7 +199,7 @@ def check_run_name(run: str) -> str:
     Raises:
         SettingsError: otherwise.
     """
-    if not _RUN_NAME.fullmatch(run):
+    if not (isinstance(run, str) and _RUN_NAME.fullmatch(run)):
         raise SettingsError(
             f"run name {run!r} is not usable: it must start with a letter or digit and hold only letters, digits"
             " and '._=+-' (at most 128); pass run='…'"

@@ -18,6 +18,7 @@ from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot,
 from lightning_spot.client import embedded
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshot, ModelChanged, NotSerialisable, RunBusy, SettingsError, TierError
+from lightning_spot.goodput.records import read_records
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.staging.copier import Copier
 from lightning_spot.tiers.local import LocalStore
@@ -282,6 +283,7 @@ def test_a_finished_run_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture
     trainer(callback).fit(model, data())
     assert "run 'run-1' is complete (epoch 2, step 40): nothing was left to train" in caplog.text
     assert manifests(tmp_path) == before
+    assert [record["end"] for record in read_records(str(tmp_path / "run-1"))] == ["complete", "complete"]
     assert torch.equal(
         model.net[0].weight, load(tmp_path, before[0])["state_dict"]["net.0.weight"]
     )  # weights are there
@@ -398,12 +400,27 @@ def test_two_ranks(tmp_path: Path, warm_python: str) -> None:
         ({"dirpath": "x", "memory": "10.0.0.5:7070"}, "no node URL"),
         ({"dirpath": "x", "memory": "spot://h:1/run"}, "name the node only"),
         ({"dirpath": "x", "run": "a/b"}, "run name 'a/b'"),
+        ({"dirpath": "spot://h:1/run"}, "memory='spot://h:1'$"),
+        ({"dirpath": "s3:/bucket/run"}, "two slashes, s3://bucket/run"),
+        ({"dirpath": None}, "dirpath=None"),
+        ({"dirpath": "x", "memory": "atuo"}, "memory='atuo' .* 'auto' or None"),
+        ({"dirpath": "x", "memory": 3}, "memory=3 is no node URL"),
+        ({"dirpath": "x", "run": 3}, "run name 3 is"),
         ({"dirpath": "x", "keep": 0}, "keep=0"),
+        ({"dirpath": "x", "keep": "3"}, "keep='3': it is a whole number, at least 1"),
+        ({"dirpath": "x", "keep": 1.5}, "keep=1.5: it is a whole number"),
+        ({"dirpath": "x", "durable_every_s": "1h"}, "^durable_every_s='1h': it is a number, at least 0$"),
+        ({"dirpath": "x", "flush_timeout_s": -1}, "flush_timeout_s=-1"),
+        ({"dirpath": "x", "max_stall_s": 0}, "^max_stall_s=0: it is a number, more than 0$"),
+        ({"dirpath": "x", "grace_s": "2min"}, "grace_s='2min'"),
+        ({"dirpath": "x", "strict": "no"}, "strict='no': it is True or False"),
+        ({"dirpath": "x", "resume": "no"}, "resume='no': it is True or False"),
+        ({"dirpath": "x", "device_buffer": "atuo"}, "device_buffer='atuo' is no size"),
         ({"dirpath": "x", "interval": 30}, "interval=30 is no policy"),
         ({"dirpath": "x", "interval": EverySteps}, "is no policy"),
         ({"dirpath": "x", "slots": 1}, "slots=1"),
         ({"dirpath": "x", "on_full": "cry"}, "on_full='cry'"),
-        ({"dirpath": "x", "memory_limit": "much"}, "no size"),
+        ({"dirpath": "x", "memory_limit": "much"}, "memory_limit='much' is no size"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], complaint: str) -> None:
@@ -412,10 +429,15 @@ def test_bad_arguments(arguments: dict[str, Any], complaint: str) -> None:
 
 
 def test_bad_intervals() -> None:
-    with pytest.raises(SettingsError, match="at least 1 step"):
+    with pytest.raises(SettingsError, match="n=0: it is a whole number, at least 1"):
         EverySteps(0)
-    with pytest.raises(SettingsError, match="more than 0"):
-        EverySeconds(float("nan"))
+    with pytest.raises(SettingsError, match=r"n=1\.5: it is a whole number"):
+        EverySteps(1.5)  # type: ignore[arg-type] # as a user may
+    for seconds in (float("nan"), "30"):
+        with pytest.raises(SettingsError, match="more than 0"):
+            EverySeconds(seconds)  # type: ignore[arg-type] # as a user may
+    with pytest.raises(SettingsError, match="max_overhead='3%': it is a share"):
+        EverySteps(1, max_overhead="3%")  # type: ignore[arg-type] # as a user may
 
 
 def test_unwritable_dirpath(tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ def test_the_ledger_by_hand() -> None:
     whole = total(parts)
     assert whole.total_s == 252.0
     assert whole.goodput == pytest.approx((whole.productive_s) / 252.0)
+    first.end = "complete"  # whoever raises max_epochs a day later was not kept waiting
+    assert total(spent([first, second, third])).total_s == 252.0 - 20.0
 
 
 def test_lost_steps_are_those_done_again() -> None:

@@ -397,8 +397,8 @@ def test_the_failure_rate_converges(seed: int) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: EverySteps(0), "at least 1 step"),
-        (lambda: EverySeconds(0), "more than 0 seconds"),
+        (lambda: EverySteps(0), "n=0: .* at least 1"),
+        (lambda: EverySeconds(0), "s=0: .* more than 0"),
         (lambda: YoungDaly(0), "max_overhead=0"),
         (lambda: OverheadBudget(1.5), "share"),
         (lambda: ConvergenceAware(mode="up"), "min"),  # type: ignore[arg-type]

@@ -120,8 +120,8 @@ class GoodputMonitor(SpotCallback):
         self._close("preempted" if isinstance(exception, Preempted) else "failed")
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Let go, if nothing did before."""
-        self._close("failed")
+        """Let go, if nothing did before: the run had ended before, and nothing was left to train."""
+        self._close("complete")
 
     # -- what is known --------------------------------------------------------------------------------------------
 

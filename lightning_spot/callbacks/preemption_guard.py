@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.callbacks.part import Part
-from lightning_spot.errors import Preempted, SettingsError
+from lightning_spot.config import check_number
+from lightning_spot.errors import Preempted
 from lightning_spot.exact import private
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.seams import Seam, Seams
@@ -53,8 +54,8 @@ class PreemptionGuard(Part):
 
     def __init__(self, notices: Notices = "auto", *, grace_s: float | None = None) -> None:
         super().__init__()
-        if grace_s is not None and grace_s <= 0:
-            raise SettingsError(f"grace_s={grace_s}: it is the seconds between a notice and the end, more than 0")
+        if grace_s is not None:
+            check_number("grace_s", grace_s, 0, above=True)
         open_sources(notices)  # an unknown source is an error here, not on the machine that is taken away
         self.notices = notices
         self.grace_s = grace_s

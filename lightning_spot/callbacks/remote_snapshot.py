@@ -13,6 +13,8 @@ from lightning_spot.config import (
     IDLE_TIMEOUT_S,
     KEEP,
     MAX_STALL_S,
+    check_flag,
+    check_number,
     parse_bytes,
     read_environment,
 )
@@ -99,15 +101,17 @@ class RemoteSnapshot(Part):
         device_buffer: str | int | None = DEVICE_BUFFER,
     ) -> None:
         super().__init__()
-        if keep < 1:
-            raise SettingsError(f"keep={keep}: a tier keeps at least 1 snapshot")
-        if slots is not None and slots < 2:
-            raise SettingsError(f"slots={slots}: a ring needs 2 slots, one stays whole while the other is filled")
+        check_number("keep", keep, 1, whole=True)
+        if slots is not None:
+            check_number("slots", slots, 2, whole=True)  # one stays whole while the other is filled
         if on_full not in ("skip", "wait"):
             raise SettingsError(f"on_full={on_full!r}: it is 'skip' or 'wait'")
         check_compression(compression)
-        if not (durable_every_s >= 0 and max_stall_s > 0):
-            raise SettingsError(f"{durable_every_s=} is 0 or more seconds, {max_stall_s=} more than 0")
+        check_number("durable_every_s", durable_every_s, 0)
+        check_number("flush_timeout_s", flush_timeout_s, 0)
+        check_number("idle_timeout_s", idle_timeout_s, 0)
+        check_number("max_stall_s", max_stall_s, 0, above=True)
+        check_flag("strict", strict)
         self.location = self._named = Location.of(dirpath, memory, run)
         if interval is not None and (isinstance(interval, type) or not callable(getattr(interval, "due", None))):
             raise SettingsError(f"interval={interval!r} is no policy; write EverySeconds(30) or EverySteps(100)")
@@ -122,7 +126,7 @@ class RemoteSnapshot(Part):
             durable_every_s=durable_every_s,
             compression=compression,
             max_stall_s=max_stall_s,
-            device_buffer_bytes=parse_bytes(device_buffer) if device_buffer is not None else 0,
+            device_buffer_bytes=parse_bytes(device_buffer, "device_buffer") if device_buffer is not None else 0,
         )
         policy = interval if interval is not None else ConvergenceAware()
         self._settings = SnapshotSettings(

@@ -11,7 +11,7 @@ from lightning_spot.callbacks.goodput_monitor import GoodputMonitor
 from lightning_spot.callbacks.part import move_to_the_end
 from lightning_spot.callbacks.preemption_guard import PreemptionGuard
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
-from lightning_spot.config import DEVICE_BUFFER, FLUSH_TIMEOUT_S, IDLE_TIMEOUT_S, KEEP, MAX_STALL_S
+from lightning_spot.config import DEVICE_BUFFER, FLUSH_TIMEOUT_S, IDLE_TIMEOUT_S, KEEP, MAX_STALL_S, check_flag
 from lightning_spot.exact.namespaces import SpotCallback
 from lightning_spot.exact.position import Rewind
 from lightning_spot.fit.chosen import ResumedFrom
@@ -100,6 +100,8 @@ class SpotCheckpoint(SpotCallback):
         device_buffer: str | int | None = DEVICE_BUFFER,
     ) -> None:
         super().__init__()
+        check_flag("resume", resume)
+        check_flag("log_goodput", log_goodput)
         self.snapshots = RemoteSnapshot(
             dirpath,
             memory=memory,

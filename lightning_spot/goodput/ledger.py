@@ -70,7 +70,7 @@ class Spent:
         stall_s: waited for snapshots.
         lost_s: trained, and done again by the next attempt.
         restore_s: found and read the snapshot that an attempt went on from.
-        down_s: from the end of an attempt to the start of the next.
+        down_s: from the end of an attempt to the start of the next; none after one that completed the run.
         start_s: the rest of the time from the start of ``fit`` until training began.
     """
 
@@ -191,7 +191,8 @@ def total(parts: Sequence[Spent]) -> Spent:
 
 def _of(record: AttemptRecord, after: AttemptRecord | None, lost: int) -> Spent:
     end_s = max(record.unix_s, record.begun_unix_s)
-    down_s = max(0.0, after.begun_unix_s - end_s) if after is not None else 0.0
+    missed = after is not None and record.end != "complete"  # after its end, nobody waits for a run
+    down_s = max(0.0, after.begun_unix_s - end_s) if after is not None and missed else 0.0
     if record.trained_unix_s is None:
         return Spent(start_s=end_s - record.begun_unix_s, down_s=down_s)
     before_s = max(0.0, record.trained_unix_s - record.begun_unix_s)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from typing import Any, Protocol
 
+from lightning_spot.config import check_number
 from lightning_spot.errors import SettingsError
 from lightning_spot.interval.costs import Costs
 
@@ -83,8 +83,7 @@ class EverySteps(IntervalPolicy):
     by_step = True
 
     def __init__(self, n: int, max_overhead: float | None = None) -> None:
-        if n < 1:
-            raise SettingsError(f"EverySteps({n}): the interval is at least 1 step")
+        check_number("EverySteps: n", n, 1, whole=True)
         self.n = n
         self.max_overhead = check_share("max_overhead", max_overhead) if max_overhead is not None else None
         self._last = 0
@@ -122,8 +121,7 @@ class EverySeconds(IntervalPolicy):
     """
 
     def __init__(self, s: float) -> None:
-        if not s > 0:
-            raise SettingsError(f"EverySeconds({s}): the interval is more than 0 seconds")
+        check_number("EverySeconds: s", s, 0, above=True)
         self.s = s
         self._last_s: float | None = None
 
@@ -148,6 +146,6 @@ def check_share(name: str, value: float) -> float:
     Raises:
         SettingsError: if it is none.
     """
-    if not (math.isfinite(value) and 0 < value < 1):
-        raise SettingsError(f"{name}={value}: it is a share of the training time, more than 0 and less than 1")
+    if not (isinstance(value, int | float) and 0 < value < 1):
+        raise SettingsError(f"{name}={value!r}: it is a share of the training time, more than 0 and less than 1")
     return value

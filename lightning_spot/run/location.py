@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -46,12 +47,22 @@ class Location:
         Raises:
             SettingsError: naming the argument and what is wrong with it.
         """
+        if not isinstance(dirpath, str | os.PathLike):
+            raise SettingsError(f"dirpath={dirpath!r}: give the run's directory or URL, such as checkpoints/run-1")
         url = str(dirpath)
         if not url.strip():
             raise SettingsError("dirpath is empty; give the run's directory or URL, such as checkpoints/run-1")
         scheme = urlsplit(url).scheme if "://" in url else ""
         if scheme == "spot":
-            raise SettingsError(f"dirpath={url!r}: dirpath is the durable tier; a memory node goes into memory={url!r}")
+            node = f"spot://{urlsplit(url).netloc}"
+            raise SettingsError(
+                f"dirpath={url!r}: dirpath is the durable tier; a memory node goes into memory={node!r}"
+            )
+        if lost := re.match(r"([a-z][a-z0-9+.-]+):/(?!/)", url):  # it would be a directory on a disk that dies
+            raise SettingsError(
+                f"dirpath={url!r}: a URL has two slashes, {lost[1]}://{url[lost.end() :]}; for a directory"
+                f" write ./{url}"
+            )
         url = os.path.abspath(url.removeprefix("file://")) if scheme in ("", "file") else plain_url(url)
         name = check_run_name(run if run is not None else url.rstrip("/").rpartition("/")[2])
         if drill := read_environment().drill_dir:  # which must never write to the tiers of the real run
@@ -59,7 +70,8 @@ class Location:
         if memory is None or memory == AUTO:
             nodes: tuple[str, ...] = ()
         else:
-            nodes = tuple(_node_url(item) for item in ([memory] if isinstance(memory, str) else memory))
+            several = isinstance(memory, Sequence) and not isinstance(memory, str)
+            nodes = tuple(map(_node_url, memory if several else [memory]))
         # A memory:// file system lives in one process only, so its flusher must run in the trainer's.
         embedded = memory is not None and scheme != "memory"
         return cls(name=name, url=url, nodes=nodes, embedded=embedded, named=run is not None)
@@ -129,11 +141,13 @@ class Location:
 def memory_limit_bytes(limit: str | int | None) -> int:
     """The limit of slot memory: as given, or half of what this host, or its container, has."""
     if limit is not None:
-        return parse_bytes(limit)
+        return parse_bytes(limit, "memory_limit")
     return host_memory_bytes() // 2
 
 
-def _node_url(url: str) -> str:
+def _node_url(url: object) -> str:
+    if not str(url).startswith("spot://"):
+        raise SettingsError(f"memory={url!r} is no node URL such as spot://10.0.0.5:7070, nor 'auto' or None")
     address, path = parse_spot_url(str(url))
     if path:
         raise SettingsError(f"memory={url!r}: name the node only, {address}; the run's name comes from run= or dirpath")
