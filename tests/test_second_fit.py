@@ -255,6 +255,58 @@ def test_a_second_fit_has_an_account_of_its_own_wherever_the_monitor_is_listed(t
     assert read_records(run)[0]["end"] == "complete"
 
 
+class Remembers(Net):
+    """Logs what a study asks for, and keeps what it predicted last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+        self.predicted: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.cache = self.net(batch[0])
+        self.predicted = [self.cache]
+        return self.cache
+
+
+def test_a_complete_run_has_the_metrics_of_its_end(tmp_path: Path) -> None:
+    def fit() -> dict[str, torch.Tensor]:
+        run = trainer(spot(tmp_path), max_epochs=1, limit_val_batches=2)
+        run.fit(Remembers(), data(4), data(2))
+        return dict(run.callback_metrics)
+
+    trained = fit()
+    assert set(trained) == {"train_loss", "val_loss"}
+    new_process()
+    assert fit() == trained  # as a study does that is started again: it reads the value of each trial
+
+
+def test_a_fit_after_predictions_keeps_what_was_made_in_inference_mode(tmp_path: Path) -> None:
+    def fit(*callbacks: pl.Callback) -> Remembers:
+        torch.manual_seed(1)
+        model = Remembers()
+        trainer(max_epochs=1).predict(model, data(1))
+        assert model.cache.is_inference()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*a resume is not exact there")
+            trainer(spot(tmp_path), *callbacks, max_epochs=1).fit(model, data(6))
+        return model
+
+    with pytest.raises(Stop):
+        fit(EndAt(5))
+    new_process()
+    resumed = fit()
+    (kept,) = LocalStore(tmp_path / "run").survey().manifests[:1]
+    state = torch.load(tmp_path / "run" / kept.data_path, weights_only=True)["lightning_spot"]["ranks"][0]
+    assert torch.equal(state["buffers"]["cache"], resumed.cache)
+    assert len(state["hooked"]["attributes"][""]["predicted"]) == 1
+
+
 # -- copies -------------------------------------------------------------------------------------------------------
 
 

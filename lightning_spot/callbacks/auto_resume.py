@@ -88,4 +88,5 @@ class AutoResume(Part):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say so when the run had ended already: Lightning trains nothing then, without a word."""
         super().on_fit_end(trainer, pl_module)
+        FitState.of(trainer).end_untrained()
         Fit.of(trainer).resume.say_if_complete()

@@ -47,9 +47,9 @@ class Buffers:
 def put(module: torch.nn.Module, values: Values) -> None:
     """Write into the parameters and buffers of these names."""
     present = {**dict(module.named_buffers()), **dict(module.named_parameters())}
-    with torch.no_grad():
-        for name, value in values.items():
-            if name in present and present[name].shape == value.shape:
+    for name, value in values.items():
+        if name in present and present[name].shape == value.shape:
+            with torch.inference_mode() if present[name].is_inference() else torch.no_grad():
                 present[name].copy_(value)
 
 

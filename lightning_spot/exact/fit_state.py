@@ -203,6 +203,10 @@ class FitState(PerTrainer):
             self._undo += rest or []
         self._restoring.load(checkpoint)
 
+    def end_untrained(self) -> None:
+        """At the end of ``fit``: of a run that was complete already, put back what a program may read now."""
+        self._restoring.end_untrained()
+
     def before_validation(self, trainer: pl.Trainer) -> None:
         """Of a run resumed in front of a validation: put back what that needs."""
         self._restoring.before_validation()

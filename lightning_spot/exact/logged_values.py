@@ -36,14 +36,20 @@ def capture(trainer: pl.Trainer) -> State:
 
 def restore(trainer: pl.Trainer, state: State) -> None:
     """Put back what :func:`capture` returned, just before the next batch (or the end of the epoch)."""
+    restore_last(trainer, state)
     connector = private.LOGGER_CONNECTOR.of(trainer)
-    for name, values in _LOGGED.items():
-        values.of(connector).update(state["logged"][name])
     results = private.RESULTS.of(trainer.fit_loop.epoch_loop)
     for saved in state["results"]:
         _restore_result(trainer, results, saved)
     if state["in_epoch"]:  # otherwise the next batch would be taken for the first, and reset what was accumulated
         private.FIRST_ITERATION.set(connector, False)
+
+
+def restore_last(trainer: pl.Trainer, state: State) -> None:
+    """Put back the values logged last, which a program may read when ``fit`` has returned."""
+    connector = private.LOGGER_CONNECTOR.of(trainer)
+    for name, values in _LOGGED.items():
+        values.of(connector).update(state["logged"][name])
 
 
 def last_value(trainer: pl.Trainer, name: str) -> float | None:

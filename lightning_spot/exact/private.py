@@ -6,6 +6,7 @@ at ``setup``: a part that misses one is off, which is said once, and training go
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -235,5 +236,8 @@ TENSORBOARD_OPTIONS = Name(LOGGERS, "_kwargs", _first_logger("TensorBoardLogger"
 
 
 def writes_of(tensor: torch.Tensor) -> int:
-    """Torch's count of the writes to a tensor."""
-    return tensor._version
+    """Torch's count of the writes to a tensor. One made in inference mode has none, and counts as written to."""
+    return tensor._version if not tensor.is_inference() else next(_UNCOUNTED)
+
+
+_UNCOUNTED = itertools.count(-1, -1)  # like no count, and no two alike

@@ -2,7 +2,8 @@
 
 :meth:`Restoring.load` when Lightning loads the checkpoint; :meth:`Restoring.begin` once all hooks at the start of
 training are done; :meth:`Restoring.position_for` when a loader begins its epoch; the rest just before the first step,
-or before the validation that the run was stopped in front of.
+or before the validation that the run was stopped in front of. A complete run has no such place: see
+:meth:`Restoring.end_untrained`.
 """
 
 from __future__ import annotations
@@ -169,6 +170,12 @@ class Restoring(OfTrainer):
         # Lightning leaves metric-driven schedulers alone at the end of an epoch it was restarted in: it does not have
         # the metrics. Here they are.
         run(private.PROGRESS, lambda: private.RESTARTING.set(trainer.fit_loop, False))
+
+    def end_untrained(self) -> None:
+        """At the end of a ``fit`` that had nothing left to train: what was logged last is there, as after training."""
+        values = self._values
+        if values is not None and "logged" in values:
+            self._switches.run(private.LOGGED, lambda: logged_values.restore_last(self._trainer, values))
 
     def _of_loaders(self, values: State, stage: Callable[[Loaders, State], None]) -> None:
         """Do one stage of the loaders' own resume."""
