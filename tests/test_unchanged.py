@@ -143,6 +143,18 @@ def test_writes_past_the_counts_are_found_and_said(
         assert desk.take(step_) > WEIGHT  # always copied from now on
 
 
+@pytest.mark.parametrize("among", [1, 2, 3, 6, CHECK_EVERY])
+def test_every_share_has_its_turn_in_every_slot(among: int) -> None:
+    turns = contents.Turns()
+    shares = [turns.next(among) for _ in range(300 * among)]
+    for start in range(0, len(shares), among):
+        assert set(shares[start : start + among]) == set(range(among))
+    for slots in (2, 3, 4):
+        for slot in range(slots):
+            assert set(shares[slot::slots]) == set(range(among))
+    assert turns.next(2) in (0, 1)  # of fewer, as the model has changed
+
+
 def test_a_slot_that_another_has_filled_is_filled_anew(desk: FrozenDesk) -> None:
     lease = desk.host.lease(1000, 30.0)
     lease.map[:2_000_000] = bytes(2_000_000)

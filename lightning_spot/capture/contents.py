@@ -133,7 +133,7 @@ class Unchanged:
         self._trusted: set[Named] = set()  # left out of a snapshot before
         self._owners: dict[Named, _Owner] = {}
         self._generation = 0
-        self._snapshots = 0
+        self._turns = Turns()
 
     def plan(self, layout: Layout, owners: Owners, known: Known | None, view: SlotView) -> Plan:
         """What of a layout has to be copied into a slot.
@@ -144,7 +144,6 @@ class Unchanged:
             known: what the slot holds, ``None`` if that is unknown.
             view: the slot.
         """
-        self._snapshots += 1
         there = known.frame if known is not None else ()
         frame = [new for new, old in itertools.zip_longest(layout.frame, there) if new is not old and new is not None]
         plan = Plan(frame, [], {})
@@ -195,7 +194,7 @@ class Unchanged:
         nbytes = sum(item.piece.nbytes for item in plan.unchecked)
         turns = min(CHECK_EVERY, -(-nbytes // CHECK_BYTES))
         if turns > 1:
-            plan.unchecked = plan.unchecked[self._snapshots % turns :: turns]
+            plan.unchecked = plan.unchecked[self._turns.next(turns) :: turns]
 
     def _owner(self, named: Named, tensors: Sequence[torch.Tensor]) -> _Owner:
         """The owners of a storage, with a number that changes when they do: another tensor counts from zero."""
@@ -204,6 +203,24 @@ class Unchanged:
             self._generation += 1
             owner = _Owner(tensors, self._generation)
         return owner
+
+
+class Turns:
+    """Which share is compared for a snapshot: each in its turn, in an order drawn anew each time around.
+
+    An old byte may lie in one slot only. With a fixed order, slots that are used one after the other might meet the
+    same share each time.
+    """
+
+    def __init__(self) -> None:
+        self._among = 0
+        self._left: list[int] = []
+
+    def next(self, among: int) -> int:
+        """The share, of so many."""
+        if not self._left or among != self._among:
+            self._among, self._left = among, _dice.sample(range(among), among)
+        return self._left.pop()
 
 
 class _Owner:
