@@ -274,16 +274,17 @@ class Remembers(Net):
         return self.cache
 
 
-def test_a_complete_run_has_the_metrics_of_its_end(tmp_path: Path) -> None:
-    def fit() -> dict[str, torch.Tensor]:
+def test_a_complete_run_has_the_metrics_of_its_end_and_leaves_its_generators(tmp_path: Path) -> None:
+    def fit(seed: int) -> tuple[dict[str, torch.Tensor], float]:
+        pl.seed_everything(seed)
         run = trainer(spot(tmp_path), max_epochs=1, limit_val_batches=2)
         run.fit(Remembers(), data(4), data(2))
-        return dict(run.callback_metrics)
+        return dict(run.callback_metrics), float(torch.rand(1))  # as a study does, and the next trial
 
-    trained = fit()
-    assert set(trained) == {"train_loss", "val_loss"}
+    trained = fit(1)
+    assert set(trained[0]) == {"train_loss", "val_loss"}
     new_process()
-    assert fit() == trained  # as a study does that is started again: it reads the value of each trial
+    assert fit(2) == trained
 
 
 def test_a_fit_after_predictions_keeps_what_was_made_in_inference_mode(tmp_path: Path) -> None:

@@ -172,9 +172,15 @@ class Restoring(OfTrainer):
         run(private.PROGRESS, lambda: private.RESTARTING.set(trainer.fit_loop, False))
 
     def end_untrained(self) -> None:
-        """At the end of a ``fit`` that had nothing left to train: what was logged last is there, as after training."""
+        """At the end of a ``fit`` that had nothing left to train: what was logged last is there, as after training.
+
+        So are the generators: what the program draws from now on is what it drew after training.
+        """
         values = self._values
-        if values is not None and "logged" in values:
+        if values is None:
+            return
+        restore_random(values["random"], self._trainer.strategy.root_device)
+        if "logged" in values:
             self._switches.run(private.LOGGED, lambda: logged_values.restore_last(self._trainer, values))
 
     def _of_loaders(self, values: State, stage: Callable[[Loaders, State], None]) -> None:
