@@ -11,9 +11,11 @@ import sys
 import threading
 import time
 
+import torch
+
 from benchmarks.measure import training_state
 from lightning_spot.client import embedded
-from lightning_spot.image.layout import lay_out
+from lightning_spot.image.layout import Layout, lay_out
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.staging.copier import Copier, SlotView
@@ -35,6 +37,7 @@ def main(node: str, durable: str, rounds: int) -> dict[str, object]:
         lease = host.lease(layout.nbytes, 60.0)
         view = views.setdefault(lease.slot, SlotView(lease.map))
         name = snapshot_name(step, 1)
+        _change(layout)  # what the memory node has already would not be sent
         fields = {"run": "run-1", "run_id": RUN_ID, "name": name, "step": step, "attempt": 1}
         began = time.perf_counter()
         for offset, data in layout.frame:
@@ -50,6 +53,12 @@ def main(node: str, durable: str, rounds: int) -> dict[str, object]:
     raw_s = [_send(node.removeprefix("spot://").partition(":")[0], layout.nbytes) for _ in range(3)]
     host.leave(complete=True)
     return {"nbytes": layout.nbytes, "safe_s": safe_s[2:], "copy_and_seal_s": committed_s[2:], "raw_s": raw_s}
+
+
+def _change(layout: Layout) -> None:
+    for piece in layout.pieces:
+        whole = torch.empty(0, dtype=torch.uint8).set_(piece.storage)
+        whole[: len(whole) // 8 * 8].view(torch.int64).random_()
 
 
 def _send(address: str, nbytes: int) -> float:
