@@ -21,19 +21,7 @@ from lightning_spot.capture.outline import Outliner
 from lightning_spot.image import pickling
 from lightning_spot.image.archive import read_entries
 from lightning_spot.image.layout import Layout, Layouter, lay_out
-from tests.gated import write_crcs
-
-
-def fill(layout: Layout) -> bytearray:
-    """Fill a layout the slow way."""
-    image = bytearray(b"\xaa" * layout.nbytes)  # dirty memory: every byte must be written
-    for offset, data in layout.frame:
-        image[offset : offset + len(data)] = data
-    for piece in layout.pieces:
-        source = torch.empty(0, dtype=torch.uint8).set_(piece.storage)
-        image[piece.offset : piece.offset + piece.nbytes] = source.numpy().tobytes()
-    write_crcs(memoryview(image))
-    return image
+from tests.filled import fill
 
 
 def loaded(image: bytes | bytearray, **how: Any) -> Any:

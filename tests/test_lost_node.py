@@ -35,7 +35,8 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Store
 from tests.conftest import RunningNode, new_process, until
-from tests.gated import RUN_ID, image_of, manifest_of, write_crcs
+from tests.filled import fill
+from tests.gated import RUN_ID, image_of, manifest_of
 from tests.models import Net, Probe, data, trainer
 from tests.test_fit import Stop, StopAt, check_all, spot
 
@@ -297,13 +298,7 @@ def test_streamed_parts_are_the_file_with_right_checksums() -> None:
         "words": "x" * 5000,
     }
     for layout in (lay_out(state), lay_out_plain(state)):
-        image = bytearray(layout.nbytes)
-        for offset, content in layout.frame:
-            image[offset : offset + len(content)] = content
-        for piece in layout.pieces:
-            whole = torch.empty(0, dtype=torch.uint8).set_(piece.storage)
-            image[piece.offset : piece.offset + piece.nbytes] = whole.numpy().tobytes()
-        write_crcs(memoryview(image))
+        image = fill(layout)
         for part_bytes in (1000, 4096, 2**20, 2**24):
             parts = [bytes(part) for part in stream_parts(layout, part_bytes)]
             assert {len(part) for part in parts[:-1]} <= {part_bytes}

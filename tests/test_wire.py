@@ -22,6 +22,7 @@ from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
+from tests.filled import unsealed
 from tests.gated import MIB
 from tests.wire_pair import END, RUN, Pair, floats, kinds, needs_zstd, pair, state, trained
 
@@ -58,13 +59,7 @@ def test_of_what_has_changed_little_only_that_is_sent(pair: Pair) -> None:
 def laid_out(layouter: Layouter, checkpoint: dict[str, Any]) -> tuple[bytes, int]:
     """The checkpoint's file before it is sealed, and how much of it is no tensor data of a record of its own."""
     layout = layouter.lay_out(checkpoint)
-    image = bytearray(layout.nbytes)
-    for offset, data in layout.frame:
-        image[offset : offset + len(data)] = data
-    for piece in layout.pieces:
-        data = torch.tensor([], dtype=torch.uint8).set_(piece.storage)  # type: ignore[call-overload]
-        image[piece.offset : piece.offset + piece.nbytes] = data.numpy().tobytes()
-    return bytes(image), len(layout.frame[-1][1])
+    return bytes(unsealed(layout)), len(layout.frame[-1][1])
 
 
 def test_a_fine_tuning_costs_what_it_trains(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

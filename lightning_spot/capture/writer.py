@@ -20,7 +20,7 @@ import torch
 
 from lightning_spot.capture.contents import CHECK_EVERY, Known, Owners, Plan, Unchanged, owners_of
 from lightning_spot.capture.host_link import HostLink
-from lightning_spot.capture.leases import Leases
+from lightning_spot.capture.leases import Leases, give_back
 from lightning_spot.capture.outline import Outliner
 from lightning_spot.capture.pending import Pending
 from lightning_spot.capture.streaming import store_streamed
@@ -334,10 +334,7 @@ class SnapshotWriter:
         if isinstance(error, NodeUnreachable):
             self.link.lose(host, error)
         else:
-            try:
-                host.abort(pending.lease)
-            except SpotError as second:
-                logger.debug("a slot could not be given back: %s", second)
+            give_back(host, pending.lease)
         if isinstance(error, TornSnapshot):
             self.say_once("torn", "%s", error)
         else:
@@ -379,7 +376,4 @@ class SnapshotWriter:
             logger.exception("lightning_spot: slots could not be warmed")
         finally:
             for lease in leases:
-                try:
-                    host.abort(lease)
-                except SpotError as error:
-                    logger.debug("a slot could not be given back: %s", error)
+                give_back(host, lease)

@@ -44,6 +44,11 @@ def classes(module: str, *names: str) -> tuple[Any, ...]:
     return _classes(tuple(imported()), module, names)
 
 
+def overrides(module: Any, hook: str) -> bool:
+    """Whether the class of a LightningModule has a hook of its own."""
+    return getattr(type(module), hook) not in [getattr(kind, hook) for kind in classes("", "LightningModule")]
+
+
 def of(owner: Any, module: str) -> ModuleType:
     """A module of the namespace that ``owner``, a Trainer or a class of Lightning, comes from.
 

@@ -29,8 +29,8 @@ def check_model(trainer: pl.Trainer, checkpoint: dict[str, Any], snapshot: str) 
         ModelChanged: naming what differs.
     """
     module = trainer.lightning_module
-    if not module.strict_loading or _mends_itself(module):
-        return  # the user's own hook may mend the difference
+    if not module.strict_loading or namespaces.overrides(module, "on_load_checkpoint"):
+        return  # the user's own hook sees the checkpoint before it is loaded, and may mend the difference
     saved = checkpoint.get("state_dict", {})
     present = trainer.strategy.lightning_module_state_dict()
     missing, unexpected = sorted(set(present) - set(saved)), sorted(set(saved) - set(present))
@@ -82,9 +82,3 @@ def some(names: list[str]) -> str:
     """The first of many names, and how many more there are."""
     more = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _mends_itself(module: pl.LightningModule) -> bool:
-    """Whether a hook of the user's sees the checkpoint before it is loaded."""
-    plain = [kind.on_load_checkpoint for kind in namespaces.classes("", "LightningModule")]
-    return type(module).on_load_checkpoint not in plain

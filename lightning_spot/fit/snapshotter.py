@@ -155,8 +155,7 @@ class Snapshotter(OfTrainer):
         if self.iterations is not None:
             self.iterations.begin()
             self._undo.append(self.iterations.end)
-        plain = [kind.optimizer_step for kind in namespaces.classes("", "LightningModule")]
-        self._steps_itself = type(trainer.lightning_module).optimizer_step not in plain
+        self._steps_itself = namespaces.overrides(trainer.lightning_module, "optimizer_step")
         if not trainer.lightning_module.automatic_optimization:
             # A step of an optimizer that Lightning does not wrap calls no hook of Lightning's; torch calls this one.
             for optimizer in trainer.optimizers:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import SpotError, TierError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.staging.slot import available_bytes, populate
+from lightning_spot.staging.slot import available_bytes, memory_file, populate
 from lightning_spot.tiers.store import Progress, Store
 
 logger = logging.getLogger(__name__)
@@ -82,11 +82,7 @@ def _made_ahead(shared: mmap.mmap) -> Iterator[None]:
 
 
 def _memory_file(nbytes: int) -> int:
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("lightning-spot-restore", os.MFD_CLOEXEC)
-    else:
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
+    fd = memory_file("lightning-spot-restore")
     try:
         os.ftruncate(fd, nbytes)
     except BaseException:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 
 class GradientWatch:
@@ -29,7 +29,7 @@ class GradientWatch:
         self._wanted: frozenset[int] | None = frozenset()
 
     def nbytes(self) -> list[int]:
-        """Bytes of each gradient; 0 for a parameter that has no shape yet."""
+        """Bytes of each gradient; 0 for one of a lazy module that has no shape yet, which nobody may touch."""
         return [0 if is_lazy(item) else item.numel() * item.element_size() for item in self.parameters]
 
     def keep(self, wanted: frozenset[int] | None) -> None:
@@ -58,8 +58,3 @@ class GradientWatch:
 
     def _accumulated(self, number: int, _: torch.Tensor) -> None:
         self._ready(number)
-
-
-def is_lazy(parameter: torch.Tensor) -> bool:
-    """Whether a parameter of a lazy module has no shape yet: torch lets nobody touch it before the first forward."""
-    return isinstance(parameter, UninitializedParameter)

@@ -59,6 +59,14 @@ def populate(shared: mmap.mmap, start: int, nbytes: int, *, write: bool) -> bool
     return not _libc.madvise(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(nbytes), advice)
 
 
+def memory_file(name: str) -> int:
+    """Descriptor of an empty file in memory that no path leads to; the caller's to close."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile(prefix=f"{name}-") as file:
+        return os.dup(file.fileno())
+
+
 class SlotMemory:
     """The memory of one slot.
 
@@ -116,11 +124,7 @@ class SlotMemory:
 
     @classmethod
     def _memory_file(cls, capacity: int) -> SlotMemory:
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("lightning-spot-slot", os.MFD_CLOEXEC)
-        else:
-            with tempfile.TemporaryFile(prefix="lightning-spot-slot-") as file:
-                fd = os.dup(file.fileno())
+        fd = memory_file("lightning-spot-slot")
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(fd, 0, capacity)
