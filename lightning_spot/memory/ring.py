@@ -102,12 +102,12 @@ class Ring:
                         raise RingFull(why_full(self.slots, run, nbytes, self._limits))
                     self.changed.wait(min(left, _LOOK_S))
 
-    def try_lease(self, run: str, nbytes: int) -> Slot | None:
-        """Take a slot if one can be had now, see :meth:`lease`; making its memory may take seconds."""
+    def try_lease(self, run: str, nbytes: int, *, only_new: bool = False) -> Slot | None:
+        """Take a slot if one can be had now (``only_new``: in unused memory); making that may take seconds."""
         capacity = capacity_for(nbytes, self._limits)
         with self.changed:
             found = find_room(self.slots, run, max(1, nbytes), capacity, self._limits)
-            if found is None:
+            if found is None or (only_new and not found.is_new):
                 return None
             for other in found.forget:
                 self._forget(other)

@@ -43,6 +43,11 @@ class Room:
     forget: list[Slot] = field(default_factory=list)
     release: list[Slot] = field(default_factory=list)
 
+    @property
+    def is_new(self) -> bool:
+        """Whether it is memory that was not used before, and nothing makes room for it."""
+        return not (self.forget or self.release or (self.slot is not None and self.slot.capacity))
+
 
 def capacity_for(nbytes: int, limits: Limits) -> int:
     """Memory to give a snapshot of ``nbytes``.

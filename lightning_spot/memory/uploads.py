@@ -10,10 +10,12 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from lightning_spot.config import KEEP
 from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound, SpotError, TierError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing, sealing_threads
+from lightning_spot.memory.ahead import SlotsAhead
 from lightning_spot.memory.bases import Base
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
@@ -47,6 +49,7 @@ class Uploads:
         self._registry = registry
         self._committed = committed
         self._lock = registry.lock
+        self._ahead = SlotsAhead(ring)
 
     def __len__(self) -> int:
         return len(self._uploads)
@@ -61,6 +64,7 @@ class Uploads:
             for upload in self._uploads.values():
                 if upload.coming is not None:
                     upload.coming.give_up()
+        self._ahead.close()
 
     def end_session(self, session: str) -> None:
         """The connection of a trainer has closed: its half-filled slots are freed."""
@@ -109,6 +113,8 @@ class Uploads:
             return self._same(known, key, attempt, nbytes, name)
         if manifest is not None and (manifest.nbytes, manifest.name, key_of(manifest)) != (nbytes, name, key):
             raise SettingsError(f"{manifest.name} is not what is asked for a slot: {name} of {nbytes} bytes of {key!r}")
+        if manifest is not None:
+            self._ahead.wait(key)
         slot = self._ring.lease(key, nbytes, wait_s, cancelled=gone)
         upload = Upload(upload_id or uuid.uuid4().hex, key, attempt, slot, nbytes, name, session, time.monotonic())
         upload.held, slot.held = slot.held, ""
@@ -116,6 +122,8 @@ class Uploads:
             if not self._ring.find(key, name):
                 upload.coming = Coming(replace(manifest, checksums=()), slot.view(nbytes))
             upload.base = Base.newest(self._ring, key)
+            info = self._registry.info(key)
+            self._ahead.make(key, nbytes, 1 + max(1, info.keep if info is not None else KEEP))
         return self._begin(upload, gone)
 
     def find(self, upload_id: str) -> Upload:

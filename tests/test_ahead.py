@@ -1,0 +1,114 @@
+"""The memory of a slot is made while an earlier snapshot is still received, not while a sender waits for it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from lightning_spot.errors import TierError
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.parts import checksum
+from lightning_spot.memory import ahead
+from lightning_spot.memory.ring import Ring
+from lightning_spot.staging.slot import SlotMemory
+from tests.conftest import until
+from tests.gated import MIB, RUN_ID, Bench, image_of, manifest_of
+
+RUN = f"run@{RUN_ID}"
+AHEAD = "spot-slot-ahead"
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each slot whose memory was made, in order: whether nobody waited for it."""
+    monkeypatch.setattr(ahead, "LEAST_BYTES", 1)
+    noted: list[bool] = []
+    create = SlotMemory.create.__func__  # type: ignore[attr-defined]
+
+    def noting(cls: type[SlotMemory], capacity: int, path: Path | None) -> SlotMemory:
+        noted.append(threading.current_thread().name == AHEAD)
+        memory: SlotMemory = create(cls, capacity, path)
+        return memory
+
+    monkeypatch.setattr(SlotMemory, "create", classmethod(noting))
+    return noted
+
+
+def receive(bench: Bench, step: int, nbytes: int = 1000) -> Manifest:
+    """What a memory node does with a snapshot that comes over the network."""
+    manifest, image = manifest_of(step, 1, nbytes), image_of(step, nbytes)
+    upload = bench.node.lease(RUN, 1, nbytes, name=manifest.name, manifest=manifest)
+    until(lambda: not bench.node.uploads._ahead._making, "what is made ahead")
+    with upload.slot.view(nbytes) as view:
+        view[:] = image
+    bench.node.uploads.arrived(upload, 0, nbytes, checksum(image))
+    return bench.node.commit(upload.id, manifest)
+
+
+def test_only_the_first_sender_waits_for_memory(tmp_path: Path, made: list[bool]) -> None:
+    bench = Bench(tmp_path, slots=None, memory_bytes=64 * MIB)
+    bench.open(keep=2)
+    for step in range(6):
+        receive(bench, step)
+        assert bench.flush() == []
+    assert made == [False, True, True]  # one that is filled, and two that are kept
+    bench.close()
+
+
+def test_a_sender_waits_for_the_slot_that_is_being_made(
+    tmp_path: Path, made: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path, slots=None, memory_bytes=64 * MIB)
+    bench.open(keep=1)
+    go_on, leased = threading.Event(), Ring.try_lease
+
+    def held_up(self: Ring, run: str, nbytes: int, *, only_new: bool = False) -> object:
+        assert not only_new or go_on.wait(30)
+        return leased(self, run, nbytes, only_new=only_new)
+
+    monkeypatch.setattr(Ring, "try_lease", held_up)
+    first = bench.node.lease(RUN, 1, 1000, name=manifest_of(1).name, manifest=manifest_of(1))
+    second: list[object] = []
+    asking = threading.Thread(
+        target=lambda: second.append(bench.node.lease(RUN, 1, 1000, name=manifest_of(2).name, manifest=manifest_of(2)))
+    )
+    asking.start()
+    assert made == [False]
+    go_on.set()
+    asking.join(30)
+    assert len(second) == 1
+    assert made == [False, True]
+    bench.node.abort(first.id)
+    bench.close()
+
+
+def test_nothing_makes_room_for_what_nobody_has_asked_for(tmp_path: Path, made: list[bool]) -> None:
+    bench = Bench(tmp_path, slots=None, memory_bytes=4 * MIB)  # two slots
+    bench.open(keep=5)
+    first = receive(bench, 1)
+    assert bench.flush() == []
+    receive(bench, 2)
+    assert made == [False, True]
+    assert bench.node.ring.find(RUN_ID, first.name) is not None
+    bench.close()
+
+
+def test_a_host_without_memory_says_so_to_who_asks(
+    tmp_path: Path, made: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path, slots=None, memory_bytes=64 * MIB)
+    bench.open()
+    create = SlotMemory.create
+
+    def none_left(capacity: int, path: Path | None) -> SlotMemory:
+        if bench.node.ring.slots[1:]:
+            raise TierError("no memory")
+        return create(capacity, path)
+
+    monkeypatch.setattr(SlotMemory, "create", none_left)
+    receive(bench, 1)
+    with pytest.raises(TierError, match="no memory"):
+        receive(bench, 2)
+    bench.close()
