@@ -18,8 +18,8 @@ from lightning_spot.errors import SettingsError
 PROTOCOL_VERSION = 3
 """Version of the HTTP protocol between trainers and nodes; both ends must agree."""
 
-MANIFEST_VERSION = 2
-"""Version of ``manifest.json``."""
+MANIFEST_VERSION = 3
+"""Newest version of ``manifest.json`` that is understood: that of snapshots of several files. Others have 2."""
 
 PART_BYTES = 8 * 1024 * 1024
 """Bytes of one part: the unit that is checksummed and transferred."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import asdict
 
 from lightning_spot.cli.output import plain_table, wide_console
 from lightning_spot.cli.tiers import Entry, ask, pick
@@ -76,7 +75,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def _facts(entry: Entry) -> dict[str, object]:
-    return {**asdict(entry.manifest), "tier": entry.source.tier, "state": entry.state}
+    return {**entry.manifest.to_dict(), "tier": entry.source.tier, "state": entry.state}
 
 
 def _age(created_unix_s: float) -> str:

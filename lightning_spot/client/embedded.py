@@ -210,7 +210,7 @@ class EmbeddedHost:
 
     def seal(self, lease: Lease, manifest: Manifest, destinations: list[str] | None = None) -> None:
         """See :meth:`Host.seal`."""
-        body = {"manifest": asdict(manifest), "destinations": destinations}
+        body = {"manifest": manifest.to_dict(), "destinations": destinations}
         self._call("POST", f"/v1/uploads/{lease.id}/seal", body, limit_s=_SEAL_TIMEOUT_S)
 
     def abort(self, lease: Lease) -> None:

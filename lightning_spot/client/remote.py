@@ -6,7 +6,7 @@ import logging
 import uuid
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from lightning_spot.client.compression import CompressionRule
@@ -76,7 +76,7 @@ class NodeStore:
             finally:
                 stream.close()
             sealed = seal_parts(manifest, checksums, sizes)
-            self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": asdict(sealed)})
+            self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": sealed.to_dict()})
         except BaseException:
             self._give_up(upload)
             raise
@@ -191,7 +191,7 @@ class NodeStore:
                 count = -(-plain.nbytes // plain.part_bytes)
                 sent_bytes = self._lanes.send(upload, coming.sealed_parts(), count, encoder)
                 manifest = coming.committed()
-                self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": asdict(self._named(manifest))})
+                self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": self._named(manifest).to_dict()})
         except BaseException:
             self._give_up(upload)
             raise
@@ -218,7 +218,7 @@ class NodeStore:
             "attempt": max(1, attempt),
             "nbytes": manifest.nbytes,
             "name": manifest.name,
-            "manifest": asdict(replace(manifest, checksums=())),
+            "manifest": replace(manifest, checksums=()).to_dict(),
             "wait_s": _WAIT_FOR_SLOT_S,
         }
         timeout_s = _WAIT_FOR_SLOT_S + 4 * _ASK_S

@@ -10,9 +10,9 @@ from typing import Any
 
 from lightning_spot.config import MANIFEST_VERSION, PART_BYTES
 from lightning_spot.errors import CorruptManifest, UnknownFormat
+from lightning_spot.image.files import MODEL_FILE, FileSpan, check_files, files_from_json
 from lightning_spot.image.parts import checksum_parts, part_ranges, verify_file, verify_parts
 
-MODEL_FILE = "model.ckpt"
 MANIFEST_FILE = "manifest.json"
 OWN_DIR = ".lightning_spot"
 """Folder beside files that users named, which holds the manifests of these and what is on its way to become one."""
@@ -27,6 +27,9 @@ _PART_BYTES = (1, 2**30)
 _MOST_PARTS = 2**20
 _MOST_ATTEMPTS = 10**9
 _MOST_STEPS = 10**18
+
+_FORMAT = 2  # of snapshots of one file, which earlier versions of this package read
+_FORMAT_OF_FILES = 3
 
 
 def snapshot_name(step: int, attempt: int, *, complete: bool = False) -> str:
@@ -60,8 +63,10 @@ class Manifest:
         name: name of the snapshot within the run; for a single file that a user named, the file's name.
         step: Lightning's ``global_step`` (optimizer steps).
         attempt: number of the trainer process that took it, counted over restarts, from 1.
-        nbytes: size of the one file in bytes.
+        nbytes: size of the image in bytes: what is copied, checksummed and sent. It is the one file, or holds all.
         file: the file's name within the snapshot directory, or ``""`` when the snapshot *is* a file named ``name``.
+        files: into which the image is cut at rest, in the order of their places; bytes in none of them are zero. Empty
+            when the image is the one ``file``.
         checksums: xxh3-128 of each part, 32 hexadecimal digits each; empty until sealed.
         part_bytes: size of a part in bytes.
         epoch: Lightning's ``current_epoch``.
@@ -70,7 +75,7 @@ class Manifest:
         world_size: number of ranks that trained.
         versions: versions of torch, lightning and lightning_spot that wrote it.
         fingerprint: tells the trainings of one program apart; ``""`` if unknown.
-        format: version of this file's format.
+        format: version of this file's format; at least 3 with ``files``.
     """
 
     run: str
@@ -79,6 +84,7 @@ class Manifest:
     attempt: int
     nbytes: int
     file: str = MODEL_FILE
+    files: tuple[FileSpan, ...] = ()
     checksums: tuple[str, ...] = ()
     part_bytes: int = PART_BYTES
     epoch: int = 0
@@ -89,7 +95,11 @@ class Manifest:
     lineage: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     fingerprint: str = ""
-    format: int = MANIFEST_VERSION
+    format: int = _FORMAT
+
+    def __post_init__(self) -> None:
+        if self.files and self.format < _FORMAT_OF_FILES:
+            object.__setattr__(self, "format", _FORMAT_OF_FILES)
 
     @property
     def order(self) -> tuple[int, int, bool]:
@@ -103,8 +113,26 @@ class Manifest:
 
     @property
     def data_path(self) -> str:
-        """Path of the data file below the run's directory."""
-        return self.name if self.is_file else f"{self.name}/{self.file}"
+        """Path of the image below the run's directory: of its one file, or of the directory that holds its files."""
+        return self.name if self.is_file or self.files else f"{self.name}/{self.file}"
+
+    @property
+    def spans(self) -> tuple[FileSpan, ...]:
+        """The files at rest, also if it is one."""
+        return self.files or (FileSpan(self.file or self.name, 0, self.nbytes),)
+
+    def path_of(self, span: FileSpan) -> str:
+        """Path of one of the :attr:`spans` below the run's directory."""
+        return self.name if self.is_file else f"{self.name}/{span.name}"
+
+    def span_at(self, path: str) -> FileSpan | None:
+        """What of the image a path below the run's directory names; ``None`` if it names nothing of it.
+
+        The path of a snapshot of several files names the whole image.
+        """
+        if path in (self.data_path, self.name):
+            return FileSpan(self.name, 0, self.nbytes)
+        return next((span for span in self.spans if path == self.path_of(span)), None)
 
     @property
     def manifest_path(self) -> str:
@@ -152,9 +180,16 @@ class Manifest:
         name = f"{self.run}/{self.name} at {where}"
         verify_file(fd, self.nbytes, self.checksums, self.part_bytes, name, progress)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The manifest as a JSON object."""
+        fields = asdict(self)
+        if not self.files:
+            del fields["files"]
+        return fields
+
     def to_json(self) -> str:
         """The manifest as JSON text."""
-        return json.dumps(asdict(self), indent=1, sort_keys=True)
+        return json.dumps(self.to_dict(), indent=1, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
@@ -182,6 +217,7 @@ class Manifest:
             )
         known = {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
         try:
+            known["files"] = files_from_json(known.get("files", []))
             manifest = cls(**{**known, "checksums": tuple(known.get("checksums", ()))})
             manifest._check()
         except TypeError as error:
@@ -209,6 +245,10 @@ class Manifest:
         _require(
             all(isinstance(item, str) and len(item) == 32 for item in self.checksums), "checksums are no xxh3-128 each"
         )
+        if self.files:
+            _require(not self.is_file, "it is one file and has several")
+            problem = check_files(self.files, self.nbytes)
+            _require(problem is None, str(problem))
         parts = -(-self.nbytes // self.part_bytes)
         _require(parts <= _MOST_PARTS, f"{parts} parts are too many")
         _require(len(self.checksums) in (0, parts), f"{len(self.checksums)} checksums for {parts} parts")

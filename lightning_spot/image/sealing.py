@@ -34,9 +34,11 @@ class Sealing(Coming):
         """Seal the file on ``threads`` threads, this one among them; its sealed manifest.
 
         Raises:
-            LayoutUnsupported: if the file is no archive of stored records.
+            LayoutUnsupported: if it is one file, and that is no archive of stored records.
         """
-        plan = _Plan(read_entries(self.image[: self.manifest.nbytes]), self._parts, self.image)
+        # Only a file of one archive has CRCs to be written: what several files hold was archived with its own.
+        records = [] if self.manifest.files else read_entries(self.image[: self.manifest.nbytes])
+        plan = _Plan(records, self._parts, self.image)
         helpers = [threading.Thread(target=self._work, args=(plan,), name="spot-seal") for _ in range(threads - 1)]
         for helper in helpers:
             helper.start()

@@ -79,7 +79,7 @@ class SlotArea:
         self._write(
             f"slot-{slot.index}.json",
             {
-                "manifest": asdict(slot.manifest),
+                "manifest": slot.manifest.to_dict(),
                 "places": slot.places,
                 "safe": slot.safe,
                 "refused": slot.refused,
@@ -97,7 +97,7 @@ class SlotArea:
         record = {
             "info": asdict(replace(info, session="")),
             "complete": complete,
-            "deletions": [[url, asdict(manifest)] for url, manifest in deletions],
+            "deletions": [[url, manifest.to_dict()] for url, manifest in deletions],
         }
         self._write(f"run-{info.key}.json", record)
 

@@ -14,7 +14,8 @@ import fsspec
 from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError, TierError
-from lightning_spot.image.manifest import MANIFEST_FILE, MODEL_FILE, OWN_DIR, Manifest, manifest_paths, snapshot_order
+from lightning_spot.image.files import is_data_file
+from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, manifest_paths, snapshot_order
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.tiers.filesystem import time_of
@@ -121,7 +122,7 @@ class DurableDirectory(Below):
         for path, fact in facts.items():
             folder, _, file = path.rpartition("/")
             if folder:
-                counts = file == MODEL_FILE and snapshot_order(folder) and f"{folder}/{MANIFEST_FILE}" in facts
+                counts = is_data_file(file) and snapshot_order(folder) and f"{folder}/{MANIFEST_FILE}" in facts
             else:
                 counts = any(noted in facts for noted in manifest_paths(file))
             if counts:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot, SpotError, TierError
-from lightning_spot.image.manifest import MANIFEST_FILE, MODEL_FILE, OWN_DIR, Manifest, snapshot_order
+from lightning_spot.image.files import is_data_file
+from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.parts import part_ranges
 from lightning_spot.image.sealing import NotedParts
 from lightning_spot.tiers import files, store
@@ -145,7 +146,7 @@ class LocalStore:
                 return  # not there, or a link to somebody's place
             files.remove(self.root / manifest.manifest_path)
             files.sync_directory(folder)  # never a manifest without its bytes, also after a loss of power
-            self._remove_own(folder, manifest.file)
+            self._remove_own(folder)
 
     def sweep(self, current: Manifest) -> None:
         """See :meth:`Store.sweep`."""
@@ -286,13 +287,13 @@ class LocalStore:
     def _sweep_snapshot(self, folder: Path, order: tuple[int, int, bool], current: Manifest) -> None:
         self._sweep_temporaries(folder, current)
         names = os.listdir(folder)
-        if order >= current.order or MANIFEST_FILE in names or any(name != MODEL_FILE for name in names):
+        if order >= current.order or MANIFEST_FILE in names or not all(map(is_data_file, names)):
             return
         newest_s = max(os.lstat(path).st_mtime for path in (folder, *(folder / name for name in names)))
         if files.is_there(folder / MANIFEST_FILE):
             return  # a listing may be older than the manifest
         if order[0] < current.attempt or time.time() - newest_s >= store.SETTLED_S:
-            self._remove_own(folder, MODEL_FILE)
+            self._remove_own(folder)
 
     def _sweep_temporaries(self, folder: Path, current: Manifest) -> None:
         for name in os.listdir(folder):
@@ -306,10 +307,10 @@ class LocalStore:
         for name in store.forgettable(os.listdir(folder)):
             files.remove(folder / name)
 
-    def _remove_own(self, folder: Path, data_name: str) -> None:
+    def _remove_own(self, folder: Path) -> None:
         """Remove our own files in a snapshot's directory, and it, unless it holds something of somebody else's."""
         for name in os.listdir(folder):
-            if name == data_name or temporary_owner(name) is not None:
+            if is_data_file(name) or temporary_owner(name) is not None:
                 files.remove(folder / name)
         with contextlib.suppress(OSError):  # not empty: it stays, without our files
             os.rmdir(folder)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from lightning_spot.errors import SettingsError
-from lightning_spot.image.manifest import MODEL_FILE, Manifest, snapshot_order
+from lightning_spot.image.files import is_data_file
+from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.tiers import store
 from lightning_spot.tiers.lanes import Job, Lanes
 
@@ -221,7 +222,7 @@ def abort_dead_uploads(files: Any, root: str, current: Manifest) -> None:
 def _is_dead(below: str, item: dict[str, Any], current: Manifest) -> bool:
     name, _, file = below.partition("/")
     order = snapshot_order(name)
-    if order is None or file != MODEL_FILE or order[0] > current.attempt:
+    if order is None or not is_data_file(file) or order[0] > current.attempt:
         return False
     begun = item.get("Initiated")
     return order[0] < current.attempt or (begun is not None and time.time() - begun.timestamp() >= store.SETTLED_S)

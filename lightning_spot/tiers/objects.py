@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot, TierError
-from lightning_spot.image.manifest import MANIFEST_FILE, MODEL_FILE, OWN_DIR, Manifest, snapshot_order
+from lightning_spot.image.files import is_data_file
+from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.sealing import NotedParts
 from lightning_spot.tiers import store
 from lightning_spot.tiers.filesystem import check_bucket, make_parent, open_filesystem, speaks, tier_errors
@@ -314,13 +315,14 @@ class ObjectStore:
         self._sweep_temporaries(f"{name}/", names, current)
         order = snapshot_order(name)
         names = [item for item in names if temporary_owner(item) is None]
-        if names != [MODEL_FILE] or order is None or order[0] > current.attempt:
+        if not names or not all(map(is_data_file, names)) or order is None or order[0] > current.attempt:
             return
-        below = f"{name}/{MODEL_FILE}"
-        if order[0] == current.attempt and not self._is_settled(below):
+        paths = [f"{name}/{item}" for item in names]
+        if order[0] == current.attempt and not all(map(self._is_settled, paths)):
             return
         if not self._fs.exists(self._path(f"{name}/{MANIFEST_FILE}")):  # a listing may be older than the manifest
-            self._remove(below)
+            for below in paths:
+                self._remove(below)
             self._remove_directory(name)
 
     def _sweep_temporaries(self, folder: str, names: list[str], current: Manifest) -> None:

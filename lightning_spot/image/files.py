@@ -1,0 +1,145 @@
+"""The files into which a snapshot's image is cut at rest: their places and names. Not for reading or writing them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+from lightning_spot.errors import CorruptManifest, CorruptSnapshot
+
+MODEL_FILE = "model.ckpt"
+FILE_ALIGNMENT_BYTES = 4096
+"""Each file begins at a multiple of this in the image, so that it is written past the page cache."""
+
+_CHECKED_BYTES = 1024 * 1024
+_MOST_FILES = 2**16
+_SHARDED_FILE = re.compile(r"\.metadata|meta\.pt|__\d{1,6}_\d{1,6}\.distcp")
+
+
+def is_data_file(name: str) -> bool:
+    """Whether a snapshot's data may have this name: a checkpoint, or a part of a torch distributed checkpoint.
+
+    No snapshot has other files, so that what a killed writer left, without a manifest, is known as ours by its names.
+    """
+    return name == MODEL_FILE or _SHARDED_FILE.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class FileSpan:
+    """One of the files of a snapshot, and its place in the image.
+
+    Attributes:
+        name: within the snapshot's directory.
+        offset: of its first byte in the image, a multiple of 4096.
+        nbytes: its size.
+    """
+
+    name: str
+    offset: int
+    nbytes: int
+
+    @property
+    def stop(self) -> int:
+        """Offset behind its last byte in the image."""
+        return self.offset + self.nbytes
+
+    def within(self, start: int, stop: int) -> tuple[int, int]:
+        """What of it lies in a range of the image, as a range of the file; empty where nothing does."""
+        first = min(max(start, self.offset), self.stop)
+        return first - self.offset, max(first, min(stop, self.stop)) - self.offset
+
+
+def files_from_json(fields: object) -> tuple[FileSpan, ...]:
+    """Read the files of a manifest; see :func:`check_files`.
+
+    Raises:
+        CorruptManifest: if they are not what they should be.
+    """
+    if not isinstance(fields, (list, tuple)):
+        raise CorruptManifest("a manifest contradicts itself: files is no list")
+    try:
+        return tuple(FileSpan(**item) for item in fields)
+    except TypeError as error:
+        raise CorruptManifest(f"a manifest contradicts itself: a file is incomplete ({error})") from error
+
+
+def check_files(files: Sequence[FileSpan], nbytes: int) -> str | None:
+    """What is wrong with the files of an image of ``nbytes`` bytes; ``None`` if nothing is."""
+    if len(files) > _MOST_FILES:
+        return f"{len(files)} files are too many"
+    end, names = 0, set()
+    for file in files:
+        if not isinstance(file.name, str) or not is_data_file(file.name) or file.name in names:
+            return f"{file.name!r} is no name of a snapshot's file, or it is there twice"
+        if type(file.offset) is not int or type(file.nbytes) is not int or file.nbytes < 0:
+            return f"the place of {file.name} is no number"
+        if file.offset < end or file.offset % FILE_ALIGNMENT_BYTES:
+            return f"{file.name} does not begin at a multiple of {FILE_ALIGNMENT_BYTES} behind the file before it"
+        end = file.stop
+        names.add(file.name)
+    return f"its files reach beyond its {nbytes} bytes" if end > nbytes else None
+
+
+def gaps(files: Sequence[FileSpan], nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield ``(start, stop)`` of the bytes of the image that are in no file."""
+    edges = chain([0], *((file.offset, file.stop) for file in files), [nbytes])
+    for number, (start, stop) in enumerate(pairwise(edges)):
+        if number % 2 == 0 and start < stop:
+            yield start, stop
+
+
+def cut(files: Sequence[FileSpan], parts: Iterable[memoryview]) -> Iterator[tuple[FileSpan, Iterator[memoryview]]]:
+    """Yield each file with its bytes, cut from consecutive parts of the image.
+
+    Args:
+        files: of the image.
+        parts: of the image, from its first byte; each is done with when the next one is asked for.
+
+    Yields:
+        the files, in order. The bytes of one must be taken to their end before the next file is asked for.
+
+    Raises:
+        CorruptSnapshot: if a byte that is in no file is not zero: it would not be there when the image is read again.
+    """
+    pieces = _Pieces(iter(parts))
+    for file in files:
+        for piece in pieces.upto(file.offset):
+            check_zero(piece)
+        yield file, pieces.upto(file.stop)
+    for piece in pieces.upto(None):
+        check_zero(piece)
+
+
+def check_zero(gap: memoryview) -> None:
+    """Check bytes between files.
+
+    Raises:
+        CorruptSnapshot: if one is not zero.
+    """
+    for start in range(0, len(gap), _CHECKED_BYTES):
+        piece = bytes(gap[start : start + _CHECKED_BYTES])
+        if piece != bytes(len(piece)):
+            raise CorruptSnapshot("bytes between two files of a snapshot are not zero; it is not committed")
+
+
+class _Pieces:
+    """Consecutive parts, taken up to one place after another."""
+
+    def __init__(self, parts: Iterator[memoryview]) -> None:
+        self._parts = parts
+        self._left = memoryview(b"")
+        self._place = 0
+
+    def upto(self, stop: int | None) -> Iterator[memoryview]:
+        """Yield what lies before ``stop``, or all that is left; ends earlier where the parts do."""
+        while stop is None or self._place < stop:
+            if not self._left:
+                self._left = next(self._parts, memoryview(b""))
+                if not self._left:
+                    return
+            piece = self._left if stop is None else self._left[: stop - self._place]
+            self._left = self._left[len(piece) :]
+            self._place += len(piece)
+            yield piece
