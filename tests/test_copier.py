@@ -5,16 +5,19 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Iterator, Sequence
+from operator import methodcaller
+from queue import Queue
 
 import pytest
 import torch
 
 from lightning_spot.errors import SpotError
 from lightning_spot.image.layout import Piece
+from lightning_spot.staging import operations
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.cuda import CudaCopier
 from lightning_spot.staging.device import DeviceClock
-from lightning_spot.staging.job import SlotView, watch
+from lightning_spot.staging.job import CopyJob, SlotView, watch
 from lightning_spot.staging.partitions import Partition, Span
 from lightning_spot.staging.schedule import Held, Schedule, Timetable
 from lightning_spot.staging.spans import SlotSpan, cut_end
@@ -115,6 +118,7 @@ def test_who_needs_the_tensors_copies_what_is_held(desk: Desk, copier: Copier) -
     job = copier.start(desk.pieces, desk.view, watch(desk.tensors), Fixed(IN_TURN, limit_s=1e9))
     job.wait_cpu()
     assert all(map(desk.copied, range(4)))
+    job.settle()
     desk.tensors[0].zero_()
     job.wait()
     assert not job.moved
@@ -127,6 +131,36 @@ def test_a_held_tensor_that_changes_is_noticed(desk: Desk, copier: Copier) -> No
     job.wait_cpu()
     job.wait()
     assert job.moved == {desk.tensors[2].untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_write_that_is_under_way_when_the_copy_ends_is_noticed(
+    desk: Desk, copier: Copier, monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    monkeypatch.setattr(operations, "LONGEST_S", 1e9)
+    jobs: Queue[CopyJob] = Queue()
+    begun, operation = threading.Lock(), threading.Lock()
+    begun.acquire()
+    operation.acquire()
+    # One call, as far as Python sees it, which takes its time and writes to a tensor at its end.
+    steps = [begun.release, operation.acquire, desk.tensors[2].zero_ if writes else desk.tensors[2].sum]
+    call = methodcaller("__call__")
+
+    def train() -> None:
+        jobs.put(copier.start(desk.pieces, desk.view, watch(desk.tensors)))
+        list(map(call, steps))
+
+    training = threading.Thread(target=train)
+    training.start()
+    job = jobs.get(timeout=30)
+    until(lambda: job.is_done, "the last byte")
+    begun.acquire()
+    waiting = threading.Thread(target=job.wait)
+    waiting.start()
+    operation.release()
+    waiting.join(30)
+    training.join()
+    assert bool(job.moved) == writes
 
 
 @pytest.mark.parametrize("in_background", [True, False])

@@ -15,6 +15,7 @@ import torch
 from lightning_spot.errors import SpotError
 from lightning_spot.image.layout import Piece
 from lightning_spot.staging.cuda import CudaCopy
+from lightning_spot.staging.operations import Operation
 from lightning_spot.staging.spans import SlotSpan
 
 _LEAST_BATCH_BYTES = 16 * 1024 * 1024
@@ -58,7 +59,7 @@ class SlotView:
 class CopyJob:
     """Copies on their way into one slot, some of them held until training has come to their place in the iteration.
 
-    Who cannot go on without them calls :meth:`wait_cpu` and helps.
+    Who cannot go on without them calls :meth:`wait_cpu` and helps. Made on the thread that trains.
 
     Args:
         pieces: what is copied.
@@ -85,7 +86,8 @@ class CopyJob:
         self._lock = threading.Lock()
         self._handed_over = threading.Event()
         self._cuda: CudaCopy | None = None
-        self._settled = False
+        self._settled = threading.Event()
+        self._trains = threading.get_ident()
         self._error: BaseException | None = None
 
     def release(self, place: int) -> None:
@@ -119,7 +121,10 @@ class CopyJob:
             raise SpotError(f"copying a tensor into its slot failed: {self._error}") from self._error
 
     def wait(self) -> None:
-        """Return when every byte is in the slot, those of CUDA storages included. Does not help: for the background.
+        """Return when every byte is in the slot, those of CUDA storages included, and was not written to meanwhile.
+
+        Does not help: for the background. Torch counts a write when it ends, so one that the training thread may be at
+        when the last byte is copied is given time to end.
 
         Raises:
             SpotError: if a copy failed.
@@ -129,22 +134,25 @@ class CopyJob:
         finally:
             if self._cuda is not None:
                 self._cuda.wait()  # also after an error: the slot is given back then, and nothing may come to it later
+        if self._watches:
+            Operation(self._trains).outlast(self._settled)
         self.settle()
         self.pieces.clear()
 
     def settle(self) -> None:
         """Compare the version counters for the last time: from now on the tensors may change.
 
-        Called when all bytes are copied, or when what changes them is ordered after the copies (a CUDA stream).
+        Called when all bytes are copied, or when what changes them is ordered after the copies (a CUDA stream), while
+        no write is under way: by the training thread itself, or when it has gone on since.
         """
         with self._lock:
-            if not self._settled:
-                self._settled = True
+            if not self._settled.is_set():
                 self.moved = frozenset(
                     item.tensor.untyped_storage().data_ptr()
                     for item in self._watches
                     if item.tensor._version != item.version
                 )
+                self._settled.set()
 
     def hold(self, batches: Iterable[Batch], cuda: CudaCopy | None) -> None:
         """Take over what is to be copied; once, before anything else."""
@@ -152,7 +160,7 @@ class CopyJob:
         self._cuda = cuda
         self._left = len(self._tasks) + (cuda is not None)
         if self._left == 0:
-            self._hand_over()
+            self._handed_over.set()
 
     def release_to_background(self) -> None:
         """Hold nothing back from the background threads any more."""
@@ -205,12 +213,7 @@ class CopyJob:
             self._left -= 1
             last = self._left == 0
         if last:
-            self._hand_over()
-
-    def _hand_over(self) -> None:
-        if self._cuda is None:
-            self.settle()
-        self._handed_over.set()
+            self._handed_over.set()
 
 
 class Batch:

@@ -1,0 +1,46 @@
+"""Whether a thread is still at what it was doing: an operation of torch shows its effects when it ends, not before."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+LONGEST_S = 2.0
+"""An operation that takes longer is not waited for: nothing that writes to one tensor does."""
+
+_FIRST_LOOK_S, _LATER_LOOKS_S = 0.001, 0.05
+
+
+class Operation:
+    """What a thread is doing now, as far as Python sees it: one call of one function.
+
+    Args:
+        thread: its number, see ``threading.get_ident``.
+    """
+
+    def __init__(self, thread: int) -> None:
+        self._thread = thread
+        frame = sys._current_frames().get(thread)
+        # No frame is kept: it would keep all tensors alive that its function has.
+        self._place = (id(frame), frame.f_lasti) if frame is not None else None
+        if frame is not None and frame.f_code.co_filename == threading.__file__:
+            self._place = None  # it waits for a lock
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the thread has gone on, or has ended, since."""
+        if self._place is None:
+            return True
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None:  # what it was doing may call back into Python
+            if (id(frame), frame.f_lasti) == self._place:
+                return False
+            frame = frame.f_back
+        return True
+
+    def outlast(self, told: threading.Event) -> None:
+        """Wait until it is over, or ``told`` is set, for :data:`LONGEST_S` at most."""
+        deadline_s, look_s = time.monotonic() + LONGEST_S, _FIRST_LOOK_S
+        while not self.is_over and time.monotonic() < deadline_s and not told.wait(look_s):
+            look_s = min(2 * look_s, _LATER_LOOKS_S)
