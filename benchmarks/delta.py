@@ -168,12 +168,12 @@ class _Sender:
         name, view = snapshot_name(step, 1), memoryview(image)
         manifest = Manifest(run="run", run_id=self._run_id, name=name, step=step, attempt=1, nbytes=0, part_bytes=PART)
         manifest = manifest.sealed(view)
-        before, began_s = self._store.sent_bytes, time.perf_counter()
+        before, began_s = self._store.sent.bytes, time.perf_counter()
         self._store.send(Coming(manifest, view), attempt=1, earlier=lambda _run, base: self._earlier.get(base))
         seconds = time.perf_counter() - began_s
         self._earlier = {name: Glance(manifest, view, lambda: True)}
         self._store.settle(manifest, 1)
-        return seconds, self._store.sent_bytes - before
+        return seconds, self._store.sent.bytes - before
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from lightning_spot.image.sealing import Sealing
 from lightning_spot.memory.bases import FindEarlier, nothing_earlier
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import Opened, RunInfo
+from lightning_spot.memory.tier import Sent
 from lightning_spot.tiers.local import LocalStore
 
 MIB = 2**20
@@ -148,7 +149,7 @@ class NodeBehind:
     Attributes:
         node: the node itself; ``None`` while it does not answer.
         full: whether it has no slot.
-        sent_bytes: received so far.
+        sent: received so far.
         opened: how often a run was opened.
     """
 
@@ -157,7 +158,7 @@ class NodeBehind:
         self.run = url.rpartition("/")[2]
         self.node = node
         self.full = False
-        self.sent_bytes = 0
+        self.sent = Sent()
         self.opened = 0
 
     def open_run(self, info: RunInfo) -> Opened:
@@ -190,7 +191,7 @@ class NodeBehind:
                 self._node().uploads.arriving(upload, start, stop)
                 view[start:stop] = coming.image[start:stop]
                 self._node().uploads.arrived(upload, start, stop, checksum)
-                self.sent_bytes += stop - start
+                self.sent.whole_bytes += stop - start
         manifest = coming.committed()
         self._node().commit(upload.id, manifest)
         return manifest

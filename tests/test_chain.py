@@ -103,7 +103,7 @@ def test_the_node_behind_carries_a_run_on(make: Callable[..., Chained]) -> None:
         assert bench.durable()[0] == step  # "clean" is said only once it is
     assert bench.tier().tries == []  # the bytes left this host once
     assert bench.by_node(FIRST).puts() == [1, 2, 3]
-    assert bench.behind[FIRST].sent_bytes == 3000
+    assert bench.behind[FIRST].sent.bytes == 3000
     assert bench.behind[SECOND].opened == 0
     (newest, *_) = bench.node.committed(RUN)
     assert sorted(newest.safe) == sorted([bench.tier().url, f"{FIRST}/{RUN}"])
@@ -252,14 +252,14 @@ def test_parts_go_on_while_later_ones_are_still_being_sealed(
 
     def checksum(data: memoryview) -> str:
         if len(sealed) == 2:  # the third part is not sealed before one has arrived behind
-            until(lambda: bench.behind[FIRST].sent_bytes, "a part to be sent on")
+            until(lambda: bench.behind[FIRST].sent.bytes, "a part to be sent on")
         sealed.append(len(data))
         return real(data)
 
     monkeypatch.setattr(sealing, "checksum", checksum)
     bench.save(1, nbytes=nbytes)
     assert bench.flush() == []
-    assert bench.behind[FIRST].sent_bytes == nbytes
+    assert bench.behind[FIRST].sent.bytes == nbytes
 
 
 # -- what a node may write --------------------------------------------------------------------------------------------

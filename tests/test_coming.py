@@ -115,13 +115,13 @@ def test_parts_go_on_to_the_next_memory_node_as_they_arrive(tmp_path: Path) -> N
         until(lambda: first.node.routes.status(RUN_ID)["node"], "the chain")
         upload = first.begin()
         first.receive(upload, 1)
-        until(lambda: behind.sent_bytes == PART, "the first part to be sent on")
+        until(lambda: behind.sent.bytes == PART, "the first part to be sent on")
         assert not second.committed()
         first.receive(upload, 0, 2, 3)
         first.commit(upload)
         assert first.flush() == []
         assert second.committed() == [1]
-        assert behind.sent_bytes == NBYTES
+        assert behind.sent.bytes == NBYTES
     finally:
         first.close()
         second.close()

@@ -86,6 +86,17 @@ def test_a_fine_tuning_costs_what_it_trains(pair: Pair, monkeypatch: pytest.Monk
     assert changed < 0.02 * len(image)
 
 
+def test_the_status_tells_what_was_sent_and_what_was_not(pair: Pair) -> None:
+    pair.open(compression=None)
+    image = state(1, 24 * MIB)  # three parts
+    pair.near.bring(1, bytes(image))
+    image[:1000] = random.Random(2).randbytes(1000)
+    changed = pair.near.bring(2, bytes(image))
+    (tier,) = pair.near.node.status()["tiers"].values()
+    assert (tier["whole_bytes"], tier["same_bytes"]) == (24 * MIB, 16 * MIB)
+    assert 1000 <= tier["delta_bytes"] == changed < 1100
+
+
 @needs_zstd
 def test_deltas_are_packed_when_asked_for(pair: Pair, kinds: Counter[str]) -> None:
     pair.open(compression="delta")

@@ -10,6 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.part_encoder import OutgoingPart, Part, PartEncoder
 from lightning_spot.errors import CorruptSnapshot, NodeUnreachable
+from lightning_spot.memory.tier import Sent
+from lightning_spot.protocol.wire import PartKind
 from lightning_spot.tiers.batches import Pace, useful_streams
 from lightning_spot.tiers.lanes import Climb
 
@@ -34,7 +36,7 @@ class PartLanes:
         self._pace = Pace()
         self._connections = CONNECTIONS
 
-    def send(self, upload: str, parts: Iterator[Part], count: int, encoder: PartEncoder) -> int:
+    def send(self, upload: str, parts: Iterator[Part], count: int, encoder: PartEncoder) -> Sent:
         """Send all parts of an upload, each over the connection that is free first.
 
         Args:
@@ -44,7 +46,7 @@ class PartLanes:
             encoder: says how each is sent.
 
         Returns:
-            the bytes that were sent.
+            how the parts went; what had to be sent again is counted each time.
 
         Raises:
             NodeUnreachable: if the node does not answer any more.
@@ -55,7 +57,8 @@ class PartLanes:
         self._pace.answered(time.monotonic() - began_s)
         most = min(count, useful_streams(self._pace.latency_s, fewest=CONNECTIONS, most=_MOST_CONNECTIONS))
         climb, lock = Climb(min(self._connections, most), most), threading.Lock()
-        jobs: list[Future[int]] = []
+        jobs: list[Future[Sent]] = []
+        sent = Sent()
         with ThreadPoolExecutor(max(1, most)) as pool:
 
             def moved(nbytes: int) -> None:
@@ -71,12 +74,13 @@ class PartLanes:
             with lock:
                 begin()
             try:
-                sent_bytes = sum(job.result() for job in jobs)  # which grow: a lane adds others before it ends
+                for job in jobs:  # which grow: a lane adds others before it ends
+                    sent.add(job.result())
             except BaseException:
                 shared.stop()
                 raise
         self._connections = max(CONNECTIONS, climb.best_lanes)
-        return sent_bytes
+        return sent
 
 
 class _Lane:
@@ -103,10 +107,10 @@ class _Lane:
         self._client, self._url, self._upload = client, url, upload
         self._parts, self._encoder, self._moved = parts, encoder, moved
         self._again: dict[int, Part] = {}
-        self._sent_bytes = 0
+        self._sent = Sent()
 
-    def run(self) -> int:
-        """Send parts; what arrives damaged, or not at all, is sent again a few times. The bytes that were sent."""
+    def run(self) -> Sent:
+        """Send parts; what arrives damaged, or not at all, is sent again a few times. How they went."""
         for last_try in (False,) * (_SENDS_OF_A_PART - 1) + (True,):
             try:
                 self._send_over()
@@ -114,7 +118,7 @@ class _Lane:
                 if last_try:
                     raise
             if not self._again:
-                return self._sent_bytes
+                return self._sent
         raise CorruptSnapshot(
             f"bytes {min(self._again)}… arrive damaged at {self._url}, {_SENDS_OF_A_PART} times", where=self._url
         )
@@ -124,12 +128,21 @@ class _Lane:
         try:
             for part, digest in stream.send(self._outgoing()):
                 self._encoder.sent(part, stream.lap())
+                self._note(part)
                 if digest == part.digest:
                     del self._again[part.start]
                     self._moved(len(part.content))
         finally:
             stream.close()
-            self._sent_bytes += stream.sent_bytes
+
+    def _note(self, part: OutgoingPart) -> None:
+        match part.kind:
+            case PartKind.WHOLE:
+                self._sent.whole_bytes += len(part.content)
+            case PartKind.DELTA:
+                self._sent.delta_bytes += len(part.content)
+            case PartKind.SAME:
+                self._sent.same_bytes += part.nbytes
 
     def _outgoing(self) -> Iterator[OutgoingPart]:
         """What an earlier connection left, whole; then parts as they are final."""

@@ -38,13 +38,9 @@ class PartStream:
     Raises:
         NodeUnreachable: if no node answers.
         SpotError: whatever the node answered with.
-
-    Attributes:
-        sent_bytes: of parts and frames, so far.
     """
 
     def __init__(self, address: Address, token: str | None, upload: str) -> None:
-        self.sent_bytes = 0
         self._busy_s = self._lap_s = 0.0
         self._name = str(address)
         path = f"/v1/uploads/{upload}/stream"
@@ -113,7 +109,6 @@ class PartStream:
         self._socket.sendall(frame)
         for start in range(0, len(content), SEND_BYTES):
             self._socket.sendall(content[start : start + SEND_BYTES])
-        self.sent_bytes += len(frame) + len(content)
         self._busy_s += time.perf_counter() - began_s
 
     def _digest(self) -> str:

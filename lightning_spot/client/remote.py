@@ -21,6 +21,7 @@ from lightning_spot.image.parts import checksum
 from lightning_spot.image.sealing import seal_parts
 from lightning_spot.memory.bases import FindEarlier, nothing_earlier
 from lightning_spot.memory.runs import Opened, RunInfo, key_of, parse_run
+from lightning_spot.memory.tier import Sent
 from lightning_spot.protocol.wire import Address, BaseInfo, parse_spot_url
 from lightning_spot.tiers.store import Claim, Holdings, Progress, highest_attempt, newest_first
 
@@ -38,7 +39,7 @@ class NodeStore:
         address: overrides the URL's address (for a Unix socket).
 
     Attributes:
-        sent_bytes: bytes of parts that were sent for snapshots which were committed there.
+        sent: how the parts of snapshots went which were committed there.
     """
 
     def __init__(self, url: str, address: Address | None = None) -> None:
@@ -46,7 +47,7 @@ class NodeStore:
         parsed, path = parse_spot_url(url)
         self.run = path.rpartition("/")[2]
         self.client = NodeClient(address or parsed)
-        self.sent_bytes = 0
+        self.sent = Sent()
         self._rule = CompressionRule()
         self._lanes = PartLanes(self.client, self.url)
         self._info: RunInfo | None = None
@@ -189,14 +190,14 @@ class NodeStore:
             with packers() as threads:
                 encoder = self._encoder(coming, base, earlier, threads)
                 count = -(-plain.nbytes // plain.part_bytes)
-                sent_bytes = self._lanes.send(upload, coming.sealed_parts(), count, encoder)
+                sent = self._lanes.send(upload, coming.sealed_parts(), count, encoder)
                 manifest = coming.committed()
                 self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": self._named(manifest).to_dict()})
         except BaseException:
             self._give_up(upload)
             raise
-        self.sent_bytes += sent_bytes
-        logger.debug("%s went to %s as %d of %d bytes", plain.name, self.url, sent_bytes, plain.nbytes)
+        self.sent.add(sent)
+        logger.debug("%s went to %s as %d of %d bytes", plain.name, self.url, sent.bytes, plain.nbytes)
         return manifest
 
     # -- inside ---------------------------------------------------------------------------------------------------

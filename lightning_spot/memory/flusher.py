@@ -46,6 +46,7 @@ class TierHealth:
         flushed_bytes: their bytes.
         flush_s: seconds that took.
         drain_s: seconds that one snapshot takes at present (a moving average); 0 before the first.
+        whole_bytes, delta_bytes, same_bytes: at a node, see :class:`~lightning_spot.memory.tier.Sent`.
     """
 
     kind: str = "durable"
@@ -58,6 +59,9 @@ class TierHealth:
     flushed_bytes: int = 0
     flush_s: float = 0.0
     drain_s: float = 0.0
+    whole_bytes: int = 0
+    delta_bytes: int = 0
+    same_bytes: int = 0
 
 
 class Flusher:
@@ -244,6 +248,10 @@ class Flusher:
         with self._ring.changed:
             self.work.done(url, job)
             self._succeeded(url, job, time.monotonic() - started)
+            if isinstance(store, NodeTier):
+                health, sent = self.health[url], store.sent
+                health.whole_bytes, health.delta_bytes = sent.whole_bytes, sent.delta_bytes
+                health.same_bytes = sent.same_bytes
             self._ring.notify()
         self._heard(url, None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from lightning_spot.image.coming import Coming
@@ -11,9 +12,41 @@ from lightning_spot.memory.bases import FindEarlier, nothing_earlier
 from lightning_spot.memory.runs import Opened, RunInfo
 
 
+@dataclass(slots=True)
+class Sent:
+    """How the parts went of snapshots that were committed at a node.
+
+    Attributes:
+        whole_bytes: of parts that were sent whole.
+        delta_bytes: that were sent for parts of which only what changed was.
+        same_bytes: of parts that were not sent, since the node had them.
+    """
+
+    whole_bytes: int = 0
+    delta_bytes: int = 0
+    same_bytes: int = 0
+
+    def add(self, other: Sent) -> None:
+        """Count more."""
+        self.whole_bytes += other.whole_bytes
+        self.delta_bytes += other.delta_bytes
+        self.same_bytes += other.same_bytes
+
+    @property
+    def bytes(self) -> int:
+        """All that was sent."""
+        return self.whole_bytes + self.delta_bytes
+
+
 @runtime_checkable
 class NodeTier(Protocol):
-    """The node behind, for one run. Methods may be called from any thread; each ends within bounds of its own."""
+    """The node behind, for one run. Methods may be called from any thread; each ends within bounds of its own.
+
+    Attributes:
+        sent: how the parts of snapshots went so far.
+    """
+
+    sent: Sent
 
     def open_run(self, info: RunInfo) -> Opened:
         """Let an attempt write the run there; once more by the same attempt does nothing, and tells how things are.
