@@ -8,12 +8,14 @@ storage keeps its place from one snapshot to the next, as long as those before i
 from __future__ import annotations
 
 import io
+import struct
 import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from lightning_spot.errors import LayoutUnsupported
 from lightning_spot.image.archive import (
     CRC_IN_DESCRIPTOR,
     CRC_IN_DIRECTORY,
@@ -79,11 +81,15 @@ class Layouter:
         self._pickler = TensorPickler()
         self._places: list[_Place] = []
 
-    def lay_out(self, checkpoint: Any) -> Layout:
+    def lay_out(self, checkpoint: Any, nbytes: int | None = None) -> Layout:
         """Lay ``checkpoint`` out.
 
         Args:
             checkpoint: anything ``torch.save`` takes, usually Lightning's checkpoint dict.
+            nbytes: size that the file is to have; ``None`` for no more than it needs. A record of zeros fills it up.
+
+        Raises:
+            LayoutUnsupported: if it needs more than ``nbytes``.
         """
         pickled = self._pickler.dump(checkpoint)
         storages = self._pickler.storages
@@ -91,7 +97,10 @@ class Layouter:
         places = self._place(list(storages))
         end = places[-1].end if places else 0
         frame, entries = [place.before for place in places], [place.entry for place in places]
-        tail, directory_at = _tail(pickled, entries, places[-1].nbytes if places else 0, end)
+        last_nbytes = places[-1].nbytes if places else 0
+        tail, directory_at = _tail(pickled, entries, last_nbytes, end)
+        if nbytes is not None:
+            tail, directory_at = _filled_up(pickled, entries, last_nbytes, end, nbytes)
         pieces = []
         entry_at = directory_at
         for place in places:
@@ -153,12 +162,44 @@ def outline_of(layout: Layout) -> Layout:
     return replace(layout, pieces=())
 
 
-def _tail(pickled: bytes, entries: list[bytes], last_nbytes: int, start: int) -> tuple[bytes, int]:
-    """What follows the last storage, and where in the file its directory begins."""
+def filled(layout: Layout) -> bytearray:
+    """The file of a layout, with all its bytes and checksums; tensors on a GPU are waited for."""
+    data = bytearray(layout.nbytes)
+    for offset, entry in layout.frame:
+        data[offset : offset + len(entry)] = entry
+    for piece in layout.pieces:
+        elements = torch.empty(0, dtype=torch.uint8, device=piece.storage.device).set_(piece.storage)
+        elements = elements[: piece.nbytes].cpu()
+        place = memoryview(data)[piece.offset : piece.offset + piece.nbytes]
+        torch.frombuffer(place, dtype=torch.uint8).copy_(elements)
+        for at in piece.crc_at:
+            struct.pack_into("<L", data, at, crc32(place))
+    return data
+
+
+def _filled_up(pickled: bytes, entries: list[bytes], last_nbytes: int, start: int, stop: int) -> tuple[bytes, int]:
+    """What follows the last storage, as :func:`_tail`, of a file that ends at ``stop``."""
+    least = start + len(_tail(pickled, entries, last_nbytes, start, 1)[0])
+    if least > stop:
+        raise LayoutUnsupported(f"a file of {least} bytes does not fit into {stop}")
+    return _tail(pickled, entries, last_nbytes, start, 1 + stop - least)
+
+
+def _tail(pickled: bytes, entries: list[bytes], last_nbytes: int, start: int, filling: int = 0) -> tuple[bytes, int]:
+    """What follows the last storage, and where in the file its directory begins.
+
+    Args:
+        pickled: the checkpoint without its storages.
+        entries: in the directory, of the storages.
+        last_nbytes: size of the last storage.
+        start: where it ends.
+        filling: size of a last record, of zeros.
+    """
     parts = [descriptor(last_nbytes)]
     at = start + len(parts[0])
     own = []
-    for name, data in (("data.pkl", pickled), *_RECORDS):
+    records = [("data.pkl", pickled), *_RECORDS, *([("filling", bytes(filling))] if filling else [])]
+    for name, data in records:
         path, crc = f"{_FOLDER}/{name}", crc32(data)
         record = [header(path, len(data), at), data, descriptor(len(data), crc)]
         own.append(directory_entry(path, len(data), at, crc))

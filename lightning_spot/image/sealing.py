@@ -11,11 +11,12 @@ from dataclasses import replace
 import xxhash
 
 from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported
-from lightning_spot.image.archive import ZipEntry, read_entries
+from lightning_spot.image.archive import ZipEntry
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.crc import combine, crc32
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum, part_ranges
+from lightning_spot.image.shards import records_of
 
 _CRC_BYTES = 4
 _CHUNK_BYTES = 256 * 1024  # stays in the processor's cache between its CRC and its checksum
@@ -34,11 +35,10 @@ class Sealing(Coming):
         """Seal the file on ``threads`` threads, this one among them; its sealed manifest.
 
         Raises:
-            LayoutUnsupported: if it is one file, and that is no archive of stored records.
+            LayoutUnsupported: if it is no archive of stored records, nor made of such.
+            CorruptSnapshot: if it is sharded, and where its archives lie cannot be read.
         """
-        # Only a file of one archive has CRCs to be written: what several files hold was archived with its own.
-        records = [] if self.manifest.files else read_entries(self.image[: self.manifest.nbytes])
-        plan = _Plan(records, self._parts, self.image)
+        plan = _Plan(records_of(self.image, self.manifest), self._parts, self.image)
         helpers = [threading.Thread(target=self._work, args=(plan,), name="spot-seal") for _ in range(threads - 1)]
         for helper in helpers:
             helper.start()

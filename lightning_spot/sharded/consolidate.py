@@ -1,0 +1,131 @@
+"""Makes one plain checkpoint file of a sharded snapshot: ``python -m lightning_spot.sharded.consolidate FOLDER FILE``.
+
+The file is what a run on one device would have saved: ``load_from_checkpoint`` reads it, and ``fit(ckpt_path=)`` of any
+strategy. All of the state is in memory at once, in that of the CPU.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_spot.errors import CorruptSnapshot, NotSerialisable, SnapshotNotFound, SpotError
+from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
+from lightning_spot.sharded.metadata import REST_FILE
+from lightning_spot.sharded.plan import State
+from lightning_spot.sharded.reader import ImageReader, load_all
+
+_MODEL, _OPTIMIZER = "state_dict", "optimizer_"
+_OWN = "lightning_spot"  # exact state, which is that of the ranks there were
+
+
+def read_folder(folder: Path) -> tuple[memoryview, Manifest]:
+    """Read a sharded snapshot from its directory and check every byte of it.
+
+    Raises:
+        SnapshotNotFound: if it is not there, or in part.
+        CorruptSnapshot: if it is damaged, or is not sharded.
+    """
+    try:
+        manifest = Manifest.from_json((folder / MANIFEST_FILE).read_bytes())
+        image = memoryview(bytearray(manifest.nbytes))
+        for span in manifest.files:
+            with open(folder / span.name, "rb") as file:
+                if file.readinto(image[span.offset : span.stop]) != span.nbytes:
+                    raise CorruptSnapshot(f"{folder / span.name} is cut short", where=str(folder))
+    except OSError as error:
+        raise SnapshotNotFound(f"{folder} cannot be read: {error}") from error
+    if not manifest.files:
+        raise CorruptSnapshot(f"{folder} is no sharded snapshot: its checkpoint is one file already", where=str(folder))
+    manifest.verify(image, str(folder))
+    return image.toreadonly(), manifest
+
+
+def consolidated(image: memoryview, manifest: Manifest) -> dict[str, Any]:
+    """The plain checkpoint of a sharded snapshot.
+
+    Args:
+        image: of the snapshot, checked.
+        manifest: of the snapshot.
+
+    Raises:
+        CorruptSnapshot: if it cannot be read.
+        NotSerialisable: if it holds objects that torch does not load safely.
+    """
+    state = load_all(ImageReader(image, manifest))
+    checkpoint = rest_of(image, manifest)
+    checkpoint.pop(_OWN, None)
+    checkpoint[_MODEL] = state.pop(_MODEL, {})
+    optimizers = sorted(
+        (key for key in state if key.startswith(_OPTIMIZER)), key=lambda key: int(key.rpartition("_")[2])
+    )
+    checkpoint["optimizer_states"] = [_by_number(state[key]) for key in optimizers]
+    return checkpoint
+
+
+def rest_of(image: memoryview, manifest: Manifest) -> dict[str, Any]:
+    """What of the checkpoint is neither the model's state nor an optimizer's."""
+    span = next((file for file in manifest.files if file.name == REST_FILE), None)
+    if span is None:
+        raise CorruptSnapshot(f"{manifest.name} has no {REST_FILE}", where=manifest.name)
+    try:
+        rest: dict[str, Any] = torch.load(io.BytesIO(image[span.offset : span.stop]), "cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise NotSerialisable(
+            f"{REST_FILE} of {manifest.name} holds objects that torch does not load safely ({error}); keep them out of"
+            " hyperparameters and of on_save_checkpoint, or load the directory as it is, by your own code"
+        ) from error
+    return rest
+
+
+def _by_number(state: State) -> State:
+    """The state of an optimizer as ``torch.optim`` has it: parameters by their number instead of by their name."""
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in state.get("param_groups", []):
+        for name in group["params"]:
+            numbers.setdefault(name, len(numbers))
+        groups.append({**group, "params": [numbers[name] for name in group["params"]]})
+    values: Mapping[str, Any] = state.get("state", {})
+    return {"state": {numbers[name]: value for name, value in values.items()}, "param_groups": groups}
+
+
+def write_plain(folder: Path, target: Path) -> None:
+    """Make the plain file of a sharded snapshot: whole, or not there.
+
+    Raises:
+        SpotError: if that is not possible; nothing is left behind.
+    """
+    checkpoint = consolidated(*read_folder(folder))
+    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
+        try:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, target)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def main() -> int:
+    """The command above."""
+    folder, target = map(Path, sys.argv[1:])
+    try:
+        write_plain(folder, target)
+    except (SpotError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Reads a sharded snapshot into a training state, on any number of ranks, from the bytes of its image.
+
+``torch.distributed.checkpoint`` cuts what each rank needs; no collective, and nothing in the snapshot runs code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import pickle
+import warnings
+from typing import Any
+
+import numpy
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from lightning_spot.errors import CorruptSnapshot, SettingsError, SpotError
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.shards import Archived, Shard, Shards, archived
+from lightning_spot.sharded.metadata import dtype_of, metadata_of, name_of
+from lightning_spot.sharded.plan import State
+
+
+class ImageReader(StorageReader):
+    """Reads from the image of a sharded snapshot, as ``torch.distributed.checkpoint`` asks.
+
+    Args:
+        image: of the snapshot, checked; it stays in place as long as this object is used.
+        manifest: of the snapshot.
+
+    Attributes:
+        shards: what the snapshot holds.
+        read_bytes: of tensors that were copied out of it.
+
+    Raises:
+        CorruptSnapshot: if it is no sharded snapshot.
+    """
+
+    def __init__(self, image: memoryview, manifest: Manifest) -> None:
+        self.shards = Shards.read(image, manifest)
+        self.read_bytes = 0
+        self._image, self._manifest = image, manifest
+        self._dtypes = {name_of(tensor.path): dtype_of(tensor) for tensor in self.shards.tensors}
+        self._boxes: dict[MetadataIndex, Shard] = {
+            MetadataIndex(name_of(tensor.path), shard.offsets): shard
+            for tensor in self.shards.tensors
+            for shard in tensor.shards
+        }
+        self._values = {name_of(value.path): value.at for value in self.shards.values}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to do: there is one snapshot."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the snapshot holds, in torch's terms."""
+        return metadata_of(self.shards)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: the places are known."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """As they are."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it could be one of ours: an image has no path."""
+        return False
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy what is asked for to where it belongs."""
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                at = self._values[item.storage_index.fqn]
+                planner.load_bytes(item, io.BytesIO(archived(self._image, self._manifest, at)))
+            else:
+                self._copy(item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def value(self, at: Archived) -> Any:
+        """A plain value."""
+        return _loaded(io.BytesIO(archived(self._image, self._manifest, at)), "a value")
+
+    def _copy(self, item: ReadItem, planner: LoadPlanner) -> None:
+        index = item.storage_index
+        source = self._elements(self._boxes[MetadataIndex(index.fqn, index.offset)], self._dtypes[index.fqn])
+        for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            source = source.narrow(dimension, start, length)
+        target = planner.resolve_tensor(item).detach()
+        if target.shape != source.shape:
+            raise CorruptSnapshot(
+                f"{index.fqn}: {tuple(source.shape)} elements for {tuple(target.shape)}", where=index.fqn
+            )
+        target.copy_(source)
+        self.read_bytes += source.numel() * source.element_size()
+        planner.commit_tensor(item, target)
+
+    def _elements(self, shard: Shard, dtype: torch.dtype) -> torch.Tensor:
+        """A box of a tensor, in the image's own memory: it is only read."""
+        if not shard.numel:
+            return torch.empty(shard.sizes, dtype=dtype)
+        data = archived(self._image, self._manifest, shard.at)[shard.data :]
+        nbytes = shard.numel * dtype.itemsize
+        if len(data) < nbytes:
+            raise CorruptSnapshot(f"a shard has {len(data)} of {nbytes} bytes", where=self._manifest.name)
+        # By its address, since torch warns of memory that cannot be written to.
+        address = numpy.frombuffer(data, numpy.uint8).ctypes.data
+        memory = (ctypes.c_char * nbytes).from_address(address)
+        return torch.frombuffer(memory, dtype=dtype).view(shard.sizes)
+
+
+def load(state: State, reader: ImageReader) -> None:
+    """Give the tensors of a state their values, in place, and replace what is no tensor.
+
+    Args:
+        state: nested; every item of it must be in the snapshot.
+        reader: of the snapshot.
+
+    Raises:
+        SettingsError: if something is not there, or of another size: the model is another one.
+        CorruptSnapshot: if a value cannot be read.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is as it should be
+        try:
+            dcp_load(state, storage_reader=reader, planner=_SafePlanner(), no_dist=True)
+        except CheckpointException as error:
+            problem = next(iter(error.failures.values()))[0]
+            if isinstance(problem, SpotError):
+                raise problem from None
+            raise SettingsError(
+                f"the snapshot does not fit this model and its optimizers ({problem}): give a changed model a dirpath"
+                " of its own, or start afresh with resume=False"
+            ) from error
+
+
+def load_all(reader: ImageReader) -> State:
+    """The whole state of a snapshot, in the memory of the CPU."""
+    state: State = {}
+    for tensor in reader.shards.tensors:
+        set_element(state, tensor.path, torch.empty(tensor.shape, dtype=dtype_of(tensor)))
+    for value in reader.shards.values:
+        set_element(state, value.path, None)
+    load(state, reader)
+    return state
+
+
+class _SafePlanner(DefaultLoadPlanner):
+    """Torch's planner, that unpickles nothing but plain values."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a value in its place."""
+        name = read_item.dest_index.fqn
+        set_element(self.original_state_dict, self.mappings[name], _loaded(value, name))
+
+
+def _loaded(data: io.BytesIO, name: str) -> Any:
+    try:
+        return torch.load(data, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CorruptSnapshot(
+            f"{name} holds an object that torch does not load safely ({error}); to load the snapshot's directory with"
+            " torch.distributed.checkpoint trusts it",
+            where=name,
+        ) from error

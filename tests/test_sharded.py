@@ -1,0 +1,340 @@
+"""A sharded snapshot holds every tensor bit for bit: read by torch alone, by us, and on any number of ranks."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.tensor import Replicate, Shard
+
+from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, NotSerialisable, SettingsError
+from lightning_spot.image.files import check_files, gaps
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.shards import SHARDS_FILE, Shards, archived
+from lightning_spot.sharded.consolidate import write_plain
+from lightning_spot.sharded.layout import ShardedLayouter, load_state, state_archive
+from lightning_spot.sharded.metadata import metadata_of
+from lightning_spot.sharded.plan import Plan, Planner
+from lightning_spot.sharded.reader import ImageReader, load, load_all
+from tests.sharded_states import Shape, Sharded, as_rank, at_rest, fill, on_rank, snapshot, whole, write
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.uint8)
+
+
+def random_tensor(dice: Random, shape: Shape) -> torch.Tensor:
+    dtype = dice.choice(DTYPES)
+    count = int(torch.Size(shape).numel())
+    bits = torch.tensor([dice.randrange(2) for _ in range(count * dtype.itemsize)], dtype=torch.uint8)
+    return bits.view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
+
+
+def random_state(dice: Random, mesh_dims: int) -> dict[str, Any]:
+    """Sharded, replicated and plain tensors of all kinds and sizes, and values."""
+    model: dict[str, Any] = {}
+    for number in range(dice.randrange(1, 6)):
+        shape = tuple(dice.choice((0, 1, 2, 3, 7, 16)) for _ in range(dice.randrange(1, 4)))
+        kinds: list[Any] = [Replicate(), Shard(0), Shard(len(shape) - 1)]
+        placements = tuple(dice.choice(kinds) for _ in range(dice.choice((1, mesh_dims))))
+        model[f"layer.{number}"] = Sharded(random_tensor(dice, shape), placements)
+    model["buffer"] = random_tensor(dice, (3,))
+    model["scalar"] = torch.tensor(dice.random())
+    state = {name: {"step": torch.tensor(4.0), "exp_avg": value} for name, value in model.items()}
+    groups = [{"lr": dice.random(), "betas": (0.9, 0.999), "params": list(model), "foreach": None}]
+    return {"state_dict": model, "optimizer_0": {"state": state, "param_groups": groups}}
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        equal = one.dtype == other.dtype and one.shape == other.shape
+        return equal and one.contiguous().view(-1).view(torch.uint8).equal(
+            other.contiguous().view(-1).view(torch.uint8)
+        )
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_it_is_read_bit_for_bit_by_torch_and_by_us_on_any_number_of_ranks(seed: int, tmp_path: Path) -> None:
+    dice = Random(seed)
+    mesh_shape: Shape = dice.choice(((1,), (2,), (3,), (5,), (2, 2), (3, 2)))
+    state = random_state(dice, len(mesh_shape))
+    image, manifest = snapshot(state, mesh_shape)
+    assert check_files(manifest.files, manifest.nbytes) is None
+    assert not any(any(image[start:stop]) for start, stop in gaps(manifest.files, manifest.nbytes))
+
+    at_rest(image, manifest, tmp_path)
+    read = on_rank_whole(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(read, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
+    assert same(read, whole(state))
+
+    reader = ImageReader(memoryview(bytes(image)), manifest)
+    assert same(load_all(reader), whole(state))
+    others: Shape = dice.choice(((1,), (2,), (4,))) if len(mesh_shape) == 1 else (2, 3)
+    for rank in range(int(torch.Size(others).numel())):
+        with as_rank(rank, others) as mesh:
+            mine = on_rank(state, mesh, empty=True)
+            load(mine, reader)
+            wanted = on_rank(state, mesh)
+            for name, tensor in wanted["state_dict"].items():
+                found = mine["state_dict"][name]
+                assert same(*(t.to_local() if hasattr(t, "to_local") else t for t in (found, tensor))), name
+            assert mine["optimizer_0"]["param_groups"] == wanted["optimizer_0"]["param_groups"]
+
+
+def on_rank_whole(state: Any) -> Any:
+    """A state of plain tensors to load into."""
+    if isinstance(state, dict):
+        return {key: on_rank_whole(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [on_rank_whole(value) for value in state]
+    return torch.zeros_like(whole(state)) if isinstance(whole(state), torch.Tensor) else "another"
+
+
+@pytest.fixture(scope="module")
+def one() -> tuple[dict[str, Any], bytearray, Any]:
+    weight = Sharded(torch.arange(35.0).view(7, 5), (Shard(0),))
+    empty = Sharded(torch.empty(0, 4), (Shard(0),))
+    state = {
+        "state_dict": {"weight": weight, "bias": Sharded(torch.arange(7.0), (Shard(0),)), "none": empty},
+        "optimizer_0": {
+            "state": {"weight": {"step": torch.tensor(2.0)}},
+            "param_groups": [{"lr": 0.1, "params": ["weight"]}],
+        },
+    }
+    return state, *snapshot(state, (2,))
+
+
+def test_every_archive_in_it_is_whole_and_its_elements_are_aligned(one: Any) -> None:
+    _, image, manifest = one
+    shards = Shards.read(memoryview(image), manifest)
+    starts = {file.name: file.offset for file in manifest.files}
+    places = [(shard.at, shard.data) for tensor in shards.tensors for shard in tensor.shards]
+    for at, data in [*places, *((value.at, 0) for value in shards.values)]:
+        with zipfile.ZipFile(io.BytesIO(archived(memoryview(image), manifest, at))) as archive:
+            assert archive.testzip() is None
+        assert (starts[at.file] + at.offset + data) % 64 == 0
+    for rank in range(2):
+        span = next(file for file in manifest.files if file.name == f"rank-000{rank}.pt")
+        data = memoryview(image)[span.offset : span.stop]
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            assert archive.testzip() is None
+        assert load_state(data) == {"mine": rank}
+
+
+def test_each_rank_plans_what_torchs_own_planner_does(one: Any) -> None:
+    state, image, manifest = one
+    shards = Shards.read(memoryview(image), manifest)
+    ours = {
+        (".".join(map(str, tensor.path)), shard.offsets): (shard.sizes, shard.at.file)
+        for tensor in shards.tensors
+        for shard in tensor.shards
+    }
+    theirs = {}
+    for rank in (1, 0):
+        with as_rank(rank, (2,)) as mesh:
+            planner = DefaultSavePlanner()
+            planner.set_up_planner(on_rank(state, mesh), None, rank == 0)
+            for item in planner.create_local_plan().items:
+                if item.tensor_data is not None and item.tensor_data.chunk.sizes.numel():
+                    key = (item.index.fqn, tuple(item.tensor_data.chunk.offsets))
+                    theirs[key] = (tuple(item.tensor_data.chunk.sizes), f"__{rank}_0.distcp")
+    assert {key: value for key, value in ours.items() if 0 not in value[0]} == theirs
+    metadata = metadata_of(shards)
+    assert set(metadata.planner_data) == set(metadata.state_dict_metadata)
+
+
+def test_what_several_ranks_have_is_written_by_one_of_them_and_shared_out() -> None:
+    state = {"a": Sharded(torch.ones(64), (Replicate(),)), "b": Sharded(torch.ones(64), (Replicate(),))}
+    with as_rank(1, (2,)) as mesh:
+        plan, _ = Planner(2).plan(on_rank(state, mesh))
+    assert [[chunk.rank for chunk in tensor.chunks] for tensor in plan.tensors] == [[0], [1]]
+
+
+def test_the_plan_stays_the_same_object_until_the_state_is_put_together_in_another_way() -> None:
+    with as_rank(0, (2,)) as mesh:
+        state = on_rank({"a": Sharded(torch.ones(8), (Shard(0),)), "lr": 0.1}, mesh)
+        planner = Planner(2)
+        first = planner.plan(state)[0]
+        assert planner.plan({**state, "lr": 0.2})[0] is first
+        other = planner.plan({**state, "b": torch.ones(2)})[0]
+    assert other.digest != first.digest
+    assert first.first_difference(other) == "lr and b (float32, (2,), 1 shards)"
+    assert first.first_difference(first) == ""
+    assert first.first_difference(Plan(3, (), ())) == "2 ranks and 3"
+
+
+def test_only_what_changed_is_laid_out_anew_and_storages_keep_their_names() -> None:
+    with as_rank(0, (1,)) as mesh:
+        state = on_rank({"a": Sharded(torch.ones(8), (Shard(0),)), "groups": [{"lr": 0.1, "eps": 1e-8}]}, mesh)
+        layouter = ShardedLayouter(0, 1)
+        own = state_archive({}, 4096)
+        first = layouter.lay_out(state, own, [4096], {"step": 1})
+        state["groups"][0]["lr"] = 0.3
+        second = layouter.lay_out(state, own, [4096], {"step": 2})
+    assert [piece.named for piece in first.layout.pieces] == [piece.named for piece in second.layout.pieces]
+    pairs = list(zip(first.layout.frame, second.layout.frame, strict=True))
+    assert [old[1] is new[1] for old, new in pairs[:2]] == [True, True]  # around the tensor
+    image = bytearray(second.layout.nbytes)
+    fill(image, second)
+    files = {file.name: bytes(image[file.offset : file.stop]) for file in second.files}
+    assert torch.load(io.BytesIO(files["meta.pt"])) == {"step": 2}
+    assert b"lr" in files[SHARDS_FILE]
+
+
+def test_a_part_of_a_storage_and_what_is_not_contiguous_are_saved_as_such() -> None:
+    padded = torch.arange(12.0)
+    with as_rank(0, (1,)):
+        state = {"part": padded[2:8].view(2, 3), "turned": torch.arange(6.0).view(2, 3).T}
+        layouter = ShardedLayouter(0, 1)
+        written = layouter.lay_out(state, state_archive({}, 4096), [4096], {})
+        again = layouter.lay_out(state, state_archive({}, 4096), [4096], {})
+    assert written.layout.pieces[0].named is again.layout.pieces[0].named
+    assert written.layout.pieces[0].storage.data_ptr() == padded[2:].data_ptr()  # not copied yet
+    padded += 100
+    image = bytearray(written.layout.nbytes)
+    fill(image, written)
+    manifest = Manifest(run="r", name="n", step=0, attempt=0, nbytes=len(image), files=written.files)
+    read = load_all(ImageReader(memoryview(image), manifest))
+    assert same(read, {"part": padded[2:8].view(2, 3), "turned": state["turned"].contiguous()})
+
+
+def test_a_ranks_own_state_has_the_size_that_was_agreed_or_is_refused() -> None:
+    state = {"random": [1, 2, 3], "tensor": torch.arange(10)}
+    least = len(state_archive(state))
+    for nbytes in (least + 300, least + 301, 65536):
+        data = state_archive(state, nbytes)
+        assert len(data) == nbytes
+        assert same(load_state(memoryview(data)), state)
+    with pytest.raises(LayoutUnsupported, match="does not fit"):
+        state_archive(state, least)
+
+
+def test_what_cannot_be_saved_is_named() -> None:
+    class Odd(torch.Tensor):
+        pass
+
+    with pytest.raises(NotSerialisable, match=r"model\.odd is a Odd"):
+        Planner(1).plan({"model": {"odd": torch.ones(2).as_subclass(Odd)}})
+    with pytest.raises(NotSerialisable, match=r"groups\.0\.bad cannot be serialised"):
+        ShardedLayouter(0, 1).lay_out({"groups": [{"bad": lambda: 0}]}, state_archive({}, 4096), [4096], {})
+
+
+def test_nothing_in_it_runs_code(one: Any, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "ran",))
+
+    with as_rank(0, (1,)):
+        written = ShardedLayouter(0, 1).lay_out({"evil": Evil()}, state_archive({}, 4096), [4096], {})
+    image = bytearray(written.layout.nbytes)
+    fill(image, written)
+    manifest = replace(one[2], nbytes=len(image), files=written.files, checksums=())
+    with pytest.raises(CorruptSnapshot, match="evil holds an object that torch does not load safely"):
+        load_all(ImageReader(memoryview(image), manifest))
+    assert not (tmp_path / "ran").exists()
+
+
+HOSTILE: dict[str, Any] = {
+    "no list": lambda f: f.update(tensors=4),
+    "another format": lambda f: f.update(format=9),
+    "a file that is not there": lambda f: f.update(files=["../../etc/passwd"]),
+    "a file's number": lambda f: f["tensors"][0][3][0][2].__setitem__(0, 77),
+    "an offset below zero": lambda f: f["tensors"][0][3][0][2].__setitem__(1, -64),
+    "beyond the file": lambda f: f["tensors"][0][3][0][2].__setitem__(2, 2**40),
+    "beyond the tensor": lambda f: f["tensors"][0][3][0][0].__setitem__(0, 6),
+    "a tensor too large": lambda f: f["tensors"][0][2].__setitem__(0, 2**50),
+    "a shard less": lambda f: f["tensors"][0][3].pop(),
+    "elements beyond the archive": lambda f: f["tensors"][0][3][0].__setitem__(3, 2**30),
+    "other dimensions": lambda f: f["tensors"][0][3][0][1].pop(),
+    "an item twice": lambda f: f["values"].append(f["values"][0]),
+    "a path of lists": lambda f: f["values"][0].__setitem__(0, [["x"]]),
+    "a number that is none": lambda f: f.update(world_size="2"),
+    "dtype": lambda f: f["tensors"][0].__setitem__(1, 7),
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
+def test_places_that_cannot_be_are_refused(one: Any, change: Any) -> None:
+    _, image, manifest = one
+    span = next(file for file in manifest.files if file.name == SHARDS_FILE)
+    fields = json.loads(image[span.offset : span.stop])
+    change(fields)
+    text = json.dumps(fields).encode()
+    changed = bytearray(image) + text
+    files = [file for file in manifest.files if file.name != SHARDS_FILE]
+    files.append(replace(span, offset=len(image), nbytes=len(text)))
+    with pytest.raises(CorruptSnapshot, match=r"another copy is needed|upgrade"):
+        Shards.read(memoryview(changed), replace(manifest, nbytes=len(changed), files=tuple(files), checksums=()))
+
+
+def test_a_dtype_that_torch_does_not_know_is_named(one: Any) -> None:
+    _, image, manifest = one
+    shards = Shards.read(memoryview(image), manifest)
+    odd = replace(shards.tensors[0], dtype="nn")
+    with pytest.raises(LayoutUnsupported, match=r"state_dict\.weight has dtype 'nn'"):
+        metadata_of(replace(shards, tensors=(odd,)))
+
+
+def test_a_state_that_asks_for_what_is_not_there_is_refused(one: Any) -> None:
+    state, image, manifest = one
+    with as_rank(0, (2,)) as mesh:
+        mine = on_rank(state, mesh, empty=True)
+        mine["state_dict"]["more"] = torch.ones(2)
+        with pytest.raises(SettingsError, match=r"does not fit this model.*more"):
+            load(mine, ImageReader(memoryview(image), manifest))
+
+
+def test_ranks_with_other_states_have_other_digests() -> None:
+    digests = set()
+    for rank, shape in ((0, (4, 2)), (1, (4, 3))):
+        state = {"w": Sharded(torch.ones(shape), (Shard(0),))}
+        with as_rank(rank, (2,)) as mesh:
+            digests.add(write(ShardedLayouter(rank, 2), state, mesh, {}, [4096, 4096]).digest)
+    assert len(digests) == 2
+
+
+def test_the_plain_file_made_of_it_is_what_one_device_would_have_saved(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW([{"params": model[1].parameters()}, {"params": model[0].parameters(), "lr": 0.5}])
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    state = {"state_dict": get_model_state_dict(model), "optimizer_0": get_optimizer_state_dict(model, optimizer)}
+    sharded = {
+        name: Sharded(value, (Shard(0),)) if value.ndim else value for name, value in state["state_dict"].items()
+    }
+    image, manifest = snapshot({**state, "state_dict": sharded}, (3,))
+    folder = tmp_path / manifest.name
+    folder.mkdir()
+    at_rest(image, manifest, folder)
+    (folder / "manifest.json").write_text(manifest.to_json())
+
+    write_plain(folder, tmp_path / "plain.ckpt")
+    plain = torch.load(tmp_path / "plain.ckpt", weights_only=True)
+    assert same({key: plain[key] for key in ("epoch", "rank")}, {"epoch": 3, "rank": 0})
+    assert same(plain["state_dict"], dict(model.state_dict()))
+    wanted = optimizer.state_dict()
+    other = torch.optim.AdamW([{"params": model[1].parameters()}, {"params": model[0].parameters()}])
+    other.load_state_dict(plain["optimizer_states"][0])
+    assert same(other.state_dict(), wanted)
+
+    damaged = folder / "__0_0.distcp"
+    damaged.write_bytes(damaged.read_bytes().replace(b"PK", b"PX", 1))
+    with pytest.raises(CorruptSnapshot, match="do not have the checksum"):
+        write_plain(folder, tmp_path / "plain.ckpt")
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["plain.ckpt", manifest.name]
