@@ -24,6 +24,7 @@ from lightning_spot.errors import (
     TierError,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory import flusher
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
@@ -435,7 +436,8 @@ def test_parts_must_all_have_arrived(bench: Bench) -> None:
 # -- what readers and tiers see ---------------------------------------------------------------------------------------
 
 
-def test_a_corrupted_slot_goes_nowhere(bench: Bench) -> None:
+def test_a_corrupted_slot_goes_nowhere(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flusher, "CHECKED_S", 0.0)  # as if it had waited for the tier
     bench.open()
     bench.tier().open.clear()
     bench.save(1)
@@ -449,6 +451,27 @@ def test_a_corrupted_slot_goes_nowhere(bench: Bench) -> None:
     assert bench.flush() == []
     assert [manifest.step for manifest in bench.tier().survey().manifests] == [1]
     assert bench.committed() == [1]
+
+
+@pytest.mark.parametrize("lain_s", [0.0, 1e9])
+def test_a_slot_is_read_once_more_only_if_it_had_to_wait(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, lain_s: float
+) -> None:
+    monkeypatch.setattr(flusher, "CHECKED_S", 1e6)
+    read: list[str] = []
+    verify = Manifest.verify
+    monkeypatch.setattr(Manifest, "verify", lambda self, *args: (read.append(self.name), verify(self, *args)))
+    bench.open()
+    bench.tier().open.clear()
+    bench.save(1)
+    until(lambda: bench.tier().tries, "the flusher to take the first")
+    second = bench.save(2)
+    slot = bench.node.ring.find(RUN_ID, second.name)
+    assert slot is not None
+    slot.checked_s -= lain_s
+    bench.tier().open.set()
+    assert bench.flush() == []
+    assert read == ([second.name] if lain_s else [])
 
 
 def test_what_a_tier_calls_corrupt_stays_in_memory(bench: Bench) -> None:

@@ -26,6 +26,9 @@ from lightning_spot.tiers.store import SETTLED_S, Store, retain
 
 logger = logging.getLogger(__name__)
 
+CHECKED_S = 5.0
+"""A snapshot that a tier takes later than this after it was sealed is read again before that, and checked."""
+
 _IDLE_S = 5.0  # a thread with nothing to do ends after so long
 _JOIN_S = 30.0
 _SMOOTHING = 0.3
@@ -273,7 +276,8 @@ class Flusher:
             with slot.view(manifest.nbytes) as image:
                 if slot.manifest is not manifest:
                     return False  # it has just left memory
-                if not self._intact(image, job, known=url.startswith("spot://")):
+                fresh = time.monotonic() - slot.checked_s < CHECKED_S
+                if not self._intact(image, job, known=fresh or url.startswith("spot://")):
                     return False
                 try:
                     if isinstance(store, NodeTier):
@@ -318,7 +322,7 @@ class Flusher:
         Args:
             image: its bytes.
             job: what is to be put.
-            known: whether the receiver checks every part anyway.
+            known: whether they were just checked, or the receiver checks every part anyway.
         """
         if known:
             return True

@@ -54,6 +54,7 @@ class Slot:
         sequence: order of commits.
         readers: how many are reading it now.
         held: the upload as which its memory was filled last, ``""`` if that is unknown.
+        checked_s: when its bytes were read last, and had the checksums of its manifest (monotonic).
     """
 
     index: int
@@ -72,6 +73,7 @@ class Slot:
     sequence: int = 0
     readers: int = 0
     held: str = ""
+    checked_s: float = float("-inf")
 
     @property
     def capacity(self) -> int:

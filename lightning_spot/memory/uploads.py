@@ -117,7 +117,7 @@ class Uploads:
             self._ahead.wait(key)
         slot = self._ring.lease(key, nbytes, wait_s, cancelled=gone)
         upload = Upload(upload_id or uuid.uuid4().hex, key, attempt, slot, nbytes, name, session, time.monotonic())
-        upload.held, slot.held = slot.held, ""
+        upload.held, slot.held, slot.checked_s = slot.held, "", float("-inf")
         if manifest is not None and not manifest.is_file:
             if not self._ring.find(key, name):
                 upload.coming = Coming(replace(manifest, checksums=()), slot.view(nbytes))
@@ -177,7 +177,9 @@ class Uploads:
         try:
             if not manifest.is_file:
                 self._offer(upload.slot, sealing)
+            began_s = time.monotonic()
             sealed = sealing.run(sealing_threads())
+            upload.slot.checked_s = began_s
             committed = self._commit(upload, sealed, tuple(destinations) if destinations is not None else None)
             sealing.commit(committed)
         finally:

@@ -22,6 +22,8 @@ from lightning_spot.tiers.temporaries import temporary_name, temporary_owner, wr
 
 logger = logging.getLogger(__name__)
 
+_WRITE_BYTES = 128 * 1024 * 1024  # at a time: 0.06 s of the kernel's CPU time a GiB; 0.10 s with 8 MiB, or all at once
+
 
 class LocalStore:
     """Snapshots of one run below a directory; implements :class:`~lightning_spot.tiers.store.Store`.
@@ -122,7 +124,7 @@ class LocalStore:
                     files.sync_directory((self.root / path).parent)
                 files.sync_directory(self.root)
                 return
-            slices = (image[start:stop] for start, stop in part_ranges(len(image)))
+            slices = (image[start:stop] for start, stop in part_ranges(len(image), _WRITE_BYTES))
             with self._aside(manifest, slices, attempt) as temporary:
                 self._commit(manifest, temporary, attempt)
 
