@@ -124,6 +124,10 @@ class NodeRefused(TierError):
         self.status = status
 
 
+class TooManyStreams(TierError):
+    """An upload has its part of the connections that a node receives over at once; those it has go on."""
+
+
 class ProtocolMismatch(TierError):
     """The two ends speak different versions of the node protocol; upgrade the older one."""
 

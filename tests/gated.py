@@ -151,6 +151,9 @@ class NodeBehind:
         full: whether it has no slot.
         sent: received so far.
         opened: how often a run was opened.
+        open: it takes nothing while this is cleared.
+        waiting: whether somebody waits for that.
+        arrived: steps that were sent whole.
     """
 
     def __init__(self, url: str, node: Node | None) -> None:
@@ -160,6 +163,10 @@ class NodeBehind:
         self.full = False
         self.sent = Sent()
         self.opened = 0
+        self.open = threading.Event()
+        self.open.set()
+        self.waiting = False
+        self.arrived: list[int] = []
 
     def open_run(self, info: RunInfo) -> Opened:
         self.opened += 1
@@ -183,6 +190,9 @@ class NodeBehind:
     def send(self, coming: Coming, *, attempt: int, earlier: FindEarlier = nothing_earlier) -> Manifest:
         if self.full:
             raise RingFull("no slot")
+        self.waiting = True
+        assert self.open.wait(30)
+        self.waiting = False
         node = self._node()
         plain = replace(coming.manifest, checksums=())
         upload = node.lease(self.run, attempt, plain.nbytes, name=plain.name, manifest=plain, wait_s=5.0)
@@ -194,6 +204,7 @@ class NodeBehind:
                 self.sent.whole_bytes += stop - start
         manifest = coming.committed()
         self._node().commit(upload.id, manifest)
+        self.arrived.append(manifest.step)
         return manifest
 
     def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:

@@ -29,69 +29,15 @@ from lightning_spot.memory.prefixes import check_prefix, refusal
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.wire import Address
 from lightning_spot.tiers.local import LocalStore
+from tests.chained import FIRST, RUN, SECOND, Chained, chained
 from tests.conftest import RunningNode, until
-from tests.gated import MIB, RUN_ID, Bench, GatedStore, NodeBehind, image_of, manifest_of
-
-RUN = f"run@{RUN_ID}"
-FIRST, SECOND = "spot://first:7070", "spot://second:7070"
-
-
-class Chained(Bench):
-    """A node on a trainer's host, and memory nodes behind it; each has stores of its own over the same directories."""
-
-    def __init__(self, root: Path, allow: list[str] | None) -> None:
-        self.behind: dict[str, NodeBehind] = {}
-        self.far: dict[str, dict[str, GatedStore]] = {FIRST: {}, SECOND: {}}
-        self.nodes = {base: self.make_node(base, allow) for base in (FIRST, SECOND)}
-        super().__init__(root, slots=4)
-        for base in (FIRST, SECOND):
-            self.behind[base] = NodeBehind(f"{base}/{RUN}", self.nodes[base])
-
-    def make_node(self, base: str, allow: list[str] | None) -> Node:
-        stores = self.far[base]
-        return Node(
-            slots=None,
-            memory_bytes=64 * MIB,
-            allow=allow,
-            open_store=lambda url: stores.setdefault(url, GatedStore(url)),
-        )
-
-    def store(self, url: str) -> Any:
-        return self.behind[url.rpartition("/")[0]] if url.startswith("spot://") else super().store(url)
-
-    def by_node(self, base: str) -> GatedStore:
-        """The durable tier as a memory node sees it."""
-        url = self.tier().url
-        return self.far[base].setdefault(url, GatedStore(url))
-
-    def durable(self) -> list[int]:
-        return [manifest.step for manifest in LocalStore(self.tier().url).survey().manifests]
-
-    def start(self, *nodes: str, **more: Any) -> None:
-        self.open(nodes=nodes, **more)
-
-    def close(self) -> None:
-        for stores in self.far.values():
-            for store in stores.values():
-                store.open.set()
-        super().close()
-        for node in self.nodes.values():
-            node.close()
+from tests.gated import MIB, RUN_ID, Bench, NodeBehind, image_of, manifest_of
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Chained]]:
-    monkeypatch.setattr(chain, "ASK_AGAIN_S", 0.2)
-    monkeypatch.setattr(chain, "FIRST_AWAY_S", 0.1)
-    made: list[Chained] = []
-
-    def chained(allow: list[str] | None = None) -> Chained:
-        made.append(Chained(tmp_path, [str(tmp_path)] if allow is None else allow))
-        return made[-1]
-
-    yield chained
-    for each in made:
-        each.close()
+    with chained(tmp_path, monkeypatch) as make_one:
+        yield make_one
 
 
 def test_the_node_behind_carries_a_run_on(make: Callable[..., Chained]) -> None:

@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,18 @@ import pytest
 
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.part_encoder import OutgoingPart
+from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import PROTOCOL_VERSION
-from lightning_spot.errors import NodeRefused, RingFull, SettingsError, SnapshotNotFound, SpotError
+from lightning_spot.errors import NodeRefused, RingFull, SettingsError, SnapshotNotFound, SpotError, TooManyStreams
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol.wire import NO_DIGEST, Address, Frame, PartKind, parse_spot_url
-from lightning_spot.service import fields, files, part_receiver
+from lightning_spot.service import fields, files, handlers, part_receiver
 from lightning_spot.service.connections import Connections
 from tests.conftest import RunningNode, until
+from tests.gated import image_of
 from tests.served import served
 
 StartNode = Callable[..., RunningNode]
@@ -435,3 +437,47 @@ def test_health_and_readiness_tell_strangers_no_secret(start_node: StartNode, tm
     assert "memory is full" in ready()[1]
     node.process.send_signal(signal.SIGTERM)
     until(lambda: "shutting down" in ready()[1], "the node to begin its end")
+
+
+# -- many senders at once ---------------------------------------------------------------------------------------------
+
+
+def snapshot_of(run: str, step: int, nbytes: int, part_bytes: int) -> tuple[Manifest, memoryview]:
+    image = memoryview(image_of(step, nbytes))
+    name = snapshot_name(step, 1)
+    plain = Manifest(run=run, name=name, step=step, attempt=1, nbytes=nbytes, part_bytes=part_bytes)
+    return plain.sealed(image), image
+
+
+def test_every_upload_has_a_stream_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 64 hosts sends over four connections: the first ones must not keep the others out."""
+    monkeypatch.setattr(handlers, "MOST_STREAMS", 8)
+    node = Node(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
+    with served(node) as port, ExitStack() as stack:
+        client = NodeClient(Address("127.0.0.1", port))
+        open_run(client)
+        streams = []
+        for step in range(24):
+            body = {"attempt": 1, "nbytes": 4096, "name": snapshot_name(step, 1)}
+            upload = client.call("POST", "/v1/runs/run/uploads", body)["upload"]
+            streams.append(client.stream(upload))
+            stack.callback(streams[-1].close)
+            with pytest.raises(TooManyStreams) if step >= 4 else nullcontext():  # 8 for 4 uploads are two for each
+                stack.callback(client.stream(upload).close)
+        for step, stream in enumerate(streams):
+            part = memoryview(image_of(step, 4096))
+            (arrived,) = stream.send([OutgoingPart.whole(0, part, checksum(part))])
+            assert arrived[1] == checksum(part)
+
+
+def test_a_sender_makes_do_with_the_connections_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "MOST_STREAMS", 2)
+    node = Node(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
+    with served(node) as port:
+        store = NodeStore(f"spot://127.0.0.1:{port}/run")
+        open_run(store.client)
+        for step in range(3):
+            manifest, image = snapshot_of("run", step, 2**20, 2**16)
+            store.put(manifest, image, attempt=1)
+            assert bytes(node.committed("run")[0].view()) == bytes(image)
+        store.client.close()

@@ -27,7 +27,7 @@ from lightning_spot.fit.taking_part import takes_part
 from lightning_spot.image.packing import Compression, check_compression
 from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.policy import EverySeconds, IntervalPolicy
-from lightning_spot.run.location import Location, memory_limit_bytes
+from lightning_spot.run.location import Location, check_replicas, memory_limit_bytes
 from lightning_spot.staging.modes import Partitions, check_partitions
 
 if TYPE_CHECKING:
@@ -44,12 +44,15 @@ class RemoteSnapshot(Part):
     Args:
         dirpath: durable directory or fsspec URL of the run.
         memory: ``"auto"`` for a node on this host, which outlives a killed trainer; ``None`` for a ring inside the
-            trainer's process only; one or several ``spot://host:port`` for memory nodes on other hosts besides.
+            trainer's process only; one or several ``spot://host:port`` for memory nodes on other hosts besides. Of
+            several, a run goes to one; runs spread over them, and go to the next when one fails.
+        replicas: how many of the memory nodes each snapshot is kept at, so that one of them may be lost. Each takes the
+            newest at its own pace; one of them brings it on to the durable tier.
         run: name of the run; default the last component of ``dirpath``.
         interval: when to take a snapshot; default :class:`ConvergenceAware`, which needs no setting.
         keep: snapshots each tier keeps, at least 1.
         slots: slots of the ring on this host, at least 2; default 2 and one for each tier below (the durable one, and
-            a memory node). Each holds one snapshot: the host needs ``slots`` times the checkpoint's size of memory.
+            each replica). Each holds one snapshot: the host needs ``slots`` times the checkpoint's size of memory.
         memory_limit: most memory for slots, such as ``"64GiB"``; default half of the host's.
         on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for the flusher.
         durable_every_s: at least so many seconds lie between two snapshots that are brought to the durable tier; 0
@@ -85,6 +88,7 @@ class RemoteSnapshot(Part):
         dirpath: str,
         *,
         memory: str | Sequence[str] | None = "auto",
+        replicas: int = 1,
         run: str | None = None,
         interval: IntervalPolicy | None = None,
         keep: int = KEEP,
@@ -113,18 +117,20 @@ class RemoteSnapshot(Part):
         check_number("max_stall_s", max_stall_s, 0, above=True)
         check_flag("strict", strict)
         self.location = self._named = Location.of(dirpath, memory, run)
+        check_replicas(replicas, memory)
         if interval is not None and (isinstance(interval, type) or not callable(getattr(interval, "due", None))):
             raise SettingsError(f"interval={interval!r} is no policy; write EverySeconds(30) or EverySteps(100)")
         if read_environment().drill_dir is not None:
             interval = EverySeconds(1.0)  # a drill is short, and wants something to resume from
         ring = RingSettings(
-            slots=slots if slots is not None else 3 + bool(self.location.nodes),
+            slots=slots if slots is not None else 3 + min(replicas, len(self.location.nodes)),
             memory_bytes=memory_limit_bytes(memory_limit),
             idle_timeout_s=idle_timeout_s,
             keep=keep,
             strict=strict,
             durable_every_s=durable_every_s,
             compression=compression,
+            replicas=replicas,
             max_stall_s=max_stall_s,
             device_buffer_bytes=parse_bytes(device_buffer, "device_buffer") if device_buffer is not None else 0,
         )

@@ -34,7 +34,9 @@ class SpotCheckpoint(SpotCallback):
     Args:
         dirpath: durable directory or fsspec URL of the run (``checkpoints/run-1``, ``s3://bucket/run-1``).
         memory: ``"auto"`` for a memory node on this host, started by itself, which outlives a killed trainer;
-            ``None`` for none; one or several ``spot://host:port`` for memory nodes on other hosts besides.
+            ``None`` for none; one or several ``spot://host:port`` for memory nodes on other hosts besides. Of several,
+            a run goes to one; runs spread over them, and go to the next when one fails.
+        replicas: how many of the memory nodes each snapshot is kept at, so that one of them may be lost.
         run: name of the run; default the last component of ``dirpath``.
         interval: when to take a snapshot; default :class:`ConvergenceAware`, which needs no setting.
         keep: snapshots each tier keeps, at least 1.
@@ -79,6 +81,7 @@ class SpotCheckpoint(SpotCallback):
         dirpath: str,
         *,
         memory: str | Sequence[str] | None = "auto",
+        replicas: int = 1,
         run: str | None = None,
         interval: IntervalPolicy | None = None,
         keep: int = KEEP,
@@ -105,6 +108,7 @@ class SpotCheckpoint(SpotCallback):
         self.snapshots = RemoteSnapshot(
             dirpath,
             memory=memory,
+            replicas=replicas,
             run=run,
             interval=interval,
             keep=keep,

@@ -48,6 +48,7 @@ class RingSettings:
         strict: whether to raise where a warning would do.
         durable_every_s: least seconds between two snapshots brought to the durable tier; 0 for as often as it can.
         compression: how what changed goes to memory nodes behind, see :class:`RunInfo`.
+        replicas: how many of them each snapshot is kept at.
         max_stall_s: how long a call to the ring may keep the training thread.
         device_buffer_bytes: of the buffer on each GPU, see :class:`~lightning_spot.staging.copier.Copier`; 0 for none.
     """
@@ -59,6 +60,7 @@ class RingSettings:
     strict: bool
     durable_every_s: float = 0.0
     compression: Compression = "auto"
+    replicas: int = 1
     max_stall_s: float = MAX_STALL_S
     device_buffer_bytes: int = 0
 
@@ -122,6 +124,7 @@ class Attempt:
                 keep=settings.keep,
                 durable_every_s=settings.durable_every_s,
                 compression=settings.compression,
+                replicas=settings.replicas,
             )
         except BaseException:
             leave(host)

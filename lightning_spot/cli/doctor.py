@@ -27,7 +27,7 @@ from lightning_spot.errors import SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.notices.detect import CLOUDS, detect_cloud
-from lightning_spot.run.location import AUTO, Location, memory_limit_bytes
+from lightning_spot.run.location import AUTO, Location, check_replicas, memory_limit_bytes
 from lightning_spot.tiers.store import Store
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", action="append", default=[], metavar="spot://HOST:PORT", help="also measure this memory node"
     )
+    parser.add_argument("--replicas", type=int, default=1, metavar="N", help="nodes that keep each snapshot (1)")
     parser.add_argument("--snapshot-size", default="1GB", metavar="SIZE", help="size of a snapshot (1GB)")
     parser.add_argument("--lifetime", type=seconds, default=7200.0, metavar="TIME", help="mean of the machine's (2h)")
     parser.add_argument("--sample", default="64MB", metavar="SIZE", help="how much to write for a measurement (64MB)")
@@ -53,6 +54,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Measure and recommend; 1 if a tier cannot be used."""
     snapshot_bytes, sample = parse_bytes(arguments.snapshot_size), parse_bytes(arguments.sample)
     location = Location.of(arguments.url, arguments.memory or AUTO, "doctor")
+    check_replicas(arguments.replicas, arguments.memory or AUTO)
     say = Console(stderr=True, highlight=False).print
     problems: list[str] = []
     facts: dict[str, Any] = {"copy_bytes_per_s": copy_speed(sample)}
@@ -79,7 +81,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     outlooks = _outlooks(snapshot_bytes, facts["copy_bytes_per_s"], tiers, location.url, arguments.lifetime)
     facts["outlook"] = {label: asdict(found) for label, found in outlooks.items()}
     nodes = [url for url in location.nodes if url in tiers]
-    facts["advice"] = _advice(outlooks, snapshot_bytes, location.url, nodes, facts["grace_s"])
+    replicas = min(arguments.replicas, len(nodes))
+    facts["advice"] = _advice(outlooks, snapshot_bytes, location.url, nodes, replicas, facts["grace_s"])
     facts["problems"] = problems
     if arguments.json:
         print(json.dumps(facts, indent=1))
@@ -162,10 +165,16 @@ def _outlooks(
 
 
 def _advice(
-    outlooks: dict[str, Outlook], snapshot_bytes: int, url: str, nodes: list[str], grace_s: float | None
+    outlooks: dict[str, Outlook],
+    snapshot_bytes: int,
+    url: str,
+    nodes: list[str],
+    replicas: int,
+    grace_s: float | None,
 ) -> list[str]:
     memory = f", memory={nodes!r}" if nodes else ""
-    advice = _of_memory(2 + 1 + bool(nodes), snapshot_bytes)
+    memory += f", replicas={replicas}" if replicas > 1 else ""
+    advice = _of_memory(2 + 1 + replicas, snapshot_bytes)
     alone, with_node = outlooks.get(ALONE), outlooks.get(WITH_NODE)
     if alone is not None and with_node is not None:
         gain = alone.total - with_node.total

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.part_encoder import OutgoingPart, Part, PartEncoder
-from lightning_spot.errors import CorruptSnapshot, NodeUnreachable
+from lightning_spot.errors import CorruptSnapshot, NodeUnreachable, TooManyStreams
 from lightning_spot.memory.tier import Sent
 from lightning_spot.protocol.wire import PartKind
 from lightning_spot.tiers.batches import Pace, useful_streams
@@ -20,6 +20,7 @@ CONNECTIONS = 4
 
 _MOST_CONNECTIONS = 16
 _SENDS_OF_A_PART = 3
+_PAUSE_S = 1.0
 _ASK_S = 5.0
 
 
@@ -79,6 +80,8 @@ class PartLanes:
             except BaseException:
                 shared.stop()
                 raise
+        if count and not shared.are_taken:
+            raise TooManyStreams("this node serves no connection for the parts", tier=self._url)
         self._connections = max(CONNECTIONS, climb.best_lanes)
         return sent
 
@@ -114,6 +117,12 @@ class _Lane:
         for last_try in (False,) * (_SENDS_OF_A_PART - 1) + (True,):
             try:
                 self._send_over()
+            except TooManyStreams:
+                if not self._again:
+                    return self._sent  # the node has many others to serve: the lanes that it serves do the rest
+                if last_try:
+                    raise
+                time.sleep(_PAUSE_S)  # it may not have noticed yet that the connection before this one broke
             except NodeUnreachable:
                 if last_try:
                     raise
@@ -154,9 +163,14 @@ class _Lane:
 
 
 class _Shared:
-    """Parts that several connections take from in turn."""
+    """Parts that several connections take from in turn.
+
+    Attributes:
+        are_taken: whether none is left.
+    """
 
     def __init__(self, parts: Iterator[Part]) -> None:
+        self.are_taken = False
         self._parts = parts
         self._lock = threading.Lock()
         self._stopped = False
@@ -168,7 +182,11 @@ class _Shared:
         with self._lock:
             if self._stopped:
                 raise StopIteration
-            return next(self._parts)
+            try:
+                return next(self._parts)
+            except StopIteration:
+                self.are_taken = True
+                raise
 
     def stop(self) -> None:
         """Hand out no more."""

@@ -29,6 +29,18 @@ logger = logging.getLogger(__name__)
 
 _ASK_S = 5.0
 _WAIT_FOR_SLOT_S = 10.0
+_TOLD = (
+    "location",
+    "attempt",
+    "token",
+    "keep",
+    "durable_url",
+    "durable_every_s",
+    "compression",
+    "carry",
+    "pid",
+    "host",
+)
 
 
 class NodeStore:
@@ -153,8 +165,7 @@ class NodeStore:
 
     def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`NodeTier.open_run`."""
-        names = ("location", "attempt", "token", "keep", "durable_url", "durable_every_s", "compression", "pid", "host")
-        body = {name: getattr(info, name) for name in names}
+        body = {name: getattr(info, name) for name in _TOLD}
         opened = self.client.call("POST", f"/v1/runs/{quoted(self.run)}/open", body, timeout_s=_ASK_S)
         self._info = info
         return Opened(int(opened["attempt"]), bool(opened["carries"]), str(opened["why_not"]))

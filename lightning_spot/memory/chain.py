@@ -1,8 +1,8 @@
-"""The chain: which node a run's snapshots go to next, and who brings them to the durable tier, it or this node.
+"""The chain: which nodes a run's snapshots go to next, and who brings them to the durable tier: one of them, or this.
 
-A node with others behind it sends to the first of them that works. If that one says that it carries the run on to its
-durable tier, this node does not write there, and learns from it what is safe. When it fails or refuses, this node
-writes there itself, until a node carries the run on again.
+A node with others behind it sends to the first of them that works, or, with replicas, to the first few. One of these is
+asked to carry the run on to its durable tier: if it says that it does, this node does not write there, and learns from
+it what is safe. When it fails or refuses, another one is asked, and while none does this node writes there itself.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from lightning_spot.errors import NodeUnreachable, SpotError
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.next_node import NextNode
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.slots import Slot, Tiers, newest_of_lineages
-from lightning_spot.memory.tier import NodeTier
+from lightning_spot.memory.slots import Tiers
 from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
@@ -26,42 +25,37 @@ logger = logging.getLogger(__name__)
 FIRST_AWAY_S = 1.0
 LAST_AWAY_S = 30.0
 ASK_AGAIN_S = 10.0
-"""How often a node is asked whether it carries the run on: one that does not, and one that takes long about it."""
+"""How often a node is asked how things are: one that does not carry the run on, and one that takes long about it."""
 
 _FIRST_LOOK_S = 0.1
 _LAST_LOOK_S = 2.0
 _MOST_FAILURES = 3
-_HURRIED_S = 0.5
 
 
-@dataclass(slots=True)
-class _Candidate:
-    """A node that may come next.
+@dataclass(eq=False, slots=True)
+class _Replica:
+    """One of the nodes that a run is to be kept at.
 
     Attributes:
-        url: of the run at it.
-        failures: in a row.
-        away_until_s: not tried before (monotonic).
-        why: what was wrong last.
-        store: reaches it, once it was needed.
-        told: snapshots of which it was told that they are durable, and whether it had them then.
+        node: which one it is now; ``None`` while none works.
+        trying: the one that is being asked whether it works; no other replica asks it meanwhile.
+        doubted: whether something is to be asked of it at once.
+        look_s: until it is asked next what is durable.
     """
 
-    url: str
-    failures: int = 0
-    away_until_s: float = 0.0
-    why: str = ""
-    store: NodeTier | None = None
-    told: set[tuple[str, bool]] = field(default_factory=set)
+    node: NextNode | None = None
+    trying: NextNode | None = None
+    doubted: bool = False
+    look_s: float = _FIRST_LOOK_S
 
 
 class Chain:
-    """What follows this node for one run; a thread keeps it up to date until :meth:`close`.
+    """What follows this node for one run; a thread for each replica keeps it up to date until :meth:`close`.
 
     Args:
         ring: holds the run's snapshots; is told where they go.
         open_store: makes the stores of nodes and of the durable tier.
-        info: of the run; its ``nodes`` are the candidates, in order of preference.
+        info: of the run; its ``nodes`` may come next, in order of preference, and ``replicas`` of them do.
         may_write: whether this node may write to the durable tier itself.
         is_urgent: tells whether somebody waits for the run to be safe.
     """
@@ -76,235 +70,253 @@ class Chain:
         is_urgent: Callable[[], bool] = lambda: False,
     ) -> None:
         self.info = info
-        self.carries = False
         self.why_not = "no node has answered yet"
         self._ring = ring
-        self._open_store = open_store
         self._may_write = may_write
         self._is_urgent = is_urgent
-        self._candidates = [_Candidate(f"{node.rstrip('/')}/{info.text}") for node in info.nodes]
-        self._active: _Candidate | None = None
-        self._decided = False
-        self._doubted = False
-        self._asked_s = 0.0
-        self._look_s = _FIRST_LOOK_S
+        self._nodes = [NextNode(f"{node.rstrip('/')}/{info.text}", info, ring, open_store) for node in info.nodes]
+        self._replicas = [_Replica() for _ in range(min(max(1, info.replicas), len(self._nodes)))]
+        self._carrier: NextNode | None = None
+        self._asked: NextNode | None = None  # to carry the run on; it has not answered yet
         self._closed = False
         self._apply()
-        self._thread = threading.Thread(target=self._work, name=f"spot-chain-{info.text}", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._work, args=(replica,), name=f"spot-chain-{info.text}", daemon=True)
+            for replica in self._replicas
+        ]
 
     def start(self) -> None:
-        """Begin to look for a node."""
-        self._thread.start()
+        """Begin to look for nodes."""
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def carries(self) -> bool:
+        """Whether a node carries the run on to its durable tier."""
+        return self._carrier is not None
 
     @property
     def active(self) -> str:
-        """URL of the run at the node that comes next; ``""`` while none does."""
-        return self._active.url if self._active is not None else ""
+        """URL of the run at the node that comes next, of several the one that carries it on; ``""`` while none does."""
+        nodes = [replica.node.url for replica in self._replicas if replica.node is not None]
+        return self._carrier.url if self._carrier is not None else next(iter(nodes), "")
+
+    def away(self) -> dict[str, str]:
+        """URLs of the run at nodes that do not work, and what was wrong."""
+        with self._ring.changed:
+            used = [replica.node for replica in self._replicas]
+            return {node.url: node.why for node in self._nodes if node.failures and node not in used}
+
+    def status(self) -> dict[str, str]:
+        """What each node does for the run, for people."""
+        with self._ring.changed:
+            used, away = [replica.node for replica in self._replicas], self.away()
+            return {
+                node.url: "carries it on"
+                if node is self._carrier
+                else "holds it"
+                if node in used
+                else f"away: {away[node.url]}"
+                if node.url in away
+                else "spare"
+                for node in self._nodes
+            }
 
     def heard(self, url: str, error: Exception | None) -> None:
         """Take note of how a put at a tier went."""
         with self._ring.changed:
-            if self._active is None or self._active.url != url:
-                return
-            if error is None:
-                self._active.failures = 0
-                self._look_s = _FIRST_LOOK_S
-            else:
-                self._active.failures += 1
-                self._active.why = str(error)
-                self._doubted = True
-            self._ring.notify()
+            for replica in self._replicas:
+                if replica.node is None or replica.node.url != url:
+                    continue
+                if error is None:
+                    replica.node.failures = 0
+                    replica.look_s = _FIRST_LOOK_S
+                else:
+                    replica.node.failures += 1
+                    replica.node.why = str(error)
+                    replica.doubted = True
+                self._ring.notify()
 
     def close(self) -> None:
-        """Stop looking after the chain. Its thread ends once the request under way has."""
+        """Stop looking after the chain. Its threads end once the requests under way have."""
         with self._ring.changed:
             self._closed = True
             self._ring.notify()
 
     def join(self, wait_s: float) -> None:
-        """Wait for its thread."""
-        self._thread.join(wait_s)
+        """Wait for its threads."""
+        deadline_s = time.monotonic() + wait_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
 
-    # -- the thread -----------------------------------------------------------------------------------------------
+    # -- the threads ----------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _work(self, replica: _Replica) -> None:
         while not self._closed:
             try:
-                wait_s = self._find() if self._active is None else self._follow(self._active)
+                wait_s = self._find(replica) if replica.node is None else self._follow(replica, replica.node)
             except Exception:  # a bug must not end the thread: nothing would be learned any more
                 logger.exception("the chain of run %s failed unexpectedly", self.info.text)
                 wait_s = _LAST_LOOK_S
             with self._ring.changed:
-                if not self._closed and not self._doubted and wait_s > 0:
+                if not self._closed and not replica.doubted and wait_s > 0:
                     self._ring.changed.wait(wait_s)
-        if self._active is not None:
-            self._tell(self._active)
+        if replica.node is not None and replica.node is not self._carrier:
+            replica.node.tell()
 
-    def _find(self) -> float:
-        """Open the run at the first node that works; how long to wait if none does."""
-        for candidate in self._candidates:
-            if self._closed or candidate.away_until_s > time.monotonic():
-                continue
-            if self._open(candidate):
-                return 0.0
-        soonest_s = min((candidate.away_until_s for candidate in self._candidates), default=0.0)
-        return max(_FIRST_LOOK_S, soonest_s - time.monotonic())
-
-    def _open(self, candidate: _Candidate) -> bool:
-        """Open the run at a node, or ask once more how things are; whether it works."""
-        self._asked_s = time.monotonic()
-        try:
-            opened = self._node(candidate).open_run(replace(self.info, nodes=(), session=""))
-        except SpotError as error:
-            self._lost(candidate, error)
-            return False
+    def _find(self, replica: _Replica) -> float:
+        """Open the run at the first node that works and is no other replica; how long to wait if none does."""
+        replica.doubted, first = False, self._replicas.index(replica)
+        for node in (*self._nodes[first:], *self._nodes[:first]):  # no two begin with the same one
+            with self._ring.changed:
+                if self._closed or node.away_until_s > time.monotonic() or self._is_taken(node):
+                    continue
+                replica.trying = node
+            try:
+                if self._open(replica, node):
+                    return 0.0
+            finally:
+                replica.trying = None
         with self._ring.changed:
-            if self._active is not candidate or opened.carries != self.carries:
-                self._say(candidate, opened.carries, opened.why_not)
-            if self._active is not candidate:
-                candidate.told.clear()
-            self._active, self._doubted = candidate, False
-            self.carries, self.why_not = opened.carries, opened.why_not
-            self._decided = True
+            away = [node.away_until_s for node in self._nodes if not self._is_taken(node)]
+        return max(_FIRST_LOOK_S, min(away, default=time.monotonic() + ASK_AGAIN_S) - time.monotonic())
+
+    def _open(self, replica: _Replica, node: NextNode) -> bool:
+        """Open the run at a node, or ask once more how things are; whether it works."""
+        with self._ring.changed:
+            anew, carry = replica.node is not node, self._is_to_carry(replica, node)
+            if carry:
+                self._asked = node
+        try:
+            opened = node.open(carry=carry)
+            if anew or not opened.carries:
+                node.find_lost(durable_too=anew)
+        except SpotError as error:
+            self._lost(replica, node, error)
+            return False
+        finally:
+            with self._ring.changed:
+                self._asked = None if self._asked is node else self._asked
+        with self._ring.changed:
+            before, refused = self._carrier, bool(node.why_not)
+            node.why_not = (opened.why_not or "it does not say why") if carry and not opened.carries else ""
+            if carry:
+                self._carrier = node if opened.carries else None
+                self.why_not = node.why_not
+            if anew:
+                node.forget_told()
+            replica.node, replica.doubted = node, False
             self._apply()
+            if anew or self._carrier is not before or (node.why_not and not refused):
+                self._say(node)
+            self._ask_others(replica, before)
         return True
 
-    def _lost(self, candidate: _Candidate, error: Exception) -> None:
+    def _lost(self, replica: _Replica, node: NextNode, error: Exception) -> None:
         with self._ring.changed:
-            was_active = self._active is candidate
-            if was_active or not candidate.failures:
-                logger.warning("run %s: the node at %s does not work (%s)", self.info.text, candidate.url, error)
-            candidate.failures += 1
-            away_s = min(LAST_AWAY_S, FIRST_AWAY_S * 2 ** min(candidate.failures - 1, 10))
-            now = time.monotonic()
-            candidate.away_until_s, candidate.why = now + away_s, str(error)
-            # While there is another one to be tried, this node does not begin to write itself.
-            self._decided = all(other.away_until_s > now for other in self._candidates)
-            if was_active or self._active is None:
-                self._active, self._doubted, self.carries = None, False, False
-                self.why_not = f"{candidate.url}: {error}"
+            was_used, before = replica.node is node, self._carrier
+            node.failures += 1
+            now_s = time.monotonic()
+            node.away_until_s = now_s + min(LAST_AWAY_S, FIRST_AWAY_S * 2 ** min(node.failures - 1, 10))
+            said, node.why, node.why_not = bool(node.why) and not was_used, str(error), ""
+            if was_used:
+                replica.node, replica.doubted = None, False
+            if before is node or not any(other.node is not None for other in self._replicas):
+                self._carrier, self.why_not = None, f"{node.url}: {error}"
             self._apply()
+            if not said:
+                self._say_lost(node)
+            self._ask_others(replica, before)
 
-    def _follow(self, candidate: _Candidate) -> float:
-        """Learn from the node what is safe; how long to wait before the next look."""
-        if self._doubted:
-            if candidate.failures >= _MOST_FAILURES:
-                self._lost(candidate, NodeUnreachable(candidate.why, tier=candidate.url))
+    def _follow(self, replica: _Replica, node: NextNode) -> float:
+        """Learn from the node what is safe, or tell it; how long to wait before the next look."""
+        if replica.doubted:
+            if node.failures >= _MOST_FAILURES:
+                self._lost(replica, node, NodeUnreachable(node.why, tier=node.url))
                 return 0.0
             # One failed put may be a broken connection: the node is lost only if it does not answer either.
-            return _FIRST_LOOK_S if self._open(candidate) else 0.0
-        waiting = self._waiting(candidate)
+            return _FIRST_LOOK_S if self._open(replica, node) else 0.0
+        waiting = node.waiting() if node is self._carrier else []
         # A node that was stopped in the middle of a snapshot breaks no connection: it is asked whether it is there.
-        asking = bool(waiting) or self._sending(candidate) or not self.carries
-        if asking and time.monotonic() - self._asked_s >= ASK_AGAIN_S and not self._open(candidate):
+        asking = bool(waiting) or node.is_owed() or node is not self._carrier
+        if asking and time.monotonic() - node.asked_s >= ASK_AGAIN_S and not self._open(replica, node):
             return 0.0
-        self._tell(candidate)
+        if node is not self._carrier:
+            node.tell()
         if not waiting:
             return ASK_AGAIN_S
         try:
-            self._learn(candidate, waiting)
+            node.learn(waiting, urgent=self._is_urgent())
         except SpotError as error:
-            self.heard(candidate.url, error)
+            self.heard(node.url, error)
             return 0.0
-        self._look_s = min(_LAST_LOOK_S, self._look_s * 1.5)
-        return 0.0 if self._is_urgent() else self._look_s
+        replica.look_s = min(_LAST_LOOK_S, replica.look_s * 1.5)
+        return 0.0 if self._is_urgent() else replica.look_s
 
-    def _waiting(self, candidate: _Candidate) -> list[tuple[Slot, Manifest]]:
-        """Snapshots that the node has, and of which it is not known yet that they are durable."""
-        with self._ring.changed:
-            if not self.carries:
-                return []
-            return [
-                (slot, slot.manifest)
-                for slot in self._ring.committed(self.info.key)
-                if slot.manifest is not None
-                and slot.places is None
-                and candidate.url in slot.safe
-                and self.info.durable_url in slot.dirty
-            ]
+    # -- decisions, under the ring's lock -------------------------------------------------------------------------
 
-    def _sending(self, candidate: _Candidate) -> bool:
-        """Whether the node is owed something."""
-        with self._ring.changed:
-            return any(candidate.url in slot.dirty for slot in self._ring.committed(self.info.key))
+    def _is_taken(self, node: NextNode) -> bool:
+        return any(node in (replica.node, replica.trying) for replica in self._replicas)
 
-    def _tell(self, candidate: _Candidate) -> None:
-        """Say what is durable, to a node that does not bring it there: what it holds would stay there for ever."""
-        with self._ring.changed:
-            committed = self._ring.committed(self.info.key)
-            slots = [slot for slot in committed if slot.settled or self.info.durable_url in slot.safe]
-            known = [
-                (slot.manifest, (slot.manifest.name, candidate.url in slot.safe))
-                for slot in newest_of_lineages(slots)
-                if slot.manifest is not None and not self.carries
-            ]
-        for manifest, fact in known:
-            if fact in candidate.told:
-                continue
-            try:
-                self._node(candidate).settle(manifest, self.info.attempt)
-            except SpotError as error:
-                logger.debug("%s could not be told what is durable: %s", candidate.url, error)
-                return
-            candidate.told.add(fact)
+    def _is_to_carry(self, replica: _Replica, node: NextNode) -> bool:
+        """Whether a node is to be asked to carry the run on: one only does, so that the bytes leave it once."""
+        if self._carrier is not None or self._asked is not None:
+            return self._carrier is node
+        before = self._replicas[: self._replicas.index(replica)]
+        return all(self._is_out(other) for other in before)
 
-    def _learn(self, candidate: _Candidate, waiting: list[tuple[Slot, Manifest]]) -> None:
-        node, durable_url = self._node(candidate), self.info.durable_url
-        assert durable_url is not None
-        if self._is_urgent():
-            node.flush(_HURRIED_S)  # nobody there puts anything off while this is waited for
-        listed = {(manifest.name, manifest.checksums): safe for manifest, _dirty, safe in node.listing()}
-        for slot, manifest in waiting:
-            safe = listed.get((manifest.name, manifest.checksums))
-            if safe is not None and durable_url in safe:
-                self._ring.mark_safe(slot, manifest, durable_url)
-            elif safe is None:
-                self._ask_durable(candidate, slot, manifest, durable_url)
+    def _is_out(self, replica: _Replica) -> bool:
+        """Whether a replica is known not to carry the run on: it refuses, or there is no node that it could be at."""
+        if replica.node is not None:
+            return bool(replica.node.why_not)
+        free = [node for node in self._nodes if not self._is_taken(node) or node is replica.trying]
+        now_s = time.monotonic()
+        return all(node.away_until_s > now_s for node in free)
 
-    def _ask_durable(self, candidate: _Candidate, slot: Slot, manifest: Manifest, durable_url: str) -> None:
-        """A snapshot left the node's memory: because it is durable, or because the node lost it."""
-        try:
-            durable = self._open_store(durable_url).has(manifest)
-        except SpotError as error:
-            logger.debug("%s does not answer (%s); it is asked again", durable_url, error)
-            return
-        if durable:
-            self._ring.mark_safe(slot, manifest, durable_url)
-        else:
-            self._ring.mark_lost(slot, manifest, candidate.url)
-
-    def _node(self, candidate: _Candidate) -> NodeTier:
-        if candidate.store is None:
-            store = self._open_store(candidate.url)
-            if not isinstance(store, NodeTier):
-                raise NodeUnreachable(f"{candidate.url} is no node", tier=candidate.url)
-            candidate.store = store
-        return candidate.store
+    def _ask_others(self, replica: _Replica, before: NextNode | None) -> None:
+        """Have the other nodes told at once that another one carries the run on now, or asked whether they do."""
+        for other in self._replicas:
+            if other is not replica and other.node is not None:
+                refuses = bool(other.node.why_not)
+                other.doubted |= self._carrier is not before or (self._carrier is None and not refuses)
+        self._ring.notify()
 
     def _apply(self) -> None:
         """Tell the ring where the run's snapshots go now."""
         if self._closed:
             return
-        own = [self._active.url] if self._active is not None else []
+        own = [replica.node.url for replica in self._replicas if replica.node is not None]
         carried = []
         if self.info.durable_url is not None:
-            if self.carries or not self._decided:
+            # While there is a node that may carry it on and was not asked, this one does not begin to write itself.
+            if self._carrier is not None or not all(self._is_out(replica) for replica in self._replicas):
                 carried.append(self.info.durable_url)
             elif self._may_write:
                 own.append(self.info.durable_url)
-        if not own and not carried and self._candidates:
-            carried.append(self._candidates[0].url)  # nobody takes it now: it is owed to whoever will
+        if not own and not carried and self._nodes:
+            carried.append(self._nodes[0].url)  # nobody takes it now: it is owed to whoever will
         self._ring.set_tiers(self.info.key, Tiers(tuple(own), tuple(carried)))
 
-    def _say(self, candidate: _Candidate, carries: bool, why_not: str) -> None:
-        if carries:
-            logger.info("run %s goes to %s, which carries it on", self.info.text, candidate.url)
+    # -- what is said ---------------------------------------------------------------------------------------------
+
+    def _say(self, node: NextNode) -> None:
+        if node is self._carrier:
+            logger.info("run %s goes to %s, which carries it on", self.info.text, node.url)
+        elif not node.why_not:
+            logger.info("run %s is kept at %s besides", self.info.text, node.url)
         elif self.info.durable_url is not None:
             who = "this host writes there itself" if self._may_write else "nobody does"
+            if not all(self._is_out(replica) for replica in self._replicas):
+                who = "another node is asked"
             logger.warning(
                 "run %s goes to %s, which does not carry it on to its durable tier (%s): %s",
                 self.info.text,
-                candidate.url,
-                why_not,
+                node.url,
+                node.why_not,
                 who,
             )
+
+    def _say_lost(self, node: NextNode) -> None:
+        used, wanted = sum(replica.node is not None for replica in self._replicas), len(self._replicas)
+        left = f". The run is kept at {used} of {wanted} nodes until one works again" if wanted > 1 else ""
+        logger.warning("run %s: the node at %s does not work (%s)%s", self.info.text, node.url, node.why, left)

@@ -264,7 +264,8 @@ class Flusher:
         assert slot is not None
         info = self._run(job.run)
         if isinstance(store, NodeTier) and info is not None and slot.places is None:
-            store.know(replace(info, nodes=(), session=""))
+            # Of several nodes the chain says which one carries the run on; this one may have forgotten the run.
+            store.know(replace(info, nodes=(), session="", carry=info.replicas == 1))
         if job.coming is not None:
             try:
                 manifest = self._send_on(store, job.coming, attempt)
@@ -344,7 +345,7 @@ class Flusher:
     def _succeeded(self, url: str, job: Job, seconds: float) -> None:
         health = self.health[url]
         if health.failures and not self.work.backoff(url).failing:
-            logger.warning("%s works again", url)
+            logger.log(_level(health, job), "%s works again", url)
             health.failures = 0
         health.error = self.work.error(url)
         if job.kind is Kind.PUT:
@@ -358,7 +359,8 @@ class Flusher:
         with self._ring.changed:
             health = self.health[url]
             if not health.error:
-                logger.warning(
+                logger.log(
+                    _level(health, job),
                     "%s fails (%s %s: %s); it is tried again, and what is in memory stays there",
                     url,
                     job.kind.value,
@@ -387,3 +389,9 @@ class Flusher:
                     self._refused.setdefault(job.run, {})[job.manifest.name] = job.manifest
             self._ring.notify()
         self._heard(url, error)
+
+
+def _level(health: TierHealth, job: Job) -> int:
+    """How loud a failure is: of a node that works no more its chain says so, once, and what follows."""
+    chained = health.kind == "node" and (job.slot is None or job.slot.places is None)
+    return logging.INFO if chained else logging.WARNING

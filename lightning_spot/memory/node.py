@@ -290,8 +290,12 @@ class Node:
 
     def tiers(self) -> dict[str, TierHealth]:
         """How each tier below is doing, by its URL."""
-        carried = self.ring.carried()
-        return {url: replace(health, carried=url in carried) for url, health in list(self.flusher.health.items())}
+        carried, away = self.ring.carried(), self.routes.away()
+        unused = {url: TierHealth(kind="node") for url in away}
+        return {
+            url: replace(health, carried=url in carried, error=health.error or away.get(url, ""))
+            for url, health in {**unused, **self.flusher.health}.items()
+        }
 
     def status(self) -> dict[str, Any]:
         """Everything a person wants to see, as JSON-ready values."""

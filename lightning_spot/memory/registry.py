@@ -16,7 +16,7 @@ from lightning_spot.tiers.store import check_fence
 _FORGOTTEN_S = 24 * 3600.0
 """A run of which nothing is held, and which nobody opened for so long, is forgotten."""
 
-_OF_TIERS = ("location", "keep", "durable_url", "durable_every_s", "nodes")
+_OF_TIERS = ("location", "keep", "durable_url", "durable_every_s", "nodes", "replicas", "carry")
 
 
 class Registry:

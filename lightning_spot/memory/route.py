@@ -51,6 +51,11 @@ class Routes:
         if self.flush_to is not None and self.flush_to.startswith("spot://") and not info.nodes:
             info = replace(info, nodes=(self.flush_to,))
         refused = self.allowed(info.durable_url) if info.durable_url is not None else "no durable URL was named"
+        if not info.carry:
+            self.forget(key)
+            self._refusals[key] = "another node that has it does"
+            self._ring.set_tiers(key, Tiers())
+            return
         self._refusals[key] = refused
         if info.nodes:
             known = self._chains.get(key)
@@ -100,6 +105,10 @@ class Routes:
             return next((url for url in urls if url.startswith(f"{self.flush_to}/")), f"{self.flush_to}/{text}")
         return next((url for url in urls if not url.startswith("spot:")), None)
 
+    def away(self) -> dict[str, str]:
+        """URLs of runs at nodes behind this one that do not work, and what is wrong."""
+        return {url: why for chain in list(self._chains.values()) for url, why in chain.away().items()}
+
     def heard(self, url: str, error: Exception | None) -> None:
         """Take note of how a put at a tier went."""
         for chain in list(self._chains.values()):
@@ -112,6 +121,7 @@ class Routes:
             "destinations": [*tiers.own, *tiers.carried],
             "carried": list(tiers.carried),
             "node": chain.active if chain is not None else "",
+            "nodes": chain.status() if chain is not None else {},
             "why_not": chain.why_not if chain is not None else self._refusals.get(key, ""),
         }
 

@@ -51,6 +51,8 @@ class RunInfo:
         compression: how what changed goes to the nodes behind: ``"auto"`` packs it where that is faster, ``"delta"``
             always, ``None`` never.
         nodes: ``spot://host:port`` of the memory nodes behind this one, in order of preference.
+        replicas: how many of them each snapshot is kept at.
+        carry: whether the node is to bring the run to its durable tier; where it is kept at several, one is.
         session: live connection of the trainer, if it is on this host.
         pid: its process id, for messages.
         host: name of its machine, for messages.
@@ -66,6 +68,8 @@ class RunInfo:
     durable_every_s: float = 0.0
     compression: Compression = "auto"
     nodes: tuple[str, ...] = ()
+    replicas: int = 1
+    carry: bool = True
     session: str = ""
     pid: int = 0
     host: str = ""

@@ -89,9 +89,9 @@ class Work:
         return owed | deleting | {url for url, manifests in self._retentions.items() if manifests}
 
     def owed(self, run: str | None) -> set[str]:
-        """Tiers that wait for something of a run (``None``: of any); a retention that fails is not waited for."""
+        """Tiers that are waited for, of a run (``None``: of any): no retention that fails, and no spare replica."""
         slots = [slot for slot in self._ring.slots if run in (None, slot.run)]
-        found = {url for slot in slots for url in slot.dirty}
+        found = {url for slot in slots for url in slot.dirty if not self._is_spare(slot, url)}
         for url, deletions in self._deletions.items():
             if any(run in (None, key_of(each.manifest)) for each in deletions):
                 found.add(url)
@@ -189,6 +189,11 @@ class Work:
     def relax(self, run: str | None) -> None:
         """Nobody waits any more."""
         self._waited_for[run] -= 1
+
+    def _is_spare(self, slot: Slot, url: str) -> bool:
+        """Whether a snapshot is owed to a node as a further replica only: it is durable, and nobody waits for that."""
+        info = self._run(slot.run)
+        return url.startswith("spot://") and info is not None and info.replicas > 1 and info.durable_url in slot.safe
 
     def _own(self, slot: Slot) -> list[str]:
         """Tiers that this node must bring a slot to by itself."""

@@ -47,6 +47,7 @@ NO_DIGEST = bytes(DIGEST_BYTES).hex()
 _STATUS: dict[type[SpotError], int] = {
     errors.ProtocolMismatch: 426,
     errors.RingFull: 503,
+    errors.TooManyStreams: 503,
     errors.SnapshotTooLarge: 413,
     errors.Fenced: 409,
     errors.RunBusy: 423,

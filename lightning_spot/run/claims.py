@@ -16,6 +16,7 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.errors import Fenced, SpotError, TierError
 from lightning_spot.image.packing import Compression
 from lightning_spot.memory.host import Host
+from lightning_spot.memory.placement import placed
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run import patience
 from lightning_spot.run.identity import next_attempt
@@ -36,6 +37,7 @@ def begin_attempt(
     keep: int,
     durable_every_s: float = 0.0,
     compression: Compression = "auto",
+    replicas: int = 1,
     bounds: Patience | None = None,
 ) -> tuple[RunInfo, LateClaim | None]:
     """Take the next attempt of the run at this host's ring and at the durable tier.
@@ -48,6 +50,7 @@ def begin_attempt(
         keep: snapshots each tier keeps.
         durable_every_s: least seconds between two snapshots brought to the durable tier; 0 for as often as it can.
         compression: how what changed goes to memory nodes behind, see :class:`RunInfo`.
+        replicas: how many of them each snapshot is kept at.
         bounds: how often the durable tier is tried.
 
     Returns:
@@ -68,7 +71,8 @@ def begin_attempt(
         durable_url=location.url,
         durable_every_s=durable_every_s,
         compression=compression,
-        nodes=location.nodes,
+        nodes=placed(location.nodes, found.identity.run_id),
+        replicas=replicas,
         pid=os.getpid(),
         host=os.uname().nodename,
     )

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from lightning_spot.client.embedded import start
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import MAX_STALL_S, check_run_name, parse_bytes, plain_url, read_environment
+from lightning_spot.config import MAX_STALL_S, check_number, check_run_name, parse_bytes, plain_url, read_environment
 from lightning_spot.errors import NodeUnreachable, SettingsError, TierError
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.protocol.wire import parse_spot_url
@@ -29,7 +29,7 @@ class Location:
     Attributes:
         name: of the run, for people.
         url: durable directory: an absolute path or an fsspec URL.
-        nodes: ``spot://host:port`` of memory nodes on other hosts, in order of preference.
+        nodes: ``spot://host:port`` of memory nodes on other hosts; to which of them a run goes, its identity says.
         embedded: whether a node on this host stands in front of them.
         named: whether the user named the run.
     """
@@ -72,6 +72,8 @@ class Location:
         else:
             several = isinstance(memory, Sequence) and not isinstance(memory, str)
             nodes = tuple(map(_node_url, memory if several else [memory]))
+            if len(set(nodes)) < len(nodes):
+                raise SettingsError(f"memory={memory!r} names a node twice; one that is gone takes both with it")
         # A memory:// file system lives in one process only, so its flusher must run in the trainer's.
         embedded = memory is not None and scheme != "memory"
         return cls(name=name, url=url, nodes=nodes, embedded=embedded, named=run is not None)
@@ -136,6 +138,22 @@ class Location:
                     error,
                 )
         return InProcessHost(slots=slots, memory_bytes=memory_bytes, open_store=open_store)
+
+
+def check_replicas(replicas: int, memory: str | Sequence[str] | None) -> None:
+    """Refuse a number of replicas for which ``memory`` names too few nodes.
+
+    Raises:
+        SettingsError: naming both.
+    """
+    check_number("replicas", replicas, 1, whole=True)
+    alone = memory is None or isinstance(memory, str)
+    nodes = int(memory not in (None, AUTO)) if alone else len(memory or ())
+    if replicas > max(1, nodes):
+        raise SettingsError(
+            f"replicas={replicas} with memory={memory!r}: each replica is at a memory node of its own, and {nodes} are"
+            f" named. Name {replicas}, such as memory=['spot://10.0.0.5:7070', 'spot://10.0.0.6:7070']"
+        )
 
 
 def memory_limit_bytes(limit: str | int | None) -> int:

@@ -46,7 +46,7 @@ def receive(store: Store, manifest: Manifest, url: str, progress: Progress | Non
     try:
         if manifest.nbytes:
             with (
-                mmap.mmap(fd, manifest.nbytes) as shared,
+                _mapped(fd, manifest.nbytes) as shared,
                 _made_ahead(shared) if in_memory else contextlib.nullcontext(),
             ):
                 with memoryview(shared) as view:
@@ -60,6 +60,16 @@ def receive(store: Store, manifest: Manifest, url: str, progress: Progress | Non
         os.close(fd)
         raise
     return fd, in_memory
+
+
+@contextlib.contextmanager
+def _mapped(fd: int, nbytes: int) -> Iterator[mmap.mmap]:
+    shared = mmap.mmap(fd, nbytes)
+    try:
+        yield shared
+    finally:
+        with contextlib.suppress(BufferError):  # an error on its way holds views of it still, and unmaps it as it goes
+            shared.close()
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ import json
 import logging
 import socket
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -44,7 +45,7 @@ from typing import Any
 from aiohttp import hdrs, web
 
 from lightning_spot.config import PROTOCOL_VERSION
-from lightning_spot.errors import NodeRefused, ProtocolMismatch, SettingsError, SpotError
+from lightning_spot.errors import NodeRefused, ProtocolMismatch, SettingsError, SpotError, TooManyStreams
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.packing import can_pack
 from lightning_spot.image.parts import checksum
@@ -61,7 +62,7 @@ from lightning_spot.protocol.wire import (
     error_status,
     target_of,
 )
-from lightning_spot.service.connections import Connections
+from lightning_spot.service.connections import MOST_CONNECTIONS, Connections
 from lightning_spot.service.fields import (
     MANIFEST_BODY_BYTES,
     MOST_BYTES,
@@ -83,7 +84,9 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 LONGEST_WAIT_S = 3600.0
-MOST_STREAMS = 64
+MOST_STREAMS = 256
+"""Streams of parts at once, shared by the uploads; each has one in any case."""
+
 _MOST_STREAMS_OF_AN_UPLOAD = 16
 _MOST_ATTEMPTS = 10**9
 _MOST_KEPT = 10**6
@@ -110,8 +113,8 @@ class Service:
         self.committed_s = 0.0
         self._token = token
         self._waiting: Waiting | None = None
-        self._streams = 0
-        self._stream_threads = ThreadPoolExecutor(MOST_STREAMS, thread_name_prefix="spot-stream")
+        self._streams: Counter[str] = Counter()  # of each upload
+        self._stream_threads = ThreadPoolExecutor(MOST_CONNECTIONS, thread_name_prefix="spot-stream")
         self._connections: Connections | None = None
 
     def application(self) -> web.Application:
@@ -237,6 +240,8 @@ class Service:
             durable_every_s=seconds(body, "durable_every_s", 0.0, 365 * 86400.0),
             compression=compression(body),
             nodes=texts(body, "nodes", _MOST_NODES) if same_host else (),
+            replicas=integer(body, "replicas", 1, 1, _MOST_NODES) if same_host else 1,
+            carry=body.get("carry", True) is not False,
             session=text(body, "session") if same_host else "",
             pid=integer(body, "pid", 0, 0, _MOST_PID),
             host=text(body, "host"),
@@ -311,21 +316,27 @@ class Service:
         sock = transport.get_extra_info("socket") if transport is not None else None
         if request.headers.get(hdrs.UPGRADE) != UPGRADE or transport is None or sock is None:
             raise NodeRefused(f"a stream needs 'Upgrade: {UPGRADE}'", status=426)
-        if self._streams >= MOST_STREAMS or len(upload.streams) >= _MOST_STREAMS_OF_AN_UPLOAD:
-            raise NodeRefused("too many streams of parts at once", status=503)
+        self._check_streams(upload)
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()
         loop = asyncio.get_running_loop()
-        self._streams += 1
+        self._streams[upload.id] += 1
         try:
             with sock.dup() as connection, self.node.streaming(upload, connection):
                 await loop.run_in_executor(self._stream_threads, receive_parts, connection, self.node, upload)
         except (OSError, SpotError) as error:
             logger.debug("a stream of parts ended: %s", error)
         finally:
-            self._streams -= 1
+            self._streams -= Counter([upload.id])  # which forgets an upload that has none
             transport.close()  # the connection no longer speaks HTTP
         return web.Response()
+
+    def _check_streams(self, upload: Upload) -> None:
+        """Refuse a stream beyond an upload's part of them; the first one of an upload never."""
+        mine, uploads = self._streams[upload.id], len(self._streams | Counter([upload.id]))
+        most = min(_MOST_STREAMS_OF_AN_UPLOAD, MOST_STREAMS // uploads)
+        if mine and (mine >= most or self._streams.total() >= MOST_STREAMS):
+            raise TooManyStreams("this upload has its part of the streams that this node serves at once")
 
     async def _commit(self, request: web.Request) -> web.Response:
         self.committed_s = time.monotonic()
