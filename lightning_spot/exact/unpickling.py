@@ -50,11 +50,12 @@ _INERT = frozenset(
 _BLOCKED = frozenset(["os", "posix", "nt", "sys"])  # torch refuses them even where a user allows them
 
 
-def read_checkpoint(file: IO[bytes], map_location: str = "cpu") -> Any:
+def read_checkpoint(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
     """Read a checkpoint without running anything of a class that torch does not deem safe.
 
     Args:
-        file: as ``torch.save`` wrote it; seekable.
+        file: as ``torch.save`` wrote it; seekable. Of a path, tensors look at the mapped file, privately: a page is
+            copied when it is written to.
         map_location: where tensors go; ``"meta"`` reads none of their bytes.
 
     Returns:
@@ -63,20 +64,25 @@ def read_checkpoint(file: IO[bytes], map_location: str = "cpu") -> Any:
     Raises:
         NotSerialisable: if it cannot be read that way.
     """
+    is_path = isinstance(file, str)
     try:
-        return torch.load(file, map_location=map_location, weights_only=True)
+        return torch.load(file, map_location=map_location, weights_only=True, mmap=is_path)
     except UnpicklingError:
-        file.seek(0)
+        _rewind(file)
     try:
         unsafe = frozenset(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-        file.seek(0)
-        checkpoint = torch.load(
-            file, map_location=map_location, weights_only=False, pickle_module=_pickle_module(unsafe - _INERT)
-        )
+        _rewind(file)
+        module = _pickle_module(unsafe - _INERT)
+        checkpoint = torch.load(file, map_location=map_location, weights_only=False, pickle_module=module, mmap=is_path)
     except UnpicklingError as error:
         raise NotSerialisable(f"the snapshot holds objects that cannot be read safely ({error}). {ADVICE}") from error
     remember_places(checkpoint)
     return checkpoint
+
+
+def _rewind(file: IO[bytes] | str) -> None:
+    if not isinstance(file, str):
+        file.seek(0)
 
 
 def _pickle_module(unsafe: frozenset[str]) -> Any:

@@ -1,14 +1,21 @@
-"""The snapshot that a ``fit`` goes on from: read on rank 0, with its bytes for other ranks, and what is known of it."""
+"""The snapshot that a ``fit`` goes on from: chosen by rank 0, read on all ranks, and what is known of it."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_spot.config import format_bytes
 from lightning_spot.errors import CorruptSnapshot
 from lightning_spot.exact.unpickling import read_checkpoint
+from lightning_spot.fit.agreement import Agreement, Failed
+from lightning_spot.fit.owned import own_small
+from lightning_spot.fit.restore import Hosts, Restore
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import Survey, look_again
@@ -53,50 +60,73 @@ class ResumedFrom:
         )
 
 
-def open_checkpoint(
-    found: Survey, *, trusts: bool, with_bytes: bool
-) -> tuple[OpenSnapshot, tuple[Checkpoint, bytes | None]] | None:
-    """Read the newest snapshot that is whole; see :func:`open_newest`.
+def choose(
+    ranks: Agreement, hosts: Hosts, look: Callable[[], Survey], *, trusts: bool
+) -> tuple[ResumedFrom, Checkpoint] | None:
+    """Read the newest snapshot that is whole, on all ranks; see :func:`open_newest`. Every rank calls it.
 
     Args:
-        found: what the tiers have.
+        ranks: all of them.
+        hosts: theirs.
+        look: what the tiers have; on rank 0.
         trusts: whether to load objects of any class.
-        with_bytes: whether its bytes are wanted, too.
 
     Returns:
-        the snapshot, closed, its checkpoint and its bytes; ``None`` if there is none.
+        the snapshot and its checkpoint; ``None`` if there is none.
     """
-
-    def use(snapshot: OpenSnapshot) -> tuple[Checkpoint, bytes | None]:
-        return _load(snapshot, trusts=trusts, with_bytes=with_bytes)
-
+    begun_s = time.monotonic()
+    restore = Restore(ranks, hosts, lambda snapshot: _load(snapshot, trusts=trusts, is_shared=ranks.size > 1))
+    if ranks.rank != 0:
+        said, checkpoint = restore.follow()
+        if isinstance(said, Failed):
+            raise said.error()
+        return None if said is None or checkpoint is None else (said, checkpoint)
     try:
-        return open_newest(found, use)
+        opened = _newest(look(), restore)
+    except Exception as error:
+        ranks.tell(Failed.of(error))
+        raise
+    chosen = ResumedFrom.of(opened[0]) if opened is not None else None
+    ranks.tell(chosen)
+    if opened is None or chosen is None:
+        return None
+    if ranks.size > 1:
+        on = "one host" if hosts.count == 1 else f"{hosts.count} hosts"
+        rank_zero_info(
+            f"lightning_spot: {ranks.size} ranks on {on} have found and read {format_bytes(opened[0].manifest.nbytes)}"
+            f" in {time.monotonic() - begun_s:.1f} s, once on each host"
+        )
+    return chosen, opened[1]
+
+
+def _newest(found: Survey, restore: Restore[Checkpoint]) -> tuple[OpenSnapshot, Checkpoint] | None:
+    try:
+        return open_newest(restore.announced(found), restore.use)
     except CorruptSnapshot:
         again = look_again(found)
         if [item[0] for item in again.candidates] == [item[0] for item in found.candidates]:
             raise
-        return open_newest(again, use)  # a write that was under way when the run was claimed took their place
+        # A write that was under way when the run was claimed took their place.
+        return open_newest(restore.announced(again), restore.use)
 
 
-def read(file: IO[bytes], *, trusts: bool) -> Checkpoint:
-    """Read a checkpoint; unless the user trusts it, nothing in it runs code."""
-    checkpoint: Checkpoint = (
-        torch.load(file, map_location="cpu", weights_only=False) if trusts else read_checkpoint(file)
-    )
-    return checkpoint
-
-
-def _load(snapshot: OpenSnapshot, *, trusts: bool, with_bytes: bool) -> tuple[Checkpoint, bytes | None]:
-    """Read a snapshot. What could not be read raises as such."""
+def _load(snapshot: OpenSnapshot, *, trusts: bool, is_shared: bool) -> Checkpoint:
+    """Read a snapshot; unless the user trusts it, nothing in it runs code. What could not be read raises as such."""
+    if is_shared and snapshot.sealed:
+        return own_small(_read(f"/proc/self/fd/{snapshot.fd}", trusts=trusts))
     with snapshot.reader() as reader:
         try:
-            checkpoint = read(reader.as_file(), trusts=trusts)
-            if not with_bytes:
-                return checkpoint, None
-            reader.seek(0)
-            return checkpoint, reader.read()
+            return _read(reader.as_file(), trusts=trusts)
         except Exception:
             if reader.problem is not None:  # torch may have made something else of it
                 raise reader.problem from None
             raise
+
+
+def _read(file: IO[bytes] | str, *, trusts: bool) -> Checkpoint:
+    checkpoint: Checkpoint = (
+        torch.load(file, map_location="cpu", weights_only=False, mmap=isinstance(file, str))
+        if trusts
+        else read_checkpoint(file)
+    )
+    return checkpoint

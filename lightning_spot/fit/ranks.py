@@ -41,6 +41,11 @@ def on_rank_zero(trainer: pl.Trainer, find: Callable[[], T]) -> T | None:
     return found
 
 
+def main_address(trainer: pl.Trainer) -> str:
+    """Address of rank 0, as all ranks know it."""
+    return str(private.CLUSTER_ENVIRONMENT.of(private.ACCELERATOR_CONNECTOR.of(trainer)).main_address)
+
+
 class Ranks:
     """An exchange of the run's own, beside the process group; nothing at all for a single rank.
 
@@ -57,9 +62,8 @@ class Ranks:
             secret = secrets.token_hex(16)
             if self._rank == 0:
                 self._server = ExchangeServer(secret)
-            environment = private.CLUSTER_ENVIRONMENT.of(private.ACCELERATOR_CONNECTOR.of(trainer))
             port, secret = trainer.strategy.broadcast((self._server.port if self._server is not None else 0, secret))
-            self._address = (environment.main_address, port, secret)
+            self._address = (main_address(trainer), port, secret)
 
     def ballot(self, name: str, called: Callable[[], dict[str, Any] | None]) -> Ballot:
         """A ballot on one event; see :class:`~lightning_spot.notices.ballot.Ballot`."""

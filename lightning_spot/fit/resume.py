@@ -7,7 +7,6 @@ it lacks for this model is an error then. What is put back at which place of the
 
 from __future__ import annotations
 
-import io
 import itertools
 import time
 from collections.abc import Callable
@@ -22,10 +21,12 @@ from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.resumable import Trial, check_resumable, put_in_own_objects
 from lightning_spot.fit import earlier
+from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.changes import check_model, other_hyperparameters, some
-from lightning_spot.fit.chosen import ResumedFrom, open_checkpoint, read
+from lightning_spot.fit.chosen import ResumedFrom, choose
 from lightning_spot.fit.fingerprint import Fingerprint
-from lightning_spot.fit.ranks import on_rank_zero
+from lightning_spot.fit.ranks import main_address, on_rank_zero
+from lightning_spot.fit.restore import Hosts
 from lightning_spot.fit.selection import Selection, select
 from lightning_spot.fit.taking_part import parts_of
 from lightning_spot.image.manifest import Manifest
@@ -201,27 +202,21 @@ class Resume(OfTrainer):
         return look_again(self._found) if self._found.durable is not None else self._found
 
     def _choose(self, location: Location) -> None:
-        """Read the newest good snapshot on rank 0, and hand it to Lightning on every rank."""
+        """Read the newest good snapshot on all ranks, and hand it to Lightning."""
         trainer = self._trainer
-        many = trainer.world_size > 1
-        trusts = self._trusts
-        opened = on_rank_zero(
-            trainer, lambda: open_checkpoint(self._newest_survey(location), trusts=trusts, with_bytes=many)
-        )
-        self.chosen = trainer.strategy.broadcast(ResumedFrom.of(opened[0]) if opened is not None else None)
-        if self.chosen is None:
+        ranks = Agreement(trainer)
+        hosts = Hosts(ranks, location, lambda: main_address(trainer))
+        try:
+            found = choose(ranks, hosts, lambda: self._newest_survey(location), trusts=self._trusts)
+        finally:
+            hosts.close()
+        if found is None:
             rank_zero_info(
                 f"lightning_spot: no snapshot of run {location.name!r} at any tier"
                 f"{', also none of its earlier attempts' if self.attempt > 1 else ''}; starting afresh"
             )
             return
-        checkpoint, data = opened[1] if opened is not None else (None, None)
-        if many:
-            data = trainer.strategy.broadcast(data)
-            if checkpoint is None:
-                assert data is not None
-                checkpoint = read(io.BytesIO(data), trusts=trusts)
-        assert checkpoint is not None
+        self.chosen, checkpoint = found
         self._hand_over(checkpoint, self.chosen)
         if self.named is not None and (error := earlier.what_interrupted(self.named)) is not None:
             rank_zero_warn(

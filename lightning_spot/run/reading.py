@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import mmap
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
@@ -27,6 +29,8 @@ class OpenSnapshot:
         fd: descriptor of its file; closed by :meth:`close`.
         in_memory: whether it is a pinned slot or memory of this process: what was checked stays as it is. A file on a
             disk may not.
+        sealed: whether nobody can write to that memory any more, so that tensors may look at it for as long as they
+            live. A slot is reused once it is let go.
         release: lets go of what keeps its slot from being reused, if it is one.
     """
 
@@ -35,11 +39,22 @@ class OpenSnapshot:
     url: str
     fd: int
     in_memory: bool = False
+    sealed: bool = False
     release: Callable[[], None] | None = None
 
     def reader(self) -> SnapshotReader:
         """The file, of exactly ``manifest.nbytes`` bytes, for ``torch.load``. Close it before the snapshot."""
         return SnapshotReader(self.fd, self.manifest, self.url, check=not self.in_memory)
+
+    @contextlib.contextmanager
+    def image(self) -> Iterator[memoryview]:
+        """The whole image, mapped for reading only. Only of one that is in memory: a disk that fails is a SIGBUS."""
+        nbytes = self.manifest.nbytes
+        if not nbytes:
+            yield memoryview(b"")
+            return
+        with mmap.mmap(self.fd, nbytes, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as view:
+            yield view
 
     def close(self) -> None:
         """Let the file, and the slot, go; a file on a disk leaves the page cache to the training data."""

@@ -1,4 +1,4 @@
-"""Receives a snapshot from elsewhere into memory, checked part by part as it comes. Not for reading it later."""
+"""Receives a snapshot into memory of this process, checked part by part as it comes. Not for reading it later."""
 
 from __future__ import annotations
 
@@ -9,67 +9,107 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
+from typing import Protocol
 
 from lightning_spot.config import format_bytes
-from lightning_spot.errors import SpotError, TierError
+from lightning_spot.errors import CorruptSnapshot, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.staging.slot import available_bytes, memory_file, populate
-from lightning_spot.tiers.store import Progress, Store
+from lightning_spot.run.reading import OpenSnapshot
+from lightning_spot.staging.slot import available_bytes, memory_file, populate, seal_memory
+from lightning_spot.tiers.store import Progress
 
 logger = logging.getLogger(__name__)
 
 _AHEAD_BYTES = 32 * 1024 * 1024
+_READ_BYTES = 512 * 1024  # stays in the processor's cache until it is checked
 
 
-def receive(store: Store, manifest: Manifest, url: str, progress: Progress | None) -> tuple[int, bool]:
+class Fetches(Protocol):
+    """Where a snapshot comes from: a :class:`~lightning_spot.tiers.store.Store`, or what fetches like one.
+
+    Attributes:
+        url: what to call it.
+    """
+
+    url: str
+
+    def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
+        """See :meth:`~lightning_spot.tiers.store.Store.fetch`."""
+
+
+def receive(store: Fetches, manifest: Manifest, tier: str, url: str, progress: Progress | None) -> OpenSnapshot:
     """Fetch a snapshot, each part checked as it comes.
 
     Args:
         store: where it is.
         manifest: what it is.
+        tier: what to call the tier.
         url: what to call it in errors.
         progress: called with the number of bytes just moved.
 
     Returns:
-        a descriptor of the file, which is the caller's to close, and whether it is in memory: a host that has not room
-        for it there keeps it on its disk meanwhile.
+        the snapshot, in sealed memory where the system can seal it; a host that has not room for it there keeps it on
+        its disk meanwhile.
 
     Raises:
         SpotError: as :meth:`Store.fetch`, or if there is room for it nowhere.
     """
-    available = available_bytes()
-    in_memory = available is None or manifest.nbytes <= available
+    in_memory = has_room(manifest.nbytes)
     try:
         fd = _memory_file(manifest.nbytes) if in_memory else _disk_file(manifest.nbytes)
     except (OSError, OverflowError) as error:
         raise TierError(f"{url}: no room for {manifest.nbytes} bytes ({error})", tier=store.url) from error
     try:
         if manifest.nbytes:
-            with (
-                _mapped(fd, manifest.nbytes) as shared,
-                _made_ahead(shared) if in_memory else contextlib.nullcontext(),
-            ):
-                with memoryview(shared) as view:
-                    store.fetch(manifest, view, progress)
+            shared = mmap.mmap(fd, manifest.nbytes)
+            with _made_ahead(shared) if in_memory else contextlib.nullcontext(), memoryview(shared) as view:
+                store.fetch(manifest, view, progress)
+            shared.close()  # not after an error, whose traceback has views of it
+        sealed = in_memory and seal_memory(fd)
     except (OSError, ValueError) as error:
-        os.close(fd)
+        _drop(fd)
         if isinstance(error, SpotError):
             raise
         raise TierError(f"{url}: no memory for {manifest.nbytes} bytes ({error})", tier=store.url) from error
     except BaseException:
-        os.close(fd)
+        _drop(fd)
         raise
-    return fd, in_memory
+    return OpenSnapshot(manifest, tier, url, fd, in_memory=in_memory, sealed=sealed)
 
 
-@contextlib.contextmanager
-def _mapped(fd: int, nbytes: int) -> Iterator[mmap.mmap]:
-    shared = mmap.mmap(fd, nbytes)
-    try:
-        yield shared
-    finally:
-        with contextlib.suppress(BufferError):  # an error on its way holds views of it still, and unmaps it as it goes
-            shared.close()
+def has_room(nbytes: int) -> bool:
+    """Whether this host has memory for so many bytes more, as far as can be told."""
+    available = available_bytes()
+    return available is None or nbytes <= available
+
+
+class FromFile:
+    """Fetches from an open file, such as a slot.
+
+    Args:
+        fd: the file; it may be longer than the snapshot. Neither closed nor moved.
+        url: what to call it.
+    """
+
+    def __init__(self, fd: int, url: str) -> None:
+        self.url = url
+        self._fd = fd
+
+    def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
+        """See :meth:`Fetches.fetch`."""
+        for start, stop in manifest.ranges():
+            place = start
+            while place < stop:
+                try:
+                    count = os.preadv(self._fd, [into[place : min(stop, place + _READ_BYTES)]], place)
+                except OSError as error:
+                    raise TierError(f"{self.url} cannot be read at byte {place} ({error})", tier=self.url) from error
+                if not count:
+                    raise CorruptSnapshot(f"{self.url} is cut short at byte {place}", where=self.url)
+                place += count
+                if progress is not None:
+                    progress(count)
+            manifest.verify_range(start, into[start:stop], self.url)
 
 
 @contextlib.contextmanager
@@ -89,6 +129,12 @@ def _made_ahead(shared: mmap.mmap) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def _drop(fd: int) -> None:
+    """Give the memory back at once: the mapping lives as long as the traceback of the error that ended it."""
+    os.ftruncate(fd, 0)
+    os.close(fd)
 
 
 def _memory_file(nbytes: int) -> int:

@@ -10,7 +10,7 @@ from lightning_spot.errors import SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import verify_file
 from lightning_spot.run.reading import OpenSnapshot
-from lightning_spot.run.receiving import receive
+from lightning_spot.run.receiving import FromFile, has_room, receive
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings, Progress, Store, newest_first
 
@@ -34,8 +34,14 @@ class Source(Protocol):
             TierError: if it could not be read.
         """
 
-    def open(self, manifest: Manifest, progress: Progress | None = None) -> OpenSnapshot:
+    def open(self, manifest: Manifest, progress: Progress | None = None, *, for_many: bool = False) -> OpenSnapshot:
         """Open a snapshot after checking every byte of it.
+
+        Args:
+            manifest: what it is.
+            progress: called with the number of bytes just checked.
+            for_many: whether many processes of this host will read it. Then it is brought into sealed memory, where
+                there is room, which costs as much as one of them to make a copy.
 
         Raises:
             CorruptSnapshot: if a checksum does not hold.
@@ -75,8 +81,8 @@ class MemorySource:
         finally:
             host.disconnect()
 
-    def open(self, manifest: Manifest, progress: Progress | None = None) -> OpenSnapshot:
-        """See :meth:`Source.open`. The slot is shared, not copied, and stays pinned until closed."""
+    def open(self, manifest: Manifest, progress: Progress | None = None, *, for_many: bool = False) -> OpenSnapshot:
+        """See :meth:`Source.open`. For one process the slot is not copied, and stays pinned until closed."""
         host = attach(self._url, self._run)
         if host is None:
             raise SnapshotNotFound("the node on this host has gone")
@@ -86,7 +92,12 @@ class MemorySource:
             host.disconnect()
             raise
         snapshot = OpenSnapshot(manifest, MEMORY, "this host's memory", fd, in_memory=True, release=host.disconnect)
-        return _checked(snapshot, progress)
+        if not for_many or not has_room(manifest.nbytes):
+            return _checked(snapshot, progress)
+        try:
+            return receive(FromFile(fd, snapshot.url), manifest, MEMORY, snapshot.url, progress)
+        finally:
+            snapshot.close()
 
 
 class StoreSource:
@@ -105,10 +116,10 @@ class StoreSource:
         """See :meth:`Source.survey`."""
         return self.store.survey()
 
-    def open(self, manifest: Manifest, progress: Progress | None = None) -> OpenSnapshot:
-        """See :meth:`Source.open`. A local file is read in place; from elsewhere it is fetched into memory once."""
+    def open(self, manifest: Manifest, progress: Progress | None = None, *, for_many: bool = False) -> OpenSnapshot:
+        """See :meth:`Source.open`. One process reads a local file in place; else it is fetched into memory once."""
         url = f"{self.store.url}/{manifest.data_path}"
-        if isinstance(self.store, LocalStore):
+        if isinstance(self.store, LocalStore) and not (for_many and has_room(manifest.nbytes)):
             try:
                 fd = os.open(self.store.root / manifest.data_path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError as error:
@@ -116,8 +127,7 @@ class StoreSource:
             except OSError as error:
                 raise TierError(f"{url}: {error.strerror}", tier=self.store.url) from error
             return _checked(OpenSnapshot(manifest, self.tier, url, fd), progress)
-        fd, in_memory = receive(self.store, manifest, url, progress)
-        return OpenSnapshot(manifest, self.tier, url, fd, in_memory=in_memory)
+        return receive(self.store, manifest, self.tier, url, progress)
 
 
 def _checked(snapshot: OpenSnapshot, progress: Progress | None) -> OpenSnapshot:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -60,11 +61,27 @@ def populate(shared: mmap.mmap, start: int, nbytes: int, *, write: bool) -> bool
 
 
 def memory_file(name: str) -> int:
-    """Descriptor of an empty file in memory that no path leads to; the caller's to close."""
+    """Descriptor of an empty file in memory that no path leads to; the caller's to close. See :func:`seal_memory`."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create(name, os.MFD_CLOEXEC)
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with tempfile.TemporaryFile(prefix=f"{name}-") as file:
         return os.dup(file.fileno())
+
+
+def seal_memory(fd: int) -> bool:
+    """Make a memory file one that nobody can write to any more, whoever has it; whether that could be done.
+
+    Nobody may have it mapped for writing when this is called.
+    """
+    if not hasattr(fcntl, "F_ADD_SEALS"):
+        return False
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    except OSError as error:
+        logger.debug("this memory cannot be sealed: %s", error)
+        return False
+    return True
 
 
 class SlotMemory:

@@ -1,0 +1,227 @@
+"""A snapshot opened once on each host for all ranks: what rank 0 tries, all try, and it counts when all have read it.
+
+Rank 0 goes through the snapshots as a single rank would; each try is announced, so that all hosts read at the same
+time. Where one rank cannot use it, all turn to the next one.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from lightning_spot.client.stores import open_store
+from lightning_spot.errors import SpotError, TierError
+from lightning_spot.fit.agreement import Agreement
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.run.location import Location
+from lightning_spot.run.reading import OpenSnapshot
+from lightning_spot.run.receiving import receive
+from lightning_spot.run.sharing import Card, FromRank, Giver, NotShared, take
+from lightning_spot.run.sources import MemorySource, Source, StoreSource
+from lightning_spot.run.survey import Survey
+from lightning_spot.tiers.store import Holdings, Progress
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """What all ranks are to try.
+
+    Attributes:
+        turn: counts the tries, from 1.
+        manifest: of the snapshot, as JSON.
+        stores: URL and tier of the stores that hold it, nearest first.
+        rank_0: address and port at which other hosts may ask rank 0 for it, ``None`` if there are none.
+    """
+
+    turn: int
+    manifest: str
+    stores: tuple[tuple[str, str], ...]
+    rank_0: tuple[str, int] | None
+
+
+class Hosts:
+    """The hosts of the ranks: on each of them its first rank opens a snapshot for all.
+
+    Args:
+        ranks: all of them; every rank makes this at the same time.
+        location: of the run.
+        address: of rank 0, asked for where there are other hosts.
+
+    Attributes:
+        count: how many hosts there are.
+        rank_0: address and port at which rank 0 gives to other hosts; on rank 0, where there are any.
+    """
+
+    def __init__(self, ranks: Agreement, location: Location, address: Callable[[], str]) -> None:
+        self._ranks = ranks
+        self._location = location
+        self._giver: Giver | None = Giver() if ranks.size > 1 else None
+        cards: list[Card | None] = ranks.gather(self._giver.card if self._giver is not None else None)
+        hosts = [card.host if card is not None else "" for card in cards]
+        self.count = len(set(hosts))
+        self._first = cards[0]
+        leader = hosts.index(hosts[ranks.rank])
+        self._leader = cards[leader]
+        self._leads = leader == ranks.rank
+        self.rank_0: tuple[str, int] | None = None
+        if not self._leads:
+            self.close()
+        elif self._giver is not None and ranks.rank == 0 and self.count > 1:
+            self.rank_0 = address(), self._giver.give_elsewhere()
+
+    def close(self) -> None:
+        """Give nothing to others any more."""
+        if self._giver is not None:
+            self._giver.close()
+            self._giver = None
+
+    def open(self, tried: Try, source: Source | None = None, progress: Progress | None = None) -> OpenSnapshot:
+        """Open the snapshot on this rank.
+
+        Args:
+            tried: what it is.
+            source: where rank 0 has found it; other ranks look for themselves.
+            progress: called with the number of bytes just checked.
+        """
+        manifest = Manifest.from_json(tried.manifest)
+        if not self._leads and self._leader is not None:
+            try:
+                return take(self._leader, tried.turn, manifest)
+            except NotShared as error:
+                logger.warning("lightning_spot: %s; rank %d reads the snapshot itself", error, self._ranks.rank)
+        if self._giver is None:
+            return self._open(tried, manifest, source, progress, for_many=False)
+        try:
+            snapshot = self._open(tried, manifest, source, progress, for_many=True)
+        except Exception as error:
+            problem = error if isinstance(error, SpotError) else SpotError(f"{type(error).__name__}: {error}")
+            self._giver.give(tried.turn, problem)
+            raise
+        self._giver.give(tried.turn, snapshot)
+        return snapshot
+
+    def _open(
+        self, tried: Try, manifest: Manifest, source: Source | None, progress: Progress | None, *, for_many: bool
+    ) -> OpenSnapshot:
+        if source is not None:
+            return source.open(manifest, progress, for_many=for_many)
+        reasons = []
+        for place in self._places(tried, manifest, for_many):
+            try:
+                return place()
+            except SpotError as error:
+                reasons.append(str(error))
+        raise TierError(f"{manifest.name} cannot be read on the host of rank {self._ranks.rank}: {'; '.join(reasons)}")
+
+    def _places(self, tried: Try, manifest: Manifest, for_many: bool) -> Iterator[Callable[[], OpenSnapshot]]:
+        """Where another rank than the first may find it: its host's node, the stores, and the first rank."""
+        sources: list[Source] = [MemorySource(self._location.url, f"{manifest.run}@{manifest.run_id}")]
+        sources += [StoreSource(open_store(url), tier) for url, tier in tried.stores]
+        for source in sources:
+            yield functools.partial(source.open, manifest, for_many=for_many)
+        if self._first is not None and tried.rank_0 is not None:
+            rank_0 = FromRank(tried.rank_0, self._first.secret, tried.turn)
+            yield functools.partial(receive, rank_0, manifest, rank_0.url, rank_0.url, None)
+
+
+class Announced:
+    """A source of rank 0, from which all ranks open a snapshot when it does; see :class:`Source`.
+
+    Args:
+        source: where rank 0 has found it.
+        opening: opens on all ranks.
+    """
+
+    def __init__(self, source: Source, opening: Callable[[Manifest, Source, Progress | None], OpenSnapshot]) -> None:
+        self.tier = source.tier
+        self._source = source
+        self._opening = opening
+
+    def survey(self) -> Holdings:
+        """See :meth:`Source.survey`."""
+        return self._source.survey()
+
+    def open(self, manifest: Manifest, progress: Progress | None = None, *, for_many: bool = False) -> OpenSnapshot:
+        """See :meth:`Source.open`."""
+        return self._opening(manifest, self._source, progress)
+
+
+class Restore(Generic[T]):
+    """Reads a snapshot on all ranks.
+
+    Args:
+        ranks: all of them.
+        hosts: theirs.
+        load: makes of an open snapshot what is wanted; on each rank.
+    """
+
+    def __init__(self, ranks: Agreement, hosts: Hosts, load: Callable[[OpenSnapshot], T]) -> None:
+        self._ranks = ranks
+        self._hosts = hosts
+        self._load = load
+        self._turn = 0
+
+    def announced(self, found: Survey) -> Survey:
+        """On rank 0: the same snapshots; when one is opened, all ranks are told, and open it, too."""
+
+        def opening(manifest: Manifest, source: Source, progress: Progress | None) -> OpenSnapshot:
+            self._turn += 1
+            tried = Try(self._turn, manifest.to_json(), tuple(_stores(found, manifest, source)), self._hosts.rank_0)
+            self._ranks.tell(tried)
+            return self._open(tried, source, progress)
+
+        answers: list[tuple[Source, Holdings]] = [
+            (Announced(source, opening), holdings) for source, holdings in found.answers
+        ]
+        return replace(found, answers=answers)
+
+    def use(self, snapshot: OpenSnapshot) -> T:
+        """Load it on every rank."""
+        return self._ranks.together(lambda: self._load(snapshot))
+
+    def follow(self) -> tuple[Any, T | None]:
+        """On the other ranks: do what rank 0 announces, until it says what came of it.
+
+        Returns:
+            what it says, and what was loaded last.
+        """
+        loaded: T | None = None
+        while isinstance(said := self._ranks.tell(), Try):
+            try:
+                snapshot = self._open(said)
+                try:
+                    loaded = self.use(snapshot)
+                finally:
+                    snapshot.close()
+            except Exception as error:  # rank 0 knows, and decides
+                logger.debug("a snapshot could not be used on all ranks: %r", error)
+        return said, loaded
+
+    def _open(self, tried: Try, source: Source | None = None, progress: Progress | None = None) -> OpenSnapshot:
+        opened: list[OpenSnapshot] = []
+
+        def open_here() -> OpenSnapshot:
+            opened.append(self._hosts.open(tried, source, progress))
+            return opened[0]
+
+        try:
+            return self._ranks.together(open_here)
+        except BaseException:
+            for snapshot in opened:  # another rank could not
+                snapshot.close()
+            raise
+
+
+def _stores(found: Survey, manifest: Manifest, source: Source) -> Iterator[tuple[str, str]]:
+    """The stores that hold this very snapshot; first the one it was found at."""
+    holders = [other for held, other in found.candidates if held == manifest]
+    for holder in sorted(holders, key=lambda other: other is not source):
+        if isinstance(holder, StoreSource):
+            yield holder.store.url, holder.tier

@@ -1,0 +1,400 @@
+"""All ranks restore one snapshot: opened once on each host, agreed, and never sent through the process group."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_spot.errors import CorruptSnapshot, SpotError, TierError
+from lightning_spot.fit import chosen, restore
+from lightning_spot.fit.agreement import Agreement
+from lightning_spot.fit.chosen import ResumedFrom, choose
+from lightning_spot.fit.owned import own_small
+from lightning_spot.fit.restore import Hosts
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.run import receiving, sharing
+from lightning_spot.run.location import Location
+from lightning_spot.run.reading import OpenSnapshot
+from lightning_spot.run.sharing import Giver, NotShared, take
+from lightning_spot.run.survey import Survey, survey
+from lightning_spot.tiers.local import LocalStore
+from tests.oracle import claim_of
+
+LARGE = 400_000  # elements: more than 1 MiB
+Chosen = tuple[ResumedFrom, dict[str, Any]] | None
+
+
+class Group:
+    """A process group of threads, which counts the bytes that it moves."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.moved_bytes = size, 0
+        self._barrier = threading.Barrier(size)
+        self._said: Any = None
+
+    def broadcast(self, rank: int, said: Any, source: int) -> Any:
+        self._barrier.wait(20)
+        if rank == source:
+            self._said = pickle.dumps(said)
+            self.moved_bytes += len(self._said)
+        self._barrier.wait(20)
+        return pickle.loads(self._said)
+
+
+class Rank:
+    """A trainer as far as an agreement sees it."""
+
+    def __init__(self, group: Group, rank: int) -> None:
+        self.world_size, self.global_rank, self.strategy = group.size, rank, self
+        self._group = group
+
+    def broadcast(self, said: Any, src: int = 0) -> Any:
+        return self._group.broadcast(self.global_rank, said, src)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> LocalStore:
+    store = LocalStore(str(tmp_path / "run"))
+    store.claim(claim_of(1))
+    for step in (3, 6):
+        put(store, step)
+    return store
+
+
+def put(store: LocalStore, step: int) -> Manifest:
+    small = torch.full((4,), step)
+    file = io.BytesIO()
+    torch.save({"step": step, "large": torch.full((LARGE,), step), "small": small, "tied": small[1:]}, file)
+    content = memoryview(file.getvalue())
+    manifest = Manifest(
+        run="run",
+        run_id="r",
+        name=snapshot_name(step, 1),
+        step=step,
+        attempt=1,
+        nbytes=len(content),
+        part_bytes=1 << 20,
+    )
+    store.put(manifest.sealed(content), content, attempt=1)
+    return manifest
+
+
+def restored(
+    store: LocalStore,
+    size: int = 3,
+    look: Callable[[Location], Survey] = survey,
+    then: Callable[[int, Chosen], Any] = lambda _rank, found: found,
+    group: Group | None = None,
+) -> list[Any]:
+    """What each rank gets: what it chose, or the error that it raises."""
+    group = group or Group(size)
+    location = Location.of(store.root, None, None)
+
+    def restore_on(rank: int) -> Any:
+        threading.current_thread().name = f"rank-{rank}"
+        trainer = Rank(group, rank)
+        ranks = Agreement(trainer)  # type: ignore[arg-type]
+        hosts = Hosts(ranks, location, lambda: "127.0.0.1")
+        try:
+            return then(rank, choose(ranks, hosts, lambda: look(location), trusts=False))
+        except SpotError as error:
+            return error
+        finally:
+            hosts.close()
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(restore_on, range(size)))
+
+
+def rank_of_this_thread() -> int:
+    return int(threading.current_thread().name.removeprefix("rank-"))
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Where ranks have received a snapshot from."""
+    urls: list[str] = []
+    original = receiving.receive
+
+    def receive(store: Any, *arguments: Any) -> OpenSnapshot:
+        urls.append(store.url)
+        return original(store, *arguments)
+
+    monkeypatch.setattr("lightning_spot.run.sources.receive", receive)
+    monkeypatch.setattr(restore, "receive", receive)
+    return urls
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
+    before = set(os.listdir("/proc/self/fd"))
+    yield
+    for thread in threading.enumerate():
+        if thread.name.startswith("spot-giv"):
+            thread.join(5)
+            assert not thread.is_alive()
+    for number in set(os.listdir("/proc/self/fd")) - before:
+        path = Path(f"/proc/self/fd/{number}")
+        if path.exists() and "spot" in os.readlink(path):
+            assert path.stat().st_size == 0, os.readlink(path)  # what is empty is held by an error in a log
+
+
+def test_a_host_reads_once_and_its_ranks_look_at_the_same_memory(
+    run: LocalStore, fetched: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    group = Group(4)
+
+    def pages(tensor: torch.Tensor) -> str:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        spans = [(*(int(end, 16) for end in line.split()[0].split("-")), line) for line in lines]
+        return next(line for start, stop, line in spans if start <= tensor.data_ptr() < stop)
+
+    def write(rank: int, found: Chosen) -> tuple[int, int, bool, bool]:
+        assert found is not None
+        resumed, checkpoint = found
+        shared = "lightning-spot-restore" in pages(checkpoint["large"])
+        checkpoint["large"] += rank  # its own, whoever else looks at that memory
+        checkpoint["small"][1] = 100 + rank
+        return resumed.step, int(checkpoint["large"].unique()), shared, int(checkpoint["tied"][0]) == 100 + rank
+
+    assert restored(run, 4, then=write, group=group) == [(6, 6 + rank, True, True) for rank in range(4)]
+    assert fetched == [run.url]
+    assert "4 ranks on one host have found and read 3.20 MB in" in caplog.text
+    assert group.moved_bytes < 64 * 1024 < LARGE
+
+
+def test_what_is_shared_cannot_be_written_to(run: LocalStore) -> None:
+    source = survey(Location.of(run.root, None, None)).candidates[0][1]
+    manifest = run.survey().manifests[0]
+    snapshot = source.open(manifest, for_many=True)
+    try:
+        assert snapshot.sealed
+        with pytest.raises(PermissionError):
+            os.pwrite(snapshot.fd, b"x", 0)
+        with snapshot.image() as image:
+            assert image.readonly
+            assert bytes(image) == (run.root / manifest.data_path).read_bytes()
+    finally:
+        snapshot.close()
+
+
+def test_without_room_in_memory_all_read_the_file_in_place(
+    run: LocalStore, monkeypatch: pytest.MonkeyPatch, fetched: list[str]
+) -> None:
+    monkeypatch.setattr(receiving, "available_bytes", lambda: 0)
+    assert [found[1]["step"] for found in restored(run)] == [6, 6, 6]
+    assert fetched == []
+
+
+@pytest.fixture
+def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 1 on one host, 2 and 3 on another, which does not see the first one's directories."""
+    monkeypatch.setattr(sharing, "this_host", lambda: f"host {rank_of_this_thread() // 2}")
+
+    def open_store(url: str) -> LocalStore:
+        assert rank_of_this_thread() == 2, "the first rank of the other host opens for it"
+        return LocalStore(url + "-of-another-host")
+
+    monkeypatch.setattr(restore, "open_store", open_store)
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_another_host_asks_rank_0_for_what_no_tier_gives_it(run: LocalStore, fetched: list[str]) -> None:
+    for found in restored(run, 4):
+        assert found[1]["step"] == 6
+        assert bool((found[1]["large"] == 6).all())
+    assert fetched.count(run.url) == fetched.count("rank 0 at 127.0.0.1") == 1
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_a_host_that_sees_the_tier_reads_there(
+    run: LocalStore, fetched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restore, "open_store", lambda url: LocalStore(url))
+    assert [found[1]["step"] for found in restored(run, 4)] == [6] * 4
+    assert fetched == [run.url, run.url]
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_a_host_to_which_nobody_gives_it_is_an_error_on_all(run: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any) -> Any:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(sharing.socket, "create_connection", unreachable)
+    monkeypatch.setattr("lightning_spot.run.choice.time.sleep", lambda _s: None)
+    for rank, error in enumerate(restored(run, 4)):
+        assert isinstance(error, CorruptSnapshot)  # there are snapshots, and none can be used
+        assert "on the host of rank 2" in str(error), rank
+        assert "no route to host" in str(error)
+
+
+def test_what_is_damaged_is_passed_over_by_all(run: LocalStore) -> None:
+    path = run.root / run.survey().manifests[0].data_path
+    with open(path, "r+b") as file:
+        file.seek(LARGE)
+        file.write(b"!")
+    assert [found[0].step for found in restored(run)] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_what_one_rank_cannot_use_none_uses(run: LocalStore, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = chosen._load
+
+    def load(snapshot: OpenSnapshot, **options: Any) -> Any:
+        if rank_of_this_thread() == failing and snapshot.manifest.step == 6:
+            raise CorruptSnapshot("it went bad")
+        return original(snapshot, **options)
+
+    monkeypatch.setattr(chosen, "_load", load)
+    assert [(found[0].step, found[1]["step"]) for found in restored(run)] == [(3, 3)] * 3
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_unexpected_error_on_one_rank_is_raised_on_all(
+    run: LocalStore, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(snapshot: OpenSnapshot, **options: Any) -> Any:
+        if rank_of_this_thread() == failing:
+            raise NotImplementedError("not on this machine")
+        return {}
+
+    monkeypatch.setattr(chosen, "_load", load)
+    location = Location.of(run.root, None, None)
+    group, errors = Group(2), []
+
+    def restore_on(rank: int) -> None:
+        threading.current_thread().name = f"rank-{rank}"
+        trainer = Rank(group, rank)
+        ranks = Agreement(trainer)  # type: ignore[arg-type]
+        hosts = Hosts(ranks, location, lambda: "127.0.0.1")
+        try:
+            with pytest.raises((NotImplementedError, SpotError), match="not on this machine") as caught:
+                choose(ranks, hosts, lambda: survey(location), trusts=False)
+            errors.append(str(caught.value))
+        finally:
+            hosts.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(restore_on, range(2)))
+    assert len(errors) == 2
+    assert any(f"rank {failing}" in error for error in errors)
+
+
+def test_a_survey_that_fails_is_raised_on_all_and_nothing_is_a_fresh_start_on_all(
+    run: LocalStore, tmp_path: Path
+) -> None:
+    def fails(_location: Location) -> Survey:
+        raise TierError("the bucket is gone")
+
+    assert ["the bucket is gone" in str(error) for error in restored(run, look=fails)] == [True] * 3
+    assert restored(LocalStore(str(tmp_path / "empty"))) == [None, None, None]
+
+
+def test_a_rank_that_cannot_reach_the_first_of_its_host_reads_for_itself(
+    run: LocalStore, fetched: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: Any) -> OpenSnapshot:
+        raise NotShared("no way there")
+
+    monkeypatch.setattr(restore, "take", refused)
+    assert [found[1]["step"] for found in restored(run)] == [6, 6, 6]
+    assert fetched == [run.url]  # by the first; the others have nobody to share with, and read in place
+    assert "no way there; rank 2 reads the snapshot itself" in caplog.text
+
+
+# -- giving and taking ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def giver() -> Iterator[Giver]:
+    giver = Giver()
+    yield giver
+    giver.close()
+
+
+def manifest_of(run: LocalStore) -> Manifest:
+    return run.survey().manifests[0]
+
+
+def test_a_taker_waits_until_it_is_ready_and_hears_why_it_is_not(
+    run: LocalStore, giver: Giver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "_PULSE_S", 0.01)  # the taker hears that the giver lives, many times
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(take, giver.card, 1, manifest_of(run))
+        with pytest.raises(TimeoutError):
+            waiting.result(0.1)
+        giver.give(1, CorruptSnapshot("part 3 is bad", part=3))
+        with pytest.raises(CorruptSnapshot, match="part 3 is bad"):
+            waiting.result(10)
+    giver.give(2, TierError("x"))
+    with pytest.raises(NotShared, match="given it up"):
+        take(giver.card, 1, manifest_of(run))
+
+
+def test_nobody_waits_for_a_giver_that_has_ended_or_hangs(
+    run: LocalStore, giver: Giver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(take, giver.card, 1, manifest_of(run))
+        with pytest.raises(TimeoutError):
+            waiting.result(0.05)
+        giver.close()
+        with pytest.raises(NotShared):
+            waiting.result(10)
+    monkeypatch.setattr(sharing, "_SILENCE_S", 0.05)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(f"\0lightning-spot-{giver.card.name}")
+        silent.listen()
+        with pytest.raises(NotShared, match="does not answer"):
+            take(giver.card, 1, manifest_of(run))
+
+
+def test_strangers_get_nothing(run: LocalStore, giver: Giver, monkeypatch: pytest.MonkeyPatch) -> None:
+    giver.give(1, TierError("x"))
+    with pytest.raises(NotShared, match="hung up"):
+        take(sharing.Card(giver.card.host, giver.card.name, "guessed"), 1, manifest_of(run))
+    monkeypatch.setattr(sharing, "_user_of", lambda _connection: 12345)
+    with pytest.raises(NotShared, match="another user"):
+        take(giver.card, 1, manifest_of(run))
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_small_tensors_get_memory_of_their_own_and_stay_tied(tmp_path: Path) -> None:
+    small, weight = torch.arange(6.0).reshape(2, 3), torch.nn.Parameter(torch.ones(2))
+    torch.save(
+        {
+            "a": [small.t(), (small,)],
+            "b": {"view": small[1]},
+            "large": torch.ones(LARGE),
+            "w": weight,
+            "0": torch.ones(0),
+        },
+        tmp_path / "x",
+    )
+    loaded = torch.load(tmp_path / "x", mmap=True, weights_only=True)
+    large = loaded["large"].data_ptr()
+    tied, (plain,) = loaded["a"]
+    mapped = plain.data_ptr()
+    own_small(loaded)
+    assert loaded["large"].data_ptr() == large
+    assert plain.data_ptr() == tied.data_ptr() != mapped
+    plain[1, 0] = 7.0
+    assert tied[0, 1] == loaded["b"]["view"][0] == 7.0
+    assert torch.equal(loaded["w"], torch.ones(2))
+    assert loaded["w"].requires_grad
