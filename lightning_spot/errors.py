@@ -11,6 +11,7 @@
     │       └── UnknownFormat    a newer version of this package wrote it
     ├── SnapshotNotFound         no such snapshot, file or run at a tier
     ├── TornSnapshot             a tensor changed while it was copied; the snapshot was dropped
+    ├── ShareMissing             a rank's share of a snapshot did not come, or does not fit; it was dropped
     ├── ModelChanged             the model no longer fits the snapshot it should resume from
     ├── TierError                a tier failed (unreachable, disk full, permission)
     │   ├── MissingCredentials   none were found for an object store
@@ -74,6 +75,10 @@ class SnapshotNotFound(SpotError, FileNotFoundError):
 
 class TornSnapshot(SpotError):
     """A tensor changed while it was being copied; the snapshot was dropped and the one before it stands."""
+
+
+class ShareMissing(SpotError):
+    """The bytes that one rank was to write into a snapshot did not come; the one before it stands."""
 
 
 class ModelChanged(SpotError, RuntimeError):

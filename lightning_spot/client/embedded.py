@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from lightning_spot.client.session import Session
 from lightning_spot.config import MAX_STALL_S, read_environment
 from lightning_spot.errors import NodeUnreachable
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.parts import checksum
 from lightning_spot.memory.flusher import TierHealth
 from lightning_spot.memory.host import Lease
+from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.protocol.record import NodeRecord, find_record
 from lightning_spot.protocol.wire import Address
@@ -36,6 +38,7 @@ _CHECKED_BYTES_PER_S = 200e6  # of what it takes over before it answers; measure
 _KILL_TIMEOUT_S = 5.0
 _OPEN_TIMEOUT_S = 15.0  # a node may have to ask the tiers below
 _SEAL_TIMEOUT_S = 3600.0  # as long as the node answers pings meanwhile
+_LONGEST_REASON = 2000
 _PING_SHARE = 0.75  # of max_stall_s: pings are a second apart
 
 
@@ -159,6 +162,28 @@ def _python_path() -> list[str]:
     return [os.path.abspath(item) for item in os.environ.get("PYTHONPATH", "").split(os.pathsep) if item]
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The layout that was sent or received last; it is not sent again.
+
+    Attributes:
+        id: its checksum, ``""`` for none.
+        text: what it is.
+    """
+
+    id: str = ""
+    text: str = ""
+
+    @classmethod
+    def of(cls, text: str) -> Layout:
+        """The layout of a text."""
+        return cls(checksum(text.encode()), text) if text else cls()
+
+    def to_send(self, text: str) -> dict[str, str]:
+        """What a request says of a layout."""
+        return {"layout_id": self.id} if text and text == self.text else {"layout": text}
+
+
 class EmbeddedHost:
     """The embedded node as its trainer sees it; implements :class:`~lightning_spot.memory.host.Host`.
 
@@ -182,6 +207,7 @@ class EmbeddedHost:
         self.released: Callable[[mmap.mmap], None] | None = None
         self.client = NodeClient(Address(socket_path=str(record.http)))
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
+        self._layout = Layout()
         self.session = Session(record.fds, read_environment().token, max_stall_s)
         try:
             self._ping()  # the session is served by a thread: this asks whether the event loop turns, too
@@ -196,17 +222,48 @@ class EmbeddedHost:
         self.run, self.attempt = info.text, int(opened["attempt"])
         return Opened(self.attempt, bool(opened["carries"]), str(opened["why_not"]))
 
-    def lease(self, nbytes: int, wait_s: float, *, limit_s: float | None = None) -> Lease:
+    def lease(self, nbytes: int, wait_s: float, *, limit_s: float | None = None, shared: Shared | None = None) -> Lease:
         """See :meth:`Host.lease`."""
         body = {"attempt": self.attempt, "nbytes": nbytes, "wait_s": wait_s, "session": self.session.id}
+        if shared is not None:
+            body |= {"name": shared.name, "shares": shared.shares, "digest": shared.digest}
+            body |= self._layout.to_send(shared.layout)
         path = f"/v1/runs/{quoted(self.run)}/uploads"
         leased = self._call("POST", path, body, limit_s=wait_s + (limit_s or self.max_stall_s))
+        if shared is not None:
+            self._layout = Layout.of(shared.layout)
+        return self._mapped(leased, nbytes, 0, shared)
+
+    def join(self, name: str, *, share: int, digest: str = "", wait_s: float) -> Lease:
+        """See :meth:`Host.join`."""
+        body = {"attempt": self.attempt, "name": name, "share": share, "digest": digest, "wait_s": wait_s}
+        body |= {"session": self.session.id, "layout_id": self._layout.id}
+        path = f"/v1/runs/{quoted(self.run)}/shares"
+        joined = self._call("POST", path, body, limit_s=wait_s + self.max_stall_s)
+        if joined["layout"] is not None:
+            self._layout = Layout(str(joined["layout_id"]), str(joined["layout"]))
+        shares, agreed = int(joined["shares"]), str(joined["digest"])
+        shared = Shared(name=name, shares=shares, digest=agreed, layout=self._layout.text)
+        return self._mapped(joined, int(joined["nbytes"]), share, shared)
+
+    def placed(self, lease: Lease, torn: str = "") -> None:
+        """See :meth:`Host.placed`."""
+        self._call("POST", f"/v1/uploads/{lease.id}/placed", {"share": lease.share, "torn": torn[:_LONGEST_REASON]})
+
+    def decline(self, name: str, why: str) -> None:
+        """See :meth:`Host.decline`."""
+        body = {"attempt": self.attempt, "name": name, "why": why[:_LONGEST_REASON]}
+        self._call("POST", f"/v1/runs/{quoted(self.run)}/decline", body, again=True)
+
+    def _mapped(self, leased: dict[str, Any], nbytes: int, share: int, shared: Shared | None) -> Lease:
         self._let_go({int(slot): int(generation) for slot, generation in leased["generations"].items()})
         key = (int(leased["slot"]), int(leased["generation"]))
         if key not in self._maps:
             self._maps[key] = self.session.map_slot(key[0])
         held = str(leased.get("held", ""))  # a node of an earlier version does not say it
-        return Lease(str(leased["upload"]), self._maps[key], nbytes, str(leased["backing"]), key[0], held)
+        return Lease(
+            str(leased["upload"]), self._maps[key], nbytes, str(leased["backing"]), key[0], held, share, shared
+        )
 
     def seal(self, lease: Lease, manifest: Manifest, destinations: list[str] | None = None) -> None:
         """See :meth:`Host.seal`."""

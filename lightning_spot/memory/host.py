@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lightning_spot.config import MAX_STALL_S
+from lightning_spot.errors import SettingsError, ShareMissing
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.flusher import TierHealth
+from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import IN_PROCESS, Node
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.tiers.store import Store
@@ -27,6 +29,8 @@ class Lease:
         slot: its place in the ring.
         held: id of the upload as which the slot was filled before, if nothing else was written into it since; else
             ``""``.
+        share: which of several ranks' shares this is, 0 for the rank that leased the slot.
+        shared: what that one said of the snapshot, if several ranks fill it.
     """
 
     id: str
@@ -35,6 +39,8 @@ class Lease:
     backing: str
     slot: int = 0
     held: str = ""
+    share: int = 0
+    shared: Shared | None = None
 
 
 class Host(Protocol):
@@ -64,17 +70,46 @@ class Host(Protocol):
             Fenced: if a later attempt, or another one of that number, is known here.
         """
 
-    def lease(self, nbytes: int, wait_s: float, *, limit_s: float | None = None) -> Lease:
+    def lease(self, nbytes: int, wait_s: float, *, limit_s: float | None = None, shared: Shared | None = None) -> Lease:
         """Take a slot, waiting up to ``wait_s`` for a clean one.
 
         Args:
             nbytes: size of the snapshot.
             wait_s: how long to wait for a slot to become clean.
             limit_s: how long the answer may take beyond that; default ``max_stall_s``.
+            shared: if other ranks of this host, each with a connection of its own, will fill it too.
         """
 
+    def join(self, name: str, *, share: int, digest: str = "", wait_s: float) -> Lease:
+        """Take a share of a snapshot whose slot another rank leases; it may be asked for before.
+
+        Args:
+            name: of the snapshot.
+            share: from 1; 0 is the rank's that leases the slot.
+            digest: must be the one that rank has given; ``""`` if the caller compares it.
+            wait_s: how long to wait until the slot is leased.
+
+        Raises:
+            ShareMissing: if there will be no such snapshot: given up, declined, overtaken by a later one, begun with
+                another digest, or not in time.
+        """
+
+    def placed(self, lease: Lease, torn: str = "") -> None:
+        """Say that the bytes of a share are in place, or, with ``torn``, why they never will be.
+
+        It must be said of every lease that :meth:`join` gave: until then the slot is not used for anything else.
+        Nothing may be written into it any more.
+        """
+
+    def decline(self, name: str, why: str) -> None:
+        """Say that there will be no snapshot of that name, so that no rank waits for its share."""
+
     def seal(self, lease: Lease, manifest: Manifest, destinations: list[str] | None = None) -> None:
-        """Commit a filled slot in memory; when this returns the snapshot counts."""
+        """Commit a filled slot in memory; when this returns the snapshot counts.
+
+        Raises:
+            ShareMissing: if other ranks fill it too, and the bytes of one of them will not come.
+        """
 
     def abort(self, lease: Lease) -> None:
         """Give a slot back unfilled."""
@@ -125,12 +160,25 @@ class InProcessHost:
         self.run, self.attempt = info.text, opened.attempt
         return opened
 
-    def lease(self, nbytes: int, wait_s: float, *, limit_s: float | None = None) -> Lease:
-        """See :meth:`Host.lease`."""
+    def lease(self, nbytes: int, wait_s: float, *, limit_s: float | None = None, shared: Shared | None = None) -> Lease:
+        """See :meth:`Host.lease`. No other process gets at this ring."""
+        if shared is not None and shared.shares > 1:
+            raise SettingsError("a ring inside the trainer (memory=None) cannot be filled by several ranks")
         upload = self._node.lease(self.run, self.attempt, nbytes, wait_s=wait_s, session=IN_PROCESS)
         memory = upload.slot.memory
         assert memory is not None
-        return Lease(upload.id, memory.map, nbytes, "process", upload.slot.index, upload.held)
+        return Lease(upload.id, memory.map, nbytes, "process", upload.slot.index, upload.held, 0, shared)
+
+    def join(self, name: str, *, share: int, digest: str = "", wait_s: float) -> Lease:
+        """See :meth:`Host.join`."""
+        raise ShareMissing(f"there is no share of {name} to write: its slot is in another process' memory")
+
+    def placed(self, lease: Lease, torn: str = "") -> None:
+        """See :meth:`Host.placed`."""
+        raise ShareMissing("a ring inside the trainer (memory=None) has no shares")
+
+    def decline(self, name: str, why: str) -> None:
+        """See :meth:`Host.decline`; nobody waits."""
 
     def seal(self, lease: Lease, manifest: Manifest, destinations: list[str] | None = None) -> None:
         """See :meth:`Host.seal`."""

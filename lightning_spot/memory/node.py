@@ -328,6 +328,7 @@ class Node:
         """A run of which nothing is held has not been opened for long: keep nothing of it."""
         tiers = self.ring.tiers(key)
         self.routes.forget(key)
+        self.uploads.shares.forget(key)
         self.ring.set_tiers(key, None)
         self.flusher.forget(key, (*tiers.own, *tiers.carried))
         if self.ring.area is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from lightning_spot.image.coming import Coming
 from lightning_spot.memory.bases import Base
+from lightning_spot.memory.joint import Joint
 from lightning_spot.memory.slots import Slot
 
 
@@ -27,6 +28,7 @@ class Upload:
         held: the upload as which the slot was filled before, if nothing else was written into it since; else ``""``.
         base: from which parts may be made, if it comes over the network and an earlier snapshot is here.
         coming: hands these parts to whoever sends them on, if it was said what they are of.
+        joint: who fills it, if several ranks do.
         streams: connections that receive into the slot at the moment.
         sealing: whether it is being checksummed, which also writes the zip's CRCs.
         ended: whether it was committed or given up.
@@ -46,6 +48,7 @@ class Upload:
     base: Base | None = None
     streams: set[socket.socket] = field(default_factory=set)
     coming: Coming | None = None
+    joint: Joint | None = None
     sealing: bool = False
     ended: bool = False
     given_up: bool = False
@@ -53,7 +56,7 @@ class Upload:
     @property
     def in_use(self) -> bool:
         """Whether something still writes into the slot."""
-        return self.sealing or bool(self.streams)
+        return self.sealing or bool(self.streams) or (self.joint is not None and bool(self.joint.writing))
 
     def let_go(self) -> None:
         """Let the base go, if nothing reads it any more and nothing will."""

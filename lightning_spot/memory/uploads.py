@@ -11,15 +11,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from lightning_spot.config import KEEP
-from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound, SpotError, TierError
+from lightning_spot.errors import (
+    CorruptSnapshot,
+    SettingsError,
+    ShareMissing,
+    SnapshotNotFound,
+    SpotError,
+    TierError,
+)
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing, sealing_threads
 from lightning_spot.memory.ahead import SlotsAhead
 from lightning_spot.memory.bases import Base
+from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import key_of
+from lightning_spot.memory.shares import Shares
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.upload import Upload
 from lightning_spot.tiers.store import check_fence
@@ -40,6 +49,7 @@ class Uploads:
 
     Attributes:
         closing: whether the node is shutting down, and takes no new snapshots.
+        shares: of uploads that several ranks fill.
     """
 
     def __init__(self, ring: Ring, registry: Registry, committed: Callable[[str, Manifest], None]) -> None:
@@ -50,6 +60,7 @@ class Uploads:
         self._committed = committed
         self._lock = registry.lock
         self._ahead = SlotsAhead(ring)
+        self.shares = Shares(registry, self._notify, self._free_if_given_up)
 
     def __len__(self) -> int:
         return len(self._uploads)
@@ -64,6 +75,7 @@ class Uploads:
             for upload in self._uploads.values():
                 if upload.coming is not None:
                     upload.coming.give_up()
+            self.shares.close()
         self._ahead.close()
 
     def end_session(self, session: str) -> None:
@@ -71,6 +83,7 @@ class Uploads:
         with self._lock:
             for upload in [item for item in self._uploads.values() if item.session == session]:
                 self.abort(upload.id)
+            self.shares.end_session(session)
 
     def lease(
         self,
@@ -83,6 +96,8 @@ class Uploads:
         wait_s: float = 0.0,
         session: str = "",
         upload_id: str = "",
+        shared: Shared | None = None,
+        layout_id: str = "",
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Upload:
         """Take a slot for a new snapshot; see :meth:`Ring.lease` for what else it raises.
@@ -98,6 +113,8 @@ class Uploads:
             session: live connection of the trainer, if it is on this host. When it closes the slot is freed.
             upload_id: 32 hexadecimal digits chosen by who asks, so that it can ask once more, or give the upload up,
                 when the answer was lost; ``""`` has one made.
+            shared: if several ranks of this host will fill it, see :meth:`Shares.joint`.
+            layout_id: of the layout that is meant, likewise.
             cancelled: asked while waiting: whether nobody wants the slot any more.
 
         Raises:
@@ -113,11 +130,13 @@ class Uploads:
             return self._same(known, key, attempt, nbytes, name)
         if manifest is not None and (manifest.nbytes, manifest.name, key_of(manifest)) != (nbytes, name, key):
             raise SettingsError(f"{manifest.name} is not what is asked for a slot: {name} of {nbytes} bytes of {key!r}")
+        joint = self.shares.joint(key, shared, layout_id) if shared is not None else None
         if manifest is not None:
             self._ahead.wait(key)
         slot = self._ring.lease(key, nbytes, wait_s, cancelled=gone)
         upload = Upload(upload_id or uuid.uuid4().hex, key, attempt, slot, nbytes, name, session, time.monotonic())
         upload.held, slot.held, slot.checked_s = slot.held, "", float("-inf")
+        upload.joint = joint
         if manifest is not None and not manifest.is_file:
             if not self._ring.find(key, name):
                 upload.coming = Coming(replace(manifest, checksums=()), slot.view(nbytes))
@@ -156,7 +175,7 @@ class Uploads:
     def seal(self, upload_id: str, manifest: Manifest, destinations: list[str] | None = None) -> Manifest:
         """Commit a slot that was filled on this host: write the zip's CRCs, checksum every part, commit.
 
-        Its parts go on to the next node as they are sealed.
+        Its parts go on to the next node as they are sealed. Where several ranks fill it, all are waited for first.
 
         Args:
             upload_id: the lease.
@@ -165,7 +184,15 @@ class Uploads:
 
         Returns:
             the sealed manifest.
+
+        Raises:
+            ShareMissing: if a rank's bytes are not there in the end; the slot is freed.
         """
+        try:
+            self.shares.wait(self.find(upload_id))
+        except ShareMissing:
+            self.abort(upload_id)
+            raise
         with self._lock:
             upload = self.find(upload_id)
             self._check(upload, manifest)
@@ -239,6 +266,7 @@ class Uploads:
             for connection in upload.streams:
                 with contextlib.suppress(OSError):  # it has broken already
                     connection.shutdown(socket.SHUT_RDWR)
+            self.shares.ended(upload)
             self._free_if_given_up(upload)
 
     @contextlib.contextmanager
@@ -275,6 +303,7 @@ class Uploads:
             known = self._uploads.get(upload.id)
             if known is None and not gone():
                 self._uploads[upload.id] = upload
+                self.shares.begun(upload)
                 return upload
         upload.ended = True
         upload.let_go()
@@ -295,6 +324,10 @@ class Uploads:
             slot.coming = coming
             self._ring.notify()
 
+    def _notify(self) -> None:
+        with self._ring.changed:
+            self._ring.notify()
+
     def _commit(self, upload: Upload, manifest: Manifest, places: tuple[str, ...] | None) -> Manifest:
         with self._lock:
             self.find(upload.id)  # its trainer may have been killed meanwhile
@@ -307,6 +340,7 @@ class Uploads:
             upload.slot.held = upload.id
             self._uploads.pop(upload.id, None)
             upload.ended = True
+            self.shares.ended(upload)
             upload.let_go()
         self._committed(upload.run, manifest)
         return manifest

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import re
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,12 @@ SMALL_BODY_BYTES = 256 * 1024
 MANIFEST_BODY_BYTES = 64 * 1024 * 1024
 """Longest JSON body of a request that carries a checksum for each part."""
 
+LAYOUT_BODY_BYTES = 32 * 1024 * 1024
+"""Longest JSON body of a request, of a trainer on this host, that may carry a layout."""
+
 MOST_BYTES = 2**46
+MOST_ATTEMPTS = 10**9
+LONGEST_WAIT_S = 3600.0
 _BODY_TIMEOUT_S = 30.0
 _LONGEST_TEXT = 4096
 
@@ -50,6 +56,23 @@ async def json_body(request: web.Request, most_bytes: int = SMALL_BODY_BYTES) ->
     if not isinstance(fields, dict):
         raise SettingsError("the request's body must be a JSON object")
     return fields
+
+
+def same_host(request: web.Request) -> bool:
+    """Whether a request came from a process on this host."""
+    transport = request.transport
+    sock = transport.get_extra_info("socket") if transport is not None else None
+    return sock is not None and sock.family == socket.AF_UNIX
+
+
+def only_same_host(request: web.Request) -> None:
+    """Refuse a request from elsewhere.
+
+    Raises:
+        NodeRefused: if it is one.
+    """
+    if not same_host(request):
+        raise NodeRefused("this request is for trainers on the node's own host (Unix socket)", status=403)
 
 
 async def _collect(request: web.Request, most_bytes: int) -> bytes:
@@ -94,6 +117,18 @@ def text(fields: Mapping[str, Any], name: str, default: str | None = "") -> str:
     value = fields.get(name, default)
     if not isinstance(value, str) or len(value) > _LONGEST_TEXT or "\0" in value:
         raise SettingsError(f"malformed request: {name} is no text of at most {_LONGEST_TEXT} characters")
+    return value
+
+
+def long_text(fields: Mapping[str, Any], name: str) -> str:
+    """A text that is bounded by the body's length only; empty if it is missing.
+
+    Raises:
+        SettingsError: if it is something else.
+    """
+    value = fields.get(name) or ""
+    if not isinstance(value, str):
+        raise SettingsError(f"malformed request: {name} is no text")
     return value
 
 

@@ -13,6 +13,9 @@ POST       /v1/runs/RUN/settle                 a snapshot was made durable by it
 GET        /v1/runs/RUN/snapshots              the attempt that writes, what is in memory, what a tier has refused
 GET        /v1/runs/RUN/files                  every file of the run, in memory and at the tier below
 POST       /v1/runs/RUN/uploads                take a slot
+POST       /v1/runs/RUN/shares                 take a share of one that several ranks fill (this host only)
+POST       /v1/runs/RUN/decline                there will be no such snapshot to share (this host only)
+POST       /v1/uploads/ID/placed               the bytes of a share are in place (this host only)
 POST       /v1/uploads/ID/stream               fill it, over a connection of its own: see :mod:`.wire`
 POST       /v1/uploads/ID/commit               make it a snapshot
 POST       /v1/uploads/ID/seal                 the same for a slot filled through shared memory (this host only)
@@ -34,7 +37,6 @@ import asyncio
 import hmac
 import json
 import logging
-import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -64,12 +66,16 @@ from lightning_spot.protocol.wire import (
 )
 from lightning_spot.service.connections import MOST_CONNECTIONS, Connections
 from lightning_spot.service.fields import (
+    LONGEST_WAIT_S,
     MANIFEST_BODY_BYTES,
+    MOST_ATTEMPTS,
     MOST_BYTES,
     compression,
     identifier,
     integer,
     json_body,
+    only_same_host,
+    same_host,
     seconds,
     text,
     texts,
@@ -77,18 +83,17 @@ from lightning_spot.service.fields import (
 from lightning_spot.service.files import Files
 from lightning_spot.service.part_receiver import receive_parts
 from lightning_spot.service.readiness import not_ready
+from lightning_spot.service.shares import ShareRequests, leased, shared_body, shared_of
 from lightning_spot.service.waiting import Waiting
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-LONGEST_WAIT_S = 3600.0
 MOST_STREAMS = 256
 """Streams of parts at once, shared by the uploads; each has one in any case."""
 
 _MOST_STREAMS_OF_AN_UPLOAD = 16
-_MOST_ATTEMPTS = 10**9
 _MOST_KEPT = 10**6
 _MOST_NODES = 64
 _MOST_PID = 2**31
@@ -120,6 +125,7 @@ class Service:
     def application(self) -> web.Application:
         """The aiohttp application."""
         files = Files(self.node, self._wait_for_slot)
+        shares = ShareRequests(self.node, self._wait_to_join)
         app = web.Application(middlewares=[self._guard])
         app.on_response_prepare.append(_name_protocol)
         app.add_routes(
@@ -134,6 +140,9 @@ class Service:
                 web.get("/v1/runs/{run}/snapshots", self._snapshots),
                 web.get("/v1/runs/{run}/files", files.listing),
                 web.post("/v1/runs/{run}/uploads", self._lease),
+                web.post("/v1/runs/{run}/shares", shares.join),
+                web.post("/v1/runs/{run}/decline", shares.decline),
+                web.post("/v1/uploads/{upload}/placed", shares.placed),
                 web.post("/v1/uploads/{upload}/stream", self._stream),
                 web.post("/v1/uploads/{upload}/commit", self._commit),
                 web.post("/v1/uploads/{upload}/seal", self._seal),
@@ -228,21 +237,21 @@ class Service:
     async def _open(self, request: web.Request) -> web.Response:
         body = await json_body(request)
         name, identity = parse_run(request.match_info["run"])
-        same_host = _same_host(request)
+        near = same_host(request)
         info = RunInfo(
             name=name,
             id=identity,
             location=text(body, "location"),
-            attempt=integer(body, "attempt", 0, 0, _MOST_ATTEMPTS),
+            attempt=integer(body, "attempt", 0, 0, MOST_ATTEMPTS),
             token=text(body, "token"),
             keep=integer(body, "keep", 2, 0, _MOST_KEPT),
             durable_url=text(body, "durable_url") if body.get("durable_url") is not None else None,
             durable_every_s=seconds(body, "durable_every_s", 0.0, 365 * 86400.0),
             compression=compression(body),
-            nodes=texts(body, "nodes", _MOST_NODES) if same_host else (),
-            replicas=integer(body, "replicas", 1, 1, _MOST_NODES) if same_host else 1,
+            nodes=texts(body, "nodes", _MOST_NODES) if near else (),
+            replicas=integer(body, "replicas", 1, 1, _MOST_NODES) if near else 1,
             carry=body.get("carry", True) is not False,
-            session=text(body, "session") if same_host else "",
+            session=text(body, "session") if near else "",
             pid=integer(body, "pid", 0, 0, _MOST_PID),
             host=text(body, "host"),
         )
@@ -255,7 +264,7 @@ class Service:
 
     async def _settle(self, request: web.Request) -> web.Response:
         body = await json_body(request)
-        attempt = integer(body, "attempt", None, 0, _MOST_ATTEMPTS)
+        attempt = integer(body, "attempt", None, 0, MOST_ATTEMPTS)
         name, lineage = text(body, "name"), text(body, "lineage")
         await asyncio.to_thread(self.node.settle, request.match_info["run"], attempt, name, lineage)
         return web.json_response({})
@@ -274,40 +283,41 @@ class Service:
     # -- uploads --------------------------------------------------------------------------------------------------
 
     async def _lease(self, request: web.Request) -> web.Response:
-        body = await json_body(request)
+        near = same_host(request)
+        body = await shared_body(request) if near else await json_body(request)
         upload = await self._wait_for_slot(
             request,
             request.match_info["run"],
-            integer(body, "attempt", None, 0, _MOST_ATTEMPTS),
+            integer(body, "attempt", None, 0, MOST_ATTEMPTS),
             integer(body, "nbytes", None, 0, MOST_BYTES),
             seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
-            session=text(body, "session") if _same_host(request) else "",
+            session=text(body, "session") if near else "",
             name=text(body, "name"),
             manifest=Manifest.from_dict(body["manifest"]) if body.get("manifest") is not None else None,
             upload_id=identifier(body, "upload"),
+            shared=shared_of(body) if near else None,
+            layout_id=identifier(body, "layout_id"),
         )
-        slot = upload.slot
-        return web.json_response(
-            {
-                "upload": upload.id,
-                "slot": slot.index,
-                "generation": slot.generation,
-                "capacity": slot.capacity,
-                "backing": slot.memory.backing if slot.memory else "",
-                "held": upload.held,
-                "generations": {item.index: item.generation for item in self.node.ring.slots if item.memory},
-                "base": asdict(_base_info(upload.base.manifest)) if upload.base is not None else None,
-            }
-        )
+        base = asdict(_base_info(upload.base.manifest)) if upload.base is not None else None
+        return web.json_response({**leased(self.node, upload), "base": base})
 
     async def _wait_for_slot(
         self, request: web.Request, run: str, attempt: int, nbytes: int, wait_s: float, **more: Any
     ) -> Upload:
+        return await self._queue().lease(self._gone(request), run, attempt, nbytes, wait_s, **more)
+
+    async def _wait_to_join(self, request: web.Request, *what: Any, wait_s: float) -> Upload:
+        return await self._queue().join(self._gone(request), *what, wait_s=wait_s)
+
+    def _gone(self, request: web.Request) -> asyncio.Future[None]:
+        """Done once whoever asks has hung up."""
         accepted = self._connections.of(request.transport) if self._connections is not None else None
-        gone = accepted.gone if accepted is not None else asyncio.get_running_loop().create_future()
+        return accepted.gone if accepted is not None else asyncio.get_running_loop().create_future()
+
+    def _queue(self) -> Waiting:
         if self._waiting is None:
             self._waiting = Waiting(self.node)
-        return await self._waiting.lease(gone, run, attempt, nbytes, wait_s, **more)
+        return self._waiting
 
     async def _stream(self, request: web.Request) -> web.Response:
         """Hand the connection over to a thread that receives straight into the slot."""
@@ -346,7 +356,7 @@ class Service:
         return web.json_response({"checksums": list(done.checksums)})
 
     async def _seal(self, request: web.Request) -> web.Response:
-        self._only_same_host(request)
+        only_same_host(request)
         body = await json_body(request)
         manifest = Manifest.from_dict(body.get("manifest"))
         destinations = list(texts(body, "destinations", _MOST_NODES)) if body.get("destinations") is not None else None
@@ -356,10 +366,6 @@ class Service:
     async def _abort(self, request: web.Request) -> web.Response:
         self.node.abort(request.match_info["upload"])
         return web.json_response({})
-
-    def _only_same_host(self, request: web.Request) -> None:
-        if not _same_host(request):
-            raise NodeRefused("this request is for trainers on the node's own host (Unix socket)", status=403)
 
 
 def _base_info(manifest: Manifest) -> BaseInfo:
@@ -383,9 +389,3 @@ def _check_target(request: web.Request) -> None:
     target = target_of(request.method, request.path)
     if request.headers.get(TARGET_HEADER, target) != target:
         raise NodeRefused("the request was damaged on its way", status=400)
-
-
-def _same_host(request: web.Request) -> bool:
-    transport = request.transport
-    sock = transport.get_extra_info("socket") if transport is not None else None
-    return sock is not None and sock.family == socket.AF_UNIX

@@ -7,10 +7,13 @@ import time
 
 from lightning_spot.errors import RingFull
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import Node
+from lightning_spot.memory.shares import not_begun
 from lightning_spot.memory.upload import Upload
 
 _MOST_WAITING = 256
+_LOOK_S = 1.0  # how often a rank that waits for its share looks whether there will be one
 _LOOK_AGAIN_S = 0.02  # what changes often is looked at now and then
 
 
@@ -45,6 +48,8 @@ class Waiting:
         name: str = "",
         manifest: Manifest | None = None,
         upload_id: str = "",
+        shared: Shared | None = None,
+        layout_id: str = "",
     ) -> Upload:
         """Take a slot, see :meth:`Uploads.lease`.
 
@@ -58,6 +63,8 @@ class Waiting:
             name: of the snapshot.
             manifest: of it, if its parts may go on as they arrive.
             upload_id: chosen by who asks.
+            shared: if several ranks of this host will fill it.
+            layout_id: of the layout that is meant, likewise.
 
         Raises:
             RingFull: if no slot became free in time, or too many wait.
@@ -81,6 +88,8 @@ class Waiting:
                         name=name,
                         manifest=manifest,
                         upload_id=upload_id,
+                        shared=shared,
+                        layout_id=layout_id,
                     )
                     break
                 except RingFull:
@@ -95,6 +104,44 @@ class Waiting:
             self._node.abort(upload.id)
             raise ConnectionResetError("the trainer has gone")
         return upload
+
+    async def join(
+        self,
+        gone: asyncio.Future[None],
+        run: str,
+        attempt: int,
+        name: str,
+        share: int,
+        session: str,
+        digest: str,
+        *,
+        wait_s: float,
+    ) -> Upload:
+        """Take a share of a snapshot, see :meth:`Shares.join`.
+
+        Raises:
+            ShareMissing: if there will be none, or not in time.
+            ConnectionResetError: if nobody waits for the answer any more; then no share is taken.
+        """
+        if self._count >= _MOST_WAITING:
+            raise RingFull(f"{self._count} requests wait for a slot already")
+        deadline_s = time.monotonic() + wait_s
+        shares = self._node.uploads.shares
+        self._count += 1
+        try:
+            while True:
+                changed = self._changed
+                if gone.done():
+                    raise ConnectionResetError("the rank has gone")
+                upload = await asyncio.to_thread(shares.join, run, attempt, name, share, session, digest)
+                if upload is not None:
+                    return upload
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise not_begun(name, wait_s)
+                await asyncio.wait([gone, changed], timeout=min(left_s, _LOOK_S), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._count -= 1
 
     def _notice(self) -> None:
         """Something changed at the ring. Called on any thread."""

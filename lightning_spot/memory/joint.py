@@ -1,0 +1,57 @@
+"""An upload that several ranks of a host fill: what was said of it, and how far each is. No rules: see ``shares``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning_spot.errors import SettingsError
+from lightning_spot.image.manifest import snapshot_order
+
+MOST_SHARES = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    """What the rank that leases a slot says of the snapshot that several ranks will fill.
+
+    Attributes:
+        name: of the snapshot.
+        shares: how many ranks fill it.
+        digest: what all of them must agree on, such as a checksum of the layout; ``""`` if they see to it themselves.
+        layout: what the other ranks have to know of it, a text of any form; kept until another one is given.
+    """
+
+    name: str
+    shares: int
+    digest: str = ""
+    layout: str = ""
+
+    def __post_init__(self) -> None:
+        if snapshot_order(self.name) is None or not 1 <= self.shares <= MOST_SHARES:
+            raise SettingsError(f"{self.name!r} in {self.shares} shares is no snapshot that ranks can fill together")
+
+
+@dataclass(slots=True)
+class Joint:
+    """The state of an upload that several ranks fill. Its fields change under the registry's lock.
+
+    Attributes:
+        shared: what was said of it.
+        layout_id: checksum of its layout.
+        joined: the session of each share that was asked for.
+        writing: those of them whose bytes are not in place yet.
+        placed: shares whose bytes are in place.
+        failed: why it cannot become a snapshot any more.
+    """
+
+    shared: Shared
+    layout_id: str
+    joined: dict[int, str] = field(default_factory=dict)
+    writing: set[int] = field(default_factory=set)
+    placed: set[int] = field(default_factory=set)
+    failed: str = ""
+
+    @property
+    def missing(self) -> list[int]:
+        """Shares, beside the first, whose bytes are not in place."""
+        return [share for share in range(1, self.shared.shares) if share not in self.placed]

@@ -1,0 +1,281 @@
+"""Uploads that several ranks of this host fill together: who takes part, whose bytes are there, when it is given up.
+
+The rank that leased the slot has share 0. The others ask for theirs by the snapshot's name, write into the same slot,
+and say when their bytes are in place. The slot is not used again before each of them has said so, or has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from lightning_spot.errors import SettingsError, ShareMissing, SnapshotNotFound
+from lightning_spot.image.manifest import snapshot_order
+from lightning_spot.image.parts import checksum
+from lightning_spot.memory.joint import Joint, Shared
+from lightning_spot.memory.registry import Registry
+from lightning_spot.memory.upload import Upload
+from lightning_spot.tiers.store import check_fence
+
+SHARES_WAIT_S = 600.0
+"""A snapshot whose first rank is done is given up if the other ranks' bytes are not in place so much later."""
+
+_LOOK_S = 1.0
+
+Order = tuple[int, int, bool]
+
+
+class Shares:
+    """The joint uploads of a node. All methods may be called from any thread.
+
+    Args:
+        registry: of runs and sessions; its lock guards everything here.
+        notify: wakes who waits on an event loop.
+        free: frees the slot of an upload that was given up, once nobody writes into it.
+
+    Attributes:
+        wait_s: see :data:`SHARES_WAIT_S`.
+    """
+
+    def __init__(self, registry: Registry, notify: Callable[[], None], free: Callable[[Upload], None]) -> None:
+        self.wait_s = SHARES_WAIT_S
+        self._registry = registry
+        self._notify, self._free = notify, free
+        self._changed = threading.Condition(registry.lock)
+        self._open: dict[str, Upload] = {}
+        self._over: dict[str, tuple[Order, str]] = {}
+        self._layouts: dict[str, tuple[str, str]] = {}
+        self._sessions: dict[tuple[str, int], str] = {}
+
+    # -- the rank that leased the slot ----------------------------------------------------------------------------
+
+    def joint(self, key: str, shared: Shared, layout_id: str = "") -> Joint:
+        """Begin to share an upload of a run.
+
+        Args:
+            key: of the run.
+            shared: what is said of the snapshot.
+            layout_id: of the layout that was given last, if that is meant and ``shared`` has none.
+
+        Raises:
+            SettingsError: if that layout is not here (any more).
+        """
+        with self._changed:
+            if not shared.layout and layout_id:
+                known_id, layout = self._layouts.get(key, ("", ""))
+                if known_id != layout_id:
+                    raise SettingsError(f"the layout of {shared.name} is not known here; give it once more")
+                shared = Shared(name=shared.name, shares=shared.shares, digest=shared.digest, layout=layout)
+            layout_id = checksum(shared.layout.encode()) if shared.layout else ""
+            self._layouts[key] = (layout_id, shared.layout)
+            return Joint(shared, layout_id)
+
+    def begun(self, upload: Upload) -> None:
+        """An upload was opened; ranks may join it."""
+        if upload.joint is not None:
+            with self._changed:
+                self._open[upload.id] = upload
+                self._wake()
+
+    def decline(self, run: str, attempt: int, name: str, why: str) -> None:
+        """There will be no snapshot of that name: nobody waits for it any more."""
+        key = self._admit(run, attempt)
+        with self._changed:
+            self._end(key, name, why)
+
+    def wait(self, upload: Upload) -> None:
+        """Return when the bytes of all shares are in place.
+
+        Raises:
+            ShareMissing: if they will never be, or not in time.
+            SnapshotNotFound: if the upload is given up meanwhile.
+        """
+        joint = upload.joint
+        if joint is None:
+            return
+        deadline_s = time.monotonic() + self.wait_s
+        with self._changed:
+            while joint.missing:
+                if upload.ended:
+                    raise SnapshotNotFound(f"upload {upload.id!r} does not exist (any more)")
+                self._look(upload.run, joint)
+                left_s = deadline_s - time.monotonic()
+                if not joint.failed and left_s <= 0:
+                    late = ", ".join(map(str, joint.missing))
+                    joint.failed = f"the bytes of rank {late} did not come within {self.wait_s:.0f} s"
+                if joint.failed:
+                    raise ShareMissing(f"{joint.shared.name} is not committed: {joint.failed}")
+                self._changed.wait(min(left_s, _LOOK_S))
+
+    def ended(self, upload: Upload) -> None:
+        """An upload was committed or given up. Call it under the registry's lock."""
+        if (joint := upload.joint) is not None:
+            why = joint.failed or ("it was given up" if upload.given_up else "it is committed already")
+            self._end(upload.run, joint.shared.name, why)
+            self._close(upload, joint)
+
+    # -- the other ranks ------------------------------------------------------------------------------------------
+
+    def join(self, run: str, attempt: int, name: str, share: int, session: str, digest: str = "") -> Upload | None:
+        """Take a share of a snapshot; ``None`` if its upload is not there yet.
+
+        Args:
+            run: the run, as in URLs.
+            attempt: that writes.
+            name: of the snapshot.
+            share: from 1.
+            session: live connection of the rank. When it closes, the rank counts as ended.
+            digest: must be that of the first rank; ``""`` for whatever it is.
+
+        Raises:
+            ShareMissing: if it is over, given up, overtaken by a later one, or another digest is wanted.
+            Fenced: if ``attempt`` no longer holds the run.
+        """
+        key = self._admit(run, attempt)
+        order = _order_of(name)
+        with self._changed:
+            if session not in self._registry.sessions:
+                raise ShareMissing(f"who asks for a share of {name} has ended")
+            self._sessions[key, share] = session
+            self._check_awaited(key, name, order)
+            for upload in self._open.values():
+                joint = upload.joint
+                if joint is None or upload.run != key or upload.ended:
+                    continue
+                if joint.shared.name == name:
+                    return self._take(upload, joint, share, session, digest)
+                if _order_of(joint.shared.name) > order:
+                    raise ShareMissing(f"{name} was overtaken by {joint.shared.name}")
+        return None
+
+    def wait_to_join(
+        self, run: str, attempt: int, name: str, share: int, session: str, digest: str = "", wait_s: float = 0.0
+    ) -> Upload:
+        """The same, waiting up to ``wait_s`` seconds for the upload."""
+        deadline_s = time.monotonic() + wait_s
+        with self._changed:
+            while (upload := self.join(run, attempt, name, share, session, digest)) is None:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise not_begun(name, wait_s)
+                self._changed.wait(min(left_s, _LOOK_S))
+        return upload
+
+    def placed(self, upload_id: str, share: int, torn: str = "") -> None:
+        """A rank writes no more: its bytes are in place, or, if ``torn`` says why, never will be.
+
+        Raises:
+            SnapshotNotFound: if that share is not being written.
+        """
+        with self._changed:
+            upload = self._open.get(upload_id)
+            joint = upload.joint if upload is not None else None
+            if upload is None or joint is None or share not in joint.writing:
+                raise SnapshotNotFound(f"share {share} of upload {upload_id!r} is not being written (any more)")
+            joint.writing.discard(share)
+            if torn:
+                joint.failed = joint.failed or torn
+            else:
+                joint.placed.add(share)
+            self._let_go(upload, joint)
+            self._wake()
+
+    def end_session(self, session: str) -> None:
+        """A rank has ended: what it was writing is torn."""
+        with self._changed:
+            for upload in list(self._open.values()):
+                joint = upload.joint
+                gone = [share for share, owner in joint.joined.items() if owner == session] if joint is not None else []
+                for share in gone:
+                    if joint is not None and share in joint.writing:
+                        joint.writing.discard(share)
+                        joint.failed = joint.failed or f"rank {share} ended before its bytes were in place"
+                        self._let_go(upload, joint)
+            self._wake()
+
+    def close(self) -> None:
+        """The node is shutting down: nobody waits any more."""
+        with self._changed:
+            for upload in self._open.values():
+                if upload.joint is not None:
+                    upload.joint.failed = upload.joint.failed or "this node is shutting down"
+            self._wake()
+
+    def forget(self, key: str) -> None:
+        """Keep nothing of a run."""
+        with self._changed:
+            self._over.pop(key, None)
+            self._layouts.pop(key, None)
+            for item in [item for item in self._sessions if item[0] == key]:
+                del self._sessions[item]
+
+    # -- inside, under the lock -----------------------------------------------------------------------------------
+
+    def _admit(self, run: str, attempt: int) -> str:
+        known = self._registry.find(run)
+        check_fence(known.info.name, attempt, self._registry.highest(known.info.key))
+        return known.info.key
+
+    def _check_awaited(self, key: str, name: str, order: Order) -> None:
+        """Raise if a snapshot will never be begun (any more)."""
+        over, why = self._over.get(key, ((0, 0, False), ""))
+        if order <= over:
+            raise ShareMissing(f"there is no share of {name} to write: {why}")
+        info = self._registry.info(key)
+        if info is None or info.session not in self._registry.sessions:
+            raise ShareMissing(f"there is no share of {name} to write: the rank that leases its slot has ended")
+
+    def _take(self, upload: Upload, joint: Joint, share: int, session: str, digest: str) -> Upload:
+        name = joint.shared.name
+        if joint.failed:
+            raise ShareMissing(f"{name} is not committed: {joint.failed}")
+        if not 1 <= share < joint.shared.shares:
+            raise SettingsError(f"{name} has {joint.shared.shares} shares; {share} is none of the other ranks'")
+        if joint.joined.get(share, session) != session:
+            raise SettingsError(f"share {share} of {name} is another rank's")
+        if digest and digest != joint.shared.digest:
+            joint.failed = f"rank {share} has another layout than rank 0"
+            self._wake()
+            raise ShareMissing(f"{name} is not committed: {joint.failed}")
+        if share not in joint.joined:
+            joint.joined[share] = session
+            joint.writing.add(share)
+        return upload
+
+    def _look(self, key: str, joint: Joint) -> None:
+        """Whether a rank has ended before it asked for its share."""
+        for share in joint.missing:
+            session = self._sessions.get((key, share))
+            if share not in joint.joined and session is not None and session not in self._registry.sessions:
+                joint.failed = joint.failed or f"rank {share} ended before its bytes were in place"
+
+    def _end(self, key: str, name: str, why: str) -> None:
+        order = _order_of(name)
+        if order > self._over.get(key, ((0, 0, False), ""))[0]:
+            self._over[key] = (order, why)
+        self._wake()
+
+    def _let_go(self, upload: Upload, joint: Joint) -> None:
+        """A rank writes no more into a slot; the last one of an upload that was given up frees it."""
+        self._close(upload, joint)
+        self._free(upload)
+
+    def _close(self, upload: Upload, joint: Joint) -> None:
+        if upload.ended and not joint.writing:
+            self._open.pop(upload.id, None)
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        self._notify()
+
+
+def not_begun(name: str, wait_s: float) -> ShareMissing:
+    """The error of a rank that waited in vain."""
+    return ShareMissing(f"there is no share of {name} to write: it was not begun within {wait_s:.0f} s")
+
+
+def _order_of(name: str) -> Order:
+    if (order := snapshot_order(name)) is None:
+        raise SettingsError(f"{name!r} names no snapshot")
+    return order

@@ -1,0 +1,111 @@
+"""Requests of the ranks on this host that fill one slot together: take a share, say when its bytes are in place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from lightning_spot.memory.joint import MOST_SHARES, Shared
+from lightning_spot.memory.node import Node
+from lightning_spot.memory.upload import Upload
+from lightning_spot.service.fields import (
+    LAYOUT_BODY_BYTES,
+    LONGEST_WAIT_S,
+    MOST_ATTEMPTS,
+    identifier,
+    integer,
+    json_body,
+    long_text,
+    only_same_host,
+    seconds,
+    text,
+)
+
+Join = Callable[..., Awaitable[Upload]]
+
+
+class ShareRequests:
+    """Handlers over the joint uploads of a node.
+
+    Args:
+        node: whose.
+        join: waits for an upload on the event loop, see :meth:`Waiting.join`.
+    """
+
+    def __init__(self, node: Node, join: Join) -> None:
+        self._node, self._shares, self._join = node, node.uploads.shares, join
+
+    async def join(self, request: web.Request) -> web.Response:
+        """Take a share of a snapshot, as soon as its slot is leased."""
+        only_same_host(request)
+        body = await json_body(request)
+        upload = await self._join(
+            request,
+            request.match_info["run"],
+            integer(body, "attempt", None, 0, MOST_ATTEMPTS),
+            text(body, "name"),
+            integer(body, "share", None, 1, MOST_SHARES),
+            text(body, "session"),
+            text(body, "digest"),
+            wait_s=seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
+        )
+        joint = upload.joint
+        assert joint is not None
+        known = identifier(body, "layout_id") == joint.layout_id
+        told = {"shares": joint.shared.shares, "digest": joint.shared.digest, "layout_id": joint.layout_id}
+        return web.json_response(
+            {**leased(self._node, upload), **told, "layout": None if known else joint.shared.layout}
+        )
+
+    async def placed(self, request: web.Request) -> web.Response:
+        """The bytes of a share are in place, or never will be."""
+        only_same_host(request)
+        body = await json_body(request)
+        share = integer(body, "share", None, 1, MOST_SHARES)
+        await asyncio.to_thread(self._shares.placed, request.match_info["upload"], share, text(body, "torn"))
+        return web.json_response({})
+
+    async def decline(self, request: web.Request) -> web.Response:
+        """There will be no snapshot of a name."""
+        only_same_host(request)
+        body = await json_body(request)
+        attempt = integer(body, "attempt", None, 0, MOST_ATTEMPTS)
+        await asyncio.to_thread(
+            self._shares.decline, request.match_info["run"], attempt, text(body, "name"), text(body, "why")
+        )
+        return web.json_response({})
+
+
+async def shared_body(request: web.Request) -> dict[str, Any]:
+    """What a request for a slot brings, a layout perhaps."""
+    return await json_body(request, LAYOUT_BODY_BYTES)
+
+
+def shared_of(body: dict[str, Any]) -> Shared | None:
+    """What a request for a slot says of the ranks that will fill it; ``None`` if one does."""
+    if body.get("shares") is None:
+        return None
+    return Shared(
+        name=text(body, "name"),
+        shares=integer(body, "shares", None, 1, MOST_SHARES),
+        digest=text(body, "digest"),
+        layout=long_text(body, "layout"),
+    )
+
+
+def leased(node: Node, upload: Upload) -> dict[str, Any]:
+    """What who fills a slot has to know of it."""
+    slot = upload.slot
+    return {
+        "upload": upload.id,
+        "slot": slot.index,
+        "generation": slot.generation,
+        "capacity": slot.capacity,
+        "nbytes": upload.nbytes,
+        "backing": slot.memory.backing if slot.memory else "",
+        "held": upload.held,
+        "generations": {item.index: item.generation for item in node.ring.slots if item.memory},
+    }

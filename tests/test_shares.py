@@ -1,0 +1,237 @@
+"""One snapshot that several ranks fill: joined by name, committed when all shares are there, else given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_spot.client import embedded
+from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.errors import Fenced, RingFull, SettingsError, ShareMissing, SnapshotNotFound
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory.joint import Shared
+from lightning_spot.memory.upload import Upload
+from tests.gated import RUN_ID, Bench, image_of, manifest_of
+from tests.small_trainer import info_of
+
+RUN, NBYTES = f"run@{RUN_ID}", 1000
+LAST_S = 600.0  # of what never takes so long
+
+
+class Ranks:
+    """The ranks of a host at one node, each with a session of its own; rank 0 has opened the run."""
+
+    def __init__(self, root: Path, shares: int = 3, **settings: int) -> None:
+        self.bench = Bench(root, **settings)
+        self.node, self.shares, self.of = self.bench.node, shares, self.bench.node.uploads.shares
+        for rank in range(shares):
+            self.node.begin_session(f"rank-{rank}")
+        self.bench.open(session="rank-0")
+        self.pool = ThreadPoolExecutor(4)
+
+    def lease(self, step: int, digest: str = "") -> Upload:
+        shared = Shared(name=snapshot_name(step, 1), shares=self.shares, digest=digest)
+        return self.node.lease(RUN, 1, NBYTES, name=shared.name, session="rank-0", shared=shared)
+
+    def join(self, step: int, rank: int, *, digest: str = "", wait_s: float = LAST_S) -> Upload:
+        return self.of.wait_to_join(RUN, 1, snapshot_name(step, 1), rank, f"rank-{rank}", digest, wait_s)
+
+    def fill(self, upload: Upload, step: int, rank: int) -> None:
+        """Write the bytes of a share, and say so."""
+        ends = [NBYTES * each // self.shares for each in range(self.shares + 1)]
+        with upload.slot.view(NBYTES) as view:
+            view[ends[rank] : ends[rank + 1]] = image_of(step, NBYTES)[ends[rank] : ends[rank + 1]]
+        if rank:
+            self.of.placed(upload.id, rank)
+
+    def take(self, step: int) -> Manifest:
+        upload = self.lease(step)
+        for rank in range(1, self.shares):
+            self.fill(self.join(step, rank), step, rank)
+        self.fill(upload, step, 0)
+        return self.node.seal(upload.id, manifest_of(step))
+
+    def slots_filling(self) -> int:
+        return sum(slot["state"] == "filling" for slot in self.node.ring.status()["slots"])
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    made = Ranks(tmp_path)
+    yield made
+    made.bench.close()
+    made.pool.shutdown()
+
+
+def test_a_snapshot_is_committed_once_every_share_is_there(ranks: Ranks) -> None:
+    upload = ranks.lease(1)
+    first, second = ranks.join(1, 1), ranks.join(1, 2)
+    assert first is second is upload
+    ranks.fill(upload, 1, 0)
+    ranks.fill(first, 1, 1)
+    sealing = ranks.pool.submit(ranks.node.seal, upload.id, manifest_of(1))
+    assert upload.joint is not None
+    assert upload.joint.missing == [2]
+    assert ranks.bench.committed() == []
+    ranks.fill(second, 1, 2)
+    assert sealing.result(LAST_S).checksums == manifest_of(1).sealed(memoryview(image_of(1, NBYTES))).checksums
+    assert ranks.bench.committed() == [1]
+
+
+def test_a_rank_may_ask_for_its_share_before_the_slot_is_leased(ranks: Ranks) -> None:
+    asking = [ranks.pool.submit(ranks.join, 1, rank) for rank in (1, 2)]
+    upload = ranks.lease(1)
+    assert [each.result(LAST_S) for each in asking] == [upload, upload]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before it has begun", "while it writes"])
+def test_a_rank_that_ends_gives_the_snapshot_up_and_the_former_one_stands(ranks: Ranks, before: bool) -> None:
+    ranks.take(1)
+    upload = ranks.lease(2)
+    ranks.fill(ranks.join(2, 1), 2, 1)
+    if not before:
+        ranks.join(2, 2)
+    ranks.fill(upload, 2, 0)
+    sealing = ranks.pool.submit(ranks.node.seal, upload.id, manifest_of(2))
+    ranks.node.end_session("rank-2")
+    with pytest.raises(ShareMissing, match="rank 2 ended"):
+        sealing.result(LAST_S)
+    assert ranks.bench.committed() == [1]
+    assert ranks.slots_filling() == 0  # it can be used again
+
+
+def test_a_share_that_was_torn_gives_the_snapshot_up_with_its_reason(ranks: Ranks) -> None:
+    upload = ranks.lease(1)
+    ranks.of.placed(ranks.join(1, 1).id, 1, "rank 1: a tensor changed")
+    with pytest.raises(ShareMissing, match="a tensor changed"):
+        ranks.join(1, 2)
+    with pytest.raises(ShareMissing, match="a tensor changed"):
+        ranks.node.seal(upload.id, manifest_of(1))
+    assert ranks.slots_filling() == 0
+
+
+def test_a_slot_is_not_used_again_while_a_rank_may_still_write_into_it(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, 2, slots=1)
+    upload = ranks.lease(1)
+    ranks.join(1, 1)
+    ranks.node.abort(upload.id)
+    with pytest.raises(RingFull):
+        ranks.lease(2)
+    ranks.of.placed(upload.id, 1)  # its bytes went nowhere
+    assert ranks.lease(2).slot is upload.slot
+    with pytest.raises(SnapshotNotFound):
+        ranks.of.placed(upload.id, 1)
+    ranks.bench.close()
+
+
+def test_nobody_waits_for_a_snapshot_that_will_not_be(ranks: Ranks) -> None:
+    waiting = ranks.pool.submit(ranks.join, 1, 1)
+    ranks.of.decline(RUN, 1, snapshot_name(1, 1), "no slot is free")
+    with pytest.raises(ShareMissing, match="no slot is free"):
+        waiting.result(LAST_S)
+    waiting = ranks.pool.submit(ranks.join, 2, 1)
+    ranks.lease(3)
+    with pytest.raises(ShareMissing, match="overtaken"):
+        waiting.result(LAST_S)
+    ranks.take(4)
+    with pytest.raises(ShareMissing, match="committed already"):
+        ranks.join(4, 1)
+    waiting = ranks.pool.submit(ranks.join, 5, 1)
+    ranks.node.end_session("rank-0")
+    with pytest.raises(ShareMissing, match="rank that leases its slot has ended"):
+        waiting.result(LAST_S)
+    with pytest.raises(ShareMissing, match="has ended"):
+        ranks.of.join(RUN, 1, snapshot_name(6, 1), 1, "a stranger")
+
+
+def test_a_share_that_never_comes_is_waited_for_no_longer_than_allowed(ranks: Ranks) -> None:
+    upload = ranks.lease(1)
+    ranks.fill(ranks.join(1, 1), 1, 1)
+    with pytest.raises(ShareMissing, match="not begun within"):
+        ranks.join(2, 2, wait_s=0.0)
+    ranks.of.wait_s = 0.0
+    with pytest.raises(ShareMissing, match="bytes of rank 2 did not come within 0 s"):
+        ranks.node.seal(upload.id, manifest_of(1))
+
+
+def test_a_rank_with_another_layout_gives_the_snapshot_up_for_all(ranks: Ranks) -> None:
+    upload = ranks.lease(1, digest="one")
+    ranks.join(1, 1, digest="one")
+    with pytest.raises(ShareMissing, match="another layout"):
+        ranks.join(1, 2, digest="two")
+    with pytest.raises(ShareMissing, match="rank 2 has another layout"):
+        ranks.node.seal(upload.id, manifest_of(1))
+
+
+def test_a_share_is_one_rank_s_and_one_of_those_there_are(ranks: Ranks) -> None:
+    ranks.lease(1)
+    name = snapshot_name(1, 1)
+    ranks.join(1, 1)
+    assert ranks.join(1, 1) is ranks.join(1, 1)  # the answer may have been lost
+    with pytest.raises(SettingsError, match="another rank's"):
+        ranks.of.join(RUN, 1, name, 1, "rank-2")
+    with pytest.raises(SettingsError, match="3 shares"):
+        ranks.of.join(RUN, 1, name, 3, "rank-2")
+    with pytest.raises(SettingsError, match="names no snapshot"):
+        ranks.of.join(RUN, 1, "best.ckpt", 1, "rank-1")
+    with pytest.raises(SettingsError, match="no snapshot that ranks can fill"):
+        Shared(name="best.ckpt", shares=2)
+
+
+def test_a_rank_of_an_earlier_attempt_takes_no_share(ranks: Ranks) -> None:
+    ranks.bench.open(attempt=2, session="rank-0")
+    with pytest.raises(Fenced):
+        ranks.join(1, 1)
+
+
+# -- over the sockets of a node on this host --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Callable[[], EmbeddedHost]]:
+    """Make connections to one embedded node, as each rank has one; the first has opened the run."""
+    made: list[EmbeddedHost] = []
+
+    def connect() -> EmbeddedHost:
+        settings = {"slots": 2, "memory_bytes": 2**26, "idle_timeout_s": 30.0}
+        host = embedded.start(str(tmp_path / "run"), "run", **settings)
+        made.append(host)
+        if len(made) == 1:
+            host.open_run(info_of(str(tmp_path / "run"), 1))
+        else:
+            host.run, host.attempt = made[0].run, made[0].attempt
+        return host
+
+    yield connect
+    for host in reversed(made[1:]):
+        host.disconnect()
+    made[0].leave(complete=True)
+
+
+def test_processes_fill_one_slot_through_the_node_of_their_host(hosts: Callable[[], EmbeddedHost]) -> None:
+    first, second, pool = hosts(), hosts(), ThreadPoolExecutor(1)
+    for step in (1, 2):
+        manifest = replace(manifest_of(step, nbytes=NBYTES), run="run", run_id=first.run.partition("@")[2])
+        shared = Shared(name=manifest.name, shares=2, digest="d", layout="the places" * 50_000)
+        joining = pool.submit(second.join, manifest.name, share=1, wait_s=LAST_S)
+        lease = first.lease(NBYTES, 30.0, shared=shared)
+        theirs = joining.result(LAST_S)
+        assert theirs.shared == shared
+        assert (theirs.slot, theirs.share, theirs.id) == (lease.slot, 1, lease.id)
+        image = image_of(step, NBYTES)
+        lease.map[:400], theirs.map[400:NBYTES] = image[:400], image[400:]
+        second.placed(theirs)
+        first.seal(lease, manifest)
+        assert first.manifests()[0].checksums == manifest.sealed(memoryview(image)).checksums
+    first.decline(snapshot_name(3, 1), "no slot is free")
+    with pytest.raises(ShareMissing, match="no slot is free"):
+        second.join(snapshot_name(3, 1), share=1, wait_s=LAST_S)
+    lease = first.lease(NBYTES, 30.0, shared=replace(shared, name=snapshot_name(4, 1)))
+    second.join(snapshot_name(4, 1), share=1, wait_s=LAST_S)
+    second.disconnect()
+    with pytest.raises(ShareMissing, match="rank 1 ended"):
+        first.seal(lease, replace(manifest, name=snapshot_name(4, 1), step=4))
