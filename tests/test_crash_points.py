@@ -9,12 +9,14 @@ import random
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_spot.errors import SpotError
+from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.node import Node
 from lightning_spot.tiers.local import LocalStore
@@ -22,8 +24,10 @@ from lightning_spot.tiers.store import retain
 from tests.oracle import claim_of, run_info
 
 WATCHED = ("fsync", "replace", "unlink", "mkdir", "rmdir", "open")
-NBYTES = 3000
+NBYTES = 9000
 STEPS = 5
+FILES = (FileSpan(".metadata", 0, 100), FileSpan("__0_0.distcp", 4096, NBYTES - 4096))
+"""Every second snapshot is of several files."""
 
 
 class AtCall:
@@ -51,13 +55,15 @@ class AtCall:
 
 
 def image_of(step: int) -> bytes:
-    return random.Random(step).randbytes(NBYTES - 22) + b"PK\x05\x06" + bytes(18)
+    image = random.Random(step).randbytes(NBYTES - 22) + b"PK\x05\x06" + bytes(18)
+    return image if step % 2 else image[: FILES[0].stop].ljust(FILES[1].offset, b"\0") + image[FILES[1].offset :]
 
 
 def manifest_of(step: int, attempt: int = 1) -> Manifest:
-    return Manifest(
-        run="run", name=snapshot_name(step, attempt), step=step, attempt=attempt, nbytes=NBYTES, part_bytes=512
+    made = Manifest(
+        run="run", name=snapshot_name(step, attempt), step=step, attempt=attempt, nbytes=NBYTES, part_bytes=2048
     )
+    return made if step % 2 else replace(made, files=FILES)
 
 
 def use_store(root: Path, told: Callable[[int], None]) -> None:
@@ -175,8 +181,9 @@ def test_disk_full_at_every_call(tmp_path: Path, stride: int) -> None:
             break
 
 
+@pytest.mark.parametrize(("step", "names"), [(1, ["model.ckpt"]), (2, [".metadata", "__0_0.distcp"])])
 def test_bytes_are_on_the_disk_before_the_name_and_the_manifest_is_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, names: list[str]
 ) -> None:
     calls: list[str] = []
 
@@ -191,12 +198,13 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_manifest_is_last(
         "replace",
         lambda source, target: (calls.append(f"rename {Path(target).name}"), real_replace(source, target)),
     )
-    LocalStore(tmp_path).put(manifest_of(1).sealed(memoryview(image_of(1))), memoryview(image_of(1)), attempt=1)
+    image = memoryview(image_of(step))
+    LocalStore(tmp_path).put(manifest_of(step).sealed(image), image, attempt=1)
     assert calls == [
         "fsync directory",  # the run's, in which the snapshot's folder was made
+        *("fsync file" for _ in names),
         "fsync file",
-        "fsync file",
-        "rename model.ckpt",
+        *(f"rename {name}" for name in names),
         "fsync directory",
         "rename manifest.json",
         "fsync directory",

@@ -18,6 +18,7 @@ from lightning_spot.errors import CorruptSnapshot, SpotError, TierError
 from lightning_spot.goodput.ledger import AttemptRecord, account_after
 from lightning_spot.goodput.records import newest_record, write_record
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_name
+from lightning_spot.image.parts import verify_file
 from lightning_spot.tiers import store as seam
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import retain
@@ -222,13 +223,13 @@ def test_verification_reads_so_that_a_failing_disk_is_an_error(store: LocalStore
     try:
         with faulty_calls(Plan(kind, at=2, only=("preadv",)), store.root):
             if kind == "short":
-                manifest.verify_file(fd, "here")
+                verify_file(fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, "here")
             else:
                 with pytest.raises(TierError, match="cannot be read at byte"):
-                    manifest.verify_file(fd, "here")
+                    verify_file(fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, "here")
         os.truncate(store.root / manifest.data_path, manifest.nbytes - 1)
         with pytest.raises(CorruptSnapshot, match="cut short"):
-            manifest.verify_file(fd, "here")
+            verify_file(fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, "here")
         assert not store.has(manifest)
     finally:
         os.close(fd)

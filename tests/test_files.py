@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot, UnknownFormat
 from lightning_spot.image import manifest as manifest_module
-from lightning_spot.image.files import FileSpan, cut, gaps
+from lightning_spot.image.files import FileSpan, cut, pieces
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing
 
@@ -112,12 +112,18 @@ def test_an_image_is_cut_into_its_files_whatever_the_parts(
     assert Manifest.from_json(made.to_json()) == made
     image = memoryview(bytes(image_of(made)))
     parts = (image[start : start + part_bytes] for start in range(0, len(image), part_bytes))
-    found = {file.name: b"".join(pieces) for file, pieces in cut(made.files, parts)}
+    found = {file.name: b"".join(data) for file, data in cut(made.files, parts)}
     assert found == {file.name: bytes(image[file.offset : file.stop]) for file in files}
-    assert sum(stop - start for start, stop in gaps(made.files, made.nbytes)) == made.nbytes - sum(
-        file.nbytes for file in files
-    )
-    for start, stop in gaps(made.files, made.nbytes):
+    for start in range(0, made.nbytes, part_bytes):
+        found_pieces = list(pieces(made.files, start, min(start + part_bytes, made.nbytes)))
+        assert [first for _, first, _ in found_pieces] + [min(start + part_bytes, made.nbytes)] == [
+            start,
+            *(last for _, _, last in found_pieces),
+        ]
+        assert all(file is None or file.offset <= first < last <= file.stop for file, first, last in found_pieces)
+    holes = [(start, stop) for file, start, stop in pieces(made.files, 0, made.nbytes) if file is None]
+    assert sum(stop - start for start, stop in holes) == made.nbytes - sum(file.nbytes for file in files)
+    for start, stop in holes:
         broken = bytearray(image)
         broken[stop - 1] = 1
         with pytest.raises(CorruptSnapshot, match="not zero"):
@@ -126,8 +132,8 @@ def test_an_image_is_cut_into_its_files_whatever_the_parts(
 
 
 def _cut_all(made: Manifest, image: bytearray) -> None:
-    for _file, pieces in cut(made.files, [memoryview(image)]):
-        list(pieces)
+    for _file, data in cut(made.files, [memoryview(image)]):
+        list(data)
 
 
 def test_an_image_of_several_files_is_sealed_as_it_is() -> None:

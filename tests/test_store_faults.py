@@ -14,6 +14,7 @@ import pytest
 
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshot, SpotError
+from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
 from lightning_spot.tiers import files, objects
 from lightning_spot.tiers.store import Store, retain
@@ -21,18 +22,25 @@ from tests import faulty
 from tests.faulty import KINDS, Plan, faulty_calls
 from tests.oracle import claim_of
 
-PART = 200
-NBYTES = 700
+PART = 1200
+NBYTES = 4800
+FILES = (FileSpan(".metadata", 0, 100), FileSpan("__0_0.distcp", 4096, NBYTES - 4096))
+OF_SEVERAL_FILES = (3, 4)
+"""Steps whose snapshots are."""
 RUN_ID = "0123456789ab"
 
 
 def image_of(step: int) -> bytes:
-    return random.Random(step).randbytes(NBYTES)
+    image = random.Random(step).randbytes(NBYTES)
+    if step not in OF_SEVERAL_FILES:
+        return image
+    return image[: FILES[0].stop].ljust(FILES[1].offset, b"\0") + image[FILES[1].offset :]
 
 
 def manifest_of(step: int, attempt: int = 1, **more: Any) -> Manifest:
     name = snapshot_name(step, attempt)
     made = Manifest(run="run", name=name, step=step, attempt=attempt, nbytes=NBYTES, part_bytes=PART)
+    made = replace(made, files=FILES if step in OF_SEVERAL_FILES else ())
     return replace(made, **{"run_id": RUN_ID, "lineage": "ba9876543210", **more}).sealed(memoryview(image_of(step)))
 
 

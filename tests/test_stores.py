@@ -14,6 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 
+from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
     CorruptSnapshot,
@@ -24,6 +25,7 @@ from lightning_spot.errors import (
     TierError,
     TornSnapshot,
 )
+from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_name
 from lightning_spot.tiers import temporaries
 from lightning_spot.tiers.local import LocalStore
@@ -62,6 +64,18 @@ def put(store: Store, step: int, *, by: int = 1, **more: Any) -> Manifest:
     manifest, data = snapshot(step, **more)
     store.put(manifest, memoryview(data), attempt=by)
     return manifest
+
+
+FILES_OF_ONE = (FileSpan(".metadata", 0, 300), FileSpan("__0_0.distcp", 4096, 9000), FileSpan("__1_0.distcp", 16384, 0))
+"""A sharded snapshot: files of several parts, an empty one, and bytes that are in none."""
+
+
+def sharded(step: int, **more: Any) -> tuple[Manifest, bytes]:
+    manifest, data = snapshot(step, nbytes=17_000, part_bytes=4096, files=FILES_OF_ONE, **more)
+    image = bytearray(len(data))
+    for span in FILES_OF_ONE:
+        image[span.offset : span.stop] = data[span.offset : span.stop]
+    return replace(manifest, checksums=()).sealed(memoryview(image)), bytes(image)
 
 
 def fetched(store: Store, manifest: Manifest) -> bytes:
@@ -124,6 +138,61 @@ def test_put_again_replaces(store: Store) -> None:
     store.put(newer, memoryview(data), attempt=1)
     assert len(store.survey().manifests) == 1
     assert fetched(store, newer) == data
+
+
+@pytest.mark.parametrize("in_parts", [False, True], ids=["put", "put_parts"])
+def test_a_snapshot_of_several_files(store: Store, in_parts: bool) -> None:
+    manifest, image = sharded(5)
+    view = memoryview(image)
+    if in_parts:
+        parts = (view[start : start + 4096] for start in range(0, len(image), 4096))
+        assert replace(store.put_parts(replace(manifest, checksums=()), parts, attempt=1), run="run") == manifest
+    else:
+        store.put(manifest, view, attempt=1)
+        store.put(manifest, view, attempt=1)  # the node that takes over from a killed one does so
+    (found,) = store.survey().manifests
+    assert replace(found, run="run") == manifest
+    assert store.has(found)
+    moved: list[int] = []
+    buffer = bytearray(b"\xaa" * manifest.nbytes)
+    store.fetch(found, memoryview(buffer), moved.append)
+    assert buffer == image
+    assert sum(moved) == manifest.nbytes
+    if not isinstance(store, NodeStore):
+        fs, root = fsspec.core.url_to_fs(store.url)
+        fs.invalidate_cache()
+        for span in manifest.files:
+            assert fs.cat_file(f"{root}/{manifest.path_of(span)}") == image[span.offset : span.stop]
+        _write(store, f"{manifest.name}/__0_0.distcp", b"cut short")
+        assert not store.has(manifest)
+        with pytest.raises(CorruptSnapshot, match="cut short"):
+            fetched(store, manifest)
+        fs.rm_file(f"{root}/{manifest.name}/__0_0.distcp")
+        assert not store.has(manifest)
+        with pytest.raises(SnapshotNotFound):
+            fetched(store, manifest)
+        store.put(manifest, view, attempt=1)
+        assert fetched(store, manifest) == image
+    store.delete(found)
+    assert store.survey().manifests == []
+    if not isinstance(store, NodeStore):
+        fs.invalidate_cache()
+        assert [path for path in fs.find(root) if "distcp" in path or "metadata" in path] == []
+
+
+@pytest.mark.parametrize("store", FILES, indirect=True)
+@pytest.mark.parametrize("in_parts", [False, True], ids=["put", "put_parts"])
+def test_bytes_that_no_file_would_keep_are_refused(store: Store, in_parts: bool) -> None:
+    manifest, image = sharded(5)
+    damaged = image[:-1] + b"x"
+    manifest = replace(manifest, checksums=()).sealed(memoryview(damaged))
+    if in_parts:
+        with pytest.raises(CorruptSnapshot, match="not zero"):
+            store.put_parts(replace(manifest, checksums=()), [memoryview(damaged)], attempt=1)
+    else:
+        with pytest.raises(CorruptSnapshot, match="not zero"):
+            store.put(manifest, memoryview(damaged), attempt=1)
+    assert store.survey().manifests == []
 
 
 def test_delete_twice(store: Store) -> None:
@@ -302,6 +371,8 @@ def _write(store: Store, below: str, data: bytes) -> None:
 def test_what_a_crash_left_does_not_count_and_is_swept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_spot.tiers.store.SETTLED_S", 0.0)
     _write(store, f"{snapshot_name(1, 1)}/model.ckpt", b"half")
+    for name in (".metadata", "meta.pt", "__0_0.distcp"):
+        _write(store, f"{snapshot_name(3, 1)}/{name}", b"half")
     _write(store, f"{snapshot_name(9, 1)}/model.ckpt", b"under way")
     _write(store, f"{snapshot_name(2, 1)}/{MANIFEST_FILE}", b'{"format": 1, "na')
     newest = put(store, 5)
@@ -309,7 +380,7 @@ def test_what_a_crash_left_does_not_count_and_is_swept(store: Store, monkeypatch
     retain(store, 1, newest)
     fs, root = fsspec.core.url_to_fs(store.url)
     fs.invalidate_cache()
-    left = {path.split("/")[-2] for path in fs.find(root) if path.endswith("model.ckpt")}
+    left = {path.split("/")[-2] for path in fs.find(root) if path.endswith(("model.ckpt", "meta.pt", "distcp", "data"))}
     assert left == {newest.name, snapshot_name(9, 1)}  # what is newer may be on its way
 
 

@@ -65,7 +65,7 @@ def command_parser() -> argparse.ArgumentParser:
         ("ls", listing.ls, "list the snapshots of a run at every tier"),
         ("show", listing.show, "show one snapshot: sizes, checksums, versions, what is in it"),
         ("verify", transfer.verify, "read every byte of the snapshots and check it"),
-        ("pull", transfer.pull, "copy a snapshot's checkpoint into a file"),
+        ("pull", transfer.pull, "copy a snapshot's checkpoint into a file, or a sharded one into a directory"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("url", metavar="URL", help="run: its directory, fsspec URL, or spot://host:port/RUN")

@@ -65,6 +65,7 @@ def show(arguments: argparse.Namespace) -> int:
         "taken": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created_unix_s))
         + f" ({_age(manifest.created_unix_s)} ago)",
         "file": f"{manifest.data_path}, {manifest.nbytes} bytes ({format_bytes(manifest.nbytes)})",
+        **({"files": f"{len(manifest.files)}, {manifest.files[0].name} first"} if manifest.files else {}),
         "parts": f"{len(manifest.checksums)} of {format_bytes(manifest.part_bytes)}, xxh3-128 each",
         "world size": manifest.world_size,
         "written by": ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import uuid
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -13,14 +15,16 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from lightning_spot.cli.tiers import Entry, Found, ask, pick
 from lightning_spot.config import PART_BYTES, format_bytes
 from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound, SpotError, TierError
+from lightning_spot.image.files import cut
+from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.run.reading import OpenSnapshot
 
 
 def pull(arguments: argparse.Namespace) -> int:
-    """Copy the newest good snapshot (or the one named) into a file that ``torch.load`` and Lightning read."""
+    """Copy the newest good snapshot (or the one named) into a file, or a directory, that torch and Lightning read."""
     found = ask(arguments)
     wanted = pick(found, arguments.snapshot).manifest
-    target = _target(arguments, wanted.name)
+    target = _target(arguments, wanted)
     snapshot = _open_somewhere(found, wanted.name)
     try:
         _copy(snapshot, target)
@@ -75,10 +79,12 @@ def _open(entry: Entry) -> OpenSnapshot:
         return entry.source.open(entry.manifest, lambda nbytes: progress.update(task, advance=nbytes))
 
 
-def _target(arguments: argparse.Namespace, name: str) -> Path:
-    target = Path(arguments.to)
+def _target(arguments: argparse.Namespace, wanted: Manifest) -> Path:
+    target, name = Path(arguments.to), wanted.name
     if target.is_dir():
-        target = target / (f"{name}.ckpt" if not name.endswith(".ckpt") else name)
+        target = target / (name if wanted.files or name.endswith(".ckpt") else f"{name}.ckpt")
+    if target.exists() and wanted.files:
+        raise SettingsError(f"{target} exists, and a directory is never replaced; pass --to another path")
     if target.exists() and not arguments.force:
         raise SettingsError(f"{target} exists; pass --force to replace it, or --to another path")
     if not target.parent.is_dir():
@@ -88,22 +94,40 @@ def _target(arguments: argparse.Namespace, name: str) -> Path:
 
 def _copy(snapshot: OpenSnapshot, target: Path) -> None:
     """Write beside the target, then rename: a broken copy never stands under the final name."""
-    temporary = target.parent / f".{target.name}.{uuid.uuid4().hex}"
-    nbytes = snapshot.manifest.nbytes
+    temporary, manifest = target.parent / f".{target.name}.{uuid.uuid4().hex}", snapshot.manifest
     try:
-        with _progress() as progress, open(temporary, "wb") as file:
-            task = progress.add_task(f"writing {target}", total=nbytes)
-            reader = snapshot.reader()  # which checks again what it reads
-            while part := reader.read(PART_BYTES):
-                file.write(part)
-                progress.update(task, advance=len(part))
-            file.flush()
-            os.fsync(file.fileno())
+        with _progress() as progress:
+            task = progress.add_task(f"writing {target}", total=manifest.nbytes)
+            if manifest.files:
+                temporary.mkdir()
+            for span, data in cut(
+                manifest.spans, _parts(snapshot, lambda nbytes: progress.update(task, advance=nbytes))
+            ):
+                _write(temporary / span.name if manifest.files else temporary, data)
+            if manifest.files:
+                _write(temporary / MANIFEST_FILE, [memoryview(manifest.to_json().encode())])
         os.replace(temporary, target)
     except OSError as error:
         raise TierError(f"{target} cannot be written: {error.strerror}", tier=str(target)) from error
     finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
         temporary.unlink(missing_ok=True)
+
+
+def _parts(snapshot: OpenSnapshot, advance: Callable[[int], None]) -> Iterator[memoryview]:
+    reader = snapshot.reader()  # which checks again what it reads
+    while part := reader.read(PART_BYTES):
+        yield memoryview(part)
+        advance(len(part))
+
+
+def _write(path: Path, data: Iterable[memoryview]) -> None:
+    with open(path, "wb") as file:
+        for piece in data:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _progress() -> Progress:

@@ -26,8 +26,9 @@ _NO_FOLDERS = "a run at a node holds files without folders; write spot://host:po
 class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no types
     """The snapshots and files of the runs at a memory node, in memory and at the tier below it.
 
-    A run is a directory, a snapshot a directory in it with ``model.ckpt`` and ``manifest.json``. ``RUN/last.ckpt``
-    reads as the newest snapshot unless a file of that name was written. Files written here are held in the node's
+    A run is a directory, a snapshot a directory in it with ``model.ckpt`` (or the files of a sharded checkpoint) and
+    ``manifest.json``. ``RUN/last.ckpt`` reads as the newest snapshot, if that is one file, unless a file of that name
+    was written. Files written here are held in the node's
     memory and flushed like snapshots; once safe below they may leave memory, and are read from there.
 
     What a node cannot do raises an ``OSError`` that says so: folders within a run (``NotADirectoryError``), removing

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
 
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot
 
@@ -45,11 +45,6 @@ class FileSpan:
         """Offset behind its last byte in the image."""
         return self.offset + self.nbytes
 
-    def within(self, start: int, stop: int) -> tuple[int, int]:
-        """What of it lies in a range of the image, as a range of the file; empty where nothing does."""
-        first = min(max(start, self.offset), self.stop)
-        return first - self.offset, max(first, min(stop, self.stop)) - self.offset
-
 
 def files_from_json(fields: object) -> tuple[FileSpan, ...]:
     """Read the files of a manifest; see :func:`check_files`.
@@ -82,12 +77,29 @@ def check_files(files: Sequence[FileSpan], nbytes: int) -> str | None:
     return f"its files reach beyond its {nbytes} bytes" if end > nbytes else None
 
 
-def gaps(files: Sequence[FileSpan], nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yield ``(start, stop)`` of the bytes of the image that are in no file."""
-    edges = chain([0], *((file.offset, file.stop) for file in files), [nbytes])
-    for number, (start, stop) in enumerate(pairwise(edges)):
-        if number % 2 == 0 and start < stop:
-            yield start, stop
+def pieces(files: Sequence[FileSpan], start: int, stop: int) -> Iterator[tuple[FileSpan | None, int, int]]:
+    """Yield what lies in a range of the image, in order, without empty pieces.
+
+    Args:
+        files: of the image.
+        start: of the range.
+        stop: of the range.
+
+    Yields:
+        ``(file, start, stop)``: the file, ``None`` for bytes that are in none, and a range of the image.
+    """
+    for index in range(bisect_right(files, start, key=lambda file: file.stop), len(files)):
+        file = files[index]
+        if start < min(file.offset, stop):
+            yield None, start, min(file.offset, stop)
+        start = max(start, file.offset)
+        if start >= stop:
+            return
+        if start < min(file.stop, stop):
+            yield file, start, min(file.stop, stop)
+        start = max(start, file.stop)
+    if start < stop:
+        yield None, start, stop
 
 
 def cut(files: Sequence[FileSpan], parts: Iterable[memoryview]) -> Iterator[tuple[FileSpan, Iterator[memoryview]]]:
@@ -103,12 +115,12 @@ def cut(files: Sequence[FileSpan], parts: Iterable[memoryview]) -> Iterator[tupl
     Raises:
         CorruptSnapshot: if a byte that is in no file is not zero: it would not be there when the image is read again.
     """
-    pieces = _Pieces(iter(parts))
+    source = _Parts(iter(parts))
     for file in files:
-        for piece in pieces.upto(file.offset):
+        for piece in source.upto(file.offset):
             check_zero(piece)
-        yield file, pieces.upto(file.stop)
-    for piece in pieces.upto(None):
+        yield file, source.upto(file.stop)
+    for piece in source.upto(None):
         check_zero(piece)
 
 
@@ -121,10 +133,10 @@ def check_zero(gap: memoryview) -> None:
     for start in range(0, len(gap), _CHECKED_BYTES):
         piece = bytes(gap[start : start + _CHECKED_BYTES])
         if piece != bytes(len(piece)):
-            raise CorruptSnapshot("bytes between two files of a snapshot are not zero; it is not committed")
+            raise CorruptSnapshot("bytes that are in no file of the snapshot are not zero; it is not committed")
 
 
-class _Pieces:
+class _Parts:
     """Consecutive parts, taken up to one place after another."""
 
     def __init__(self, parts: Iterator[memoryview]) -> None:
@@ -136,10 +148,12 @@ class _Pieces:
         """Yield what lies before ``stop``, or all that is left; ends earlier where the parts do."""
         while stop is None or self._place < stop:
             if not self._left:
-                self._left = next(self._parts, memoryview(b""))
-                if not self._left:
+                part = next(self._parts, None)
+                if part is None:
                     return
+                self._left = part
             piece = self._left if stop is None else self._left[: stop - self._place]
             self._left = self._left[len(piece) :]
             self._place += len(piece)
-            yield piece
+            if piece:
+                yield piece

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lightning_spot.config import MANIFEST_VERSION, PART_BYTES
 from lightning_spot.errors import CorruptManifest, UnknownFormat
 from lightning_spot.image.files import MODEL_FILE, FileSpan, check_files, files_from_json
-from lightning_spot.image.parts import checksum_parts, part_ranges, verify_file, verify_parts
+from lightning_spot.image.parts import checksum_parts, part_ranges, verify_parts
 
 MANIFEST_FILE = "manifest.json"
 OWN_DIR = ".lightning_spot"
@@ -169,16 +169,6 @@ class Manifest:
         first = start // self.part_bytes
         checksums = self.checksums[first : first - (-len(data) // self.part_bytes)]
         verify_parts(data, checksums, self.part_bytes, f"{self.run}/{self.name} at {where}", start)
-
-    def verify_file(self, fd: int, where: str, progress: Callable[[int], None] | None = None) -> None:
-        """Check an open file against this manifest, by reading it; see :func:`~lightning_spot.image.parts.verify_file`.
-
-        Raises:
-            CorruptSnapshot: if it is too short or a part's checksum differs.
-            TierError: if it cannot be read.
-        """
-        name = f"{self.run}/{self.name} at {where}"
-        verify_file(fd, self.nbytes, self.checksums, self.part_bytes, name, progress)
 
     def to_dict(self) -> dict[str, Any]:
         """The manifest as a JSON object."""

@@ -1,4 +1,4 @@
-"""Names below a node: ``RUN/SNAPSHOT/model.ckpt``, ``RUN/FILE``, and ``RUN/last.ckpt`` for the newest snapshot."""
+"""Names below a node: ``RUN/SNAPSHOT/model.ckpt`` (or other files), ``RUN/FILE``, ``RUN/last.ckpt`` for the newest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def resolve(ring: Ring, run: str, path: str) -> tuple[Slot, Manifest]:
     """
     found = committed(ring, run)
     for slot, manifest in found:
-        if path in (manifest.data_path, *manifest.manifest_paths, manifest.name):
+        if path in manifest.manifest_paths or manifest.span_at(path) is not None:
             return slot, manifest
     names = ", ".join(manifest.name for _, manifest in found) or "nothing"
     raise SnapshotNotFound(f"no {path!r} in run {run!r} at this node; it holds {names} (and {MANIFEST_FILE} of each)")

@@ -117,9 +117,10 @@ class StoreSource:
         return self.store.survey()
 
     def open(self, manifest: Manifest, progress: Progress | None = None, *, for_many: bool = False) -> OpenSnapshot:
-        """See :meth:`Source.open`. One process reads a local file in place; else it is fetched into memory once."""
+        """See :meth:`Source.open`. One process reads one local file in place; all else is fetched into memory once."""
         url = f"{self.store.url}/{manifest.data_path}"
-        if isinstance(self.store, LocalStore) and not (for_many and has_room(manifest.nbytes)):
+        in_place = not manifest.files and not (for_many and has_room(manifest.nbytes))
+        if isinstance(self.store, LocalStore) and in_place:
             try:
                 fd = os.open(self.store.root / manifest.data_path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError as error:

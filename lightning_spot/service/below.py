@@ -14,7 +14,7 @@ import fsspec
 from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError, TierError
-from lightning_spot.image.files import is_data_file
+from lightning_spot.image.files import is_data_file, pieces
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, manifest_paths, snapshot_order
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.wire import parse_spot_url
@@ -67,12 +67,12 @@ class Below(ABC):
         """
         for wanted in _manifests_for(path):
             manifest = self._manifest_at(wanted)
-            if manifest is not None and path in (manifest.data_path, *manifest.manifest_paths, manifest.name):
+            if manifest is not None and (path in manifest.manifest_paths or manifest.span_at(path) is not None):
                 return manifest
         raise SnapshotNotFound(f"no {path!r} at {self.url}")
 
     def read(self, manifest: Manifest, start: int, stop: int) -> Iterator[bytes]:
-        """Bytes ``[start, stop)`` of a snapshot's file, a part at a time, each checked.
+        """Bytes ``[start, stop)`` of a snapshot's image, a part at a time, each checked.
 
         Raises:
             SnapshotNotFound: if it has gone.
@@ -98,7 +98,7 @@ class Below(ABC):
 
     @abstractmethod
     def _range(self, manifest: Manifest, first: int, last: int) -> bytes:
-        """Bytes of a snapshot's file."""
+        """Bytes of a snapshot's image."""
 
 
 class DurableDirectory(Below):
@@ -140,12 +140,19 @@ class DurableDirectory(Below):
             raise self._failed(error) from error
 
     def _range(self, manifest: Manifest, first: int, last: int) -> bytes:
+        found = bytearray()
         try:
-            return bytes(self._fs.cat_file(f"{self._root}/{manifest.data_path}", start=first, end=last))
+            for span, start, stop in pieces(manifest.spans, first, last):
+                if span is None:
+                    found += bytes(stop - start)
+                else:
+                    path = f"{self._root}/{manifest.path_of(span)}"
+                    found += self._fs.cat_file(path, start=start - span.offset, end=stop - span.offset)
         except FileNotFoundError as error:
             raise SnapshotNotFound(f"{manifest.data_path} has left {self.url}") from error
         except Exception as error:
             raise self._failed(error) from error
+        return bytes(found)
 
     def _failed(self, error: Exception) -> TierError:
         return TierError(f"{self.url} could not be read: {error}", tier=self.url)

@@ -16,6 +16,7 @@ from aiohttp import hdrs, web
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import PART_BYTES, SEND_BYTES
 from lightning_spot.errors import CorruptSnapshot, NodeRefused, SettingsError, SnapshotNotFound, SpotError
+from lightning_spot.image.files import MODEL_FILE, FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.node import Node
@@ -69,8 +70,9 @@ class Files:
     def _in_memory(self, key: str) -> dict[str, dict[str, object]]:
         listed = {}
         for slot, manifest in committed(self._node.ring, key):
-            entry = Entry(manifest.data_path, manifest.nbytes, manifest.created_unix_s)
-            listed[entry.path] = {**_as_json(entry, slot.dirty, slot.safe), "step": manifest.step}
+            for span in manifest.spans:
+                entry = Entry(manifest.path_of(span), span.nbytes, manifest.created_unix_s)
+                listed[entry.path] = {**_as_json(entry, slot.dirty, slot.safe), "step": manifest.step}
         return listed
 
     def _below(self, directory: Below, key: str) -> dict[str, Entry]:
@@ -82,8 +84,11 @@ class Files:
         return {manifest.name for _url, manifest in self._node.flusher.deletions(key)}
 
     def _newest(self, paths: list[str]) -> str | None:
-        snapshots = [path for path in paths if "/" in path and snapshot_order(_name(path))]
-        return max(snapshots, key=lambda path: snapshot_order(_name(path)) or (0, 0, False), default=None)
+        """Path of the newest snapshot, or of its directory if that is of several files."""
+        names = {_name(path) for path in paths if "/" in path and snapshot_order(_name(path))}
+        newest = max(names, key=lambda name: snapshot_order(name) or (0, 0, False), default=None)
+        one_file = f"{newest}/{MODEL_FILE}"
+        return one_file if one_file in paths else newest
 
     def _directory(self, text: str) -> Below | None:
         """Where what left memory of a run is, if anywhere."""
@@ -114,7 +119,8 @@ class Files:
         etag = f'"{xxhash.xxh3_128_hexdigest(manifest.to_json().encode())}"'
         if request.headers.get(hdrs.IF_MATCH, etag) != etag:
             raise NodeRefused(f"{path} was replaced while it was being read", status=412)
-        start, stop, status = byte_range(request.headers.get(hdrs.RANGE), manifest.nbytes)
+        span = manifest.span_at(path) or FileSpan(path, 0, manifest.nbytes)  # another name, of a snapshot of one file
+        start, stop, status = byte_range(request.headers.get(hdrs.RANGE), span.nbytes)
         response = web.StreamResponse(status=status)
         response.content_length = stop - start
         response.content_type = "application/octet-stream"
@@ -124,12 +130,13 @@ class Files:
                 hdrs.ACCEPT_RANGES: "bytes",
                 hdrs.ETAG: etag,
                 "Spot-Created": str(manifest.created_unix_s),
-                "Spot-Path": quote(manifest.data_path),  # a header holds ASCII only
+                "Spot-Path": quote(_path_to(manifest, span)),  # a header holds ASCII only
                 "Spot-Snapshot": quote(manifest.name),
             }
         )
         if status == 206:
-            response.headers[hdrs.CONTENT_RANGE] = f"bytes {start}-{stop - 1}/{manifest.nbytes}"
+            response.headers[hdrs.CONTENT_RANGE] = f"bytes {start}-{stop - 1}/{span.nbytes}"
+        start, stop = span.offset + start, span.offset + stop
         with_digest = WANT_DIGEST_HEADER in request.headers and stop - start <= LONGEST_DIGESTED_BYTES
         if request.method == hdrs.METH_HEAD:
             await response.prepare(request)
@@ -157,6 +164,11 @@ class Files:
         except SnapshotNotFound as error:
             missing = error
         if path == LAST and (alias := await self._alias(key, directory)) is not None:
+            if snapshot_order(alias) is not None:
+                raise SnapshotNotFound(
+                    f"the newest snapshot of run {text!r} is a directory of several files: read it at {alias}/"
+                    f" instead of {LAST}, or make one file of it with lightning-spot pull"
+                )
             return await self._find(text, alias)
         if directory is None or _name(path) in self._hidden(key):
             raise missing
@@ -165,7 +177,7 @@ class Files:
 
     async def _alias(self, key: str, directory: Below | None) -> str | None:
         """Path of what ``last.ckpt`` stands for; ``None`` if it is a file below, or there is nothing."""
-        paths = [manifest.data_path for _, manifest in committed(self._node.ring, key)]
+        paths = list(self._in_memory(key))
         if directory is not None:
             try:
                 paths += await asyncio.to_thread(self._below, directory, key)
@@ -319,7 +331,8 @@ class Files:
         slot, manifest, directory = await self._find(text, path)
         if path not in (manifest.name, manifest.data_path):
             raise NodeRefused(
-                f"{path!r} is only another name, of {manifest.data_path}; remove that by its own name", status=409
+                f"{path!r} is only another name, or one file, of {manifest.data_path}; remove that by its own name",
+                status=409,
             )
         if slot is not None:
             await asyncio.to_thread(self._node.remove, text, manifest.name)
@@ -358,6 +371,13 @@ def byte_range(header: str | None, nbytes: int) -> tuple[int, int, int]:
 def _name(path: str) -> str:
     """Name of the snapshot or file that a path below a run belongs to."""
     return path.partition("/")[0]
+
+
+def _path_to(manifest: Manifest, span: FileSpan) -> str:
+    """Where a reader finds what it was given: a file, or all files of a directory, whose path ends with a slash."""
+    if span in manifest.files:
+        return manifest.path_of(span)
+    return f"{manifest.name}/" if manifest.files else manifest.data_path
 
 
 def _as_json(entry: Entry, dirty: list[str], safe: list[str]) -> dict[str, object]:

@@ -10,13 +10,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_spot.errors import CorruptManifest, CorruptSnapshot, SpotError, TierError
-from lightning_spot.image.files import is_data_file
+from lightning_spot.config import PART_BYTES
+from lightning_spot.errors import CorruptManifest, SpotError, TierError
+from lightning_spot.image.files import cut, is_data_file
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.parts import part_ranges
 from lightning_spot.image.sealing import NotedParts
 from lightning_spot.tiers import files, store
 from lightning_spot.tiers.files import tier_errors
+from lightning_spot.tiers.image_reader import ImageReader
 from lightning_spot.tiers.store import ATTEMPTS_DIR, Claim, Holdings, Progress
 from lightning_spot.tiers.temporaries import temporary_name, temporary_owner, writer_has_ended
 
@@ -77,26 +79,16 @@ class LocalStore:
         """See :meth:`Store.has`."""
         with tier_errors(self.url):
             try:
-                data = os.stat(self.root / manifest.data_path)
+                sizes = [os.stat(self.root / manifest.path_of(span)).st_size for span in manifest.spans]
             except FileNotFoundError:
                 return False
-            return self._noted(manifest) == manifest and data.st_size == manifest.nbytes
+            return self._noted(manifest) == manifest and sizes == [span.nbytes for span in manifest.spans]
 
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`."""
-        path = self.root / manifest.data_path
-        with tier_errors(self.url, reading=True), open(path, "rb", buffering=0) as file:
+        with tier_errors(self.url, reading=True), ImageReader(self.root, manifest, self.url) as image:
             for start, stop in manifest.ranges():
-                place = start
-                while place < stop:
-                    count = file.readinto(into[place:stop])
-                    if not count:
-                        raise CorruptSnapshot(
-                            f"{path} is cut short: {place} of {manifest.nbytes} bytes are there", where=self.url
-                        )
-                    place += count
-                    if progress is not None:
-                        progress(count)
+                image.read(start, into[start:stop], progress)
                 manifest.verify_range(start, into[start:stop], self.url)
 
     # -- changes --------------------------------------------------------------------------------------------------
@@ -120,21 +112,21 @@ class LocalStore:
             if self._holds_every_byte(manifest):
                 # A node that takes over from a killed one may not know that this was committed, and must not undo it.
                 # Its predecessor may have been killed before it synced the names.
-                for path in (manifest.data_path, manifest.manifest_path):
+                for path in (manifest.path_of(manifest.spans[0]), manifest.manifest_path):
                     files.sync_directory((self.root / path).parent)
                 files.sync_directory(self.root)
                 return
             slices = (image[start:stop] for start, stop in part_ranges(len(image), _WRITE_BYTES))
-            with self._aside(manifest, slices, attempt) as temporary:
-                self._commit(manifest, temporary, attempt)
+            with self._aside(manifest, slices, attempt) as temporaries:
+                self._commit(manifest, temporaries, attempt)
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
         """See :meth:`Store.put_parts`."""
         self._check_fences(manifest, attempt)
         noted = NotedParts(manifest, parts)
-        with tier_errors(self.url), self._aside(manifest, noted, attempt) as temporary:
+        with tier_errors(self.url), self._aside(manifest, noted, attempt) as temporaries:
             sealed = noted.sealed()
-            self._commit(sealed, temporary, attempt)
+            self._commit(sealed, temporaries, attempt)
         return sealed
 
     def delete(self, manifest: Manifest) -> None:
@@ -143,7 +135,7 @@ class LocalStore:
             if manifest.is_file:
                 self._delete_file(manifest)
                 return
-            folder = (self.root / manifest.data_path).parent
+            folder = (self.root / manifest.manifest_path).parent
             if not files.is_own_directory(folder):
                 return  # not there, or a link to somebody's place
             files.remove(self.root / manifest.manifest_path)
@@ -211,37 +203,38 @@ class LocalStore:
         """Whether this very snapshot is committed already, with every byte as it should be, and on the disk."""
         if not self.has(manifest):
             return False
+        buffer = memoryview(bytearray(min(manifest.nbytes, max(manifest.part_bytes, PART_BYTES))))
         try:
-            fd = os.open(self.root / manifest.data_path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        try:
-            manifest.verify_file(fd, self.url)
-            os.fsync(fd)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # the page cache is for the training data
-        except SpotError:
+            with ImageReader(self.root, manifest, self.url) as image:
+                for start, stop in manifest.ranges():
+                    image.read(start, buffer[: stop - start])
+                    manifest.verify_range(start, buffer[: stop - start], self.url)
+        except (SpotError, OSError):
             return False  # it is written anew
-        finally:
-            os.close(fd)
+        for span in manifest.spans:
+            files.sync_file(self.root / manifest.path_of(span))
         return True
 
     @contextlib.contextmanager
-    def _aside(self, manifest: Manifest, parts: Iterable[memoryview], attempt: int) -> Iterator[Path]:
-        """The bytes in a temporary file beside their manifest's place, until they are committed."""
+    def _aside(self, manifest: Manifest, parts: Iterable[memoryview], attempt: int) -> Iterator[list[Path]]:
+        """The bytes in temporary files beside their manifest's place, one for each file, until they are committed."""
         folder = (self.root / manifest.manifest_path).parent
         files.make_directory(folder, like_parent=manifest.is_file)
         if not files.is_own_directory(folder):
             raise TierError(f"{folder} is a link; nothing is written where it leads to", tier=self.url)
-        temporary = files.write_aside(folder, parts, attempt=attempt, run_id=manifest.run_id)
+        temporaries: list[Path] = []
         try:
-            yield temporary
+            for _span, data in cut(manifest.spans, parts):
+                temporaries.append(files.write_aside(folder, data, attempt=attempt, run_id=manifest.run_id))
+            yield temporaries
         finally:
-            files.remove(temporary)
+            for temporary in temporaries:
+                files.remove(temporary)
 
-    def _commit(self, manifest: Manifest, temporary: Path, attempt: int) -> None:
+    def _commit(self, manifest: Manifest, temporaries: list[Path], attempt: int) -> None:
         """Put the bytes in place, then the manifest; whatever fails, a manifest never stands beside other bytes."""
-        data, commit = self.root / manifest.data_path, self.root / manifest.manifest_path
+        places = [self.root / manifest.path_of(span) for span in manifest.spans]
+        data, commit = places[0], self.root / manifest.manifest_path
         text = memoryview(manifest.to_json().encode())
         noted = files.write_aside(commit.parent, [text], attempt=attempt, run_id=manifest.run_id)
         before: dict[Path, Path] = {}  # manifests of what is there, out of the way: by their places
@@ -251,7 +244,8 @@ class LocalStore:
             # Another writer, to whom the run was handed over, may have just committed the very same bytes: its manifest
             # is not taken away, or being killed in the middle would undo what was said to be durable.
             if self._noted(manifest) != manifest:
-                for place in (self.root / path for path in manifest.manifest_paths):
+                for path in manifest.manifest_paths:
+                    place = self.root / path
                     aside = commit.parent / temporary_name(attempt, manifest.run_id)
                     with contextlib.suppress(FileNotFoundError):
                         os.rename(place, aside)
@@ -259,9 +253,10 @@ class LocalStore:
                 if commit.parent != data.parent:
                     files.sync_directory(commit.parent)
             try:
-                os.replace(temporary, data)
+                for temporary, place in zip(temporaries, places, strict=True):
+                    os.replace(temporary, place)
             except OSError:
-                if files.is_there(temporary):  # nothing was replaced: what was there has its manifest again
+                if files.is_there(temporaries[0]):  # nothing was replaced: what was there has its manifest again
                     for place, aside in before.items():
                         os.rename(aside, place)
                 raise
@@ -274,8 +269,9 @@ class LocalStore:
         files.sync_directory(commit.parent)
         if not manifest.is_file:
             files.sync_directory(self.root)
-        if os.stat(data).st_size != manifest.nbytes:
-            raise TierError(f"{data} was changed while it was committed; it is written again", tier=self.url)
+        for place, span in zip(places, manifest.spans, strict=True):
+            if os.stat(place).st_size != span.nbytes:
+                raise TierError(f"{place} was changed while it was committed; it is written again", tier=self.url)
 
     def _delete_file(self, manifest: Manifest) -> None:
         if store.is_newer(self._noted(manifest), manifest):

@@ -7,11 +7,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
 from lightning_spot.config import PART_BYTES
-from lightning_spot.errors import CorruptManifest, CorruptSnapshot, TierError
-from lightning_spot.image.files import is_data_file
+from lightning_spot.errors import CorruptManifest, CorruptSnapshot, SnapshotNotFound, TierError
+from lightning_spot.image.files import FileSpan, is_data_file, pieces
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.sealing import NotedParts
 from lightning_spot.tiers import store
@@ -20,7 +21,7 @@ from lightning_spot.tiers.lanes import Job, Lanes
 from lightning_spot.tiers.multipart import S3, abort_dead_uploads, abort_noted, create_object
 from lightning_spot.tiers.store import ATTEMPTS_DIR, LONGEST_MANIFEST_BYTES, Claim, Holdings, Progress
 from lightning_spot.tiers.temporaries import temporary_name, temporary_owner, writer_has_ended
-from lightning_spot.tiers.writing import Parts, write_object, write_small
+from lightning_spot.tiers.writing import Parts, by_file, write_object, write_small
 
 logger = logging.getLogger(__name__)
 
@@ -85,18 +86,17 @@ class ObjectStore:
     def has(self, manifest: Manifest) -> bool:
         """See :meth:`Store.has`."""
         with tier_errors(self.url):
-            return self._noted(manifest) == manifest and self._size(manifest.data_path) == manifest.nbytes
+            return self._noted(manifest) == manifest and self._sizes(manifest) == [
+                item.nbytes for item in manifest.spans
+            ]
 
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`; by several requests at once."""
-        path, where = self._path(manifest.data_path), f"{self.url}/{manifest.data_path}"
 
         def read(start: int, stop: int) -> None:
-            data = self._patiently(lambda: self._fs.cat_file(path, start=start, end=stop))
-            if len(data) != stop - start:
-                raise CorruptSnapshot(f"{where} is cut short: {len(data)} bytes came from byte {start}", where=where)
-            manifest.verify_range(start, memoryview(data), self.url)
-            into[start:stop] = data
+            for span, first, last in pieces(manifest.spans, start, stop):
+                into[first:last] = bytes(last - first) if span is None else self._range(manifest, span, first, last)
+            manifest.verify_range(start, into[start:stop], self.url)
             if progress is not None:
                 progress(stop - start)
 
@@ -106,13 +106,17 @@ class ObjectStore:
 
         with tier_errors(self.url, reading=True):
             began_s = time.monotonic()
-            nbytes = int(self._patiently(lambda: self._fs.info(path))["size"])
+            sizes = self._sizes(manifest)
             self._lanes.pace.answered(time.monotonic() - began_s)
             size = self._lanes.part_bytes(manifest.nbytes, max(PART_BYTES, manifest.part_bytes))
-            if nbytes < manifest.nbytes:
-                raise CorruptSnapshot(
-                    f"{where} is cut short: {nbytes} of {manifest.nbytes} bytes are there", where=where
-                )
+            for span, nbytes in zip(manifest.spans, sizes, strict=True):
+                if nbytes is None:
+                    raise SnapshotNotFound(f"{self.url}/{manifest.path_of(span)} does not exist")
+                if nbytes < span.nbytes:
+                    raise CorruptSnapshot(
+                        f"{self.url}/{manifest.path_of(span)} is cut short: {nbytes} of {span.nbytes} bytes are there",
+                        where=self.url,
+                    )
             self._lanes.run(jobs(), size)
 
     # -- changes --------------------------------------------------------------------------------------------------
@@ -146,7 +150,7 @@ class ObjectStore:
             if manifest.is_file and store.is_newer(self._noted(manifest), manifest):
                 logger.info("%s stays at %s: a later attempt has written it anew", manifest.name, self.url)
                 return
-            for path in (*manifest.manifest_paths, manifest.data_path):
+            for path in (*manifest.manifest_paths, *map(manifest.path_of, manifest.spans)):
                 self._remove(path)
             self._remove_directory(OWN_DIR if manifest.is_file else manifest.name)
 
@@ -239,6 +243,26 @@ class ObjectStore:
         except FileNotFoundError:
             return None
 
+    def _range(self, manifest: Manifest, span: FileSpan, start: int, stop: int) -> bytes:
+        """A range of the image that lies in one file."""
+        path, first, last = self._path(manifest.path_of(span)), start - span.offset, stop - span.offset
+        data = bytes(self._patiently(lambda: self._fs.cat_file(path, start=first, end=last)))
+        if len(data) != stop - start:
+            where = f"{self.url}/{manifest.path_of(span)}"
+            raise CorruptSnapshot(f"{where} is cut short: {len(data)} bytes came from byte {first}", where=where)
+        return data
+
+    def _sizes(self, manifest: Manifest) -> list[int | None]:
+        """Size of each file of a snapshot, ``None`` for one that is not there; in one request."""
+        if not manifest.files:
+            return [self._size(manifest.data_path)]
+        try:
+            listed = self._twice(lambda: self._fs.ls(self._path(manifest.name), detail=True))
+        except FileNotFoundError:
+            listed = []
+        sizes = {str(item["name"]).rpartition("/")[2]: int(item["size"]) for item in listed}
+        return [sizes.get(span.name) for span in manifest.files]
+
     def _claim_in(self, below: str) -> Claim | None:
         try:
             return store.whole(lambda: Claim.from_json(self._read_small(below)))
@@ -265,14 +289,16 @@ class ObjectStore:
 
     def _commit(self, manifest: Manifest, parts: Parts, seal: Callable[[], Manifest], attempt: int) -> Manifest:
         """Write the bytes, then the manifest; whatever fails, a manifest never stands beside other bytes."""
-        data, commit = self._path(manifest.data_path), self._path(manifest.manifest_path)
+        data, commit = self._path(manifest.path_of(manifest.spans[0])), self._path(manifest.manifest_path)
         before: dict[str, tuple[bytes, dict[str, object]]] = {}  # manifests of what is there, by their places
 
         def ready() -> None:
-            sealed = seal()  # what is not what was announced never becomes visible
+            """The first file is about to become visible."""
+            # What is not what was announced never becomes visible; of several files, never with a manifest.
+            sealed = manifest if manifest.files else seal()
             if manifest.is_file:
                 self._check_fences(manifest, attempt)  # again: a large file takes its time
-            if self._noted(manifest) == sealed:
+            if _is_same(self._noted(manifest), sealed):
                 return  # the very same, once more: it stays durable meanwhile
             for place in map(self._path, manifest.manifest_paths):
                 with contextlib.suppress(FileNotFoundError):
@@ -283,25 +309,28 @@ class ObjectStore:
             make_parent(self._fs, commit)
             temporary = f"{commit.rpartition('/')[0]}/{temporary_name(attempt, manifest.run_id)}"
             try:
-                write_object(
-                    self._fs,
-                    data,
-                    parts,
-                    manifest.nbytes,
-                    lanes=self._lanes,
-                    temporary=temporary,
-                    ready=ready,
-                    noted=manifest.is_file,
-                )
+                for span, of_file in by_file(manifest, parts):
+                    write_object(
+                        self._fs,
+                        self._path(manifest.path_of(span)),
+                        of_file,
+                        span.nbytes,
+                        lanes=self._lanes,
+                        temporary=temporary,
+                        ready=ready if span == manifest.spans[0] else lambda: None,
+                        noted=manifest.is_file,
+                    )
+                sealed = seal()
             except BaseException:
                 for place, (text, mark) in before.items():  # if nothing was replaced, it has its manifest again
                     with contextlib.suppress(Exception):
                         if mark == self._mark(data):
                             write_small(self._fs, place, text, temporary)
                 raise
-            sealed = seal()
-            if (size := self._size(manifest.data_path)) != sealed.nbytes:
-                raise TierError(f"{self.url} shows {size} of {sealed.nbytes} bytes of {manifest.name}", tier=self.url)
+            for span, size in zip(manifest.spans, self._sizes(manifest), strict=True):
+                if size != span.nbytes:
+                    what = manifest.path_of(span)
+                    raise TierError(f"{self.url} shows {size} of {span.nbytes} bytes of {what}", tier=self.url)
             write_small(self._fs, commit, sealed.to_json().encode(), temporary)
             return sealed
 
@@ -359,3 +388,8 @@ class ObjectStore:
         if not speaks(self._fs):
             with contextlib.suppress(OSError, NotImplementedError):
                 self._fs.rmdir(self._path(name))
+
+
+def _is_same(noted: Manifest | None, manifest: Manifest) -> bool:
+    """Whether this very snapshot is there; ``manifest`` may have no checksums yet."""
+    return noted is not None and manifest == (noted if manifest.checksums else replace(noted, checksums=()))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from fsspec.spec import AbstractFileSystem
 
 from lightning_spot.config import PART_BYTES
+from lightning_spot.image.files import FileSpan, check_zero, cut, pieces
+from lightning_spot.image.manifest import Manifest
 from lightning_spot.tiers.filesystem import speaks
 from lightning_spot.tiers.lanes import Lanes
 from lightning_spot.tiers.multipart import S3, block_bytes, regrouped, slices_of, upload
@@ -17,6 +19,22 @@ Parts = memoryview | Iterable[memoryview]
 """The bytes of an object, whole or part by part."""
 
 _WRITE_BYTES = 32 * 1024 * 1024
+
+
+def by_file(manifest: Manifest, parts: Parts) -> Iterator[tuple[FileSpan, Parts]]:
+    """Yield each file of an image with its bytes: whole if the image is, so that several blocks can go at once.
+
+    Raises:
+        CorruptSnapshot: if a byte that is in no file is not zero.
+    """
+    if not isinstance(parts, memoryview):
+        yield from cut(manifest.spans, parts)
+        return
+    for span, start, stop in pieces(manifest.spans, 0, len(parts)):
+        if span is None:
+            check_zero(parts[start:stop])
+    for span in manifest.spans:
+        yield span, parts[span.offset : span.stop]
 
 
 def write_object(
