@@ -19,6 +19,7 @@ from lightning_spot.tiers.store import Claim
 from tests.conftest import RunningNode
 from tests.models import EachDurable, Net, data, trainer
 from tests.test_fit import Stop, StopAt
+from tests.test_stores import sharded
 
 
 @pytest.fixture
@@ -81,6 +82,26 @@ def test_pull(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert torch.load(target, weights_only=True)["global_step"] == 25
     assert main(["pull", str(run_dir), "--to", str(tmp_path / "none" / "x.ckpt")]) == 2
     assert "no directory" in capsys.readouterr().err
+
+
+def test_a_sharded_snapshot_is_pulled_into_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest, image = sharded(5)
+    store = LocalStore(tmp_path / "run")
+    store.put(manifest, memoryview(image), attempt=1)
+    assert main(["pull", str(tmp_path / "run"), "--to", str(tmp_path)]) == 0
+    pulled = tmp_path / manifest.name
+    assert {path.name: path.read_bytes() for path in pulled.iterdir()} == {
+        path.name: path.read_bytes() for path in (store.root / manifest.name).iterdir()
+    }
+    assert main(["pull", str(tmp_path / "run"), "--to", str(tmp_path), "--force"]) == 2
+    assert "never replaced" in " ".join(capsys.readouterr().err.split())
+    assert main(["show", str(tmp_path / "run")]) == 0
+    assert "3, .metadata first" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "run")]) == 0
+    (store.root / manifest.name / "__0_0.distcp").write_bytes(b"x" * manifest.files[1].nbytes)
+    assert main(["verify", str(tmp_path / "run")]) == 1
+    assert main(["pull", str(tmp_path / "run"), "--to", str(tmp_path / "other")]) != 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", manifest.name]
 
 
 def test_verify(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

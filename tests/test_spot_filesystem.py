@@ -19,14 +19,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.node_client import NodeClient
-from lightning_spot.errors import CorruptSnapshot, SettingsError, SpotError
+from lightning_spot.client.remote import NodeStore
+from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.slots import Slot
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.service import files
+from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode
 from tests.models import Net, data, trainer
 from tests.test_node import put
+from tests.test_stores import sharded
 
 StartNode = Callable[..., RunningNode]
 
@@ -57,6 +60,38 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def run(request: pytest.FixtureRequest) -> str:
     """A run of the test's own at the shared node."""
     return "".join(character if character.isalnum() else "-" for character in request.node.name)[-60:].lstrip("-")
+
+
+def test_a_snapshot_of_several_files_is_a_directory_of_them(shared: RunningNode, run: str, tmp_path: Path) -> None:
+    """One in memory, one that only the directory below has."""
+    fs, made = file_system(shared), {step: sharded(step) for step in (1, 2)}
+    LocalStore(shared.log.parent / "durable" / run).put(made[1][0], memoryview(made[1][1]), attempt=1)
+    store = NodeStore(f"{shared.url}/{run}")
+    store.put(made[2][0], memoryview(made[2][1]), attempt=1)
+    for manifest, image in made.values():
+        folder = f"{run}/{manifest.name}"
+        assert fs.isdir(folder)
+        assert fs.ls(folder, detail=False) == sorted(f"{folder}/{span.name}" for span in manifest.files)
+        for span in manifest.files:
+            whole = image[span.offset : span.stop]
+            assert fs.info(f"{folder}/{span.name}")["size"] == span.nbytes
+            assert fs.cat_file(f"{folder}/{span.name}") == whole
+            with fs.open(f"{folder}/{span.name}") as file:
+                file.seek(5)
+                assert file.read(4100) == whole[5:4105]
+        with pytest.raises(IsADirectoryError):
+            fs.cat_file(folder)
+        with pytest.raises(PermissionError, match=manifest.name):
+            fs.rm_file(f"{folder}/.metadata")
+        fs.get(folder, str(tmp_path / manifest.name), recursive=True)
+        assert (tmp_path / manifest.name / "__0_0.distcp").read_bytes() == image[4096:13096]
+        buffer = bytearray(manifest.nbytes)
+        store.fetch(manifest, memoryview(buffer))
+        assert buffer == image
+    with pytest.raises(SnapshotNotFound, match="the newest snapshot is several"):
+        fs.cat_file(f"{run}/last.ckpt")
+    fs.rm(f"{run}/{made[2][0].name}")
+    assert fs.ls(run, detail=False) == [f"{run}/{made[1][0].name}"]
 
 
 # -- what it does -----------------------------------------------------------------------------------------------------

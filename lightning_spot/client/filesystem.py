@@ -18,6 +18,7 @@ from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.client.spot_files import BLOCK_BYTES, SpotReader, SpotWriter
 from lightning_spot.errors import CorruptSnapshot, NodeRefused, SettingsError, SnapshotNotFound
 from lightning_spot.image.parts import checksum
+from lightning_spot.memory.paths import LAST
 from lightning_spot.protocol.wire import DIGEST_HEADER, Address, parse_spot_url
 
 _NO_FOLDERS = "a run at a node holds files without folders; write spot://host:port/RUN/NAME"
@@ -108,9 +109,16 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
                 "etag": headers["etag"],
                 "path": f"{run}/{real}",
             }
-        if real or any(str(entry["name"]).startswith(f"{path}/") for entry in self._files(run)):
+        listing = self._listing(run)
+        if real or any(str(item["path"]).startswith(f"{below}/") for item in listing["files"]):
             return _directory(path)
-        raise SnapshotNotFound(self.unstrip_protocol(path))
+        url = self.unstrip_protocol(path)
+        if below == LAST and listing["last"]:
+            raise SnapshotNotFound(
+                f"{url} names one file, and the newest snapshot is several: {self.unstrip_protocol(run)}/"
+                f"{listing['last']}. Give its directory, or make one file of it with lightning-spot pull"
+            )
+        raise SnapshotNotFound(url)
 
     def modified(self, path: str) -> datetime:
         """When a file was taken."""
@@ -297,8 +305,10 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.unstrip_protocol(path))
         return info
 
+    def _listing(self, run: str) -> dict[str, Any]:
+        return self.client.call("GET", f"/v1/runs/{quoted(run)}/files")
+
     def _files(self, run: str) -> list[dict[str, Any]]:
-        listed = self.client.call("GET", f"/v1/runs/{quoted(run)}/files")["files"]
         return [
             {
                 "name": f"{run}/{item['path']}",
@@ -309,7 +319,7 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
                 "safe": item["safe"],
                 **({"step": item["step"]} if "step" in item else {}),
             }
-            for item in listed
+            for item in self._listing(run)["files"]
         ]
 
     def _children(self, run: str, below: str) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ How a tier lays a run out below its URL::
     run-1/
       attempts/attempt-0001.json           who wrote, so that a later attempt fences an earlier one
       step-000000400-attempt-0001/
-        model.ckpt                         an ordinary Lightning checkpoint
+        model.ckpt                         an ordinary Lightning checkpoint; or the files of a sharded one
         manifest.json                      written last: without it the snapshot does not exist
 """
 
