@@ -214,6 +214,36 @@ def test_tensors_are_learned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts == [51, 1, 1]  # the state of the generator is another tensor each time
 
 
+def test_a_tensor_that_is_there_twice_is_one_object_and_all_others_are_still_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[torch.Tensor] = []
+    as_torch_says = pickling._as_torch_says
+    monkeypatch.setattr(pickling, "_as_torch_says", lambda tensor: asked.append(tensor) or as_torch_says(tensor))
+    layouter = Layouter()
+    weights = [torch.randn(3) for _ in range(50)]
+    counts = []
+    for _ in range(3):
+        asked.clear()
+        assert_like_torch(layouter, {"w": weights, "again": {"a": weights[7], "b": [weights[7], weights[9]]}})
+        counts.append(sum(any(tensor is weight for weight in weights) for tensor in asked))
+    assert counts == [54, 2, 2]  # in the first one, those that come again are asked twice more
+
+
+class Renewed:
+    """Each time it is pickled it holds another tensor, twice."""
+
+    def __reduce__(self) -> Any:
+        made = torch.ones(3)
+        return (list, ((made, made),))
+
+
+def test_a_tensor_that_is_made_anew_each_time_and_there_twice() -> None:
+    found = loaded(fill(lay_out({"w": torch.zeros(2), "made": Renewed()})), weights_only=False)
+    assert found["made"][0] is found["made"][1]
+    assert torch.equal(found["made"][0], torch.ones(3))
+
+
 @pytest.mark.parametrize("hidden", ["StorageWeakRef", "_FIELDS"])
 def test_what_torch_names_otherwise_one_day_ends_nothing(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
     monkeypatch.setattr(pickling, hidden, {"StorageWeakRef": None, "_FIELDS": {None: 7}}[hidden])

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copyreg
 import io
+import itertools
+import os
 import pickle
 import types
 from collections import OrderedDict
@@ -25,6 +27,9 @@ except ImportError:
     StorageWeakRef = None  # type: ignore[assignment, misc] # raises when it is called
 
 _PROTOCOL = 2  # of torch.save
+_BEGIN, _END = pickle.PROTO + bytes([_PROTOCOL]), pickle.STOP
+_NUMBER = int.from_bytes(os.urandom(16), "big")  # that no checkpoint has in it
+_MARK = pickle.dumps(_NUMBER, _PROTOCOL)[len(_BEGIN) : -len(_END)] + pickle.BINPERSID
 _FIELDS = {
     getattr(torch._utils, rebuild, None): count  # storage, offset, shape, strides, requires_grad, hooks; dtype
     for rebuild, count in (("_rebuild_tensor_v2", 6), ("_rebuild_tensor_v3", 7))
@@ -51,41 +56,36 @@ class Named:
         self._alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call] # keeps the identity, not the memory
 
 
-class _Reference:
-    """Stands for a storage in what was learned of a tensor."""
-
-    __slots__ = ("persistent_id",)
-
-    def __init__(self, persistent_id: tuple[Any, ...]) -> None:
-        self.persistent_id = persistent_id
+_PLAIN = frozenset([str, int, float, bool, type(None), tuple, dict, list, type, types.FunctionType, OrderedDict])
+"""Kinds of which no object is a storage or a tensor: most of what is pickled."""
 
 
-class _Hooks:
-    """Stands for the dictionary of hooks of a tensor, which torch leaves empty; each has one of its own."""
+class _Tensor:
+    """Stands for a tensor of which torch has said how it is put together."""
 
-    __slots__ = ()
+    __slots__ = ("reduction",)
 
-
-_NO_STORAGE = frozenset(
-    [str, int, float, bool, type(None), tuple, dict, list, type, types.FunctionType, torch.Tensor, OrderedDict, _Hooks]
-)
-"""Kinds of which no object is a storage: most of what is pickled."""
+    def __init__(self, reduction: tuple[Any, ...]) -> None:
+        self.reduction = reduction
 
 
 class _Learned:
-    """How a tensor is put together."""
+    """How a tensor is put together, pickled; its storage is named in it."""
 
-    __slots__ = ("dtype", "dump", "named", "reduction")
+    __slots__ = ("data", "dtype", "named")
 
-    def __init__(self, reduction: tuple[Any, ...], named: Named, dtype: torch.dtype) -> None:
-        self.reduction = reduction
+    def __init__(self, data: bytes, named: Named, dtype: torch.dtype) -> None:
+        self.data = data
         self.named = named
         self.dtype = dtype  # as which torch files the storage
-        self.dump = 0
 
 
 class TensorPickler:
     """Pickles one checkpoint after the other, for one thread.
+
+    What was learned of a tensor is its part of the pickle, which refers to nothing else in it. The pickler of Python
+    writes a mark in its place: it would ask here about each of the twenty objects that a tensor is put together from.
+    A tensor that the checkpoint holds twice is one object for who loads it, so it is left to the pickler.
 
     Attributes:
         storages: of the checkpoint that was pickled last, in the order in which they were met; :meth:`forget` lets
@@ -100,32 +100,41 @@ class TensorPickler:
         self._named: dict[int, Named] = {}  # by identity
         self._learned: dict[tuple[Any, ...], _Learned] = {}
         self._dtypes: dict[int, torch.dtype] = {}  # by address, in this checkpoint
+        self._twice: set[tuple[Any, ...]] = set()  # forms of tensors that a checkpoint held twice
+        self._met: dict[int, torch.Tensor] = {}  # tensors of this checkpoint that are marked, kept alive, by identity
+        self._marked: list[bytes] = []  # what comes in place of the marks
+        self._answer: tuple[torch.Tensor, Any] | None = None  # what torch said of the last tensor that is not marked
+        self._marks = True
         self._free: list[int] = []
         self._numbers = 0
-        self._dump = 0
 
     def dump(self, checkpoint: Any) -> bytes:
         """Pickle ``checkpoint``; what is in it that ``torch.save`` refuses raises here too."""
-        self._dump += 1
-        self.storages, self._dtypes = {}, {}
-        data = io.BytesIO()
         try:
-            _Pickler(data, self).dump(checkpoint)
+            for self._marks in (True, True, False):  # objects may be others each time they are asked for their parts
+                twice = len(self._twice)
+                self.storages, self._dtypes, self._met, self._marked = {}, {}, {}, []
+                data = io.BytesIO()
+                _Pickler(data, self).dump(checkpoint)
+                if twice == len(self._twice):
+                    break
         except BaseException:
             self._reset()  # what was met in part is no base for the next one
             raise
         for named in [named for named in self._named.values() if named not in self.storages]:
             self._drop(named)
-        return data.getvalue()
+        between, marked = data.getvalue().split(_MARK), self._marked
+        self._met, self._marked, self._answer = {}, [], None
+        return b"".join(itertools.chain.from_iterable(zip(between, [*marked, b""], strict=True)))
 
     def forget(self) -> None:
         """Keep no storage alive any more."""
         self.storages = {}
 
-    def reduce(self, tensor: torch.Tensor) -> Any:
-        """How a tensor is put together: as learned, or as torch says."""
-        if tensor.__dict__:
-            return _as_torch_says(tensor)
+    def mark(self, tensor: torch.Tensor) -> bool:
+        """Whether what was learned of a tensor, now or before, comes in place of a mark."""
+        if tensor.__dict__ or not self._marks:
+            return False
         try:
             storage = tensor.untyped_storage()
             form = (
@@ -140,18 +149,25 @@ class TensorPickler:
                 tensor.is_neg(),
             )
         except (NotImplementedError, RuntimeError):  # sparse, nested: nothing of the kind
-            return _as_torch_says(tensor)
-        learned = self._learned.get(form)
+            return False
+        if form in self._twice:
+            return False
+        learned = self._learned.get(form) or self._learn(tensor, form)
         if learned is None:
-            return self._learn(tensor, form)
-        if (
-            learned.dump == self._dump
-        ):  # a second tensor of that form: torch gives each a dictionary of hooks of its own
-            return _as_torch_says(tensor)
-        learned.dump = self._dump
+            return False
+        if id(tensor) in self._met:
+            self._twice.add(form)
+            return False
+        self._met[id(tensor)] = tensor
         self._check_dtype(storage, learned.dtype)
         self.storages.setdefault(learned.named, storage)
-        return learned.reduction
+        self._marked.append(learned.data)
+        return True
+
+    def reduce(self, tensor: torch.Tensor) -> Any:
+        """How a tensor is put together that is not marked, as torch says."""
+        answer, self._answer = self._answer, None
+        return answer[1] if answer is not None and answer[0] is tensor else _as_torch_says(tensor)
 
     def persistent_id(self, storage: Any) -> tuple[Any, ...]:
         """How a storage is named in the pickle, as ``torch.save`` does it."""
@@ -176,19 +192,21 @@ class TensorPickler:
         self.storages.setdefault(named, untyped)
         return ("storage", kind, str(named.number), torch.serialization.location_tag(untyped), count)
 
-    def _learn(self, tensor: torch.Tensor, form: tuple[Any, ...]) -> Any:
+    def _learn(self, tensor: torch.Tensor, form: tuple[Any, ...]) -> _Learned | None:
         reduction = _as_torch_says(tensor)
         rebuild, fields = reduction[0], reduction[1]
         if _FIELDS.get(rebuild) != len(fields) or fields[5]:
-            return reduction
-        named_as = self.persistent_id(fields[0])
+            self._answer = (tensor, reduction)
+            return None
+        data = io.BytesIO()
+        pickler = _Pickler(data, self)
+        pickler.fast = True  # refers to nothing that was pickled before
+        pickler.dump(_Tensor(reduction))
         named = self._named[form[0]]
         dtype = fields[0].dtype if isinstance(fields[0], TypedStorage) else torch.uint8
-        learned = _Learned((rebuild, (_Reference(named_as), *fields[1:5], _Hooks(), *fields[6:])), named, dtype)
-        learned.dump = self._dump
-        self._learned[form] = learned
+        learned = self._learned[form] = _Learned(data.getvalue()[len(_BEGIN) : -len(_END)], named, dtype)
         named.forms.append(form)
-        return learned.reduction
+        return learned
 
     def _check_dtype(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
         address = storage.data_ptr()
@@ -206,29 +224,30 @@ class TensorPickler:
         self._free.append(named.number)
         for form in named.forms:
             self._learned.pop(form, None)
+            self._twice.discard(form)
 
 
 class _Pickler(pickle.Pickler):
-    """The pickler of ``torch.save``, with a table for plain tensors."""
+    """The pickler of ``torch.save``, which passes over plain tensors."""
 
     def __init__(self, file: io.BytesIO, owner: TensorPickler) -> None:
         super().__init__(file, protocol=_PROTOCOL)
         self._owner = owner
-        self.dispatch_table = {torch.Tensor: owner.reduce, _Hooks: _no_hooks, **copyreg.dispatch_table}
+        self.dispatch_table = {torch.Tensor: owner.reduce, _Tensor: _reduction, **copyreg.dispatch_table}
 
     def persistent_id(self, obj: Any) -> Any:
         kind = type(obj)
-        if kind in _NO_STORAGE:
+        if kind in _PLAIN:
             return None
-        if kind is _Reference:
-            return obj.persistent_id
+        if kind is torch.Tensor:
+            return _NUMBER if self._owner.mark(obj) else None
         if isinstance(obj, TypedStorage) or torch.is_storage(obj):
             return self._owner.persistent_id(obj)
         return None
 
 
-def _no_hooks(_: _Hooks) -> tuple[Any, ...]:
-    return (OrderedDict, ())
+def _reduction(tensor: _Tensor) -> Any:
+    return tensor.reduction
 
 
 def _as_torch_says(tensor: torch.Tensor) -> Any:
