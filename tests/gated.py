@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_spot.errors import NodeUnreachable, RingFull, SnapshotNotFound
 from lightning_spot.image.coming import Coming
+from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.sealing import Sealing
 from lightning_spot.memory.bases import FindEarlier, nothing_earlier
@@ -187,7 +188,14 @@ class NodeBehind:
     def settle(self, manifest: Manifest, attempt: int) -> None:
         self._node().settle(self.run, attempt, manifest.name, manifest.lineage)
 
-    def send(self, coming: Coming, *, attempt: int, earlier: FindEarlier = nothing_earlier) -> Manifest:
+    def send(
+        self,
+        coming: Coming,
+        *,
+        attempt: int,
+        earlier: FindEarlier = nothing_earlier,
+        floats: Sequence[Floats] = (),
+    ) -> Manifest:
         if self.full:
             raise RingFull("no slot")
         self.waiting = True

@@ -12,6 +12,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -308,3 +309,13 @@ def test_a_memory_node_is_asked_as_patiently_as_the_durable_tier(
         thread.join()
     assert found.problems == {}
     assert "asking again" in caplog.text
+
+
+def test_a_resume_from_an_approximation_says_so(run: Path) -> None:
+    """Made by hand of step 9, and named as that of step 10: it is the newest, and passed over for nothing older."""
+    manifest = Manifest.from_json((step_9(run) / "manifest.json").read_bytes())
+    inexact = replace(replace(manifest, step=10).inexact(), checksums=manifest.checksums)
+    shutil.copytree(step_9(run), run / inexact.name)
+    (run / inexact.name / "manifest.json").write_text(inexact.to_json())
+    with pytest.warns(UserWarning, match=f"{inexact.name}.* is not exact .*the newest exact one is {manifest.name}"):
+        assert begins(run) == 9  # what the file holds

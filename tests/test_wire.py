@@ -146,7 +146,7 @@ def test_the_setting_goes_from_node_to_node(pair: Pair, monkeypatch: pytest.Monk
 
 
 def test_the_setting_goes_from_the_callback_to_the_node_on_this_host(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"compression='zip' is none of 'auto', 'delta' and None"):
+    with pytest.raises(SettingsError, match=r"compression='zip' is none of 'auto', 'delta', 'topk'"):
         SpotCheckpoint(str(tmp_path), compression="zip")  # type: ignore[arg-type]
     host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
     ring = RingSettings(slots=2, memory_bytes=2**24, idle_timeout_s=9.0, keep=1, strict=True, compression=None)

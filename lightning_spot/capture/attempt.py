@@ -130,7 +130,9 @@ class Attempt:
             leave(host)
             raise
         copier = Copier(buffer_bytes=settings.device_buffer_bytes)
-        self.writer = SnapshotWriter(host, self._reopen if self.location.embedded else None, look, copier, schedule)
+        reopen = self._reopen if self.location.embedded else None
+        topk = settings.compression == "topk"
+        self.writer = SnapshotWriter(host, reopen, look, copier, schedule, approximates=topk)
         self._past_memory = PastMemory(self.writer, self.location.url, self.info)
         self.safety = Safety(self.writer, settings.durable_every_s)
 

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from lightning_spot.capture.contents import Plan
+from lightning_spot.image.floats import Floats
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Lease
@@ -25,6 +26,7 @@ class Pending:
         outline: of its file, without the tensors.
         plan: what is copied.
         view: its slot, as the writer sees it.
+        floats: where in it numbers lie that may be approximated on their way to a memory node.
     """
 
     manifest: Manifest
@@ -35,3 +37,4 @@ class Pending:
     outline: Layout
     plan: Plan
     view: SlotView
+    floats: tuple[Floats, ...] = ()

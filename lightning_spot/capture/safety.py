@@ -10,7 +10,7 @@ from lightning_spot.config import format_bytes
 from lightning_spot.errors import SpotError
 from lightning_spot.interval.costs import Failure, TierPace
 from lightning_spot.interval.deadline import Deadline, Plan, plan_urgent
-from lightning_spot.memory.flusher import TierHealth
+from lightning_spot.memory.health import TierHealth
 
 _POLL_S = 0.05
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from lightning_spot.capture.contents import CHECK_EVERY, Known, Owners, Plan, Unchanged, owners_of
+from lightning_spot.capture.floating import floats_of
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.leases import Leases, give_back
 from lightning_spot.capture.outline import Outliner
@@ -57,6 +58,7 @@ class SnapshotWriter:
         look: looks at the outline of what was written; what it says is warned of once.
         copier: that copies; closed with the writer.
         schedule: when what only the optimizer changes is copied; ``None`` for at once.
+        approximates: whether nodes may be sent approximations.
 
     Attributes:
         link: to the ring, which may be lost and found again.
@@ -75,8 +77,11 @@ class SnapshotWriter:
         look: Callable[[Layout], str | None] = lambda _outline: None,
         copier: Copier | None = None,
         schedule: Schedule | None = None,
+        *,
+        approximates: bool = False,
     ) -> None:
         self._look = look
+        self._approximates = approximates
         self.link = HostLink(host, reconnect, self._warm_host)
         self.committed: Manifest | None = None
         self.past_memory: Manifest | None = None
@@ -165,7 +170,8 @@ class SnapshotWriter:
             host.abort(lease)
             raise
         manifest = replace(manifest, nbytes=layout.nbytes)
-        pending = Pending(manifest, lease, job, Future(), destinations, outline_of(layout), plan, view)
+        floats = floats_of(layout, owned) if self._approximates else ()
+        pending = Pending(manifest, lease, job, Future(), destinations, outline_of(layout), plan, view, floats)
         self._pending.append(pending)
         self._tasks.put(lambda: self._finish(host, pending))
         return pending.done
@@ -315,7 +321,7 @@ class SnapshotWriter:
                 self.torn += 1
                 self._say_past_counts(found)
                 raise TornSnapshot(f"snapshot {name} was dropped: {found} tensors were not as they were thought to be")
-            host.seal(pending.lease, pending.manifest, pending.destinations)
+            host.seal(pending.lease, pending.manifest, pending.destinations, pending.floats)
             known = Known(pending.lease.id, pending.outline.frame, pending.plan.marks)
             self._views.content(pending.view).sealed(known)
         except BaseException as error:

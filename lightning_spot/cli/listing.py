@@ -61,6 +61,7 @@ def show(arguments: argparse.Namespace) -> int:
         "step": manifest.step,
         "epoch": manifest.epoch,
         "attempt": manifest.attempt,
+        "exact": "yes" if manifest.exact else "no, an approximation (compression='topk')",
         "complete": "yes, the run had ended" if manifest.complete else "no",
         "taken": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created_unix_s))
         + f" ({_age(manifest.created_unix_s)} ago)",

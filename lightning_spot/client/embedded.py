@@ -21,9 +21,10 @@ from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.client.session import Session
 from lightning_spot.config import MAX_STALL_S, read_environment
 from lightning_spot.errors import NodeUnreachable
+from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
-from lightning_spot.memory.flusher import TierHealth
+from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import Lease
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.runs import Opened, RunInfo
@@ -265,9 +266,15 @@ class EmbeddedHost:
             str(leased["upload"]), self._maps[key], nbytes, str(leased["backing"]), key[0], held, share, shared
         )
 
-    def seal(self, lease: Lease, manifest: Manifest, destinations: list[str] | None = None) -> None:
+    def seal(
+        self,
+        lease: Lease,
+        manifest: Manifest,
+        destinations: list[str] | None = None,
+        floats: tuple[Floats, ...] = (),
+    ) -> None:
         """See :meth:`Host.seal`."""
-        body = {"manifest": manifest.to_dict(), "destinations": destinations}
+        body = {"manifest": manifest.to_dict(), "destinations": destinations, "floats": floats}
         self._call("POST", f"/v1/uploads/{lease.id}/seal", body, limit_s=_SEAL_TIMEOUT_S)
 
     def abort(self, lease: Lease) -> None:

@@ -18,7 +18,8 @@ Part = tuple[int, int, str]  # first byte, end, checksum
 _PACKERS = 4
 _NICENESS = 10
 
-_WORTH = 7 / 8  # share of a part above which naming what changed of it saves too little
+WORTH = 7 / 8
+"""Share of a part above which naming what changed of it saves too little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +129,13 @@ class PartEncoder:
             if self._always or self._rule.packs(index):
                 packed, pack_s = self._pack(new, base, ranges)
                 self._rule.packed(index, changed, len(packed), pack_s)
-                if len(packed) < min(changed, len(new) * _WORTH):
+                if len(packed) < min(changed, len(new) * WORTH):
                     return OutgoingPart(start, len(new), digest, PartKind.DELTA, packed, changed, pack_s)
             elif self._rule.probes():
                 begin, end = max(ranges, key=lambda bounds: bounds[1] - bounds[0])
                 end = min(end, begin + PROBE_BYTES)
                 self._probe(index, new[begin:end], base[begin:end])
-        if changed > len(new) * _WORTH:
+        if changed > len(new) * WORTH:
             return None
         content = encode(new, base, ranges, Coding.PLAIN)
         return OutgoingPart(start, len(new), digest, PartKind.DELTA, content, changed)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from lightning_spot.client.approximation import ApproximateEncoder, Approximation
 from lightning_spot.client.compression import CompressionRule
 from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.client.part_encoder import OutgoingPart, PartEncoder, packers
 from lightning_spot.client.part_lanes import CONNECTIONS, PartLanes
 from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError
 from lightning_spot.image.coming import Coming
+from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.packing import Compression
 from lightning_spot.image.parts import checksum
@@ -61,6 +64,7 @@ class NodeStore:
         self.client = NodeClient(address or parsed)
         self.sent = Sent()
         self._rule = CompressionRule()
+        self._approximation = Approximation()
         self._lanes = PartLanes(self.client, self.url)
         self._info: RunInfo | None = None
 
@@ -193,14 +197,35 @@ class NodeStore:
         answer = self.client.call("POST", "/v1/flush", body, timeout_s=wait_s + _ASK_S)
         return [str(line) for line in answer["unreached"]]
 
-    def send(self, coming: Coming, *, attempt: int, earlier: FindEarlier = nothing_earlier) -> Manifest:
+    def send(
+        self,
+        coming: Coming,
+        *,
+        attempt: int,
+        earlier: FindEarlier = nothing_earlier,
+        floats: Sequence[Floats] = (),
+    ) -> Manifest:
         """See :meth:`NodeTier.send`."""
-        plain = coming.manifest
-        upload, base = self._lease(self._named(plain), attempt)
+        if floats and self._approximation.leads_to(coming.manifest, floats):
+            exact = coming.committed()
+            upload, base = self._lease(self._named(exact.inexact()), attempt)
+            if base is not None and self._approximation.glance(base) is not None:
+                return self._send(upload, functools.partial(self._approximate, exact, coming.image, base))
+            self._give_up(upload)
+        upload, base = self._lease(self._named(coming.manifest), attempt)
+        manifest = self._send(upload, lambda threads: (coming, self._encoder(coming, base, earlier, threads)))
+        if floats:
+            self._approximation.begin(manifest, coming.image, floats)
+        return manifest
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _send(self, upload: str, prepare: Callable[[Executor], tuple[Coming, PartEncoder]]) -> Manifest:
+        """Send what is prepared as an upload, and commit it there."""
         try:
             with packers() as threads:
-                encoder = self._encoder(coming, base, earlier, threads)
-                count = -(-plain.nbytes // plain.part_bytes)
+                coming, encoder = prepare(threads)
+                count = -(-coming.manifest.nbytes // coming.manifest.part_bytes)
                 sent = self._lanes.send(upload, coming.sealed_parts(), count, encoder)
                 manifest = coming.committed()
                 self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": self._named(manifest).to_dict()})
@@ -208,10 +233,14 @@ class NodeStore:
             self._give_up(upload)
             raise
         self.sent.add(sent)
-        logger.debug("%s went to %s as %d of %d bytes", plain.name, self.url, sent.bytes, plain.nbytes)
+        logger.debug("%s went to %s as %d of %d bytes", manifest.name, self.url, sent.bytes, manifest.nbytes)
         return manifest
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    def _approximate(
+        self, exact: Manifest, image: memoryview, base: BaseInfo, threads: Executor
+    ) -> tuple[Coming, PartEncoder]:
+        coming, changes = self._approximation.advance(exact, image, threads)
+        return coming, ApproximateEncoder(coming, changes, base, threads)
 
     def _listing(self) -> dict[str, Any]:
         return self.client.call("GET", f"/v1/runs/{quoted(self.run)}/snapshots", timeout_s=_ASK_S)
@@ -249,7 +278,9 @@ class NodeStore:
 
     def _encoder(self, coming: Coming, base: BaseInfo | None, earlier: FindEarlier, threads: Executor) -> PartEncoder:
         compression: Compression = self._info.compression if self._info is not None else "auto"
-        held = earlier(key_of(coming.manifest), base.name) if base is not None else None
+        held = self._approximation.glance(base)
+        if base is not None and held is None:
+            held = earlier(key_of(coming.manifest), base.name)
         return PartEncoder(
             coming.image,
             coming.manifest.part_bytes,

@@ -35,6 +35,7 @@ class ResumedFrom:
         tier: ``"memory"``, ``"durable"`` or the URL of a memory node.
         url: where exactly.
         complete: whether the run had reached its end.
+        exact: whether it has the very bits of its step.
     """
 
     name: str
@@ -44,6 +45,7 @@ class ResumedFrom:
     tier: str
     url: str
     complete: bool
+    exact: bool = True
 
     @classmethod
     def of(cls, snapshot: OpenSnapshot) -> ResumedFrom:
@@ -57,6 +59,7 @@ class ResumedFrom:
             tier=snapshot.tier,
             url=snapshot.url,
             complete=manifest.complete,
+            exact=manifest.exact,
         )
 
 

@@ -217,12 +217,27 @@ class Resume(OfTrainer):
             )
             return
         self.chosen, checkpoint = found
+        if not self.chosen.exact:
+            rank_zero_warn(f"lightning_spot: {self._inexact(self.chosen)}")
         self._hand_over(checkpoint, self.chosen)
         if self.named is not None and (error := earlier.what_interrupted(self.named)) is not None:
             rank_zero_warn(
                 f"lightning_spot: a fit of this process in {self.named.url} was ended by {error}, and this one goes on"
                 " from its last snapshot. If it is another training, give it a dirpath of its own"
             )
+
+    def _inexact(self, chosen: ResumedFrom) -> str:
+        """What to say of a resume from an approximation; on rank 0."""
+        candidates = self._found.candidates if self._found is not None else []
+        exact = next((manifest for manifest, _ in candidates if manifest.exact), None)
+        other = "no tier has an exact one"
+        if exact is not None:
+            other = f"the newest exact one is {exact.name}: name its file in fit(ckpt_path=) to go on from that instead"
+        return (
+            f"{chosen.name}, from which this run goes on, is not exact (compression='topk'): weights and optimizer"
+            f" states are approximately those of step {chosen.step}, and the run will end with other bits;"
+            f" {other}"
+        )
 
     def _hand_over(self, checkpoint: dict[str, Any], chosen: ResumedFrom) -> None:
         """Have Lightning load the checkpoint, once it is known to fit this model."""

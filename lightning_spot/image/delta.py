@@ -10,6 +10,9 @@ this gives 1.53 x.) It is arithmetic modulo 2**32: whatever the bytes mean, the 
 
     coding (1 byte), number of ranges (4), start and stop of each (4 + 4), then the bytes of all ranges
 
+Where ``compression="topk"`` asks for it, single numbers outside of the ranges follow these, see
+:mod:`~lightning_spot.image.picked`.
+
 Both ends import this module when they need it: numpy would double the time that a node takes to start.
 """
 
@@ -25,6 +28,7 @@ import numpy.typing as npt
 
 from lightning_spot.errors import CorruptSnapshot
 from lightning_spot.image.packing import zstd
+from lightning_spot.image.picked import put
 
 Range = tuple[int, int]
 Buffer = memoryview | bytes | bytearray
@@ -51,6 +55,7 @@ class Coding(enum.IntEnum):
 
     PLAIN = 0
     PACKED = 1
+    PICKED = 2
 
 
 def part_of(image: memoryview, start: int, stop: int) -> memoryview:
@@ -112,6 +117,12 @@ def encode(new: Buffer, base: Buffer, ranges: list[Range], coding: Coding) -> by
     return b"".join(pieces)
 
 
+def encode_picked(new: Buffer, ranges: list[Range], picks: bytes) -> bytes:
+    """The delta that gives ``new`` where it differs from the base in ranges, and in picked numbers outside of these."""
+    head = _HEAD.pack(Coding.PICKED, len(ranges)) + b"".join(_RANGE.pack(*bounds) for bounds in ranges)
+    return b"".join([head, *(new[start:stop] for start, stop in ranges), picks])
+
+
 def decode(delta: Buffer, base: Buffer, into: memoryview) -> None:
     """Write to ``into`` what a delta makes of ``base``; the caller checks the checksum of what came out.
 
@@ -136,7 +147,7 @@ def decode(delta: Buffer, base: Buffer, into: memoryview) -> None:
 def _decode(delta: memoryview, base: Buffer, into: memoryview) -> None:
     number, count = _HEAD.unpack_from(delta)
     coding = Coding(number)
-    if count > len(into) // LINE_BYTES + 1:
+    if count > (len(into) // LINE_BYTES + 1 if coding is not Coding.PICKED else len(delta) // _RANGE.size):
         raise ValueError(f"{count} ranges in {len(into)} bytes")
     place = _HEAD.size + count * _RANGE.size
     ranges = list(_RANGE.iter_unpack(delta[_HEAD.size : place]))
@@ -148,17 +159,19 @@ def _decode(delta: memoryview, base: Buffer, into: memoryview) -> None:
         raise ValueError("its ranges overlap, or reach beyond the part")
     total = sum(stop - start for start, stop in ranges)
     data = delta[place:]
-    if coding is Coding.PLAIN and len(data) != total:
+    if (coding is Coding.PLAIN and len(data) != total) or (coding is Coding.PICKED and len(data) < total):
         raise ValueError(f"{len(data)} bytes for ranges of {total}")
     for end, start in zip(ends, starts, strict=True):
         into[end:start] = base[end:start]
-    if coding is Coding.PLAIN:
-        taken = 0
-        for start, stop in ranges:
-            into[start:stop] = data[taken : taken + stop - start]
-            taken += stop - start
-    else:
+    if coding is Coding.PACKED:
         _decompress(data, base, into, ranges)
+        return
+    taken = 0
+    for start, stop in ranges:
+        into[start:stop] = data[taken : taken + stop - start]
+        taken += stop - start
+    if coding is Coding.PICKED:
+        put(data[total:], into)
 
 
 def _decompress(data: memoryview, base: Buffer, into: memoryview, ranges: list[Range]) -> None:

@@ -17,7 +17,11 @@ MANIFEST_FILE = "manifest.json"
 OWN_DIR = ".lightning_spot"
 """Folder beside files that users named, which holds the manifests of these and what is on its way to become one."""
 
-_SNAPSHOT_NAME = re.compile(r"step-(\d{1,18})-attempt-(\d{1,9})(-complete)?")
+Order = tuple[int, int, int]
+"""Sort key of a snapshot, see :attr:`Manifest.order`."""
+
+_SNAPSHOT_NAME = re.compile(r"step-(\d{1,18})-attempt-(\d{1,9})(-inexact|-complete)?")
+_RANKS = {"-inexact": 0, None: 1, "-complete": 2}
 
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 
@@ -32,18 +36,19 @@ _FORMAT = 2  # of snapshots of one file, which earlier versions of this package 
 _FORMAT_OF_FILES = 3
 
 
-def snapshot_name(step: int, attempt: int, *, complete: bool = False) -> str:
+def snapshot_name(step: int, attempt: int, *, complete: bool = False, exact: bool = True) -> str:
     """Name of the snapshot of ``step`` taken by ``attempt``; two attempts never share a name.
 
-    The snapshot of a finished run has a name of its own, so that it never replaces the last one before it.
+    The snapshot of a finished run has a name of its own, so that it never replaces the last one before it; so has one
+    that is not exact, so that neither it nor the exact one of its step ever replaces the other.
     """
-    return f"step-{step:09d}-attempt-{attempt:04d}" + ("-complete" if complete else "")
+    return f"step-{step:09d}-attempt-{attempt:04d}" + ("-complete" if complete else "" if exact else "-inexact")
 
 
-def snapshot_order(name: str) -> tuple[int, int, bool] | None:
+def snapshot_order(name: str) -> Order | None:
     """Sort key read from a snapshot's name, see :attr:`Manifest.order`; ``None`` for other names."""
     match = _SNAPSHOT_NAME.fullmatch(name)
-    return (int(match[2]), int(match[1]), bool(match[3])) if match else None
+    return (int(match[2]), int(match[1]), _RANKS[match[3]]) if match else None
 
 
 def manifest_paths(file: str) -> tuple[str, ...]:
@@ -75,7 +80,8 @@ class Manifest:
         world_size: number of ranks that trained.
         versions: versions of torch, lightning and lightning_spot that wrote it.
         fingerprint: tells the trainings of one program apart; ``""`` if unknown.
-        format: version of this file's format; at least 3 with ``files``.
+        exact: whether it holds the very bits of the training state; not what ``compression="topk"`` made of it.
+        format: version of this file's format; at least 3 with ``files``, and if it is not exact.
     """
 
     run: str
@@ -95,16 +101,20 @@ class Manifest:
     lineage: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     fingerprint: str = ""
+    exact: bool = True
     format: int = _FORMAT
 
     def __post_init__(self) -> None:
-        if self.files and self.format < _FORMAT_OF_FILES:
+        if (self.files or not self.exact) and self.format < _FORMAT_OF_FILES:
             object.__setattr__(self, "format", _FORMAT_OF_FILES)
 
     @property
-    def order(self) -> tuple[int, int, bool]:
-        """Sort key: a later attempt beats an earlier one, within an attempt a later step, the end beats all."""
-        return (self.attempt, self.step, self.complete)
+    def order(self) -> Order:
+        """Sort key: a later attempt beats an earlier one, within an attempt a later step, the end beats all.
+
+        Of one step the exact snapshot beats the other.
+        """
+        return (self.attempt, self.step, 2 if self.complete else int(self.exact))
 
     @property
     def is_file(self) -> bool:
@@ -144,6 +154,11 @@ class Manifest:
         """Where the manifest may lie: where it is written, and where earlier versions wrote it."""
         return manifest_paths(self.name) if self.is_file else (self.manifest_path,)
 
+    def inexact(self) -> Manifest:
+        """That of an approximation of this snapshot, not sealed yet."""
+        name = snapshot_name(self.step, self.attempt, exact=False)
+        return replace(self, name=name, exact=False, checksums=())
+
     def sealed(self, image: memoryview) -> Manifest:
         """Return this manifest with the checksums of ``image``, which must be the whole file."""
         return replace(self, checksums=checksum_parts(image, self.part_bytes), nbytes=len(image))
@@ -175,6 +190,8 @@ class Manifest:
         fields = asdict(self)
         if not self.files:
             del fields["files"]
+        if self.exact:
+            del fields["exact"]
         return fields
 
     def to_json(self) -> str:
@@ -229,7 +246,9 @@ class Manifest:
         ):
             value = getattr(self, name)
             _require(type(value) is int and low <= value <= high, f"{name} is no number from {low} to {high}")
-        _require(isinstance(self.complete, bool), "complete is neither true nor false")
+        for name in ("complete", "exact"):
+            _require(isinstance(getattr(self, name), bool), f"{name} is neither true nor false")
+        _require(self.exact or not (self.complete or self.is_file), "the end of a run, or a file, is not exact")
         _require(isinstance(self.created_unix_s, (int, float)), "created_unix_s is no time")
         _require(isinstance(self.versions, Mapping), "versions is no object")
         _require(

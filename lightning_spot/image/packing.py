@@ -10,8 +10,8 @@ from lightning_spot.errors import SettingsError
 
 logger = logging.getLogger(__name__)
 
-Compression = Literal["auto", "delta"] | None
-"""How what changed is sent: packed where that is faster, always packed, or as it is."""
+Compression = Literal["auto", "delta", "topk"] | None
+"""How what changed is sent: packed where that is faster, always packed, not exactly, or as it is."""
 
 
 def _find() -> Any:
@@ -38,8 +38,8 @@ def check_compression(compression: object) -> None:
     Raises:
         SettingsError: if it is none, or needs what is missing here.
     """
-    if compression not in ("auto", "delta", None):
-        raise SettingsError(f"compression={compression!r} is none of 'auto', 'delta' and None")
+    if compression not in ("auto", "delta", "topk", None):
+        raise SettingsError(f"compression={compression!r} is none of 'auto', 'delta', 'topk' (not exact) and None")
     if compression == "delta" and not can_pack():
         raise SettingsError(
             "compression='delta' needs zstd, which this Python lacks: pip install backports.zstd, or use"

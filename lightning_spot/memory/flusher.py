@@ -11,13 +11,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lightning_spot.config import KEEP
 from lightning_spot.errors import CorruptSnapshot, Fenced, SnapshotNotFound, SpotError
 from lightning_spot.image.coming import Coming
+from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.bases import glance
+from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.tier import NodeTier
@@ -31,40 +33,6 @@ CHECKED_S = 5.0
 
 _IDLE_S = 5.0  # a thread with nothing to do ends after so long
 _JOIN_S = 30.0
-_SMOOTHING = 0.3
-
-
-@dataclass(slots=True)
-class TierHealth:
-    """How a tier below is doing.
-
-    Attributes:
-        kind: ``"node"`` or ``"durable"``.
-        carried: whether nothing goes there from here at present, because a node behind this one writes there.
-        error: what fails there at present, ``""`` while everything works.
-        refused: why the tier refused something for good (a later attempt has taken over), ``""`` if it never did.
-        failures: failures in a row.
-        failures_total: failures so far, of every kind.
-        flushed: snapshots and files brought there so far.
-        flushed_bytes: their bytes.
-        flush_s: seconds that took.
-        drain_s: seconds that one snapshot takes at present (a moving average); 0 before the first.
-        whole_bytes, delta_bytes, same_bytes: at a node, see :class:`~lightning_spot.memory.tier.Sent`.
-    """
-
-    kind: str = "durable"
-    carried: bool = False
-    error: str = ""
-    refused: str = ""
-    failures: int = 0
-    failures_total: int = 0
-    flushed: int = 0
-    flushed_bytes: int = 0
-    flush_s: float = 0.0
-    drain_s: float = 0.0
-    whole_bytes: int = 0
-    delta_bytes: int = 0
-    same_bytes: int = 0
 
 
 class Flusher:
@@ -244,51 +212,59 @@ class Flusher:
             store.delete(job.manifest)
         elif job.kind is Kind.RETAIN:
             retain(store, self._kept(job), job.manifest)
-        elif not self._put(store, url, job, attempt):
+        else:
+            put = self._put(store, url, job, attempt)
             with self._ring.changed:
-                self.work.dropped(url, job)
-            return
+                if put is None:
+                    self.work.dropped(url, job)
+                    return
+                sent = store.sent if isinstance(store, NodeTier) else None
+                self.health[url].took(put, time.monotonic() - started, sent)
         with self._ring.changed:
             self.work.done(url, job)
-            self._succeeded(url, job, time.monotonic() - started)
-            if isinstance(store, NodeTier):
-                health, sent = self.health[url], store.sent
-                health.whole_bytes, health.delta_bytes = sent.whole_bytes, sent.delta_bytes
-                health.same_bytes = sent.same_bytes
+            self._succeeded(url, job)
             self._ring.notify()
         self._heard(url, None)
 
-    def _put(self, store: Store, url: str, job: Job, attempt: int) -> bool:
-        """Put a snapshot; whether there was one to put."""
+    def _put(self, store: Store, url: str, job: Job, attempt: int) -> Manifest | None:
+        """Put a snapshot; what is at the tier now, ``None`` if there was nothing to put."""
         slot, manifest = job.slot, job.manifest
         assert slot is not None
+        with self._ring.changed:
+            floats = () if self.work.must_be_exact(job.run, manifest) else slot.floats
+        put: Manifest | None = None
         info = self._run(job.run)
         if isinstance(store, NodeTier) and info is not None and slot.places is None:
             # Of several nodes the chain says which one carries the run on; this one may have forgotten the run.
             store.know(replace(info, nodes=(), session="", carry=info.replicas == 1))
         if job.coming is not None:
             try:
-                manifest = self._send_on(store, job.coming, attempt)
+                put = self._send_on(store, job.coming, attempt, floats)
+                manifest = job.coming.committed()
             except SnapshotNotFound:
                 if job.coming.given_up:
-                    return False
+                    return None
                 raise
         else:
             with slot.view(manifest.nbytes) as image:
                 if slot.manifest is not manifest:
-                    return False  # it has just left memory
+                    return None  # it has just left memory
                 fresh = time.monotonic() - slot.checked_s < CHECKED_S
                 if not self._intact(image, job, known=fresh or url.startswith("spot://")):
-                    return False
+                    return None
                 try:
                     if isinstance(store, NodeTier):
-                        store.send(Coming(manifest, image), attempt=attempt, earlier=self._earlier)
+                        coming = Coming(manifest, image)
+                        put = store.send(coming, attempt=attempt, earlier=self._earlier, floats=floats)
                     else:
                         store.put(manifest, image, attempt=attempt)
                 except CorruptSnapshot:
                     if not self._intact(image, job, known=False):
-                        return False
+                        return None
                     raise
+        if put is not None and not put.exact:
+            self._ring.mark_inexact(slot, manifest, url)
+            return put
         with self._ring.changed:
             if url not in self._ring.tiers(job.run).carried and not url.startswith("spot://") and not manifest.is_file:
                 self.work.retain(url, job.run, manifest)
@@ -297,12 +273,12 @@ class Flusher:
             self._sweep_files(store, job.run)
         elif info is not None:
             self._ring.trim(job.run, info.keep)
-        return True
+        return manifest
 
-    def _send_on(self, store: Store, coming: Coming, attempt: int) -> Manifest:
+    def _send_on(self, store: Store, coming: Coming, attempt: int, floats: tuple[Floats, ...]) -> Manifest:
         """Bring a file to a tier while it is still coming in; it is committed there once it is here."""
         if isinstance(store, NodeTier):
-            return store.send(coming, attempt=attempt, earlier=self._earlier)
+            return store.send(coming, attempt=attempt, earlier=self._earlier, floats=floats)
         store.put_parts(coming.manifest, coming.parts_in_order(), attempt=attempt)
         return coming.committed()
 
@@ -342,18 +318,12 @@ class Flusher:
         info = self._run(job.run)
         return info.keep if info is not None else KEEP
 
-    def _succeeded(self, url: str, job: Job, seconds: float) -> None:
+    def _succeeded(self, url: str, job: Job) -> None:
         health = self.health[url]
         if health.failures and not self.work.backoff(url).failing:
             logger.log(_level(health, job), "%s works again", url)
             health.failures = 0
         health.error = self.work.error(url)
-        if job.kind is Kind.PUT:
-            health.flushed += 1
-            health.flushed_bytes += job.manifest.nbytes
-            health.flush_s += seconds
-            weight = _SMOOTHING if health.drain_s else 1.0
-            health.drain_s += weight * (seconds - health.drain_s)
 
     def _failed(self, url: str, job: Job, error: Exception) -> None:
         with self._ring.changed:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lightning_spot.config import MAX_STALL_S
 from lightning_spot.errors import SettingsError, ShareMissing
+from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.flusher import TierHealth
+from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import IN_PROCESS, Node
 from lightning_spot.memory.runs import Opened, RunInfo
@@ -104,8 +105,20 @@ class Host(Protocol):
     def decline(self, name: str, why: str) -> None:
         """Say that there will be no snapshot of that name, so that no rank waits for its share."""
 
-    def seal(self, lease: Lease, manifest: Manifest, destinations: list[str] | None = None) -> None:
+    def seal(
+        self,
+        lease: Lease,
+        manifest: Manifest,
+        destinations: list[str] | None = None,
+        floats: tuple[Floats, ...] = (),
+    ) -> None:
         """Commit a filled slot in memory; when this returns the snapshot counts.
+
+        Args:
+            lease: of the slot.
+            manifest: without checksums.
+            destinations: tiers of a user's file, instead of the run's.
+            floats: where in it numbers lie that may be approximated on their way to a memory node.
 
         Raises:
             ShareMissing: if other ranks fill it too, and the bytes of one of them will not come.
@@ -156,7 +169,7 @@ class InProcessHost:
 
     def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`Host.open_run`."""
-        opened = self._node.open_run(info)
+        opened = self._node.open_run(replace(info, session=IN_PROCESS))
         self.run, self.attempt = info.text, opened.attempt
         return opened
 
@@ -180,9 +193,15 @@ class InProcessHost:
     def decline(self, name: str, why: str) -> None:
         """See :meth:`Host.decline`; nobody waits."""
 
-    def seal(self, lease: Lease, manifest: Manifest, destinations: list[str] | None = None) -> None:
+    def seal(
+        self,
+        lease: Lease,
+        manifest: Manifest,
+        destinations: list[str] | None = None,
+        floats: tuple[Floats, ...] = (),
+    ) -> None:
         """See :meth:`Host.seal`."""
-        self._node.seal(lease.id, manifest, destinations)
+        self._node.seal(lease.id, manifest, destinations, floats)
 
     def abort(self, lease: Lease) -> None:
         """See :meth:`Host.abort`."""

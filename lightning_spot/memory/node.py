@@ -17,7 +17,8 @@ from typing import Any
 from lightning_spot.config import KEEP, check_run_name
 from lightning_spot.errors import SettingsError, SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_order
-from lightning_spot.memory.flusher import Flusher, TierHealth
+from lightning_spot.memory.flusher import Flusher
+from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.paths import file_name
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
@@ -148,6 +149,7 @@ class Node:
                 return
             known.info, known.complete = replace(known.info, session=""), complete
             self._remember(known)
+        self._wake()
 
     def settle(self, run: str, attempt: int, name: str, lineage: str) -> None:
         """Note what the sender of a run has made durable by itself, see :meth:`Ring.settle`.
@@ -202,6 +204,7 @@ class Node:
         """
         left = self.registry.end_session(session)
         self.uploads.end_session(session)
+        self._wake()
         return left
 
     @property
@@ -318,6 +321,11 @@ class Node:
         }
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """A trainer has gone: what nodes have of its run approximately is to be there exactly now."""
+        with self.ring.changed:
+            self.ring.notify()
 
     def _committed(self, key: str, manifest: Manifest) -> None:
         self.flusher.keep(key, manifest.name)  # a file of that name may have been removed just before

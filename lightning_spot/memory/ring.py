@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spot.errors import Fenced, RingFull, SnapshotNotFound
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.manifest import Manifest, Order
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.room import Limits, capacity_for, find_room, why_full
 from lightning_spot.memory.slots import (
@@ -199,11 +199,8 @@ class Ring:
     def trim(self, run: str, keep: int) -> None:
         """Forget all but the newest ``keep`` snapshots of a run, as far as they may be reused."""
         with self.changed:
-            committed = sorted(
-                (slot for slot in self.slots if slot.run == run and slot.snapshot is not None),
-                key=lambda slot: slot.manifest.order if slot.manifest else (0, 0, False),
-                reverse=True,
-            )
+            held = (slot for slot in self.slots if slot.run == run and slot.snapshot is not None)
+            committed = sorted(held, key=lambda slot: slot.manifest.order if slot.manifest else (0, 0, 0), reverse=True)
             idle = reusable(self.slots)
             bases = bases_of(committed)
             old = [slot for slot in committed[max(1, keep) :] if slot in idle and slot not in bases]
@@ -216,6 +213,10 @@ class Ring:
         """Clear a dirty bit; call it only after the tier said the snapshot is committed there."""
         self._note(slot, manifest, slot.safe, url)
 
+    def mark_inexact(self, slot: Slot, manifest: Manifest, url: str) -> None:
+        """Note that a tier has an approximation of a snapshot, which stays owed there."""
+        self._note(slot, manifest, slot.inexact_at, url)
+
     def mark_refused(self, slot: Slot, manifest: Manifest, url: str) -> None:
         """Stop trying to bring a snapshot to a tier that refuses it for good (a fence)."""
         self._note(slot, manifest, slot.refused, url)
@@ -227,7 +228,7 @@ class Ring:
                 slot.safe.remove(url)
                 self._written(slot)
 
-    def settle(self, run: str, lineage: str, order: tuple[int, int, bool]) -> None:
+    def settle(self, run: str, lineage: str, order: Order) -> None:
         """Note that a snapshot is durable although nobody brought it there from here: it, and older ones, may go."""
         with self.changed:
             for slot in self.committed(run):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from lightning_spot.errors import SettingsError, ShareMissing, SnapshotNotFound
-from lightning_spot.image.manifest import snapshot_order
+from lightning_spot.image.manifest import Order, snapshot_order
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.joint import Joint, Shared
 from lightning_spot.memory.registry import Registry
@@ -22,8 +22,6 @@ SHARES_WAIT_S = 600.0
 """A snapshot whose first rank is done is given up if the other ranks' bytes are not in place so much later."""
 
 _LOOK_S = 1.0
-
-Order = tuple[int, int, bool]
 
 
 class Shares:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_spot.image.coming import Coming
+from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.staging.slot import SlotMemory
 
@@ -55,6 +56,8 @@ class Slot:
         readers: how many are reading it now.
         held: the upload as which its memory was filled last, ``""`` if that is unknown.
         checked_s: when its bytes were read last, and had the checksums of its manifest (monotonic).
+        floats: where in it numbers lie that may be approximated on their way to a node behind.
+        inexact_at: URLs at which an approximation of the snapshot is.
     """
 
     index: int
@@ -74,6 +77,8 @@ class Slot:
     readers: int = 0
     held: str = ""
     checked_s: float = float("-inf")
+    floats: tuple[Floats, ...] = ()
+    inexact_at: list[str] = field(default_factory=list)
 
     @property
     def capacity(self) -> int:
@@ -107,18 +112,21 @@ class Slot:
         """Hold nothing any more; the memory stays."""
         self.state, self.run, self.manifest, self.places = SlotState.FREE, "", None, None
         self.dirty, self.safe, self.refused, self.settled = [], [], [], False
+        self.floats, self.inexact_at = (), []
 
 
 def newest_of_lineages(slots: Iterable[Slot]) -> set[Slot]:
-    """The slots that hold the newest snapshot of each lineage of each run."""
+    """The slots that hold the newest exact snapshot of each lineage of each run, or a newer one that is not exact."""
     newest: dict[tuple[str, str], Slot] = {}
+    newest_exact: dict[tuple[str, str], Slot] = {}
     for slot in slots:
         if (manifest := slot.snapshot) is not None:
             key = (slot.run, manifest.lineage)
-            other = newest.get(key)
-            if other is None or other.manifest is None or manifest.order > other.manifest.order:
-                newest[key] = slot
-    return set(newest.values())
+            for found in (newest, newest_exact) if manifest.exact else (newest,):
+                other = found.get(key)
+                if other is None or other.manifest is None or manifest.order > other.manifest.order:
+                    found[key] = slot
+    return {*newest.values(), *newest_exact.values()}
 
 
 def bases_of(slots: Iterable[Slot]) -> set[Slot]:
@@ -156,6 +164,7 @@ def reusable(slots: list[Slot]) -> list[Slot]:
     A slot may be reused when nobody reads it and it is owed to no tier. The newest snapshot of a lineage, and a file,
     must be safe somewhere below besides, or its sender have said that it is durable, or the file have been refused
     there, since a newer one is at its place. What a node behind holds goes late: only changes to it need to be sent.
+    One that is not exact takes no memory from others.
     """
     newest = newest_of_lineages(slots)
     bases = bases_of(slots)
@@ -165,9 +174,15 @@ def reusable(slots: list[Slot]) -> list[Slot]:
         if slot.state is SlotState.COMMITTED
         and not slot.readers
         and not slot.dirty
-        and (slot.safe or slot.settled or (slot.refused if slot.snapshot is None else slot not in newest))
+        and (slot.safe or slot.settled or _may_go(slot, newest))
     ]
     return sorted(idle, key=lambda slot: (slot in newest, slot in bases, slot.sequence))
+
+
+def _may_go(slot: Slot, newest: set[Slot]) -> bool:
+    """Whether what a slot holds need not be safe elsewhere."""
+    manifest = slot.snapshot
+    return bool(slot.refused) if manifest is None else slot not in newest or not manifest.exact
 
 
 def file_order(manifest: Manifest | None) -> tuple[int, int, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from lightning_spot.image.coming import Coming
+from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.bases import FindEarlier, nothing_earlier
 from lightning_spot.memory.runs import Opened, RunInfo
@@ -68,16 +69,24 @@ class NodeTier(Protocol):
     def settle(self, manifest: Manifest, attempt: int) -> None:
         """Say that a snapshot is durable which it did not bring there: it, and older ones of its lineage, may go."""
 
-    def send(self, coming: Coming, *, attempt: int, earlier: FindEarlier = nothing_earlier) -> Manifest:
+    def send(
+        self,
+        coming: Coming,
+        *,
+        attempt: int,
+        earlier: FindEarlier = nothing_earlier,
+        floats: Sequence[Floats] = (),
+    ) -> Manifest:
         """Send a file part by part as each becomes final, and commit it there once it is committed here.
 
         Args:
             coming: the file.
             attempt: on whose behalf.
             earlier: finds earlier snapshots that are here: of those that are there too, only changes are sent.
+            floats: where in it numbers lie that may be approximated; none for a file that is to be there exactly.
 
         Returns:
-            its sealed manifest.
+            the sealed manifest of what is there now: its own, or that of an approximation.
 
         Raises:
             SnapshotNotFound: if the file was given up meanwhile.

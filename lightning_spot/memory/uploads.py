@@ -20,6 +20,7 @@ from lightning_spot.errors import (
     TierError,
 )
 from lightning_spot.image.coming import Coming
+from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing, sealing_threads
 from lightning_spot.memory.ahead import SlotsAhead
@@ -172,7 +173,13 @@ class Uploads:
             if upload.slot.coming is None and self._uploads.get(upload.id) is upload:
                 self._offer(upload.slot, upload.coming)
 
-    def seal(self, upload_id: str, manifest: Manifest, destinations: list[str] | None = None) -> Manifest:
+    def seal(
+        self,
+        upload_id: str,
+        manifest: Manifest,
+        destinations: list[str] | None = None,
+        floats: tuple[Floats, ...] = (),
+    ) -> Manifest:
         """Commit a slot that was filled on this host: write the zip's CRCs, checksum every part, commit.
 
         Its parts go on to the next node as they are sealed. Where several ranks fill it, all are waited for first.
@@ -181,6 +188,7 @@ class Uploads:
             upload_id: the lease.
             manifest: without checksums.
             destinations: URLs of the directories that a user's file goes to, instead of the run's tiers.
+            floats: where in it numbers lie that may be approximated on their way to a node behind.
 
         Returns:
             the sealed manifest.
@@ -198,7 +206,7 @@ class Uploads:
             self._check(upload, manifest)
             if manifest.nbytes > upload.slot.capacity:
                 raise CorruptSnapshot(f"{manifest.name} has {manifest.nbytes} bytes, its slot {upload.slot.capacity}")
-            upload.sealing = True
+            upload.sealing, upload.slot.floats = True, floats
         # The view lives as long as the sealing: who sends its parts on may be at it when this call is done.
         sealing = Sealing(replace(manifest, checksums=()), upload.slot.view(manifest.nbytes))
         try:

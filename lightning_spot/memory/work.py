@@ -202,7 +202,18 @@ class Work:
             # What is sealed here is whole in a moment, and stores take it then, many parts at once.
             own = [url for url in tiers.own if url.startswith("spot://") or not isinstance(slot.coming, Sealing)]
             return own if not slot.coming.given_up else []
-        return [url for url in slot.dirty if slot.places is not None or url not in tiers.carried]
+        return [
+            url
+            for url in slot.dirty
+            if (slot.places is not None or url not in tiers.carried)
+            and (url not in slot.inexact_at or self.must_be_exact(slot.run, slot.manifest))
+        ]
+
+    def must_be_exact(self, run: str, manifest: Manifest | None) -> bool:
+        """Whether a snapshot is to be at nodes exactly: where somebody waits for it, or nothing newer will come."""
+        info = self._run(run)
+        is_last = manifest is None or manifest.complete or manifest.is_file
+        return is_last or info is None or not info.session or info.compression != "topk" or self.is_urgent(run)
 
     def _jobs(self, url: str) -> Iterator[Job]:
         """Everything to do at a tier, in the order in which it should be."""

@@ -164,4 +164,5 @@ def compression(fields: Mapping[str, Any]) -> Compression:
     """
     if fields.get("compression", "auto") is None:
         return None
-    return "delta" if text(fields, "compression", "auto") == "delta" else "auto"
+    named = text(fields, "compression", "auto")
+    return "delta" if named == "delta" else "topk" if named == "topk" else "auto"

@@ -84,9 +84,13 @@ class Files:
         return {manifest.name for _url, manifest in self._node.flusher.deletions(key)}
 
     def _newest(self, paths: list[str]) -> str | None:
-        """Path of the newest snapshot, or of its directory if that is of several files."""
-        names = {_name(path) for path in paths if "/" in path and snapshot_order(_name(path))}
-        newest = max(names, key=lambda name: snapshot_order(name) or (0, 0, False), default=None)
+        """Path of the newest exact snapshot, or of its directory if that is of several files.
+
+        Who reads it is told of no other kind.
+        """
+        names = {_name(path) for path in paths if "/" in path}
+        orders = {name: order for name in names if (order := snapshot_order(name)) is not None and order[2]}
+        newest = max(orders, key=orders.__getitem__, default=None)
         one_file = f"{newest}/{MODEL_FILE}"
         return one_file if one_file in paths else newest
 

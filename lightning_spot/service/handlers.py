@@ -48,6 +48,7 @@ from aiohttp import hdrs, web
 
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import NodeRefused, ProtocolMismatch, SettingsError, SpotError, TooManyStreams
+from lightning_spot.image.floats import read_floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.packing import can_pack
 from lightning_spot.image.parts import checksum
@@ -357,10 +358,11 @@ class Service:
 
     async def _seal(self, request: web.Request) -> web.Response:
         only_same_host(request)
-        body = await json_body(request)
+        body = await json_body(request, MANIFEST_BODY_BYTES)
         manifest = Manifest.from_dict(body.get("manifest"))
+        floats = read_floats(body.get("floats", []), manifest.nbytes)
         destinations = list(texts(body, "destinations", _MOST_NODES)) if body.get("destinations") is not None else None
-        done = await asyncio.to_thread(self.node.seal, request.match_info["upload"], manifest, destinations)
+        done = await asyncio.to_thread(self.node.seal, request.match_info["upload"], manifest, destinations, floats)
         return web.json_response({"checksums": list(done.checksums)})
 
     async def _abort(self, request: web.Request) -> web.Response:

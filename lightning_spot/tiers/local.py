@@ -13,7 +13,7 @@ from pathlib import Path
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptManifest, SpotError, TierError
 from lightning_spot.image.files import cut, is_data_file
-from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
+from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, Order, snapshot_order
 from lightning_spot.image.parts import part_ranges
 from lightning_spot.image.sealing import NotedParts
 from lightning_spot.tiers import files, store
@@ -282,7 +282,7 @@ class LocalStore:
         with contextlib.suppress(OSError):  # the manifests of other files are in it, or it never was
             os.rmdir(self.root / OWN_DIR)
 
-    def _sweep_snapshot(self, folder: Path, order: tuple[int, int, bool], current: Manifest) -> None:
+    def _sweep_snapshot(self, folder: Path, order: Order, current: Manifest) -> None:
         self._sweep_temporaries(folder, current)
         names = os.listdir(folder)
         if order >= current.order or MANIFEST_FILE in names or not all(map(is_data_file, names)):

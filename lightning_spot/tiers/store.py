@@ -348,7 +348,7 @@ def retain(store: Store, keep: int, current: Manifest) -> None:
     Nothing is deleted before the tier has shown that ``current`` is committed there: it is listed, its manifest, read
     back, is equal, and its file has its size (that its bytes arrived, the tier has acknowledged: directories by fsync,
     object stores by the checksum of each request). Snapshots of another lineage, newer ones and those that cannot be
-    read stay.
+    read stay. So do the newest ``keep`` exact ones, and every exact one until another is put there.
 
     Args:
         store: the tier.
@@ -367,6 +367,9 @@ def retain(store: Store, keep: int, current: Manifest) -> None:
         )
         return
     older = [manifest for manifest in listed if manifest.lineage == current.lineage and manifest.order < current.order]
-    for manifest in older[max(1, keep) - 1 :]:
-        store.delete(manifest)
+    line = [current, *older]
+    kept = [*line[: max(1, keep)], *[manifest for manifest in line if manifest.exact][: max(1, keep)]]
+    for manifest in older:
+        if manifest not in kept and (current.exact or not manifest.exact):
+            store.delete(manifest)
     store.sweep(current)

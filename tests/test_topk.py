@@ -1,0 +1,291 @@
+"""Snapshots that are not exact: what is sent and comes out of them, when one is exact, what never goes for one."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.client import approximation
+from lightning_spot.client.remote import NodeStore
+from lightning_spot.errors import CorruptManifest, NodeUnreachable
+from lightning_spot.image.floats import Floats
+from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
+from lightning_spot.memory.host import InProcessHost
+from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.slots import Slot, SlotState, newest_of_lineages, reusable
+from lightning_spot.tiers.local import LocalStore
+from lightning_spot.tiers.store import retain
+from tests.conftest import until
+from tests.gated import MIB, RUN_ID, manifest_of
+from tests.wire_pair import END, RUN, Pair, floats, pair
+
+__all__ = ["pair"]
+
+NBYTES = 9 * MIB  # two parts
+NUMBERS = (Floats(64, NBYTES - 128, "float32"),)
+
+
+def moved(image: bytes, step: int) -> bytes:
+    """A state of training one step later: every number has moved, and what is no number has changed, too."""
+    source = np.random.default_rng(step)
+    numbers = np.frombuffer(image[64 : NBYTES - 64], np.float32)
+    numbers = numbers + 1e-3 * source.standard_normal(len(numbers)).astype(np.float32)
+    return source.bytes(64) + numbers.astype(np.float32).tobytes() + image[NBYTES - 64 :]
+
+
+def commit(pair: Pair, step: int, image: bytes, numbers: Any = NUMBERS, **fields: Any) -> Manifest:
+    """Commit a snapshot at the trainer's node, and wait for nothing."""
+    upload = pair.near.node.lease(RUN, 1, len(image), wait_s=10.0)
+    with upload.slot.view(len(image)) as view:
+        view[:] = image
+    return pair.near.node.seal(upload.id, manifest_of(step, 1, len(image), **fields), floats=numbers)
+
+
+def at_far(pair: Pair, step: int, *, exact: bool) -> Slot | None:
+    name = snapshot_name(step, 1, exact=exact)
+    return pair.far.node.ring.find(RUN_ID, name)
+
+
+def arrive(pair: Pair, step: int, *, exact: bool) -> bytes:
+    """Wait until the memory node has a snapshot, and nothing else of that step; its bytes."""
+    until(lambda: at_far(pair, step, exact=exact), f"step {step}")
+    slot = at_far(pair, step, exact=exact)
+    assert slot is not None
+    assert slot.manifest is not None
+    assert slot.manifest.exact is exact
+    slot.manifest.verify(slot.view(), "the memory node")
+    until(lambda: not any(slot.readers for slot in pair.near.node.ring.slots), "the sender")
+    assert at_far(pair, step, exact=not exact) is None
+    return bytes(slot.view())
+
+
+@pytest.fixture
+def topk(pair: Pair) -> Pair:
+    pair.open(compression="topk", session="a trainer that lives")
+    return pair
+
+
+def test_one_number_in_a_hundred_is_sent_and_everything_else_is_exact(topk: Pair) -> None:
+    image = floats(1, NBYTES)
+    commit(topk, 1, image)
+    assert arrive(topk, 1, exact=True) == image
+    sent, had = topk.near.sent_bytes, image
+    for step in (2, 3, 4):
+        image = moved(image, step)
+        manifest = commit(topk, step, image)
+        got = arrive(topk, step, exact=False)
+        assert topk.near.sent_bytes - sent < 0.02 * NBYTES
+        sent = topk.near.sent_bytes
+        assert got[:64] == image[:64]
+        assert got[NUMBERS[0].stop :] == image[NUMBERS[0].stop :]
+        wanted, there, before = (np.frombuffer(each, np.float32)[16:-16] for each in (image, got, had))
+        assert 0.009 < np.mean(there != before) < 0.011
+        assert np.abs(wanted - there).mean() < np.abs(wanted - before).mean()
+        had = got
+        slot = topk.near.node.ring.find(RUN_ID, manifest.name)
+        assert slot is not None  # exactly it is still owed, and nothing says that it is safe
+        assert (slot.safe, slot.dirty) == ([], [f"{topk.url}/{RUN}"])
+    (tier,) = topk.near.node.status()["tiers"].values()
+    assert (tier["flushed"], tier["inexact"]) == (1, 3)
+
+
+def test_who_waits_for_safety_gets_the_exact_one(topk: Pair) -> None:
+    image = floats(1, NBYTES)
+    commit(topk, 1, image)
+    arrive(topk, 1, exact=True)
+    image = moved(image, 2)
+    commit(topk, 2, image)
+    arrive(topk, 2, exact=False)
+    assert topk.near.flush() == []
+    slot = at_far(topk, 2, exact=True)
+    assert slot is not None
+    assert bytes(slot.view()) == image
+
+
+def test_the_end_of_a_run_is_exact(topk: Pair) -> None:
+    image = floats(1, NBYTES)
+    commit(topk, 1, image)
+    arrive(topk, 1, exact=True)
+    last = commit(topk, 2, moved(image, 2), complete=True)
+    until(lambda: topk.far.node.ring.find(RUN_ID, last.name), "the end")
+    slot = topk.far.node.ring.find(RUN_ID, last.name)
+    assert slot is not None
+    assert bytes(slot.view()) == moved(image, 2)
+
+
+def test_when_the_trainer_has_gone_the_newest_follows_exactly(topk: Pair) -> None:
+    image = floats(1, NBYTES)
+    commit(topk, 1, image)
+    arrive(topk, 1, exact=True)
+    commit(topk, 2, moved(image, 2))
+    arrive(topk, 2, exact=False)
+    topk.near.node.end_session("a trainer that lives")
+    until(lambda: at_far(topk, 2, exact=True), "the exact one")
+
+
+def test_now_and_then_one_is_exact(topk: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(approximation, "EXACT_EVERY", 3)
+    image = floats(1, NBYTES)
+    for step in range(1, 8):
+        image = moved(image, step)
+        commit(topk, step, image)
+        assert (arrive(topk, step, exact=step in (1, 4, 7)) == image) is (step in (1, 4, 7))
+
+
+def test_a_node_that_has_something_else_gets_an_exact_one(topk: Pair) -> None:
+    image = floats(1, NBYTES)
+    commit(topk, 1, image)
+    arrive(topk, 1, exact=True)
+    commit(topk, 2, moved(image, 2))
+    arrive(topk, 2, exact=False)
+    slot = at_far(topk, 2, exact=False)
+    assert slot is not None
+    topk.far.node.remove(RUN, snapshot_name(2, 1, exact=False))  # as a node that was restarted has lost it
+    commit(topk, 3, moved(image, 3))
+    assert arrive(topk, 3, exact=True) == moved(image, 3)
+    commit(topk, 4, moved(image, 4))
+    arrive(topk, 4, exact=False)
+
+
+def test_another_layout_begins_anew(topk: Pair) -> None:
+    image = floats(1, NBYTES)
+    commit(topk, 1, image)
+    arrive(topk, 1, exact=True)
+    commit(topk, 2, moved(image, 2), (Floats(64, MIB, "float32"),))
+    assert arrive(topk, 2, exact=True) == moved(image, 2)
+
+
+def test_a_pickled_part_that_grows_and_shrinks_stays_exact(topk: Pair) -> None:
+    image, tail = floats(1, NBYTES)[: -len(END)], 3000
+    commit(topk, 1, image + b"x" * tail + END)
+    arrive(topk, 1, exact=True)
+    for step, tail in ((2, 9000), (3, 10), (4, 5000)):
+        image = moved(image + END, step)[: len(image)]
+        commit(topk, step, image + bytes([step]) * tail + END)
+        got = arrive(topk, step, exact=False)
+        assert got[NUMBERS[0].stop :] == (image + bytes([step]) * tail + END)[NUMBERS[0].stop :]
+
+
+def test_a_send_that_broke_off_leaves_both_ends_at_one(topk: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = floats(1, NBYTES)
+    commit(topk, 1, image)
+    arrive(topk, 1, exact=True)
+    call, broken = NodeStore._send, threading.Event()
+
+    def breaking(self: NodeStore, upload: str, prepare: Any) -> Manifest:
+        if broken.is_set():
+            return call(self, upload, prepare)
+
+        def prepared(threads: Any) -> Any:
+            prepare(threads)
+            broken.set()
+            raise NodeUnreachable("the line broke")
+
+        return call(self, upload, prepared)
+
+    monkeypatch.setattr(NodeStore, "_send", breaking)
+    commit(topk, 2, moved(image, 2))
+    assert arrive(topk, 2, exact=True) == moved(image, 2)  # the next try; what is here is not what the node has
+    assert broken.is_set()
+
+
+def test_a_real_file_is_read_by_torch_and_by_unzip(topk: Pair, tmp_path: Path) -> None:
+    """Weights and moments are approximated; counters, integers, small tensors and the rest are not."""
+    host = InProcessHost(slots=3, memory_bytes=64 * MIB, open_store=topk.near._open)
+    info = RunInfo(name="run", id=RUN_ID, location="", attempt=2, token="u", nodes=(topk.url,), compression="topk")
+    host.open_run(info)
+    writer = SnapshotWriter(host, approximates=True)
+    weight = torch.nn.Parameter(torch.randn(512, 512))
+    half = torch.nn.Parameter(torch.randn(512, 512, dtype=torch.bfloat16))
+    small, foreign, counts = torch.nn.Parameter(torch.randn(64)), torch.randn(40_000), torch.arange(40_000)
+    owned = {each.untyped_storage().data_ptr(): [each] for each in (weight, half, small)}
+    for step in (1, 2):
+        with torch.no_grad():
+            for each in (weight, half, small, foreign):
+                each.add_(torch.randn_like(each), alpha=0.01)
+            counts += 1
+        state = {"weight": weight, "half": half, "small": small, "foreign": foreign, "counts": counts, "step": step}
+        manifest = replace(manifest_of(step, 2), checksums=())
+        done = writer.begin(state, manifest, owned=owned)
+        writer.copied()
+        done.result(30)
+        name = snapshot_name(step, 2, exact=step == 1)
+        until(lambda name=name: topk.far.node.ring.find(RUN_ID, name), name)  # type: ignore[misc]
+    slot = topk.far.node.ring.find(RUN_ID, name)
+    assert slot is not None
+    file = io.BytesIO(bytes(slot.view()))
+    assert zipfile.ZipFile(file).testzip() is None
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    for name in ("small", "foreign", "counts", "step"):
+        assert torch.equal(torch.as_tensor(loaded[name]), torch.as_tensor(state[name])), name
+    for name, numbers in (("weight", weight), ("half", half)):
+        right = (loaded[name] == numbers).float().mean()
+        assert 0.005 < right < 0.5, name
+        assert torch.allclose(loaded[name], numbers.detach(), atol=0.1), name
+    writer.close()
+    host.leave(complete=False)
+
+
+def test_an_exact_one_is_never_deleted_for_one_that_is_not(tmp_path: Path) -> None:
+    store = LocalStore(str(tmp_path))
+
+    def put(step: int, exact: bool) -> list[tuple[int, bool]]:
+        plain = manifest_of(step)
+        image = memoryview(bytes(1000))
+        manifest = (plain if exact else plain.inexact()).sealed(image)
+        store.put(manifest, image, attempt=1)
+        retain(store, 2, manifest)
+        return sorted((item.step, item.exact) for item in store.survey().manifests)
+
+    put(1, True)
+    put(2, True)
+    for step in (3, 4, 5):
+        left = put(step, False)
+        assert (1, True) in left
+        assert (2, True) in left
+    assert left == [(1, True), (2, True), (4, False), (5, False)]
+    assert put(5, True) == [(2, True), (5, False), (5, True)]
+    assert put(6, True) == [(5, True), (6, True)]
+
+
+def test_memory_keeps_the_newest_exact_one_whatever_comes_after_it() -> None:
+    def slot(index: int, step: int, exact: bool, **more: Any) -> Slot:
+        manifest = manifest_of(step)
+        manifest = manifest if exact else manifest.inexact()
+        return Slot(index, state=SlotState.COMMITTED, run=RUN_ID, manifest=manifest, sequence=index, **more)
+
+    slots = [slot(0, 1, True), slot(1, 2, True), slot(2, 3, False), slot(3, 4, False)]
+    assert newest_of_lineages(slots) == {slots[1], slots[3]}
+    assert reusable(slots) == [slots[0], slots[2], slots[3]]
+    exact = slot(4, 4, True)
+    assert newest_of_lineages([*slots, exact]) == {exact}
+
+
+def test_the_manifest_says_so_and_that_of_an_exact_one_says_nothing() -> None:
+    exact = manifest_of(7).sealed(memoryview(bytes(1000)))
+    assert "exact" not in json.loads(exact.to_json())
+    inexact = exact.inexact().sealed(memoryview(bytes(1000)))
+    assert json.loads(inexact.to_json())["exact"] is False
+    assert json.loads(inexact.to_json())["format"] == 3  # what cannot read it must not take it for exact
+    assert Manifest.from_json(inexact.to_json()) == inexact
+    assert Manifest.from_json(exact.to_json()) == exact
+    assert inexact.name == "step-000000007-attempt-0001-inexact"
+    names = [snapshot_name(7, 1, exact=False), snapshot_name(7, 1), snapshot_name(7, 1, complete=True)]
+    orders = [snapshot_order(name) for name in names]
+    assert orders == sorted(orders, key=lambda order: order or ())
+    assert [inexact.order, exact.order, replace(exact, complete=True).order] == orders
+    assert inexact.order > manifest_of(6).order
+    for wrong in ({"exact": "no"}, {"complete": True}, {"file": ""}):
+        with pytest.raises(CorruptManifest, match="exact"):
+            Manifest.from_dict({**inexact.to_dict(), **wrong})
