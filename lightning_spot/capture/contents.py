@@ -150,20 +150,24 @@ class Unchanged:
         marks = known.marks if known is not None else {}
         present: dict[Named, _Owner] = {}
         for piece in layout.pieces:
-            named, tensors = piece.named, owners.get(piece.storage.data_ptr())
+            storage, offset, nbytes, _, named = piece
+            tensors = owners.get(storage.data_ptr())
             if named is None or tensors is None or not tensors[0].is_cpu:
                 plan.pieces.append(piece)
                 continue
-            present[named] = owner = self._owner(named, tensors)
+            owner = self._owners.get(named)
+            if owner is None or not owner.is_that_of(tensors):
+                owner = self._new_owner(tensors)
+            present[named] = owner
             mark = owner.mark(tensors)
-            plan.marks[named] = place = (piece.offset, mark)
-            if marks.get(named) != place or piece.nbytes < _LEAST_BYTES or named in self.distrusted:
+            plan.marks[named] = place = (offset, mark)
+            if nbytes < _LEAST_BYTES or marks.get(named) != place or named in self.distrusted:
                 plan.pieces.append(piece)
             elif not _looks_alike(piece, view):
                 self.distrusted.add(named)
                 plan.past_counts += named in self._trusted
                 plan.pieces.append(piece)
-            elif piece.nbytes > _WHOLE_BYTES:
+            elif nbytes > _WHOLE_BYTES:
                 plan.unchecked.append(Unchecked(piece, tensors, owner, mark))
         self._leave_for_later(plan)
         self._trusted = (
@@ -196,13 +200,10 @@ class Unchanged:
         if turns > 1:
             plan.unchecked = plan.unchecked[self._turns.next(turns) :: turns]
 
-    def _owner(self, named: Named, tensors: Sequence[torch.Tensor]) -> _Owner:
-        """The owners of a storage, with a number that changes when they do: another tensor counts from zero."""
-        owner = self._owners.get(named)
-        if owner is None or not owner.is_that_of(tensors):
-            self._generation += 1
-            owner = _Owner(tensors, self._generation)
-        return owner
+    def _new_owner(self, tensors: Sequence[torch.Tensor]) -> _Owner:
+        """The owners of a storage, with a number that no others have: another tensor counts from zero."""
+        self._generation += 1
+        return _Owner(tensors, self._generation)
 
 
 class Turns:
@@ -244,6 +245,8 @@ class _Owner:
         """What stays the same as long as the tensors do, and are not written to."""
         if not self._counts:
             return (self._number, next(_UNCOUNTED))  # like no other: nothing counts writes to it
+        if len(tensors) == 1:
+            return (self._number, tensors[0]._version)
         return (self._number, *[tensor._version for tensor in tensors])
 
 

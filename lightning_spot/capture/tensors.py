@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+_STRIDED = torch.strided
+
 
 def tensors_in(state: Any) -> Iterator[torch.Tensor]:
     """Yield every tensor in nested dicts, lists and tuples. Tensors inside other objects are not seen."""
@@ -23,7 +25,7 @@ def tensors_in(state: Any) -> Iterator[torch.Tensor]:
 
 def storage_address(tensor: torch.Tensor) -> int:
     """Address of the tensor's storage, 0 if it has none of its own (sparse, quantised, wrapper subclasses)."""
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not _STRIDED:
         return 0
     try:
         return tensor.untyped_storage().data_ptr()
@@ -36,7 +38,10 @@ def by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]
     found: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         if address := storage_address(tensor):
-            found.setdefault(address, []).append(tensor)
+            if address in found:
+                found[address].append(tensor)
+            else:
+                found[address] = [tensor]
     return found
 
 

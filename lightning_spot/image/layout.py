@@ -11,7 +11,7 @@ import io
 import struct
 import sys
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,8 +36,7 @@ _RECORDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A storage and its place in the file.
 
     Attributes:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -22,8 +22,7 @@ _LEAST_BATCH_BYTES = 16 * 1024 * 1024
 NOW, NEVER = float("-inf"), float("inf")
 
 
-@dataclass(frozen=True, slots=True)
-class Watch:
+class Watch(NamedTuple):
     """A tensor that must not change until it is copied.
 
     Attributes:
