@@ -16,7 +16,20 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import blocking, chain, delta, guard, in_all, ingest, layout, memory, objects, partitions, restore
+from benchmarks import (
+    blocking,
+    chain,
+    delta,
+    guard,
+    in_all,
+    ingest,
+    layout,
+    memory,
+    objects,
+    partitions,
+    restore,
+    scale,
+)
 from benchmarks.measure import Result
 
 ALL = {
@@ -31,6 +44,7 @@ ALL = {
     "chain": chain,
     "delta": delta,
     "objects": objects,
+    "scale": scale,
 }
 
 

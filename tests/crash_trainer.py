@@ -105,11 +105,16 @@ def train(
     ballast: int = 0,
     every: int = 1,
     alarm_s: int = 0,
+    **settings: Any,
 ) -> None:
-    """Train until killed (or ``max_steps``, or for ``alarm_s``), with a snapshot at every step by default."""
+    """Train until killed (or ``max_steps``, or for ``alarm_s``), with a snapshot at every step by default.
+
+    The other arguments are those of ``SpotCheckpoint``.
+    """
     signal.alarm(alarm_s)  # 0 sets none
     torch.set_num_threads(1)
-    spot = SpotCheckpoint(dirpath, interval=EverySteps(every), slots=3, idle_timeout_s=30.0, flush_timeout_s=10.0)
+    usual = {"slots": 3, "idle_timeout_s": 30.0, "flush_timeout_s": 10.0}
+    spot = SpotCheckpoint(dirpath, interval=EverySteps(every), **{**usual, **settings})
     pl.Trainer(
         max_steps=max_steps,
         callbacks=[spot, Oracle(oracle, spot)],

@@ -1,4 +1,7 @@
-"""``lightning-spot simulate``: what a job would cost with each interval policy, and whether it needs a memory node."""
+"""``lightning-spot simulate``: what a job would cost with each interval policy, and whether it needs a memory node.
+
+With ``--gpus``, what to rent for it: see ``sizing``.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from lightning_spot.cli import sizing
 from lightning_spot.cli.output import plain_table, wide_console
 from lightning_spot.config import format_seconds, parse_bytes
 from lightning_spot.errors import SettingsError
@@ -102,6 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help="mean of the memory node's, no spot machine (30d)",
     )
+    sizing.add_arguments(parser, _bytes)
     parser.add_argument(
         "--policy", action="append", metavar="NAME", help="simulate only this policy; may be given several times (all)"
     )
@@ -115,6 +120,8 @@ def simulate(arguments: argparse.Namespace) -> int:
     """Simulate, and print a table for each choice of tiers."""
     from lightning_spot.simulation.compare import POLICIES, compare
 
+    if arguments.gpus is not None:
+        return sizing.rent(arguments)
     if arguments.runs < 1:
         raise SettingsError(f"--runs {arguments.runs}: at least 1")
     unknown = [name for name in arguments.policy or () if name not in POLICIES]

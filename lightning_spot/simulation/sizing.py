@@ -15,8 +15,8 @@ from lightning_spot.simulation.failures import NODE_MTBF_S
 COPIES = 3
 """Snapshots of a run that a node holds at once: the newest, one that arrives, one that goes on to the durable tier."""
 
-WORTH = 0.005
-"""What saves less than this share of the job's time is not worth another memory node, or a second replica."""
+NODE_PRICE = 0.05
+"""Price of a memory node in prices of a machine of the job, unless it is said: 256 GiB of memory beside eight GPUs."""
 
 NOTICED_S = 15.0
 """From the loss of a memory node until snapshots go to another one: asked every 10 s, it is waited for at most 5 s."""
@@ -40,6 +40,7 @@ class Demand:
         stall_s: how long training waits for a snapshot.
         lifetime_s: mean of a machine's.
         node_lifetime_s: mean of a memory node's.
+        node_price: of a memory node, in prices of a machine.
     """
 
     gpus: int
@@ -53,15 +54,17 @@ class Demand:
     stall_s: float = 1.0
     lifetime_s: float = 7200.0
     node_lifetime_s: float = NODE_MTBF_S
+    node_price: float = NODE_PRICE
 
     def __post_init__(self) -> None:
         if self.sending_hosts < 0:
             raise SettingsError(f"sending_hosts={self.sending_hosts}: 0 or more machines send")
         for name in self.__dataclass_fields__:
-            if name not in ("sending_hosts", "stall_s") and not getattr(self, name) > 0:
+            if name not in ("sending_hosts", "stall_s", "node_price") and not getattr(self, name) > 0:
                 raise SettingsError(f"{name}={getattr(self, name)}: it must be more than 0")
-        if self.stall_s < 0:
-            raise SettingsError(f"stall_s={self.stall_s}: it must be 0 or more")
+        for name in ("stall_s", "node_price"):
+            if getattr(self, name) < 0:
+                raise SettingsError(f"{name}={getattr(self, name)}: it must be 0 or more")
 
     @property
     def hosts(self) -> int:
@@ -93,7 +96,8 @@ class Rent:
         interval_s: between two snapshots.
         lost: share of the time that snapshots and lost machines take, without the time until new machines run.
         alone: the same without memory nodes, the hosts writing to the durable tier by themselves.
-        by_hosts: whether the hosts' own network is what bounds it: more nodes would change nothing.
+        by_hosts: whether the machines' own network is what bounds it: faster nodes would change nothing.
+        pays: whether what the nodes save is more than they cost.
     """
 
     nodes: int
@@ -106,36 +110,41 @@ class Rent:
     lost: float
     alone: float
     by_hosts: bool
+    pays: bool
 
 
 def size(demand: Demand, replicas: int | None = None) -> Rent:
-    """The fewest memory nodes for which one more would save less than :data:`WORTH` of the job's time.
+    """The memory nodes with which the job costs least: what the machines lose, and the nodes.
 
     Args:
         demand: the job.
-        replicas: how many; ``None`` for two where a memory node lost together with a machine costs more than that.
+        replicas: how many; ``None`` for one or two, whichever costs less.
 
     Raises:
         SettingsError: if the memory of thousands of nodes would not do, or ``replicas`` is less than 1.
     """
     if replicas is not None and replicas < 1:
         raise SettingsError(f"replicas={replicas}: at least 1")
-    if replicas is None:
-        replicas = 2 if both_lost(demand, _nodes(demand, 1)) > WORTH else 1
-    nodes = _nodes(demand, replicas)
-    safe_s, interval_s = _safe_s(demand, replicas, nodes), _interval_s(demand, replicas, nodes)
-    copies = replicas * demand.state_bytes / nodes
+    choices = [
+        (count, nodes) for count in ((1, 2) if replicas is None else (replicas,)) for nodes in _counts(demand, count)
+    ]
+    replicas, nodes = min(choices, key=lambda choice: _cost(demand, *choice))
+    safe_s = _safe_s(demand, replicas, nodes)
+    interval_s = _period_s(demand, safe_s)
+    held_bytes = replicas * demand.state_bytes / nodes
+    alone = _lost(demand, demand.state_bytes / (demand.senders * demand.durable_bytes_per_s))
     return Rent(
         nodes=nodes,
         replicas=replicas,
-        memory_bytes=COPIES * copies,
-        in_bytes_per_s=copies / safe_s,
+        memory_bytes=COPIES * held_bytes,
+        in_bytes_per_s=held_bytes / safe_s,
         out_bytes_per_s=min(demand.durable_bytes_per_s, demand.state_bytes / nodes / interval_s),
         safe_s=safe_s,
         interval_s=interval_s,
-        lost=_lost(demand, safe_s) + (both_lost(demand, nodes) if replicas == 1 else 0.0),
-        alone=_lost(demand, demand.state_bytes / (demand.senders * demand.durable_bytes_per_s)),
+        lost=_lost_with(demand, replicas, nodes),
+        alone=alone,
         by_hosts=_hosts_s(demand, replicas) >= _nodes_s(demand, replicas, nodes),
+        pays=_cost(demand, replicas, nodes) < demand.hosts * alone,
     )
 
 
@@ -147,24 +156,28 @@ def both_lost(demand: Demand, nodes: int) -> float:
     """
     gone_s = NOTICED_S + _safe_s(demand, 1, nodes)
     durable_s = demand.state_bytes / (nodes * demand.durable_bytes_per_s)
-    back_s = lost_s(_interval_s(demand, 1, nodes), durable_s)
+    back_s = lost_s(_period_s(demand, _safe_s(demand, 1, nodes)), durable_s)
     return nodes / demand.node_lifetime_s * min(1.0, gone_s / demand.mtbf_s) * back_s
 
 
-def _nodes(demand: Demand, replicas: int) -> int:
-    """How many, with so many replicas: enough memory, and then as many as are worth it."""
-    room = math.ceil(COPIES * replicas * demand.state_bytes / demand.node_memory_bytes)
-    fewest = max(replicas, room)
+def _counts(demand: Demand, replicas: int) -> range:
+    """Numbers of nodes with enough memory for so many replicas, up to one for each share of each."""
+    fewest = max(replicas, math.ceil(COPIES * replicas * demand.state_bytes / demand.node_memory_bytes))
     if fewest > _MOST_NODES:
         raise SettingsError(
             f"{replicas} replicas of {demand.state_bytes:.3g} bytes need {fewest} nodes of"
             f" {demand.node_memory_bytes:.3g} bytes of memory: take larger ones"
         )
-    best = _lost(demand, _hosts_s(demand, replicas))
-    for nodes in range(fewest, _MOST_NODES):
-        if _lost(demand, _safe_s(demand, replicas, nodes)) <= best + WORTH:
-            return nodes
-    return _MOST_NODES
+    return range(fewest, max(fewest, min(_MOST_NODES, replicas * demand.senders)) + 1)
+
+
+def _cost(demand: Demand, replicas: int, nodes: int) -> float:
+    """What the machines lose and the nodes cost, in prices of a machine."""
+    return demand.hosts * _lost_with(demand, replicas, nodes) + demand.node_price * nodes
+
+
+def _lost_with(demand: Demand, replicas: int, nodes: int) -> float:
+    return _lost(demand, _safe_s(demand, replicas, nodes)) + (both_lost(demand, nodes) if replicas == 1 else 0.0)
 
 
 def _hosts_s(demand: Demand, replicas: int) -> float:
@@ -182,17 +195,11 @@ def _safe_s(demand: Demand, replicas: int, nodes: int) -> float:
     return max(_hosts_s(demand, replicas), _nodes_s(demand, replicas, nodes))
 
 
-def _interval_s(demand: Demand, replicas: int, nodes: int) -> float:
-    return _period_s(demand, _safe_s(demand, replicas, nodes))
-
-
 def _period_s(demand: Demand, safe_s: float) -> float:
     """Young's interval, and never shorter than the tier takes one snapshot: see docs/intervals.md."""
-    return max(math.sqrt(2 * demand.stall_s * demand.mtbf_s), safe_s, demand.stall_s)
+    return max(math.sqrt(2 * demand.stall_s * demand.mtbf_s), safe_s)
 
 
 def _lost(demand: Demand, safe_s: float) -> float:
-    if safe_s == 0:
-        return 0.0
     classes = [FailureClass(drain_s=safe_s)]
     return min(1.0, overhead(_period_s(demand, safe_s), demand.stall_s, demand.mtbf_s, classes))

@@ -1,0 +1,192 @@
+"""One memory node under many clients on loopback: throughput, fairness, memory, and how long a commit takes.
+
+Each client is a run of its own that commits one snapshot after the other, as fast as it can: more than any training
+would. The same is measured with one client; both share the processors with the node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.scale_clients import SLOTS
+
+CLIENTS = 64
+NBYTES = 8 * 2**20
+_PROCESSES = 4
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a node did under a number of clients.
+
+    Attributes:
+        clients: how many.
+        commits: snapshots that were committed, by client.
+        bytes_per_s: of all of them together.
+        median_s, p99_s, longest_s: of one commit, from the asking for a slot on.
+        fairness: Jain's index of the clients' commits: 1 if all have the same number, 1/n if one has them all.
+        node_cpu_s_per_gib: processor time of the node.
+        own_bytes: most memory of the node beyond slots.
+        threads: most threads of the node.
+        errors: what any client met with.
+    """
+
+    clients: int
+    commits: list[int]
+    bytes_per_s: float
+    median_s: float
+    p99_s: float
+    longest_s: float
+    fairness: float
+    node_cpu_s_per_gib: float
+    own_bytes: int
+    threads: int
+    errors: list[str]
+
+
+@contextlib.contextmanager
+def node(folder: Path, memory_bytes: int) -> Iterator[tuple[str, psutil.Process]]:
+    """A node as a process with a runtime directory of its own."""
+    command = [sys.executable, "-m", "lightning_spot", "node", "--listen", "127.0.0.1:0", "--memory", str(memory_bytes)]
+    environment = {**os.environ, "LIGHTNING_SPOT_RUNTIME_DIR": str(folder)}
+    with open(folder / "node.log", "wb") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().split("listening on ")[1].split(",")[0], psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.wait()
+        process.stdout.close()
+
+
+def measure(
+    url: str, process: psutil.Process, *, clients: int, nbytes: int = NBYTES, seconds: float, first: int = 0
+) -> Load:
+    """Let so many clients commit snapshots for so long.
+
+    Args:
+        url: of the node.
+        process: of the node.
+        clients: how many.
+        nbytes: of a snapshot.
+        seconds: how long.
+        first: number of the first run: runs of an earlier measurement have others.
+    """
+    counts = [count for count in (_share(clients, place) for place in range(_PROCESSES)) if count]
+    places = [first + sum(counts[:place]) for place in range(len(counts))]
+    with contextlib.ExitStack() as stack:
+        senders = [
+            stack.enter_context(_sender(url, place, count, nbytes, seconds))
+            for place, count in zip(places, counts, strict=True)
+        ]
+        for sender in senders:
+            assert sender.stdout is not None
+            assert sender.stdout.readline() == "ready\n"
+        cpu_s = sum(process.cpu_times()[:2])
+        for sender in senders:
+            assert sender.stdin is not None
+            sender.stdin.write("go\n")
+            sender.stdin.flush()
+        own_bytes, threads = _watch(process, senders)
+        cpu_s = sum(process.cpu_times()[:2]) - cpu_s
+        found: list[dict[str, Any]] = []
+        for sender in senders:
+            assert sender.stdout is not None
+            found += json.loads(sender.stdout.read())
+    return _load(found, nbytes, cpu_s, own_bytes, threads)
+
+
+def _share(clients: int, place: int) -> int:
+    return clients * (place + 1) // _PROCESSES - clients * place // _PROCESSES
+
+
+@contextlib.contextmanager
+def _sender(url: str, first: int, count: int, nbytes: int, seconds: float) -> Iterator[subprocess.Popen[str]]:
+    numbers = (str(value) for value in (first, count, nbytes, seconds))
+    command = [sys.executable, "-m", "benchmarks.scale_clients", url, *numbers]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            assert stream is not None
+            stream.close()
+
+
+def _watch(process: psutil.Process, senders: list[subprocess.Popen[str]]) -> tuple[int, int]:
+    """The node's memory beyond shared one, and its threads, at most, until the senders end."""
+    own_bytes = threads = 0
+    waiting = list(senders)
+    while waiting:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            waiting[0].wait(0.2)
+        memory = process.memory_info()
+        own_bytes = max(own_bytes, memory.rss - memory.shared)
+        threads = max(threads, process.num_threads())
+        waiting = [sender for sender in waiting if sender.poll() is None]
+    return own_bytes, threads
+
+
+def _load(found: list[dict[str, Any]], nbytes: int, cpu_s: float, own_bytes: int, threads: int) -> Load:
+    commits = [len(client["commits"]) for client in found]
+    times = sorted((began_s, ended_s) for client in found for began_s, ended_s in client["commits"])
+    took_s = sorted(ended_s - began_s for began_s, ended_s in times)
+    total_bytes = nbytes * len(times)
+    span_s = max(ended_s for _, ended_s in times) - times[0][0]
+    return Load(
+        clients=len(found),
+        commits=commits,
+        bytes_per_s=total_bytes / span_s,
+        median_s=statistics.median(took_s),
+        p99_s=took_s[min(len(took_s) - 1, int(0.99 * len(took_s)))],
+        longest_s=took_s[-1],
+        fairness=sum(commits) ** 2 / (len(commits) * sum(count**2 for count in commits)),
+        node_cpu_s_per_gib=cpu_s / (total_bytes / 2**30),
+        own_bytes=own_bytes,
+        threads=threads,
+        errors=[error for client in found for error in client["errors"]],
+    )
+
+
+def run(quick: bool) -> list[Any]:
+    from benchmarks.measure import Result, scratch  # torch, which nothing else here needs
+
+    seconds = 4.0 if quick else 10.0
+    one: list[Load] = []
+    many: list[Load] = []
+    with scratch() as folder, node(folder, (CLIENTS + 1) * SLOTS * NBYTES * 2) as (url, process):
+        for _ in range(2 if quick else 4):
+            one.append(measure(url, process, clients=1, seconds=seconds / 2, first=10**6))
+            many.append(measure(url, process, clients=CLIENTS, seconds=seconds))
+            print(f"  {_line(one[-1])}\n  {_line(many[-1])}", flush=True)
+    ratio = [of_many.bytes_per_s / of_one.bytes_per_s for of_one, of_many in zip(one, many, strict=True)]
+    late = [load.p99_s / (load.clients * NBYTES / load.bytes_per_s) for load in many]
+    return [
+        Result(f"bytes of {CLIENTS} clients at one node / bytes of one", ratio, 0.8, at_most=False),
+        Result("fairness between them (Jain's index)", [load.fairness for load in many], 0.9, at_most=False, unit=""),
+        Result("99 % of commits / the time in which every client could have one", late, 3.0),
+    ]
+
+
+def _line(load: Load) -> str:
+    return (
+        f"{load.clients} clients: {load.bytes_per_s / 2**30:.2f} GiB/s, {sum(load.commits)} commits"
+        f" ({min(load.commits)}–{max(load.commits)} each, fairness {load.fairness:.3f}), median"
+        f" {1000 * load.median_s:.0f} ms, p99 {1000 * load.p99_s:.0f} ms, longest {1000 * load.longest_s:.0f} ms;"
+        f" the node: {load.node_cpu_s_per_gib:.2f} CPU s per GiB, {load.own_bytes / 2**20:.0f} MiB of its own,"
+        f" {load.threads} threads; errors: {len(load.errors)} {load.errors[:2]}"
+    )

@@ -1,0 +1,111 @@
+"""``lightning-spot simulate --gpus N --state S``: what to rent for a job of many machines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from lightning_spot.cli.output import wide_console
+from lightning_spot.config import format_bytes, format_seconds
+from lightning_spot.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lightning_spot.simulation.sizing import Demand, Rent
+
+_HOPELESS = 0.9
+
+
+def add_arguments(parser: argparse.ArgumentParser, size: Callable[[str], int]) -> None:
+    """Add the arguments that say how large a job is.
+
+    Args:
+        parser: of ``simulate``.
+        size: reads a size, or a size per second.
+    """
+    rent = parser.add_argument_group("what to rent (nothing is simulated then)")
+    rent.add_argument("--gpus", type=int, metavar="N", help="GPUs of the job: say how many memory nodes it needs")
+    rent.add_argument("--state", type=size, metavar="SIZE", help="one snapshot of the whole job (--snapshot-size)")
+    rent.add_argument("--gpus-per-host", type=int, default=8, metavar="N", help="GPUs of a machine (8)")
+    rent.add_argument(
+        "--sending-hosts", type=int, default=0, metavar="N", help="machines that send a share of each snapshot (all)"
+    )
+    rent.add_argument(
+        "--host-speed", type=size, default=1_250_000_000, metavar="SIZE/s", help="what a machine can send (1.25GB/s)"
+    )
+    rent.add_argument(
+        "--memory-node-memory", type=size, default=256 * 2**30, metavar="SIZE", help="of a memory node (256GiB)"
+    )
+    rent.add_argument("--replicas", type=int, metavar="N", help="nodes that keep each snapshot (1 or 2, which pays)")
+
+
+def rent(arguments: argparse.Namespace) -> int:
+    """Print what to rent."""
+    from lightning_spot.simulation.failures import NODE_MTBF_S
+    from lightning_spot.simulation.sizing import NODE_PRICE, Demand, size
+
+    if arguments.trace:
+        raise SettingsError("--trace is of single machines: with --gpus, give their mean --lifetime")
+    node_lifetime_s = arguments.memory_node_lifetime
+    demand = Demand(
+        gpus=arguments.gpus,
+        state_bytes=arguments.state if arguments.state is not None else arguments.snapshot_size,
+        gpus_per_host=arguments.gpus_per_host,
+        sending_hosts=arguments.sending_hosts,
+        host_bytes_per_s=arguments.host_speed,
+        node_bytes_per_s=arguments.memory_node_speed or 1.25e9,
+        node_memory_bytes=arguments.memory_node_memory,
+        durable_bytes_per_s=arguments.durable_speed,
+        stall_s=arguments.stall,
+        lifetime_s=arguments.lifetime,
+        node_lifetime_s=NODE_MTBF_S if node_lifetime_s is None else node_lifetime_s,
+        node_price=arguments.memory_node_price / arguments.price if arguments.price > 0 else NODE_PRICE,
+    )
+    found = size(demand, arguments.replicas)
+    if arguments.json:
+        print(json.dumps({"hosts": demand.hosts, "mtbf_s": demand.mtbf_s, **asdict(found)}, indent=1))
+        return 0
+    console = wide_console()
+    for name, value in described(demand, found).items():
+        console.print(f"{name:<24} {value}", markup=False)
+    for line in _advice(demand, found, arguments.memory_node_price):
+        console.print(f"→ {line}", markup=False)
+    return 0
+
+
+def described(demand: Demand, found: Rent) -> dict[str, str]:
+    """A job and what to rent for it, for people."""
+    return {
+        "GPUs": str(demand.gpus),
+        "state": format_bytes(demand.state_bytes),
+        "machines": str(demand.hosts),
+        "one is lost every": format_seconds(demand.mtbf_s),
+        "memory nodes": str(found.nodes),
+        "replicas": str(found.replicas),
+        "memory of each": format_bytes(found.memory_bytes),
+        "each receives": f"{format_bytes(found.in_bytes_per_s)}/s",
+        "a snapshot every": format_seconds(found.interval_s),
+        "safe in": format_seconds(found.safe_s),
+        "lost": f"{100 * found.lost:.1f} %",
+        "lost without nodes": f"{100 * found.alone:.1f} %",
+    }
+
+
+def _advice(demand: Demand, found: Rent, price: float) -> list[str]:
+    if min(found.lost, found.alone) >= _HOPELESS:
+        return [f"a machine is lost every {format_seconds(demand.mtbf_s)}: no snapshots make up for that"]
+    if not found.pays:
+        return ["what memory nodes would save is less than they cost: the durable tier alone will do"]
+    cost = f", {price * found.nodes:.2f} an hour" if price else ""
+    lines = [
+        f"rent {found.nodes} memory node{'s' if found.nodes > 1 else ''} with {format_bytes(found.memory_bytes)} for"
+        f" snapshots, {format_bytes(found.in_bytes_per_s)}/s in and {format_bytes(found.out_bytes_per_s)}/s out{cost}"
+    ]
+    if found.replicas > 1:
+        lines.append(f"SpotCheckpoint(replicas={found.replicas})")
+    if found.by_hosts:
+        lines.append(f"the machines' own network bounds it ({demand.senders} send): faster nodes change nothing")
+    return lines

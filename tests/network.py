@@ -1,0 +1,160 @@
+"""Hosts that are network namespaces on one switch, for tests of several machines. Needs root; all of it is removed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from benchmarks.chain import NotPermitted
+from tests.conftest import until
+
+TOKEN = "several-hosts"
+
+
+class Network:
+    """Hosts with a link each to a switch.
+
+    Args:
+        name: that no other network has.
+        hosts: names of the hosts.
+        root: folder for what each host has on its own.
+
+    Attributes:
+        address: of each host.
+    """
+
+    def __init__(self, name: str, hosts: Sequence[str], root: Path) -> None:
+        self.address = {host: f"10.79.{os.getpid() % 250}.{number}" for number, host in enumerate(hosts, 1)}
+        self._name = name
+        self._root = root
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._machines = dict.fromkeys(hosts, 0)
+        self._switch = f"{name}-switch"
+
+    def __enter__(self) -> Network:
+        try:
+            self._ip(f"netns add {self._switch}")
+            self._ip(f"-n {self._switch} link add hub type bridge")
+            self._ip(f"-n {self._switch} link set hub up")
+            for host in self.address:
+                self._plug_in(host)
+        except (NotPermitted, OSError) as error:
+            self.remove()
+            raise NotPermitted(str(error)) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def folder(self, host: str) -> Path:
+        """What this machine has on its own: gone when it is lost."""
+        return self._root / f"{host}-{self._machines[host]}"
+
+    def start(self, host: str, *arguments: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        """Start a Python there, as on a machine of its own."""
+        folder = self.folder(host)
+        folder.mkdir(exist_ok=True, mode=0o700)
+        environment = {
+            **os.environ,
+            "LIGHTNING_SPOT_TOKEN": TOKEN,
+            "LIGHTNING_SPOT_RUNTIME_DIR": str(folder),
+            "LIGHTNING_SPOT_SHM_DIR": "",
+            "LIGHTNING_SPOT_CLOUD": "none",
+        }
+        command = ["ip", "netns", "exec", self._namespace(host), sys.executable, *arguments]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            cwd=Path(__file__).parents[1],
+        )
+        self._processes.append(process)
+        return process
+
+    def lose(self, host: str) -> None:
+        """The machine is gone: all of its processes, and what it had on its own. Another one takes its address."""
+        there = self._said("ip", f"netns pids {self._namespace(host)}").split()
+        for process in map(int, there):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        for started in self._processes:
+            if started.poll() is None and str(started.pid) in there:
+                started.wait()
+        self._machines[host] += 1
+
+    def cut(self, host: str) -> None:
+        """Nothing comes from the host any more, or to it; nobody is told."""
+        self._ip(f"-n {self._switch} link set {host} down")
+
+    def mend(self, host: str) -> None:
+        """Its link works again."""
+        self._ip(f"-n {self._switch} link set {host} up")
+
+    def shape(self, host: str, bits_per_s: int, delay_ms: int = 0) -> None:
+        """Slow down what the host sends; the delay where this kernel has ``netem``."""
+        where = f"-n {self._namespace(host)} qdisc replace dev eth0"
+        with contextlib.suppress(NotPermitted):
+            self._said("tc", f"{where} root netem delay {delay_ms}ms rate {bits_per_s}bit limit 10000")
+            return
+        self._said("tc", f"{where} root tbf rate {bits_per_s}bit burst 256kb latency 50ms")
+
+    def received(self, host: str) -> int:
+        """Bytes that have come to a host."""
+        where = "/sys/class/net/eth0/statistics/rx_bytes"
+        return int(self._said("ip", f"netns exec {self._namespace(host)} cat {where}"))
+
+    def remove(self) -> None:
+        """End what was started, and remove the namespaces with their links."""
+        for host in self.address:
+            with contextlib.suppress(OSError, NotPermitted):
+                self.lose(host)
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        for namespace in (self._switch, *map(self._namespace, self.address)):
+            with contextlib.suppress(OSError):
+                subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
+
+    def _plug_in(self, host: str) -> None:
+        inside = self._namespace(host)
+        self._ip(f"netns add {inside}")
+        self._ip(f"link add {host} netns {self._switch} type veth peer name eth0 netns {inside}")
+        self._ip(f"-n {self._switch} link set {host} master hub up")
+        self._ip(f"-n {inside} addr add {self.address[host]}/24 dev eth0")
+        for device in ("lo", "eth0"):
+            self._ip(f"-n {inside} link set {device} up")
+
+    def _namespace(self, host: str) -> str:
+        return f"{self._name}-{host}"
+
+    def _ip(self, arguments: str) -> None:
+        self._said("ip", arguments)
+
+    def _said(self, program: str, arguments: str) -> str:
+        done = subprocess.run([program, *arguments.split()], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise NotPermitted(f"{program} {arguments}: {done.stderr.strip()}")
+        return done.stdout
+
+
+def listening(network: Network, host: str, port: int, log: Path, *more: str) -> str:
+    """Start a memory node on a host; its URL once it listens."""
+    url = f"spot://{network.address[host]}:{port}"
+    flags = ["--listen", url.removeprefix("spot://"), "--memory", "512MiB", *more]
+    with open(log, "wb") as output:
+        process = network.start(host, "-m", "lightning_spot.service.program", *flags, log=output)
+
+    def is_there() -> bool:
+        assert process.poll() is None, log.read_text()
+        return "listening" in log.read_text()
+
+    until(is_there, f"{url} to listen")
+    return url

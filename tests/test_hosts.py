@@ -1,0 +1,277 @@
+"""A trainer's host and two memory nodes, each on a machine of its own: what is lost, cut and killed, and what is left.
+
+Machines are network namespaces; a lost one takes its processes and its memory with it. What the nodes hold is all there
+is: snapshots come to the durable tier too rarely to matter, but where a test is about that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.chain import NotPermitted
+from lightning_spot.client import embedded
+from lightning_spot.client.node_client import NodeClient
+from lightning_spot.errors import SpotError
+from lightning_spot.protocol.wire import Address
+from lightning_spot.tiers.local import LocalStore
+from tests.conftest import until
+from tests.network import TOKEN, Network, listening
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
+
+TRAINER, LEFT, RIGHT = "trainer", "left", "right"
+SLOW_BITS_PER_S = 100_000_000
+ELEMENTS = 1_000_000  # 5 MB with the buffer: 0.4 s over the slow link
+WAIT_S = 240.0  # a trainer imports torch, on a machine that may be busy
+
+
+@dataclass
+class Cluster:
+    """The machines, and the run that is trained on one of them."""
+
+    network: Network
+    root: Path
+    monkeypatch: pytest.MonkeyPatch
+    nodes: dict[str, str] = field(default_factory=dict)
+    attempts: int = 0
+    reached: int = 0
+
+    @property
+    def run_dir(self) -> Path:
+        return self.root / "bucket" / "run-1"
+
+    @property
+    def oracle(self) -> Path:
+        return self.root / f"oracle-{self.attempts}"
+
+    def start_node(self, host: str) -> None:
+        log = self.root / f"{host}-{time.monotonic_ns()}.log"
+        self.nodes[host] = listening(self.network, host, 7070, log, "--allow", str(self.root / "bucket"))
+
+    def train(self, **more: Any) -> Any:
+        """Start the trainer: a snapshot at every step, kept at both nodes."""
+        self.attempts += 1
+        request = {
+            "dirpath": str(self.run_dir),
+            "oracle": str(self.oracle),
+            "elements": ELEMENTS,
+            "pace_s": 0.02,
+            "slots": 5,
+            "memory": list(self.nodes.values()),
+            "replicas": 2,
+            "durable_every_s": 3600.0,
+            "flush_timeout_s": WAIT_S,
+            **more,
+        }
+        with open(self.root / f"trainer-{self.attempts}.log", "wb") as log:
+            return self.network.start(TRAINER, "-m", "tests.crash_trainer", json.dumps(request), log=log)
+
+    def lines(self, word: str) -> list[list[str]]:
+        text = self.oracle.read_text() if self.oracle.exists() else ""
+        return [line.split()[1:] for line in text.split("\n")[:-1] if line.startswith(word + " ")]
+
+    def step(self) -> int:
+        """That training is at."""
+        return max((int(words[0]) for words in self.lines("begun")), default=0)
+
+    def resumed(self) -> int:
+        """The step that the attempt has resumed from; its state must be that step's."""
+        ((step, _tier, whole),) = until(lambda: self.lines("from"), f"attempt {self.attempts} to train", WAIT_S)
+        assert whole == "whole", (self.root / f"trainer-{self.attempts}.log").read_text()
+        self.reached = int(step)
+        return self.reached
+
+    def trains_on(self) -> None:
+        """Training must get on, whatever there is beneath it."""
+        before = self.step()
+        until(lambda: self.step() >= before + 5, "training to go on", WAIT_S)
+
+    def status(self) -> dict[str, Any]:
+        """Of the node on the trainer's host; empty while it does not answer."""
+        self.monkeypatch.setenv("LIGHTNING_SPOT_RUNTIME_DIR", str(self.network.folder(TRAINER)))
+        try:
+            record = embedded.find_record(str(self.run_dir))
+            return dict(NodeClient(Address(socket_path=str(record.http)), TOKEN).call("GET", "/v1/status"))
+        except (SpotError, OSError):
+            return {}
+
+    def safe(self, *hosts: str) -> int:
+        """The newest step that the trainer's host knows to be at all of these nodes; 0 if none is."""
+        urls = [self.nodes[host] for host in hosts]
+        steps = [
+            int(slot["snapshot"].split("-")[1])
+            for slot in self.status().get("slots", ())
+            if slot["snapshot"] and all(any(at.startswith(url) for at in slot["safe"]) for url in urls)
+        ]
+        return max(steps, default=0)
+
+    def wait_safe(self, step: int, *hosts: str) -> int:
+        """Wait until a snapshot of ``step``, or of a later one, is at all of these nodes."""
+        return int(until(lambda: (found := self.safe(*hosts)) >= step and found, f"{step} at {hosts}", WAIT_S))
+
+    def sending(self, host: str) -> bool:
+        """Whether a snapshot is on its way to a node."""
+        url = self.nodes[host]
+        return any(any(at.startswith(url) for at in slot["dirty"]) for slot in self.status().get("slots", ()))
+
+    def ends(self) -> None:
+        """Start again; the run must come to its end, and be durable."""
+        step = max(self.step(), self.reached)
+        trainer = self.train(max_steps=step + 10)
+        self.resumed()
+        assert trainer.wait(WAIT_S) == 0, (self.root / f"trainer-{self.attempts}.log").read_text()
+        newest = LocalStore(self.run_dir).survey().manifests[0]
+        assert (newest.step, newest.complete) == (step + 10, True)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", TOKEN)
+    (tmp_path / "bucket").mkdir()
+    name = f"ls-hosts-{os.getpid()}"
+    try:
+        with Network(name, (TRAINER, LEFT, RIGHT), tmp_path) as network:
+            network.shape(TRAINER, SLOW_BITS_PER_S, delay_ms=1)
+            made = Cluster(network, tmp_path, monkeypatch)
+            for host in (LEFT, RIGHT):
+                made.start_node(host)
+            yield made
+    except NotPermitted as reason:
+        pytest.skip(f"no network namespaces here: {reason}")
+
+
+def staging(_: Cluster) -> None:
+    """A snapshot is taken at every step: any time is one at which one is copied."""
+
+
+def sending(cluster: Cluster) -> None:
+    until(lambda: cluster.sending(LEFT) and cluster.sending(RIGHT), "a snapshot on its way", WAIT_S)
+
+
+def committing(cluster: Cluster) -> None:
+    """The moment after one has arrived at one of them."""
+    before = cluster.safe(LEFT)
+    until(lambda: cluster.safe(LEFT) > before, "a snapshot to be committed", WAIT_S)
+
+
+PHASES = (staging, sending, committing)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("also", [None, LEFT, RIGHT])
+def test_the_trainers_machine_is_lost_and_perhaps_one_node_with_it(
+    cluster: Cluster, phase: Callable[[Cluster], None], also: str | None
+) -> None:
+    cluster.train()
+    cluster.resumed()
+    cluster.wait_safe(3, LEFT, RIGHT)
+    phase(cluster)
+    left = [host for host in (LEFT, RIGHT) if host != also]
+    promised = max(cluster.safe(host) for host in left)
+    assert promised >= 3
+    cluster.network.lose(TRAINER)
+    if also is not None:
+        cluster.network.lose(also)
+    cluster.train()
+    assert cluster.resumed() >= promised
+    cluster.trains_on()
+    cluster.network.lose(TRAINER)
+    cluster.ends()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("fault", ["machine", "link"])
+def test_a_node_is_lost_and_comes_back(cluster: Cluster, phase: Callable[[Cluster], None], fault: str) -> None:
+    cluster.train()
+    cluster.resumed()
+    cluster.wait_safe(3, LEFT, RIGHT)
+    phase(cluster)
+    if fault == "machine":
+        cluster.network.lose(LEFT)
+    else:
+        cluster.network.cut(LEFT)
+    cluster.trains_on()
+    cluster.wait_safe(cluster.step(), RIGHT)
+    if fault == "machine":
+        cluster.start_node(LEFT)
+    else:
+        cluster.network.mend(LEFT)
+    cluster.wait_safe(cluster.step(), LEFT, RIGHT)
+    cluster.trains_on()
+    promised = cluster.safe(LEFT)
+    cluster.network.lose(TRAINER)
+    cluster.network.lose(RIGHT)  # the one that came back has it all by itself now
+    cluster.train()
+    assert cluster.resumed() >= promised
+    cluster.network.lose(TRAINER)
+    cluster.ends()
+
+
+def test_the_trainers_link_is_cut(cluster: Cluster) -> None:
+    cluster.train()
+    cluster.resumed()
+    cluster.wait_safe(3, LEFT, RIGHT)
+    sending(cluster)
+    cluster.network.cut(TRAINER)
+    cluster.trains_on()
+    cluster.network.mend(TRAINER)
+    promised = cluster.wait_safe(cluster.step(), LEFT, RIGHT)
+    cluster.network.lose(TRAINER)
+    cluster.train()
+    assert cluster.resumed() >= promised
+    cluster.network.lose(TRAINER)
+    cluster.ends()
+
+
+def test_the_node_that_carries_the_run_on_is_lost_before_it_has(cluster: Cluster) -> None:
+    """Then the other one does; and what it has becomes durable with the trainer's machine gone as well."""
+    cluster.train(durable_every_s=0.0)
+    cluster.resumed()
+    cluster.wait_safe(3, LEFT, RIGHT)
+    carrier = next(host for host, url in cluster.nodes.items() if _carries(cluster, url))
+    other = RIGHT if carrier == LEFT else LEFT
+    cluster.network.lose(carrier)
+    cluster.trains_on()
+    until(lambda: _carries(cluster, cluster.nodes[other]), "the other node to carry the run on", WAIT_S)
+    promised = cluster.wait_safe(cluster.step(), other)
+    cluster.network.lose(TRAINER)
+    durable = LocalStore(cluster.run_dir)
+    until(lambda: durable.survey().manifests[0].step >= promised, "it to be durable", WAIT_S)
+    cluster.network.lose(other)
+    cluster.start_node(other)
+    cluster.start_node(carrier)
+    cluster.train()
+    assert cluster.resumed() >= promised
+    cluster.network.lose(TRAINER)
+    cluster.ends()
+
+
+def test_the_machine_is_lost_again_while_it_restores(cluster: Cluster) -> None:
+    cluster.train()
+    cluster.resumed()
+    promised = cluster.wait_safe(3, LEFT, RIGHT)
+    cluster.network.lose(TRAINER)
+    for host in (LEFT, RIGHT):
+        cluster.network.shape(host, SLOW_BITS_PER_S // 10)  # it is read for seconds
+    before = cluster.network.received(TRAINER)
+    cluster.train()
+    until(lambda: cluster.network.received(TRAINER) > before + 10**6, "it to be at reading", WAIT_S)
+    assert not cluster.lines("from")
+    cluster.network.lose(TRAINER)
+    cluster.train()
+    assert cluster.resumed() >= promised
+    cluster.network.lose(TRAINER)
+    cluster.ends()
+
+
+def _carries(cluster: Cluster, url: str) -> bool:
+    runs = cluster.status().get("runs", {}).values()
+    return any(at.startswith(url) and does == "carries it on" for run in runs for at, does in run["nodes"].items())
