@@ -14,7 +14,7 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.image.layout import lay_out
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.run.sources import MemorySource, Source, StoreSource
+from lightning_spot.run.sources import MemorySource, Source, StoreSource, Use
 from lightning_spot.staging.copier import Copier, SlotView
 
 
@@ -58,9 +58,10 @@ def run(quick: bool) -> list[Result]:
 
 
 def _restore(source: Source) -> None:
-    snapshot = source.open(source.survey().manifests[0])
+    snapshot = source.open(source.survey().manifests[0], use=Use.LOAD)
     with snapshot.reader() as reader:
         torch.load(reader.as_file(), weights_only=True)
+        reader.finish()
     snapshot.close()
 
 

@@ -27,6 +27,7 @@ from lightning_spot.run import receiving, sharing
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.sharing import Giver, NotShared, take
+from lightning_spot.run.sources import Use
 from lightning_spot.run.survey import Survey, survey
 from lightning_spot.tiers.local import LocalStore
 from tests.oracle import claim_of
@@ -179,7 +180,7 @@ def test_a_host_reads_once_and_its_ranks_look_at_the_same_memory(
 def test_what_is_shared_cannot_be_written_to(run: LocalStore) -> None:
     source = survey(Location.of(run.root, None, None)).candidates[0][1]
     manifest = run.survey().manifests[0]
-    snapshot = source.open(manifest, for_many=True)
+    snapshot = source.open(manifest, use=Use.SHARE)
     try:
         assert snapshot.sealed
         with pytest.raises(PermissionError):

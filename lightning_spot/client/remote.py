@@ -111,21 +111,25 @@ class NodeStore:
 
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`."""
-        path = f"/v1/files/{quoted(self.run, manifest.data_path)}"
 
         def read(bounds: tuple[int, int]) -> None:
             start, stop = bounds
-            self.client.receive(path, start, into[start:stop])
-            try:
-                manifest.verify_range(start, into[start:stop], self.url)
-            except CorruptSnapshot:  # perhaps on its way
-                self.client.receive(path, start, into[start:stop])
-                manifest.verify_range(start, into[start:stop], self.url)
+            self.read(manifest, start, into[start:stop])
             if progress is not None:
                 progress(stop - start)
 
         with ThreadPoolExecutor(CONNECTIONS) as pool:
             list(pool.map(read, manifest.ranges()))
+
+    def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
+        """Read one of ``manifest.ranges()``, and check it; from any thread. Errors are those of :meth:`fetch`."""
+        path = f"/v1/files/{quoted(self.run, manifest.data_path)}"
+        self.client.receive(path, start, into)
+        try:
+            manifest.verify_range(start, into, self.url)
+        except CorruptSnapshot:  # perhaps on its way
+            self.client.receive(path, start, into)
+            manifest.verify_range(start, into, self.url)
 
     def delete(self, manifest: Manifest) -> None:
         """See :meth:`Store.delete`."""

@@ -66,12 +66,14 @@ def read_checkpoint(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
     """
     is_path = isinstance(file, str)
     try:
-        return torch.load(file, map_location=map_location, weights_only=True, mmap=is_path)
-    except UnpicklingError:
-        _rewind(file)
-    try:
+        # Asked first: a load that is refused in its middle would have read half of the tensors for nothing.
         unsafe = frozenset(torch.serialization.get_unsafe_globals_in_checkpoint(file))
         _rewind(file)
+        if not unsafe:
+            try:
+                return torch.load(file, map_location=map_location, weights_only=True, mmap=is_path)
+            except UnpicklingError:
+                _rewind(file)
         module = _pickle_module(unsafe - _INERT)
         checkpoint = torch.load(file, map_location=map_location, weights_only=False, pickle_module=module, mmap=is_path)
     except UnpicklingError as error:

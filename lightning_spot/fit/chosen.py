@@ -119,7 +119,9 @@ def _load(snapshot: OpenSnapshot, *, trusts: bool, is_shared: bool) -> Checkpoin
         return own_small(_read(f"/proc/self/fd/{snapshot.fd}", trusts=trusts))
     with snapshot.reader() as reader:
         try:
-            return _read(reader.as_file(), trusts=trusts)
+            checkpoint = _read(reader.as_file(), trusts=trusts)
+            reader.finish()
+            return checkpoint
         except Exception:
             if reader.problem is not None:  # torch may have made something else of it
                 raise reader.problem from None

@@ -20,7 +20,7 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.receiving import receive
 from lightning_spot.run.sharing import Card, FromRank, Giver, NotShared, take
-from lightning_spot.run.sources import MemorySource, Source, StoreSource
+from lightning_spot.run.sources import MemorySource, Source, StoreSource, Use
 from lightning_spot.run.survey import Survey
 from lightning_spot.tiers.store import Holdings, Progress
 
@@ -97,9 +97,9 @@ class Hosts:
             except NotShared as error:
                 logger.warning("lightning_spot: %s; rank %d reads the snapshot itself", error, self._ranks.rank)
         if self._giver is None:
-            return self._open(tried, manifest, source, progress, for_many=False)
+            return self._open(tried, manifest, source, progress, use=Use.LOAD)
         try:
-            snapshot = self._open(tried, manifest, source, progress, for_many=True)
+            snapshot = self._open(tried, manifest, source, progress, use=Use.SHARE)
         except Exception as error:
             problem = error if isinstance(error, SpotError) else SpotError(f"{type(error).__name__}: {error}")
             self._giver.give(tried.turn, problem)
@@ -108,24 +108,24 @@ class Hosts:
         return snapshot
 
     def _open(
-        self, tried: Try, manifest: Manifest, source: Source | None, progress: Progress | None, *, for_many: bool
+        self, tried: Try, manifest: Manifest, source: Source | None, progress: Progress | None, *, use: Use
     ) -> OpenSnapshot:
         if source is not None:
-            return source.open(manifest, progress, for_many=for_many)
+            return source.open(manifest, progress, use=use)
         reasons = []
-        for place in self._places(tried, manifest, for_many):
+        for place in self._places(tried, manifest, use):
             try:
                 return place()
             except SpotError as error:
                 reasons.append(str(error))
         raise TierError(f"{manifest.name} cannot be read on the host of rank {self._ranks.rank}: {'; '.join(reasons)}")
 
-    def _places(self, tried: Try, manifest: Manifest, for_many: bool) -> Iterator[Callable[[], OpenSnapshot]]:
+    def _places(self, tried: Try, manifest: Manifest, use: Use) -> Iterator[Callable[[], OpenSnapshot]]:
         """Where another rank than the first may find it: its host's node, the stores, and the first rank."""
         sources: list[Source] = [MemorySource(self._location.url, f"{manifest.run}@{manifest.run_id}")]
         sources += [StoreSource(open_store(url), tier) for url, tier in tried.stores]
         for source in sources:
-            yield functools.partial(source.open, manifest, for_many=for_many)
+            yield functools.partial(source.open, manifest, use=use)
         if self._first is not None and tried.rank_0 is not None:
             rank_0 = FromRank(tried.rank_0, self._first.secret, tried.turn)
             yield functools.partial(receive, rank_0, manifest, rank_0.url, rank_0.url, None)
@@ -148,7 +148,7 @@ class Announced:
         """See :meth:`Source.survey`."""
         return self._source.survey()
 
-    def open(self, manifest: Manifest, progress: Progress | None = None, *, for_many: bool = False) -> OpenSnapshot:
+    def open(self, manifest: Manifest, progress: Progress | None = None, *, use: Use = Use.CHECK) -> OpenSnapshot:
         """See :meth:`Source.open`."""
         return self._opening(manifest, self._source, progress)
 

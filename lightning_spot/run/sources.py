@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import enum
 import os
 from typing import Protocol
 
 from lightning_spot.client.embedded import attach
+from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import verify_file
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.receiving import FromFile, has_room, receive
+from lightning_spot.run.streaming import Streamed
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings, Progress, Store, newest_first
 
 MEMORY = "memory"
 DURABLE = "durable"
+
+
+class Use(enum.Enum):
+    """What an open snapshot is wanted for.
+
+    Attributes:
+        CHECK: every byte is checked when it is open.
+        LOAD: one reader goes through it once, and then calls :meth:`SnapshotReader.finish`.
+        SHARE: many processes of this host will read it, or its image is wanted: it is brought into sealed memory where
+            there is room, which costs as much as for one of them to make a copy.
+    """
+
+    CHECK = enum.auto()
+    LOAD = enum.auto()
+    SHARE = enum.auto()
 
 
 class Source(Protocol):
@@ -34,14 +52,13 @@ class Source(Protocol):
             TierError: if it could not be read.
         """
 
-    def open(self, manifest: Manifest, progress: Progress | None = None, *, for_many: bool = False) -> OpenSnapshot:
-        """Open a snapshot after checking every byte of it.
+    def open(self, manifest: Manifest, progress: Progress | None = None, *, use: Use = Use.CHECK) -> OpenSnapshot:
+        """Open a snapshot of which every byte was checked, or will be when it is read.
 
         Args:
             manifest: what it is.
             progress: called with the number of bytes just checked.
-            for_many: whether many processes of this host will read it. Then it is brought into sealed memory, where
-                there is room, which costs as much as one of them to make a copy.
+            use: what it is wanted for.
 
         Raises:
             CorruptSnapshot: if a checksum does not hold.
@@ -81,7 +98,7 @@ class MemorySource:
         finally:
             host.disconnect()
 
-    def open(self, manifest: Manifest, progress: Progress | None = None, *, for_many: bool = False) -> OpenSnapshot:
+    def open(self, manifest: Manifest, progress: Progress | None = None, *, use: Use = Use.CHECK) -> OpenSnapshot:
         """See :meth:`Source.open`. For one process the slot is not copied, and stays pinned until closed."""
         host = attach(self._url, self._run)
         if host is None:
@@ -92,7 +109,7 @@ class MemorySource:
             host.disconnect()
             raise
         snapshot = OpenSnapshot(manifest, MEMORY, "this host's memory", fd, in_memory=True, release=host.disconnect)
-        if not for_many or not has_room(manifest.nbytes):
+        if use is not Use.SHARE or not has_room(manifest.nbytes):
             return _checked(snapshot, progress)
         try:
             return receive(FromFile(fd, snapshot.url), manifest, MEMORY, snapshot.url, progress)
@@ -116,10 +133,13 @@ class StoreSource:
         """See :meth:`Source.survey`."""
         return self.store.survey()
 
-    def open(self, manifest: Manifest, progress: Progress | None = None, *, for_many: bool = False) -> OpenSnapshot:
-        """See :meth:`Source.open`. One process reads one local file in place; all else is fetched into memory once."""
+    def open(self, manifest: Manifest, progress: Progress | None = None, *, use: Use = Use.CHECK) -> OpenSnapshot:
+        """See :meth:`Source.open`.
+
+        One process reads one local file in place, and what a node has while it arrives; all else goes into memory.
+        """
         url = f"{self.store.url}/{manifest.data_path}"
-        in_place = not manifest.files and not (for_many and has_room(manifest.nbytes))
+        in_place = not manifest.files and not (use is Use.SHARE and has_room(manifest.nbytes))
         if isinstance(self.store, LocalStore) and in_place:
             try:
                 fd = os.open(self.store.root / manifest.data_path, os.O_RDONLY | os.O_CLOEXEC)
@@ -128,6 +148,8 @@ class StoreSource:
             except OSError as error:
                 raise TierError(f"{url}: {error.strerror}", tier=self.store.url) from error
             return _checked(OpenSnapshot(manifest, self.tier, url, fd), progress)
+        if isinstance(self.store, NodeStore) and use is Use.LOAD and not manifest.files:
+            return Streamed(manifest, self.tier, self.store, url)
         return receive(self.store, manifest, self.tier, url, progress)
 
 
