@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.client.compression import CompressionRule
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.part_encoder import OutgoingPart, Part, PartEncoder, packers
 from lightning_spot.image import delta, packing
@@ -23,6 +22,7 @@ from lightning_spot.service import handlers
 from tests.conftest import until
 from tests.gated import MIB, manifest_of
 from tests.proxy import Proxy
+from tests.test_compression import rule_that_may_pack
 from tests.wire_pair import RUN, Pair, Sender, floats, kinds, needs_zstd, pair, state, trained
 
 __all__ = ["kinds", "pair"]
@@ -165,7 +165,7 @@ def test_nobody_waits_until_it_is_known_how_packing_goes(monkeypatch: pytest.Mon
     earlier = bases.Glance(manifest_of(1, 1, len(image), part_bytes=MIB), memoryview(floats(2, 4 * MIB)), lambda: True)
     earlier = replace(earlier, manifest=earlier.manifest.sealed(earlier.image))
     base = BaseInfo("x", len(image), MIB, earlier.manifest.checksums, unpacks=True)
-    rule = CompressionRule()
+    rule = rule_that_may_pack()
     rule.sent_plain(MIB, 1.0)
     with packers() as threads:
         threads.submit(let_go.wait, 30)  # a processor that has no time

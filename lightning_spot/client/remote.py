@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -230,7 +231,10 @@ class NodeStore:
             with packers() as threads:
                 coming, encoder = prepare(threads)
                 count = -(-coming.manifest.nbytes // coming.manifest.part_bytes)
+                self._rule.begin()
+                began_s = time.perf_counter()
                 sent = self._lanes.send(upload, coming.sealed_parts(), count, encoder)
+                self._rule.end(time.perf_counter() - began_s)
                 manifest = coming.committed()
                 self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": self._named(manifest).to_dict()})
         except BaseException:
