@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from lightning_spot.capture import contents
 from lightning_spot.capture.contents import CHECK_EVERY
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import TornSnapshot
+from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.tiers.local import LocalStore
 from tests.models import EachDurable, Net, data, trainer
 from tests.test_writer import Desk, same
@@ -39,6 +41,8 @@ class FrozenDesk(Desk):
         self.writer.copied()
         done.result(30)
         assert same(self.saved(step, complete=complete), self.weights, self.buffer)
+        path = self.store.root / snapshot_name(step, 1, complete=complete) / "model.ckpt"
+        assert zipfile.ZipFile(path).testzip() is None
         return self.writer.copied_bytes - before
 
 

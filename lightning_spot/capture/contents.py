@@ -21,6 +21,7 @@ import torch
 
 from lightning_spot.image.layout import Layout, Piece
 from lightning_spot.image.pickling import Named
+from lightning_spot.image.written import Ranges, in_order
 from lightning_spot.staging.copier import SlotView
 
 CHECK_BYTES = 64 * 1024 * 1024
@@ -95,6 +96,7 @@ class Plan:
     Attributes:
         frame: entries of the frame that are not there yet.
         pieces: that are not there yet.
+        written: the ranges that are not there yet, ``None`` where most are not, or that is unknown.
         unchecked: pieces that are there, by the counts of their owners, and whose bytes are compared this time.
         marks: see :class:`Known`.
     """
@@ -103,6 +105,7 @@ class Plan:
     pieces: list[Piece]
     marks: dict[Named, tuple[int, _Mark]]
     past_counts: int = 0
+    written: Ranges | None = None
     unchecked: list[Unchecked] = field(default_factory=list)
 
     @property
@@ -169,6 +172,9 @@ class Unchanged:
                 plan.pieces.append(piece)
             elif nbytes > _WHOLE_BYTES:
                 plan.unchecked.append(Unchecked(piece, tensors, owner, mark))
+        if known is not None and 2 * plan.nbytes < layout.nbytes:
+            entries = [(offset, len(data)) for offset, data in plan.frame]
+            plan.written = in_order([*entries, *((piece.offset, piece.nbytes) for piece in plan.pieces)])
         self._leave_for_later(plan)
         self._trusted = (
             self._trusted | (plan.marks.keys() - {piece.named for piece in plan.pieces})

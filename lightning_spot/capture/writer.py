@@ -321,7 +321,7 @@ class SnapshotWriter:
                 self.torn += 1
                 self._say_past_counts(found)
                 raise TornSnapshot(f"snapshot {name} was dropped: {found} tensors were not as they were thought to be")
-            host.seal(pending.lease, pending.manifest, pending.destinations, pending.floats)
+            host.seal(pending.lease, pending.manifest, pending.destinations, pending.floats, pending.plan.written)
             known = Known(pending.lease.id, pending.outline.frame, pending.plan.marks)
             self._views.content(pending.view).sealed(known)
         except BaseException as error:

@@ -24,6 +24,7 @@ from lightning_spot.errors import NodeUnreachable
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
+from lightning_spot.image.written import Ranges
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import Lease
 from lightning_spot.memory.joint import Shared
@@ -272,9 +273,15 @@ class EmbeddedHost:
         manifest: Manifest,
         destinations: list[str] | None = None,
         floats: tuple[Floats, ...] = (),
+        written: Ranges | None = None,
     ) -> None:
         """See :meth:`Host.seal`."""
-        body = {"manifest": manifest.to_dict(), "destinations": destinations, "floats": floats}
+        body = {
+            "manifest": manifest.to_dict(),
+            "destinations": destinations,
+            "floats": floats,
+            "written": written,
+        }
         self._call("POST", f"/v1/uploads/{lease.id}/seal", body, limit_s=_SEAL_TIMEOUT_S)
 
     def abort(self, lease: Lease) -> None:

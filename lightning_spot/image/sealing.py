@@ -17,6 +17,7 @@ from lightning_spot.image.crc import combine, crc32
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum, part_ranges
 from lightning_spot.image.shards import records_of
+from lightning_spot.image.written import CHECK_EVERY, Before, Written
 
 _CRC_BYTES = 4
 _CHUNK_BYTES = 256 * 1024  # stays in the processor's cache between its CRC and its checksum
@@ -29,16 +30,31 @@ def sealing_threads() -> int:
 
 
 class Sealing(Coming):
-    """A file that is being sealed here; CRC fields in it are written. See :class:`Coming`."""
+    """A file that is being sealed here; CRC fields in it are written. See :class:`Coming`.
+
+    Args:
+        manifest: of the file, not sealed.
+        image: the whole file.
+        before: what is known of its memory, if it was sealed before and not all of it was written since.
+    """
+
+    def __init__(self, manifest: Manifest, image: memoryview, before: Before | None = None) -> None:
+        super().__init__(manifest, image)
+        self._before = before
 
     def run(self, threads: int) -> Manifest:
         """Seal the file on ``threads`` threads, this one among them; its sealed manifest.
 
         Raises:
             LayoutUnsupported: if it is no archive of stored records, nor made of such.
-            CorruptSnapshot: if it is sharded, and where its archives lie cannot be read.
+            CorruptSnapshot: if it is sharded, and where its archives lie cannot be read; or if a part that nobody has
+                written to is not what it was.
         """
-        plan = _Plan(records_of(self.image, self.manifest), self._parts, self.image)
+        before = self._before
+        plan = _Plan(records_of(self.image, self.manifest), self._parts, self.image, before)
+        if before is not None:
+            for index in plan.untouched:
+                self._take_over(index, before)
         helpers = [threading.Thread(target=self._work, args=(plan,), name="spot-seal") for _ in range(threads - 1)]
         for helper in helpers:
             helper.start()
@@ -46,6 +62,17 @@ class Sealing(Coming):
         for helper in helpers:
             helper.join()
         return replace(self.manifest, checksums=tuple(self._checksums))
+
+    def _take_over(self, index: int, before: Before) -> None:
+        """A part is as it was: so is its checksum."""
+        start, stop = self._parts[index]
+        if (index + before.turn) % CHECK_EVERY == 0 and checksum(self.image[start:stop]) != before.checksums[index]:
+            raise CorruptSnapshot(
+                f"part {index} of {self.manifest.name} is not what it was, though it was not to change: somebody else"
+                " has written to this memory. It is not committed",
+                part=index,
+            )
+        self._final(index, before.checksums[index])
 
     def _work(self, plan: _Plan) -> None:
         while (index := plan.next_part()) is not None:
@@ -84,6 +111,11 @@ class _Part:
         self.waits -= 1
         self._written.add(max(place, self.start))
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether something in it is to be read for a CRC, or a field in it to be written."""
+        return bool(self.pieces or self._fields)
+
     def hash(self, image: memoryview, upto: int) -> None:
         """Checksum what is there up to a place: it was just read for its CRC, and is in the processor's cache."""
         while self._next_field < len(self._fields) and self._fields[self._next_field] in self._written:
@@ -101,12 +133,18 @@ class _Part:
 
 
 class _Plan:
-    """Which parts still wait for CRCs: a part may be checksummed once every CRC field that lies in it is written."""
+    """Which parts still wait for CRCs: a part may be checksummed once every CRC field that lies in it is written.
 
-    def __init__(self, records: list[ZipEntry], parts: list[tuple[int, int]], image: memoryview) -> None:
+    Attributes:
+        untouched: numbers of the parts that are as they were when their memory was sealed before.
+    """
+
+    def __init__(
+        self, records: list[ZipEntry], parts: list[tuple[int, int]], image: memoryview, before: Before | None
+    ) -> None:
         self._lock = threading.Lock()
-        self._next = 0
         self._image = image
+        written = Written(before.written) if before is not None else None
         self._records = records
         self._parts = [_Part(start, stop) for start, stop in parts]
         self._part_bytes = self._parts[0].stop if parts else 1  # the first is as long as any
@@ -116,19 +154,25 @@ class _Plan:
             end = record.offset + record.nbytes
             if max(end, *(place + _CRC_BYTES for place in record.crc_at)) > (parts[-1][1] if parts else 0):
                 raise LayoutUnsupported(f"record {record.name!r} reaches beyond the end of the checkpoint file")
-            if record.nbytes:  # a field of an empty record holds zero already
+            if record.nbytes and not (written is not None and self._is_kept(record, written)):
+                # A field of an empty record holds zero already.
                 for part in self._parts[record.offset // self._part_bytes : -(-end // self._part_bytes)]:
                     part.pieces.append((number, max(part.start, record.offset), min(part.stop, end)))
                 for place, part in self._fields_of(record):
                     part.expects(place)
         for part in self._parts:
             part.begin()
+        self.untouched = [
+            index
+            for index, part in enumerate(self._parts[: len(before.checksums)] if before is not None else ())
+            if written is not None and not part.is_awaited and not written.touches(part.start, part.stop)
+        ]
+        self._todo = iter(sorted({*range(len(parts))}.difference(self.untouched)))
 
     def next_part(self) -> int | None:
         """Take the next part to work on; ``None`` when all are taken."""
         with self._lock:
-            self._next += 1
-            return self._next - 1 if self._next <= len(self._parts) else None
+            return next(self._todo, None)
 
     def finish(self, index: int) -> list[int]:
         """Compute the CRCs of a part's pieces, write those that are complete, and return the parts that are ready."""
@@ -168,6 +212,21 @@ class _Plan:
             if not part.waits:
                 ready.append(part.start // self._part_bytes)
         return ready
+
+    def _is_kept(self, record: ZipEntry, written: Written) -> bool:
+        """Whether a record was not written to, nor the CRC behind it; then that is written where else it belongs."""
+        *others, behind = record.crc_at
+        if written.touches(record.offset, record.offset + record.nbytes) or written.touches(
+            behind, behind + _CRC_BYTES
+        ):
+            return False
+        crc = bytes(self._image[behind : behind + _CRC_BYTES])
+        for place in others:
+            if self._image[place : place + _CRC_BYTES] != crc:
+                if not written.touches(place, place + _CRC_BYTES):
+                    return False
+                self._image[place : place + _CRC_BYTES] = crc
+        return True
 
     def _fields_of(self, record: ZipEntry) -> Iterator[tuple[int, _Part]]:
         """Each CRC field of a record, with each part in which some of it lies."""

@@ -307,6 +307,8 @@ class Flusher:
             job.manifest.verify(image, "memory")
         except CorruptSnapshot as error:
             logger.error("%s. It is dropped; the one before it stands", error)
+            if job.slot is not None:
+                job.slot.held = ""  # nothing that is in it counts as known
             try:
                 self._ring.drop(job.run, job.manifest.name)
             except SnapshotNotFound:

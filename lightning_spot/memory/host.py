@@ -11,6 +11,7 @@ from lightning_spot.config import MAX_STALL_S
 from lightning_spot.errors import SettingsError, ShareMissing
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.written import Ranges
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import IN_PROCESS, Node
@@ -111,6 +112,7 @@ class Host(Protocol):
         manifest: Manifest,
         destinations: list[str] | None = None,
         floats: tuple[Floats, ...] = (),
+        written: Ranges | None = None,
     ) -> None:
         """Commit a filled slot in memory; when this returns the snapshot counts.
 
@@ -119,6 +121,7 @@ class Host(Protocol):
             manifest: without checksums.
             destinations: tiers of a user's file, instead of the run's.
             floats: where in it numbers lie that may be approximated on their way to a memory node.
+            written: what was written since the slot was filled as ``lease.held``, ``None`` for all.
 
         Raises:
             ShareMissing: if other ranks fill it too, and the bytes of one of them will not come.
@@ -199,9 +202,10 @@ class InProcessHost:
         manifest: Manifest,
         destinations: list[str] | None = None,
         floats: tuple[Floats, ...] = (),
+        written: Ranges | None = None,
     ) -> None:
         """See :meth:`Host.seal`."""
-        self._node.seal(lease.id, manifest, destinations, floats)
+        self._node.seal(lease.id, manifest, destinations, floats, written)
 
     def abort(self, lease: Lease) -> None:
         """See :meth:`Host.abort`."""

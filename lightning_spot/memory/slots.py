@@ -55,6 +55,8 @@ class Slot:
         sequence: order of commits.
         readers: how many are reading it now.
         held: the upload as which its memory was filled last, ``""`` if that is unknown.
+        held_as: what that was committed as.
+        seals: how often it was sealed.
         checked_s: when its bytes were read last, and had the checksums of its manifest (monotonic).
         floats: where in it numbers lie that may be approximated on their way to a node behind.
         inexact_at: URLs at which an approximation of the snapshot is.
@@ -76,6 +78,8 @@ class Slot:
     sequence: int = 0
     readers: int = 0
     held: str = ""
+    held_as: Manifest | None = None
+    seals: int = 0
     checked_s: float = float("-inf")
     floats: tuple[Floats, ...] = ()
     inexact_at: list[str] = field(default_factory=list)

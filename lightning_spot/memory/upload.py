@@ -6,6 +6,8 @@ import socket
 from dataclasses import dataclass, field
 
 from lightning_spot.image.coming import Coming
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.written import Before, Ranges
 from lightning_spot.memory.bases import Base
 from lightning_spot.memory.joint import Joint
 from lightning_spot.memory.slots import Slot
@@ -57,6 +59,22 @@ class Upload:
     def in_use(self) -> bool:
         """Whether something still writes into the slot."""
         return self.sealing or bool(self.streams) or (self.joint is not None and bool(self.joint.writing))
+
+    def before(self, manifest: Manifest, written: Ranges | None) -> Before | None:
+        """What is known of the slot, which is about to be sealed; ``None`` if nothing is.
+
+        Args:
+            manifest: as which it will be.
+            written: what was written since it was filled as :attr:`held`, ``None`` for all.
+        """
+        was = self.slot.held_as
+        self.slot.seals += 1
+        if written is None or not self.held or was is None or self.joint is not None:
+            return None
+        if was.part_bytes != manifest.part_bytes:
+            return None
+        whole = min(was.nbytes, manifest.nbytes) // manifest.part_bytes
+        return Before(written, was.checksums[:whole], self.slot.seals)
 
     def let_go(self) -> None:
         """Let the base go, if nothing reads it any more and nothing will."""

@@ -23,6 +23,7 @@ from lightning_spot.image.coming import Coming
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing, sealing_threads
+from lightning_spot.image.written import Ranges
 from lightning_spot.memory.ahead import SlotsAhead
 from lightning_spot.memory.bases import Base
 from lightning_spot.memory.joint import Shared
@@ -179,6 +180,7 @@ class Uploads:
         manifest: Manifest,
         destinations: list[str] | None = None,
         floats: tuple[Floats, ...] = (),
+        written: Ranges | None = None,
     ) -> Manifest:
         """Commit a slot that was filled on this host: write the zip's CRCs, checksum every part, commit.
 
@@ -189,6 +191,7 @@ class Uploads:
             manifest: without checksums.
             destinations: URLs of the directories that a user's file goes to, instead of the run's tiers.
             floats: where in it numbers lie that may be approximated on their way to a node behind.
+            written: what was written since the slot was filled as :attr:`Upload.held`, ``None`` for all.
 
         Returns:
             the sealed manifest.
@@ -208,13 +211,14 @@ class Uploads:
                 raise CorruptSnapshot(f"{manifest.name} has {manifest.nbytes} bytes, its slot {upload.slot.capacity}")
             upload.sealing, upload.slot.floats = True, floats
         # The view lives as long as the sealing: who sends its parts on may be at it when this call is done.
-        sealing = Sealing(replace(manifest, checksums=()), upload.slot.view(manifest.nbytes))
+        before = upload.before(manifest, written)
+        sealing = Sealing(replace(manifest, checksums=()), upload.slot.view(manifest.nbytes), before)
         try:
             if not manifest.is_file:
                 self._offer(upload.slot, sealing)
             began_s = time.monotonic()
             sealed = sealing.run(sealing_threads())
-            upload.slot.checked_s = began_s
+            upload.slot.checked_s = began_s if before is None else float("-inf")
             committed = self._commit(upload, sealed, tuple(destinations) if destinations is not None else None)
             sealing.commit(committed)
         finally:
@@ -345,7 +349,7 @@ class Uploads:
             except BaseException:
                 self.abort(upload.id)
                 raise
-            upload.slot.held = upload.id
+            upload.slot.held, upload.slot.held_as = upload.id, manifest
             self._uploads.pop(upload.id, None)
             upload.ended = True
             self.shares.ended(upload)

@@ -52,6 +52,7 @@ from lightning_spot.image.floats import read_floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.packing import can_pack
 from lightning_spot.image.parts import checksum
+from lightning_spot.image.written import read_ranges
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.memory.upload import Upload
@@ -362,7 +363,9 @@ class Service:
         manifest = Manifest.from_dict(body.get("manifest"))
         floats = read_floats(body.get("floats", []), manifest.nbytes)
         destinations = list(texts(body, "destinations", _MOST_NODES)) if body.get("destinations") is not None else None
-        done = await asyncio.to_thread(self.node.seal, request.match_info["upload"], manifest, destinations, floats)
+        written = read_ranges(body.get("written"), manifest.nbytes)
+        upload = request.match_info["upload"]
+        done = await asyncio.to_thread(self.node.seal, upload, manifest, destinations, floats, written)
         return web.json_response({"checksums": list(done.checksums)})
 
     async def _abort(self, request: web.Request) -> web.Response:
