@@ -2,10 +2,13 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 # The tests wait for a third of their time (for nodes, notices, back-off): more workers than two cores.
-WORKERS ?= 4
+WORKERS ?= 6
+# What is compiled is kept, also for the processes that tests start: they would compile it all anew.
+export PYTHONDONTWRITEBYTECODE :=
 
-# The oldest that is supported, and what is tested with it.
-OLDEST := lightning==2.5.0 pytorch-lightning==2.5.0 torchmetrics==1.4.0 fsspec==2025.12.0 s3fs==2025.12.0
+# The oldest Lightning that is supported with what else it takes, and what is tested with it.
+OLDEST := lightning==2.5.0 pytorch-lightning==2.5.0 torchmetrics==1.4.0 fsspec==2025.12.0 s3fs==2025.12.0 \
+	aiobotocore==2.26.0
 OLDEST_TESTS := tests/test_exact.py tests/test_exact_guards.py tests/test_exact_table.py tests/test_fit.py \
 	tests/test_loggers.py tests/test_namespaces.py tests/test_private.py tests/test_second_fit.py
 
@@ -18,7 +21,7 @@ test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-oldest: $(VENV)-oldest/.ready
-	$(VENV)-oldest/bin/python -m pytest -n 2 $(OLDEST_TESTS)
+	$(VENV)-oldest/bin/python -m pytest -n $(WORKERS) --dist worksteal $(OLDEST_TESTS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
@@ -42,7 +45,7 @@ $(VENV)/.ready-%: pyproject.toml constraints.txt scripts/environment
 
 $(VENV)-oldest/.ready: Makefile pyproject.toml constraints.txt scripts/environment
 	mkdir -p $(VENV)-oldest
-	grep -vE '^(lightning|pytorch-lightning|torchmetrics|fsspec|s3fs)==' constraints.txt > $(VENV)-oldest/constraints.txt
+	grep -vE '^(lightning|pytorch-lightning|torchmetrics|fsspec|s3fs|aiobotocore)==' constraints.txt > $(VENV)-oldest/constraints.txt
 	printf '%s\n' $(OLDEST) >> $(VENV)-oldest/constraints.txt
 	CONSTRAINTS=$(VENV)-oldest/constraints.txt PYTHON="$(PYTHON)" scripts/environment $(VENV)-oldest dev
 	@touch $@

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import functools
+import importlib
 import os
 import random
 import shutil
@@ -26,7 +29,56 @@ from tests import folders, warm
 
 DEADLINE_S = 30.0
 
+_WARM = pytest.StashKey[str]()
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are small: more threads only get into each other's way
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In a worker, which was forked by :func:`pytest_xdist_setupnodes`."""
+    if (given := getattr(config, "workerinput", None)) is not None:
+        sys.executable = given["python"]
+        if not sys.dont_write_bytecode:
+            _import_in_turns(config, int(given["workerid"][2:]) / given["workercount"])
+
+
+def _import_in_turns(config: pytest.Config, share: float) -> None:
+    """Import what will be collected, each file while no other worker does: the first one rewrites it for all.
+
+    To rewrite the assertions of all files takes longer than to import torch. Each worker begins elsewhere.
+    """
+    paths = [Path(argument.partition("::")[0]).absolute() for argument in config.args]
+    files = sorted({file for path in paths for file in ([path] if path.is_file() else path.rglob("test_*.py"))})
+    begin = int(share * len(files))
+    for file in [*files[begin:], *files[:begin]]:
+        with open(Path(config.workerinput["warm"]).with_name(file.stem), "w") as turn:  # type: ignore[attr-defined]
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # collecting it will tell
+                importlib.import_module(".".join(file.relative_to(config.rootpath).with_suffix("").parts))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Fork the workers: each would import torch and Lightning for itself."""
+    python, held = begin_warm()
+    config.stash[_WARM] = python
+    config.add_cleanup(held.close)
+    for spec in specs:
+        spec.python = spec.python or python
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker what it would be without a fork, and whom to ask for more of them."""
+    node.workerinput.update(python=sys.executable, warm=node.config.stash[_WARM])
+
+
+def begin_warm() -> tuple[str, socket.socket]:
+    """Start a warm Python, see ``tests/warm.py``; returns it, and what keeps it alive."""
+    python = warm.start(Path(tempfile.mkdtemp(prefix=folders.WARM)))
+    held = warm.hold(python)
+    assert held is not None
+    return python, held
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -148,21 +200,10 @@ def start_node(tmp_path: Path) -> Iterator[Callable[..., RunningNode]]:
 
 
 @pytest.fixture(scope="session")
-def warm_python(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[str]:
+def warm_python(request: pytest.FixtureRequest) -> Iterator[str]:
     """A Python to call in ``sys.executable``'s place, see ``tests/warm.py``; all workers of a test run share it."""
-    base = tmp_path_factory.getbasetemp()
-    noted = (base if worker_id == "master" else base.parent) / "warm-python"
-    with open(noted, "a+") as note:
-        fcntl.flock(note, fcntl.LOCK_EX)
-        note.seek(0)
-        python = note.read()
-        held = warm.hold(python)
-        if held is None:
-            python = warm.start(Path(tempfile.mkdtemp(prefix=folders.WARM)))
-            note.truncate(0)
-            note.write(python)
-            note.flush()
-            held = warm.hold(python)
+    shared = getattr(request.config, "workerinput", {}).get("warm")
+    python, held = (shared, warm.hold(shared)) if shared else begin_warm()
     assert held is not None
     with held:
         yield python
@@ -184,6 +225,8 @@ def warm_nodes(warm_python: str) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def s3_server(warm_python: str) -> Iterator[str]:
     """Endpoint of a moto S3 server over real HTTP."""
+    from botocore import session
+
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -199,7 +242,10 @@ def s3_server(warm_python: str) -> Iterator[str]:
 
     try:
         until(answers, "moto to listen", 60)
-        yield f"http://127.0.0.1:{port}"
+        with pytest.MonkeyPatch.context() as patch:
+            # Each client reads 2 MB of JSON otherwise, which takes longer than most tests.
+            patch.setattr(session, "create_loader", functools.cache(session.create_loader))
+            yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()
         process.wait()
@@ -217,8 +263,17 @@ def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         "AWS_DEFAULT_REGION": "us-east-1",
     }.items():
         monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
+    _forget_other_servers(s3_server)
     bucket = f"bucket-{random.SystemRandom().randrange(10**12)}"
-    s3fs.S3FileSystem(skip_instance_cache=True).mkdir(bucket)
+    s3fs.S3FileSystem(use_listings_cache=False).mkdir(bucket)
     yield f"s3://{bucket}"
-    s3fs.S3FileSystem.clear_instance_cache()
+    _forget_other_servers(s3_server)
+
+
+def _forget_other_servers(endpoint: str) -> None:
+    """Keep what fsspec keeps for its next caller only where it speaks to ``endpoint``: to make a client takes long."""
+    import s3fs
+
+    clients = [files._s3 for files in s3fs.S3FileSystem._cache.values()]
+    if any(client is not None and client.meta.endpoint_url != endpoint for client in clients):
+        s3fs.S3FileSystem.clear_instance_cache()

@@ -289,6 +289,45 @@ class Data(pl.LightningDataModule):
 # -- callbacks ----------------------------------------------------------------------------------------------------
 
 
+class Tally(pl.Callback):
+    """Counts and draws, and keeps it to itself."""
+
+    def __init__(self) -> None:
+        self.rng, self.name, self.longest, self.seen = random.Random(3), "tally", [0.0], 0
+        self.counts = {"batches": [0]}
+
+    def on_train_start(self, *_: Any) -> None:
+        self.seen = 0  # a resumed run does that, too
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.counts["batches"][0] += 1
+        self.rng.random()
+
+
+class Keeping(Tally):
+    """The same, in its checkpoints."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": self.counts}
+
+
+class Folds(pl.LightningDataModule):
+    """Has its hooks change what is in no checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fold, self.sizes = 0, torch.zeros(2)
+
+    def train_dataloader(self) -> Any:
+        return rows()
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.trainer.global_step == 1:
+            self.fold = 1
+            self.sizes.add_(1)
+        return batch
+
+
 class Thaw(shipped.BaseFinetuning):
     """Trains the backbone from the second epoch on."""
 

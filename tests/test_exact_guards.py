@@ -49,6 +49,20 @@ def test_a_part_that_fails_is_off(
     train(case, tmp_path, seed=12)
 
 
+def test_what_training_changed_and_no_checkpoint_holds_is_named_before_it_goes_on(tmp_path: Path) -> None:
+    case = Case(data=m.Folds, loaders=None, val=None, callbacks=lambda: [m.Tally(), m.Keeping(), m.Tally()])
+    told: list[str] = []
+    with pytest.raises(Stop):
+        train(case, tmp_path, StopAt(7), seed=11, told=told)
+    assert [text for text in told if "state_dict" in text] == []
+    for _ in range(2):  # what was lost once is lost for good
+        with pytest.raises(Stop):
+            train(case, tmp_path, StopAt(3), seed=12, told=told)
+        (said,) = (text for text in told if "state_dict" in text)
+        assert "Folds.fold, Folds.sizes, StopAt.left, Tally#2.counts, Tally#2.rng, Tally.counts, Tally.rng. " in said
+        told.clear()
+
+
 def test_no_loader_of_ours_stays(tmp_path: Path) -> None:
     combined = m.combined("min_size")()
     train(Case(model=m.Several, loaders=lambda: combined, settings={"max_epochs": 1}), tmp_path, seed=11)

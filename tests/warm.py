@@ -1,8 +1,8 @@
 """Two Pythons that have imported what takes long, for tests that start processes: servers that fork.
 
-Importing torch and Lightning takes 3 s of a core, in every trainer and every rank of it; what a node imports takes half
-a second. A process that is forked is like any other: it has a number, is killed, leaves memory behind, and is torn
-from its threads.
+Importing torch and Lightning takes 3 s of a core and more, in every trainer, every rank of it and every worker of
+pytest; what a node imports takes half a second. A process that is forked is like any other: it has a number, is killed,
+leaves memory behind, and is torn from its threads.
 
 :func:`start` (the fixture ``warm_python``) makes an executable that is called like ``python``: with ``-m MODULE``,
 ``-c CODE`` or a script. It is ``tests/warm_client.py``, which asks a server here for a fork with its own arguments,
@@ -42,7 +42,10 @@ HOME = Path(__file__).resolve().parents[1]
 NODES, TRAINERS = "nodes", "trainers"
 PRELOADED = {
     NODES: ("lightning_spot.cli", "lightning_spot.service.handlers", "lightning_spot.service.settings"),
-    TRAINERS: ("lightning.pytorch", "lightning.pytorch.cli", "sklearn.datasets", "moto.server", "tests.exact_cases"),
+    TRAINERS: (
+        *("lightning.pytorch", "lightning.pytorch.cli", "sklearn.datasets", "moto.server", "tests.exact_cases"),
+        *("hypothesis.strategies", "xdist.remote"),  # for the workers
+    ),
 }
 _REQUEST_S = 30.0
 
@@ -296,6 +299,9 @@ def become(request: dict[str, Any], python: str) -> None:
     for item in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         if item and item not in sys.path:
             sys.path.insert(0, item)
+    if request.get("unbuffered"):
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr] # they are files
     _reseed()
     try:
         _run(request["arguments"])

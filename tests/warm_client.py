@@ -11,11 +11,14 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 def main() -> None:
     arguments = sys.argv[1:]
+    unbuffered = arguments[0] == "-u"
+    arguments = arguments[unbuffered:]
     if arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
         os.execv(sys.executable, [sys.executable, *arguments])  # an option of Python's
     light = arguments[0] == "-m" and arguments[1].startswith(("lightning_spot", "tests.small_trainer"))
     kind = "nodes" if light else "trainers"
     request = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd()}
+    request["unbuffered"] = unbuffered
     text = json.dumps(request).encode()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(os.path.join(os.path.dirname(sys.argv[0]), kind))

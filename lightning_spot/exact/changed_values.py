@@ -31,9 +31,13 @@ MOST_BYTES = 2**24
 
 _MOST_ITEMS = 100_000
 _DEEPEST = 8
-_SCALARS: frozenset[type] = frozenset((bool, int, float, str, type(None)))
+SCALARS: frozenset[type] = frozenset((bool, int, float, str, type(None)))
+"""Kinds of values that are compared by what they are."""
+
 _CONTAINERS: frozenset[type] = frozenset((list, tuple, dict, deque))
-_KEPT: frozenset[type] = _CONTAINERS | {torch.Tensor}
+KEPT: frozenset[type] = _CONTAINERS | {torch.Tensor}
+"""Kinds of values that are known again by a :func:`mark`."""
+
 _SETTINGS = (
     "accumulate_grad_batches",
     "check_val_every_n_epoch",
@@ -162,8 +166,8 @@ class _Attributes:
         self._names = _own_names() if isinstance(part, namespaces.classes("", "LightningModule")) else OF_MODULES
         # Modules of torch keep nothing that their numbers would have to agree with.
         self._is_torchs = type(part).__module__.startswith("torch.nn")
-        self._scalars = dict(self._of_kind(part, _SCALARS))
-        self._marks = {} if self._is_torchs else {name: _mark(value) for name, value in self._of_kind(part, _KEPT)}
+        self._scalars = dict(self._of_kind(part, SCALARS))
+        self._marks = {} if self._is_torchs else {name: mark(value) for name, value in self._of_kind(part, KEPT)}
         self._others = {} if self._is_torchs else self._not_plain(part)
 
     def changed(self, part: nn.Module, before: Collection[str] = ()) -> State:
@@ -173,7 +177,7 @@ class _Attributes:
             part: the module.
             before: names of attributes that count as changed.
         """
-        scalars = dict(self._of_kind(part, _SCALARS))
+        scalars = dict(self._of_kind(part, SCALARS))
         changed = {**_changed(self._scalars, scalars), **_of(before, scalars)}
         if self._is_torchs:
             return changed
@@ -182,8 +186,8 @@ class _Attributes:
             if others.keys() != self._others.keys() or any(others[name] is not self._others[name] for name in others):
                 raise _NotPlain
             left = [MOST_BYTES, _MOST_ITEMS]
-            for name, value in self._of_kind(part, _KEPT):
-                if name in before or name not in self._marks or not _same(self._marks[name], _mark(value)):
+            for name, value in self._of_kind(part, KEPT):
+                if name in before or name not in self._marks or not is_same(self._marks[name], mark(value)):
                     changed[name] = _copy(value, left)
         except _NotPlain:
             return {name: value for name, value in changed.items() if name == "training"}
@@ -197,7 +201,7 @@ class _Attributes:
         found = {
             name: value
             for name, value in vars(part).items()
-            if name not in self._names and type(value) not in _SCALARS and type(value) not in _KEPT
+            if name not in self._names and type(value) not in SCALARS and type(value) not in KEPT
         }
         for name in private.NON_PERSISTENT.of(part):
             buffer = private.BUFFERS.of(part).get(name)
@@ -242,21 +246,27 @@ def _of(names: Collection[str], values: State) -> State:
 
 def _settings(trainer: pl.Trainer) -> State:
     values = {name: getattr(trainer, name, None) for name in _SETTINGS}
-    return {name: value for name, value in values.items() if type(value) in _SCALARS}
+    return {name: value for name, value in values.items() if type(value) in SCALARS}
 
 
 # -- tensors and containers -----------------------------------------------------------------------------------------
 
 
-def _mark(value: Any, depth: int = 0) -> Any:
-    """What a value is, without a copy of its tensors: those are held, so that no other can take their address."""
+def mark(value: Any, depth: int = 0, *, most: int = _MOST_ITEMS) -> Any:
+    """What a value is, without a copy of its tensors: those are held, so that no other can take their address.
+
+    Args:
+        value: any value.
+        depth: of containers around it.
+        most: items of a container; of one with more it is seen only whether it is another one.
+    """
     if isinstance(value, torch.Tensor):
         return _Marked(value, writes_of(value))
-    if type(value) not in _CONTAINERS or depth > _DEEPEST or len(value) > _MOST_ITEMS:
+    if type(value) not in _CONTAINERS or depth > _DEEPEST or len(value) > most:
         return value
     if type(value) is dict:
-        return {key: _mark(item, depth + 1) for key, item in value.items()}
-    return [_mark(item, depth + 1) for item in value]
+        return {key: mark(item, depth + 1, most=most) for key, item in value.items()}
+    return [mark(item, depth + 1, most=most) for item in value]
 
 
 class _Marked(NamedTuple):
@@ -264,14 +274,15 @@ class _Marked(NamedTuple):
     version: int
 
 
-def _same(left: Any, right: Any) -> bool:
+def is_same(left: Any, right: Any) -> bool:
+    """Whether two marks are of one value that nobody has written to between."""
     if isinstance(left, _Marked) or isinstance(right, _Marked):
         return type(left) is type(right) and left.tensor is right.tensor and left.version == right.version
     if isinstance(left, dict) and isinstance(right, dict):
-        return list(left) == list(right) and all(_same(left[key], right[key]) for key in left)
+        return list(left) == list(right) and all(is_same(left[key], right[key]) for key in left)
     if isinstance(left, list) and isinstance(right, list):
-        return len(left) == len(right) and all(map(_same, left, right))
-    return left is right or (type(left) in _SCALARS and type(left) is type(right) and left == right)
+        return len(left) == len(right) and all(map(is_same, left, right))
+    return left is right or (type(left) in SCALARS and type(left) is type(right) and left == right)
 
 
 class _NotPlain(Exception):
@@ -290,7 +301,7 @@ def _copy(value: Any, left: list[int], depth: int = 0) -> Any:
     left[1] -= 1
     if left[1] < 0 or depth > _DEEPEST:
         raise _NotPlain
-    if kind in _SCALARS:
+    if kind in SCALARS:
         return value
     if kind is torch.Tensor:
         left[0] -= value.nbytes
@@ -298,7 +309,7 @@ def _copy(value: Any, left: list[int], depth: int = 0) -> Any:
             raise _NotPlain
         return value.detach().clone()
     if kind is dict:
-        if not all(type(key) in _SCALARS for key in value):
+        if not all(type(key) in SCALARS for key in value):
             raise _NotPlain
         return {key: _copy(item, left, depth + 1) for key, item in value.items()}
     if kind not in _CONTAINERS:
@@ -326,7 +337,7 @@ def _put(part: nn.Module, name: str, saved: Any, device: torch.device) -> None:
     elif isinstance(present, dict) and isinstance(value, dict):
         present.clear()
         present.update(value)
-    elif type(present) in {*_SCALARS, torch.Tensor, type(value)}:
+    elif type(present) in {*SCALARS, torch.Tensor, type(value)}:
         setattr(part, name, value)
 
 

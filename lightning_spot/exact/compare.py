@@ -23,6 +23,7 @@ from lightning_spot.exact.unpickling import read_checkpoint
 IGNORED = (
     "GoodputMonitor",
     "lightning_spot.loggers",
+    "lightning_spot.unsaved",
     "lightning_spot.interval",
     "lightning_spot.lineage",
     "pytorch-lightning_version",

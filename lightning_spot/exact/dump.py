@@ -31,6 +31,7 @@ class Dump:
         state: of this rank.
         validation_progress: count of validation batches, if a validation follows the step; else ``None``.
         loggers: where each logger is, on rank 0.
+        unsaved: names of attributes that have changed and are in no ``state_dict``.
         versions: torch's counts of the writes to the checkpoint's tensors; ``None`` if they were not noted.
     """
 
@@ -38,6 +39,7 @@ class Dump:
     state: State
     validation_progress: dict[str, int] | None
     loggers: list[dict[str, Any]]
+    unsaved: list[str]
     versions: list[int] | None = None
 
     def counted(self) -> Dump:
@@ -56,6 +58,7 @@ class Dump:
             "world_size": trainer.world_size,
             "validation_progress": self.validation_progress,
             "loggers": self.loggers,
+            "unsaved": self.unsaved,
             "ranks": _gather(trainer, self.state),
         }
         return self.checkpoint

@@ -27,6 +27,7 @@ from lightning_spot.exact.randomness import State, capture_random
 from lightning_spot.exact.restoring import Restoring
 from lightning_spot.exact.seams import Seams, is_tuning
 from lightning_spot.exact.switches import Switches
+from lightning_spot.exact.unsaved import Unsaved
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -53,6 +54,7 @@ class FitState(PerTrainer):
         self._hooked = ChangedValues()
         self.once = Once(self._trainer, self._switches, self._hooked, self._buffers)
         self._order = GradientOrder()
+        self._unsaved = Unsaved()
         self._restoring = Restoring(self._trainer, self._switches, self._hooked, self._buffers)
         self._begun = False
         self._left_out = False
@@ -115,7 +117,8 @@ class FitState(PerTrainer):
         self._buffers.begin(trainer.lightning_module)
         self._switches.run(private.BUCKETS, lambda: self._order.begin(trainer, restoring.gradient_order))
         loaders = restoring.loaders.training if restoring.loaders is not None else []
-        say_what_is_not_exact(trainer, loaders, resumed=restoring.is_due)
+        self._switches.run(private.HOOKED, lambda: self._unsaved.begin(trainer, restoring.unsaved))
+        say_what_is_not_exact(trainer, loaders, self._unsaved, resumed=restoring.is_due)
         restoring.begin_stopped()
 
     # -- capture --------------------------------------------------------------------------------------------------
@@ -142,6 +145,7 @@ class FitState(PerTrainer):
             validation_progress=total,
             loggers=run(private.LOGGERS, lambda: places(trainer, before_validation=before_validation, at_end=at_end))
             or [],
+            unsaved=run(private.HOOKED, lambda: self._unsaved.names(trainer)) or [],
         )
 
     def _say_left_out(self, names: list[str]) -> None:
@@ -217,12 +221,12 @@ class FitState(PerTrainer):
         self._order.stepped(trainer)
 
 
-def say_what_is_not_exact(trainer: pl.Trainer, loaders: list[Any], *, resumed: bool) -> None:
+def say_what_is_not_exact(trainer: pl.Trainer, loaders: list[Any], unsaved: Unsaved, *, resumed: bool) -> None:
     """One warning for each thing that does not come back to where it was, with what to do."""
     reasons = [reason for loader in loaders for reason in why_not_exact(loader)]
     reasons += shipped.what_goes_by_the_clock(trainer)
     if resumed:
-        reasons += shipped.what_begins_anew(trainer)
+        reasons += [*shipped.what_begins_anew(trainer), *unsaved.begin_anew()]
     for reason in dict.fromkeys(reasons):
         rank_zero_warn(f"lightning_spot: {reason}")
 

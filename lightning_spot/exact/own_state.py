@@ -24,7 +24,8 @@ from lightning_spot.exact.randomness import State, capture_generator, restore_ge
 MOST_NUMBERS = 2**17
 """Longest order (list, array or tensor of whole numbers) of a sampler that is kept where it changes."""
 
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+"""Kinds of generators whose state can be read."""
 _SCALARS = frozenset((bool, int, float, str, type(None)))
 _CLOSED = (str, bytes, bytearray, torch.Tensor, np.ndarray, torch.nn.Module, type, types.ModuleType, weakref.ref)
 _EPOCHS = frozenset(("epoch", "_epoch", "current_epoch"))
@@ -125,7 +126,7 @@ def _is_open(kind: type) -> bool:
 
 
 def _is_generator(item: Any) -> bool:
-    return isinstance(item, _GENERATORS)
+    return isinstance(item, GENERATORS)
 
 
 def _is_holder(path: str, item: Any) -> bool:

@@ -40,11 +40,13 @@ class Restoring(OfTrainer):
 
     Attributes:
         loaders: of the fit; ``None`` where they cannot be followed.
+        unsaved: names of attributes that the training before had changed, and that do not come back.
     """
 
     def __init__(self, trainer: pl.Trainer, switches: Switches, hooked: ChangedValues, module_buffers: Buffers) -> None:
         super().__init__(trainer)
         self.loaders: Loaders | None = None
+        self.unsaved: list[str] = []
         self._switches = switches
         self._hooked = hooked
         self._buffers = module_buffers
@@ -82,6 +84,7 @@ class Restoring(OfTrainer):
         values = self._values = self._positions = shared["ranks"][trainer.global_rank]
         self._random = values["random"]
         self._val_total = shared["validation_progress"]
+        self.unsaved = shared.get("unsaved", [])  # an earlier version has not noted it
         self._of_loaders(values, Loaders.resume)
         self._precise = _more_precise(trainer.lightning_module, checkpoint)
         self._switches.run("SpikeDetection", lambda: shipped.before_loading(trainer, checkpoint))

@@ -1,0 +1,94 @@
+"""Attributes of data modules and of a user's callbacks that training changes and no ``state_dict`` holds.
+
+They come back as the script makes them, with Lightning's checkpoints too. Which ones they are is noted beside each
+snapshot, by name and without their values, so that a resumed run can say it before training goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from lightning_spot.exact import namespaces
+from lightning_spot.exact.changed_values import KEPT, SCALARS, is_same, mark
+from lightning_spot.exact.own_state import GENERATORS
+from lightning_spot.exact.randomness import capture_generator
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+_WATCHED = SCALARS | KEPT
+_MOST_ITEMS = 1000
+"""Of a longer container it is seen only whether it is another one: each snapshot looks at all of them."""
+
+_KEEPS_ITS_OWN = ("state_dict", "on_save_checkpoint")
+_SHIPPED = ("lightning.", "pytorch_lightning.", "lightning_spot.")
+_MOST_NAMED = 8
+
+
+class Unsaved:
+    """Knows how the attributes were when training began, and so which of them training has changed."""
+
+    def __init__(self) -> None:
+        self._marks: dict[str, Any] = {}
+        self._changed: set[str] = set()
+
+    def begin(self, trainer: pl.Trainer, changed: list[str]) -> None:
+        """Note how they are, after all ``on_train_start``: a resumed run calls those, too.
+
+        Args:
+            trainer: that trains.
+            changed: those that had changed when the snapshot was taken that this run goes on from.
+        """
+        self._marks = dict(_attributes(trainer))
+        self._changed = self._marks.keys() & changed
+
+    def names(self, trainer: pl.Trainer) -> list[str]:
+        """Those that have changed by now, or had at an earlier snapshot, as ``Class.attribute``."""
+        now = dict(_attributes(trainer, without=self._changed))
+        changed = now.keys() - self._marks.keys()
+        changed |= {name for name, marked in self._marks.items() if name not in now or not is_same(marked, now[name])}
+        self._changed |= changed
+        self._marks = {name: marked for name, marked in self._marks.items() if name not in changed}
+        return sorted(self._changed)
+
+    def begin_anew(self) -> Iterator[str]:
+        """One sentence on those that a resumed run does not get back, if there are any."""
+        if names := sorted(self._changed):
+            more = len(names) - _MOST_NAMED
+            listed = ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+            yield (
+                f"training had changed attributes that no state_dict holds, and they begin anew: {listed}. Give the"
+                " class a state_dict and a load_state_dict if training depends on them"
+            )
+
+
+def _attributes(trainer: pl.Trainer, without: set[str] | frozenset[str] = frozenset()) -> Iterator[tuple[str, Any]]:
+    """Each that can be watched, and a mark by which it is known again; of two of a class, each has its number."""
+    seen: dict[str, int] = {}
+    owners: list[Any] = [trainer.datamodule, *trainer.callbacks]  # type: ignore[attr-defined] # Lightning's Trainer has them
+    for owner in owners:
+        if owner is None or not _is_to_be_named(owner):
+            continue
+        kind = type(owner).__qualname__.rpartition(".<locals>.")[2]
+        number = seen[kind] = seen.get(kind, 0) + 1
+        for attribute, value in vars(owner).items():
+            name = f"{kind}.{attribute}" if number == 1 else f"{kind}#{number}.{attribute}"
+            if name in without:
+                continue
+            if type(value) in _WATCHED:
+                yield name, mark(value, most=_MOST_ITEMS)
+            elif isinstance(value, GENERATORS):
+                yield name, repr(capture_generator(value))
+
+
+def _is_to_be_named(owner: Any) -> bool:
+    """Whether a class is the user's own, and keeps no state of its own in the checkpoint."""
+    bases = namespaces.classes("callbacks", "Callback") + namespaces.classes("", "LightningDataModule")
+    for kind in type(owner).__mro__:
+        if kind.__module__.startswith(_SHIPPED) and issubclass(kind, bases):
+            # What Lightning's own callbacks change is theirs, also in a class that adds something.
+            return kind in bases and not any(
+                getattr(type(owner), hook, None) is not getattr(kind, hook, None) for hook in _KEEPS_ITS_OWN
+            )
+    return False
