@@ -29,6 +29,7 @@ from benchmarks import (
     partitions,
     restore,
     scale,
+    shares,
 )
 from benchmarks.measure import Result
 
@@ -45,6 +46,7 @@ ALL = {
     "delta": delta,
     "objects": objects,
     "scale": scale,
+    "shares": shares,
 }
 
 

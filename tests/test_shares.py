@@ -11,7 +11,7 @@ import pytest
 
 from lightning_spot.client import embedded
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.errors import Fenced, RingFull, SettingsError, ShareMissing, SnapshotNotFound
+from lightning_spot.errors import Fenced, NodeUnreachable, RingFull, SettingsError, ShareMissing, SnapshotNotFound
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.upload import Upload
@@ -97,6 +97,7 @@ def test_a_rank_that_ends_gives_the_snapshot_up_and_the_former_one_stands(ranks:
         ranks.join(2, 2)
     ranks.fill(upload, 2, 0)
     sealing = ranks.pool.submit(ranks.node.seal, upload.id, manifest_of(2))
+    ranks.of.reconnect_s = 0.0
     ranks.node.end_session("rank-2")
     with pytest.raises(ShareMissing, match="rank 2 ended"):
         sealing.result(LAST_S)
@@ -144,7 +145,7 @@ def test_nobody_waits_for_a_snapshot_that_will_not_be(ranks: Ranks) -> None:
     ranks.node.end_session("rank-0")
     with pytest.raises(ShareMissing, match="rank that leases its slot has ended"):
         waiting.result(LAST_S)
-    with pytest.raises(ShareMissing, match="has ended"):
+    with pytest.raises(NodeUnreachable, match="has closed"):
         ranks.of.join(RUN, 1, snapshot_name(6, 1), 1, "a stranger")
 
 

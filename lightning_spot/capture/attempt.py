@@ -17,10 +17,19 @@ from lightning_spot.capture.ending import Ending, LastState
 from lightning_spot.capture.host_link import leave
 from lightning_spot.capture.past_memory import PastMemory
 from lightning_spot.capture.safety import Safety
+from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import tensors_in
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.config import MAX_STALL_S
-from lightning_spot.errors import Fenced, NotSerialisable, RingFull, SnapshotTooLarge, SpotError, TierError
+from lightning_spot.errors import (
+    Fenced,
+    NotSerialisable,
+    RingFull,
+    ShareMissing,
+    SnapshotTooLarge,
+    SpotError,
+    TierError,
+)
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.packing import Compression
@@ -158,6 +167,7 @@ class Attempt:
         world_size: int,
         complete: bool = False,
         wait_s: float,
+        ranks: Ranks | None = None,
     ) -> None:
         """Begin a snapshot. What keeps it from being taken is said once, or raised with ``strict``.
 
@@ -170,6 +180,7 @@ class Attempt:
             world_size: number of ranks.
             complete: whether the run is at its end.
             wait_s: how long to wait for a clean slot.
+            ranks: that fill it together with this one.
         """
         manifest = Manifest(
             run=self.info.name,
@@ -190,21 +201,32 @@ class Attempt:
             self._ended = True
             self._last = LastState.of(checkpoint, manifest)
         try:
-            self.writer.begin(checkpoint, manifest, owned=owned, kept=kept, wait_s=wait_s)
-        except RingFull as error:
+            self.writer.begin(checkpoint, manifest, owned=owned, kept=kept, wait_s=wait_s, ranks=ranks)
+        except SpotError as error:
+            if ranks is not None:
+                reason = str(error)
+                self.writer.link.ask(lambda host: host.decline(manifest.name, reason), None)
+            self._not_begun(checkpoint, manifest, error, shared=ranks is not None)
+
+    def _not_begun(self, checkpoint: dict[str, Any], manifest: Manifest, error: SpotError, *, shared: bool) -> None:
+        if isinstance(error, RingFull):
             self.skipped += 1
             cause = "full" if self.writer.ready else "slots not made"  # another cause, later, is said too
-            self.writer.say_once(cause, "snapshot of step %d is skipped, and others may be: %s", step, error)
-        except Fenced as error:
+            self.writer.say_once(cause, "snapshot of step %d is skipped, and others may be: %s", manifest.step, error)
+        elif isinstance(error, Fenced):
             self.fenced = True
             self._complain("fenced", error)
-        except SpotError as error:
-            if isinstance(error, SnapshotTooLarge) or type(error) is TierError:  # this host has no memory for it
-                self._write_past_memory(checkpoint, manifest, error)
-            else:
-                if isinstance(error, NotSerialisable):
-                    self._last = None  # to try again at the end would be in vain
-                self._complain(type(error).__name__, error)
+        elif isinstance(error, SnapshotTooLarge) or type(error) is TierError:  # this host has no memory for it
+            if shared:  # not all of its state is here: rank 0 alone takes the next one
+                self.writer.miss(error)
+                return
+            self._write_past_memory(checkpoint, manifest, error)
+        else:
+            if isinstance(error, NotSerialisable):
+                self._last = None  # to try again at the end would be in vain
+            if isinstance(error, ShareMissing):
+                self.writer.miss(error)
+            self._complain(type(error).__name__, error)
 
     def finish(self, wait_s: float, *, complete: bool) -> bool | None:
         """Commit and flush what is under way, within ``wait_s``, and close.

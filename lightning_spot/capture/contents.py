@@ -43,6 +43,7 @@ _memcmp = ctypes.CDLL(None).memcmp  # lets go of the GIL
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 _Mark = tuple[int, ...]
+_Place = tuple[int, int, int]  # in the file, in the storage, length
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class Known:
 
     upload: str
     frame: tuple[tuple[int, bytes], ...]
-    marks: dict[Named, tuple[int, _Mark]]
+    marks: dict[Named, tuple[_Place, _Mark]]
 
 
 class Content:
@@ -103,7 +104,7 @@ class Plan:
 
     frame: list[tuple[int, bytes]]
     pieces: list[Piece]
-    marks: dict[Named, tuple[int, _Mark]]
+    marks: dict[Named, tuple[_Place, _Mark]]
     past_counts: int = 0
     written: Ranges | None = None
     unchecked: list[Unchecked] = field(default_factory=list)
@@ -153,7 +154,7 @@ class Unchanged:
         marks = known.marks if known is not None else {}
         present: dict[Named, _Owner] = {}
         for piece in layout.pieces:
-            storage, offset, nbytes, _, named = piece
+            storage, offset, nbytes, _, named, start = piece
             tensors = owners.get(storage.data_ptr())
             if named is None or tensors is None or not tensors[0].is_cpu:
                 plan.pieces.append(piece)
@@ -163,7 +164,7 @@ class Unchanged:
                 owner = self._new_owner(tensors)
             present[named] = owner
             mark = owner.mark(tensors)
-            plan.marks[named] = place = (offset, mark)
+            plan.marks[named] = place = ((offset, start, nbytes), mark)
             if nbytes < _LEAST_BYTES or marks.get(named) != place or named in self.distrusted:
                 plan.pieces.append(piece)
             elif not _looks_alike(piece, view):
@@ -192,7 +193,8 @@ class Unchanged:
         found = [
             piece.named
             for piece, tensors, owner, mark in unchecked
-            if piece.storage.nbytes() == piece.nbytes  # else its memory was given back: nothing can be compared
+            if piece.named is not None
+            and piece.storage.nbytes() == piece.named.nbytes  # else its memory was given back: nothing can be compared
             and not _same(piece, view, 0, piece.nbytes)
             and _still(owner, tensors, mark)
         ]
@@ -269,7 +271,7 @@ def _looks_alike(piece: Piece, view: SlotView) -> bool:
 
 
 def _same(piece: Piece, view: SlotView, start: int, nbytes: int) -> bool:
-    return not _memcmp(piece.storage.data_ptr() + start, view.address + piece.offset + start, nbytes)
+    return not _memcmp(piece.storage.data_ptr() + piece.start + start, view.address + piece.offset + start, nbytes)
 
 
 def _still(owner: _Owner, tensors: Sequence[torch.Tensor], mark: _Mark) -> bool:

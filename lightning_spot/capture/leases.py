@@ -10,6 +10,7 @@ from collections.abc import Callable
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.errors import NodeUnreachable, RingFull, SpotError
 from lightning_spot.memory.host import Host, Lease
+from lightning_spot.memory.joint import Shared
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Leases:
         """After how long a slot that nobody has asked for is given back; ``None`` if there is none."""
         return AHEAD_S if self.is_ahead else None
 
-    def take(self, host: Host, nbytes: int, wait_s: float) -> Lease:
+    def take(self, host: Host, nbytes: int, wait_s: float, shared: Shared | None = None) -> Lease:
         """A slot of a ring to fill: the one that was leased ahead, or the next that can be had.
 
         It is asked for every few seconds: a ring that hangs is told from one that is full.
@@ -53,20 +54,21 @@ class Leases:
             host: the ring.
             nbytes: size of the snapshot.
             wait_s: how long to wait for a clean slot.
+            shared: if other ranks will fill it too: then it is none that was leased ahead.
         """
         with self._lock:
             ahead, self._ahead = self._ahead, None
             now_s = time.monotonic()
             self._taken_s, self._pace_s = now_s, now_s - self._taken_s
         if ahead is not None and ahead[0] is host:  # else its ring is lost, and the slot with it
-            if nbytes <= len(ahead[1].map):
+            if nbytes <= len(ahead[1].map) and shared is None:
                 return ahead[1]
             give_back(*ahead)
         deadline_s = time.monotonic() + wait_s
         while True:
             left_s = deadline_s - time.monotonic()
             try:
-                return self._ask(host, nbytes, max(0.0, min(left_s, _SLICE_S)))
+                return self._ask(host, nbytes, max(0.0, min(left_s, _SLICE_S)), shared)
             except RingFull:
                 if left_s <= _SLICE_S:
                     raise
@@ -92,8 +94,8 @@ class Leases:
         if ahead is not None:
             give_back(*ahead)
 
-    def _ask(self, host: Host, nbytes: int, wait_s: float) -> Lease:
-        lease = host.lease(nbytes, wait_s)
+    def _ask(self, host: Host, nbytes: int, wait_s: float, shared: Shared | None = None) -> Lease:
+        lease = host.lease(nbytes, wait_s, shared=shared) if shared is not None else host.lease(nbytes, wait_s)
         self._leased(lease)
         return lease
 

@@ -24,12 +24,14 @@ from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.leases import Leases, give_back
 from lightning_spot.capture.outline import Outliner
 from lightning_spot.capture.pending import Pending
+from lightning_spot.capture.split import Divider, Ranks
 from lightning_spot.capture.streaming import store_streamed
 from lightning_spot.capture.views import SlotViews
 from lightning_spot.config import read_environment
 from lightning_spot.errors import (
     NodeUnreachable,
     RingFull,
+    ShareMissing,
     SnapshotTooLarge,
     SpotError,
     TierError,
@@ -38,6 +40,7 @@ from lightning_spot.errors import (
 from lightning_spot.image.layout import Layout, Piece, outline_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, Lease
+from lightning_spot.memory.joint import Shared
 from lightning_spot.staging.copier import Copier, CopyJob, SlotView, watch
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.store import Store
@@ -65,6 +68,7 @@ class SnapshotWriter:
         committed: manifest of the newest snapshot that is committed in memory, or was stored past it.
         past_memory: manifest of the newest that was stored past it, and is therefore safe outside this process.
         torn: snapshots dropped because a tensor changed while it was copied.
+        missed: snapshots dropped because another rank's share of them did not come, and why the last one was.
         copied_bytes: written into slots so far; what a slot held already is not written again.
     """
 
@@ -86,6 +90,7 @@ class SnapshotWriter:
         self.committed: Manifest | None = None
         self.past_memory: Manifest | None = None
         self.torn = 0
+        self.missed, self.missed_because = 0, ""
         self.copied_bytes = 0
         self._leases = Leases(self.link, self._say_backing)
         self._copier = copier if copier is not None else Copier()
@@ -96,6 +101,7 @@ class SnapshotWriter:
         self._unsteady: frozenset[int] = frozenset()
         self._unchanged = Unchanged()
         self._said: set[str] = set()
+        self._divider = Divider()
         self._outliner = Outliner(self.say_once)
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._warming = threading.Event()
@@ -135,6 +141,7 @@ class SnapshotWriter:
         kept: Owners = _NOBODY,
         wait_s: float = 0.0,
         destinations: list[str] | None = None,
+        ranks: Ranks | None = None,
     ) -> Future[Manifest]:
         """Begin a snapshot. What is not in ``owned`` is copied before this returns.
 
@@ -145,6 +152,7 @@ class SnapshotWriter:
             kept: further tensors whose counts of writes tell whether they changed, such as frozen parameters.
             wait_s: how long to wait for a clean slot.
             destinations: tiers below, if not the run's.
+            ranks: that fill it together with this one; each of them begins its share by itself.
 
         Returns:
             a future that becomes the manifest once the snapshot is committed in memory.
@@ -160,8 +168,11 @@ class SnapshotWriter:
             self.copied()
             for other in lost:
                 self._views.drop(other)
-        layout = self._outliner.lay_out(checkpoint)
-        lease = self._leases.take(host, layout.nbytes, wait_s)
+        whole = layout = self._outliner.lay_out(checkpoint)
+        shared: Shared | None = None
+        if ranks is not None:
+            shared, layout = self._divider.divide(layout, manifest.name, owned, kept, ranks)
+        lease = self._leases.take(host, layout.nbytes, wait_s, shared)
         try:
             view = self._views.of(host, lease)
             plan = self._plan(layout, lease, view, owners_of(owned, kept), trusts=not manifest.complete)
@@ -170,7 +181,7 @@ class SnapshotWriter:
             host.abort(lease)
             raise
         manifest = replace(manifest, nbytes=layout.nbytes)
-        floats = floats_of(layout, owned) if self._approximates else ()
+        floats = floats_of(whole, owned) if self._approximates else ()
         pending = Pending(manifest, lease, job, Future(), destinations, outline_of(layout), plan, view, floats)
         self._pending.append(pending)
         self._tasks.put(lambda: self._finish(host, pending))
@@ -231,6 +242,11 @@ class SnapshotWriter:
         if key not in self._said:
             self._said.add(key)
             logger.warning("lightning_spot: " + message, *facts)
+
+    def miss(self, error: SpotError) -> None:
+        """Note that a snapshot was not taken because of another rank's share of it."""
+        self.missed += 1
+        self.missed_because = str(error)
 
     def _look_at(self, outline: Layout) -> None:
         if (problem := self._look(outline)) is not None:
@@ -330,7 +346,7 @@ class SnapshotWriter:
             if self.committed is None or pending.manifest.order >= self.committed.order:
                 self.committed = pending.manifest
             pending.done.set_result(pending.manifest)
-            if self._leases_ahead and not pending.manifest.complete:
+            if self._leases_ahead and not pending.manifest.complete and pending.lease.shared is None:
                 self._leases.lease_ahead(host, pending.manifest.nbytes)
             self._look_at(pending.outline)
             if pending.lease.backing != "process":
@@ -341,6 +357,8 @@ class SnapshotWriter:
             self.link.lose(host, error)
         else:
             give_back(host, pending.lease)
+        if isinstance(error, ShareMissing):
+            self.miss(error)
         if isinstance(error, TornSnapshot):
             self.say_once("torn", "%s", error)
         else:

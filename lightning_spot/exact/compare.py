@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from lightning_spot.exact.placeholder import Placeholder, kind_of, parts_of
-from lightning_spot.exact.unpickling import read_checkpoint
+from lightning_spot.exact.unpickling import read_checkpoint, with_ranks
 
 IGNORED = (
     "GoodputMonitor",
@@ -58,7 +58,8 @@ class Difference:
 
 def differences(left: Any, right: Any) -> list[str]:
     """The entries that make two states unequal, see :func:`compare`; none if they are equal bit by bit."""
-    return [str(found) for found in compare(left, right) if not found.of_the_run]
+    states = [with_ranks(state, read_checkpoint) for state in (left, right)]  # torch alone reads some of it as bytes
+    return [str(found) for found in compare(*states) if not found.of_the_run]
 
 
 def compare(

@@ -9,17 +9,18 @@ import torch
 
 from lightning_spot.capture.tensors import tensors_in
 from lightning_spot.exact.private import writes_of
+from lightning_spot.exact.rank_states import Rooms, State, packed
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-State = dict[str, Any]
-
 KEY = "lightning_spot"
 """Key of the exact state in a checkpoint."""
 
-VERSION = 2
-"""Of the exact state's form."""
+VERSION = 3
+"""Of the exact state's form. Before, the states of all ranks were values."""
+
+READABLE = (2, VERSION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +52,29 @@ class Dump:
         """Whether no tensor was written to since it was counted, as weight averaging does around a validation."""
         return self.versions == versions_of(self.checkpoint)
 
-    def gathered(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """The checkpoint with the states of all ranks, on rank 0. Every rank calls this at the same place."""
+    def gathered(self, trainer: pl.Trainer, rooms: Rooms) -> dict[str, Any]:
+        """The checkpoint with the states of all ranks, on rank 0. Every rank calls this at the same place.
+
+        Args:
+            trainer: whose checkpoint it is.
+            rooms: for the states of the other ranks.
+        """
+        others = enumerate(_gather(trainer, self.state)[1:], start=1)
+        return self._with(trainer, [self.state, *[rooms.put(rank, data) for rank, data in others]])
+
+    def shared(self, trainer: pl.Trainer, rooms: Rooms) -> dict[str, Any]:
+        """The checkpoint with room for the states of the other ranks, on rank 0; they write them by themselves."""
+        known = rooms.known
+        return self._with(trainer, [self.state, *[known[rank] for rank in range(1, trainer.world_size)]])
+
+    def _with(self, trainer: pl.Trainer, ranks: list[Any]) -> dict[str, Any]:
         self.checkpoint[KEY] = {
             "version": VERSION,
             "world_size": trainer.world_size,
             "validation_progress": self.validation_progress,
             "loggers": self.loggers,
             "unsaved": self.unsaved,
-            "ranks": _gather(trainer, self.state),
+            "ranks": ranks,
         }
         return self.checkpoint
 
@@ -70,9 +85,10 @@ def versions_of(checkpoint: dict[str, Any]) -> list[int]:
     return [writes_of(tensor) for part in parts for tensor in tensors_in(part)]
 
 
-def _gather(trainer: pl.Trainer, state: State) -> list[State]:
+def _gather(trainer: pl.Trainer, state: State) -> list[bytes]:
+    """The packed states of all ranks, on rank 0; its own is left out."""
     if trainer.world_size == 1:
-        return [state]
+        return [b""]
     states: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
-    torch.distributed.gather_object(state, states)
+    torch.distributed.gather_object(b"" if trainer.is_global_zero else packed(state), states)
     return states if states is not None else []

@@ -27,6 +27,7 @@ from lightning_spot.exact.randomness import State, capture_random
 from lightning_spot.exact.restoring import Restoring
 from lightning_spot.exact.seams import Seams, is_tuning
 from lightning_spot.exact.switches import Switches
+from lightning_spot.exact.unpickling import read_checkpoint, with_ranks
 from lightning_spot.exact.unsaved import Unsaved
 
 if TYPE_CHECKING:
@@ -202,6 +203,7 @@ class FitState(PerTrainer):
         if not self._undo:  # a fit whose state is not kept
             return
         if (shared := checkpoint.get(KEY)) is not None:
+            with_ranks(checkpoint, read_checkpoint)  # a file that the user named was read by Lightning
             found = shared["ranks"][0]["shipped"].get("found")
             rest = self._switches.run(private.TUNERS, lambda: shipped.rest_tuners(self._trainer, found))
             self._undo += rest or []

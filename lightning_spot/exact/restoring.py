@@ -18,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_spot.exact import buffers, logged_values, loggers, private, progress, pruned, shipped
 from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.changed_values import ChangedValues
-from lightning_spot.exact.dump import KEY, VERSION
+from lightning_spot.exact.dump import KEY, READABLE, VERSION
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.position import PositionedLoader
@@ -73,7 +73,7 @@ class Restoring(OfTrainer):
             rank_zero_warn(f"lightning_spot: {shipped.why_without_exact_state(trainer)}")
             return
         self._switches.run(private.LOGGERS, lambda: loggers.continue_in(trainer, shared["loggers"]))
-        if shared["version"] != VERSION or shared["world_size"] != trainer.world_size:
+        if shared["version"] not in READABLE or shared["world_size"] != trainer.world_size:
             rank_zero_warn(
                 f"lightning_spot: the snapshot was taken by {shared['world_size']} ranks (state {shared['version']}),"
                 f" {trainer.world_size} go on (state {VERSION}): weights, optimizers and loops are restored; random"

@@ -21,7 +21,9 @@ import numpy as np
 import torch
 
 from lightning_spot.errors import NotSerialisable
+from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.placeholder import ADVICE, Placeholder, kind_of, parts_of, remember_places
+from lightning_spot.exact.rank_states import unpacked
 
 _INERT = frozenset(
     [
@@ -71,14 +73,29 @@ def read_checkpoint(file: IO[bytes] | str, map_location: str = "cpu") -> Any:
         _rewind(file)
         if not unsafe:
             try:
-                return torch.load(file, map_location=map_location, weights_only=True, mmap=is_path)
+                checkpoint = torch.load(file, map_location=map_location, weights_only=True, mmap=is_path)
+                return with_ranks(checkpoint, read_checkpoint)
             except UnpicklingError:
                 _rewind(file)
         module = _pickle_module(unsafe - _INERT)
         checkpoint = torch.load(file, map_location=map_location, weights_only=False, pickle_module=module, mmap=is_path)
     except UnpicklingError as error:
         raise NotSerialisable(f"the snapshot holds objects that cannot be read safely ({error}). {ADVICE}") from error
+    with_ranks(checkpoint, read_checkpoint)
     remember_places(checkpoint)
+    return checkpoint
+
+
+def with_ranks(checkpoint: Any, read: Callable[[IO[bytes]], Any]) -> Any:
+    """The same checkpoint with the exact states of all ranks as values, if it has any.
+
+    Args:
+        checkpoint: changed in place.
+        read: reads the state of a rank.
+    """
+    exact = checkpoint.get(KEY) if isinstance(checkpoint, dict) else None
+    if isinstance(exact, dict) and isinstance(exact.get("ranks"), list):
+        exact["ranks"] = unpacked(exact["ranks"], read)
     return checkpoint
 
 

@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import CorruptSnapshot
-from lightning_spot.exact.unpickling import read_checkpoint
+from lightning_spot.exact.unpickling import read_checkpoint, with_ranks
 from lightning_spot.fit.agreement import Agreement, Failed
 from lightning_spot.fit.owned import own_small
 from lightning_spot.fit.restore import Hosts, Restore
@@ -130,8 +130,12 @@ def _load(snapshot: OpenSnapshot, *, trusts: bool, is_shared: bool) -> Checkpoin
 
 def _read(file: IO[bytes] | str, *, trusts: bool) -> Checkpoint:
     checkpoint: Checkpoint = (
-        torch.load(file, map_location="cpu", weights_only=False, mmap=isinstance(file, str))
+        with_ranks(torch.load(file, map_location="cpu", weights_only=False, mmap=isinstance(file, str)), _read_trusted)
         if trusts
         else read_checkpoint(file)
     )
     return checkpoint
+
+
+def _read_trusted(file: IO[bytes]) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=False)

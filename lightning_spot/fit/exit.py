@@ -15,6 +15,7 @@ from lightning_spot.errors import Preempted
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import OfTrainer
+from lightning_spot.exact.rank_states import Rooms
 from lightning_spot.exact.seams import Seam
 from lightning_spot.fit import earlier
 from lightning_spot.fit.ranks import is_requeued_by_slurm, requeue_slurm_job
@@ -170,6 +171,6 @@ def _save_beside_model_checkpoint(trainer: pl.Trainer, seam: Seam) -> None:
         return
     path = f"{found.dirpath}/{found.CHECKPOINT_NAME_LAST}-preempted{found.FILE_EXTENSION}"
     dump = FitState.of(trainer).dump(before_validation=seam is Seam.BEFORE_VALIDATION)
-    trainer.strategy.save_checkpoint(dump.gathered(trainer), path)
+    trainer.strategy.save_checkpoint(dump.gathered(trainer, Rooms()), path)
     trainer.strategy.barrier("lightning_spot.preempted")
     rank_zero_info(f"lightning_spot: step {trainer.global_step} is saved in {path}")

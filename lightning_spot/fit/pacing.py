@@ -143,31 +143,39 @@ class Pacing:
         self.policy.taken(step, self._taken_s)
         self._stalled_s = 0.0
 
-    def due(self, trainer: pl.Trainer, can_begin: Callable[[], bool], tiers: Callable[[], Tiers]) -> bool:
-        """Whether all ranks take a snapshot now.
+    def due(self, trainer: pl.Trainer, can_begin: Callable[[], str], tiers: Callable[[], Tiers]) -> str:
+        """Whether all ranks take a snapshot now, and how: on all of them, what ``can_begin`` says on rank 0.
 
         Args:
             trainer: that is at a seam after an optimizer step.
-            can_begin: whether there is a slot for it; asked on rank 0.
+            can_begin: whether there is a slot for it, and how it is taken; ``""`` if not. Asked on rank 0.
             tiers: how fast each tier takes snapshots; asked on rank 0, now and then.
+
+        Returns:
+            ``""`` if none is taken.
         """
         step, now_s = trainer.global_step, time.monotonic()
         if self.policy.by_step:
             if not self.policy.due(step, now_s):
-                return False
-            return bool(_agree(trainer, trainer.is_global_zero and self._affords(now_s) and can_begin()))
+                return ""
+            begins = trainer.is_global_zero and self._affords(now_s)
+            agreed: str = _agree(trainer, can_begin() if begins else "")
+            return agreed
         alone = trainer.world_size == 1
         if trainer.is_global_zero:
             self._learn(now_s, tiers)
             due = self.policy.due(step, now_s)
         if alone:
-            return due and can_begin()
+            return can_begin() if due else ""
         if step < self._next_talk:
-            return False
-        decision = (due and can_begin(), self._apart(step, now_s)) if trainer.is_global_zero else (False, 1)
-        due, apart = _agree(trainer, decision)
+            return ""
+        decision = ("", 1)
+        if trainer.is_global_zero:
+            decision = (can_begin() if due else "", self._apart(step, now_s))
+        agreed, apart = _agree(trainer, decision)
         self._next_talk = step + apart
-        return bool(due)
+        said: str = agreed
+        return said
 
     def _affords(self, now_s: float) -> bool:
         """Whether a snapshot that is due by its step is within the budget for waiting."""

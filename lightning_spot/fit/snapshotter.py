@@ -19,7 +19,8 @@ from lightning_spot.fit.iterations import Iterations
 from lightning_spot.fit.pacing import Pacing
 from lightning_spot.fit.ranks import on_rank_zero
 from lightning_spot.fit.resume import Resume
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.fit.together import ALONE, TOGETHER, Together, checked
+from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.interval.costs import TierPace
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.interval.policy import IntervalPolicy
@@ -70,7 +71,8 @@ class Snapshotter(OfTrainer):
         attempt: that writes, on rank 0; ``None`` before it has begun and when it is finished.
         number: of the attempt, from 1, on every rank; 0 before it has begun.
         begun_step: ``global_step`` of the newest snapshot that was begun, -1 before the first.
-        iterations: tells the copying where training is; on rank 0 only.
+        together: writes snapshots with other ranks.
+        iterations: tells the copying where training is; on ranks that write.
         keeps_for_validation: whether the state in front of a validation is kept at hand, for a stop in the middle.
     """
 
@@ -79,6 +81,7 @@ class Snapshotter(OfTrainer):
         self.location = location
         self.settings = settings
         self.pacing = Pacing(settings.policy)
+        self.together = Together(trainer, settings.ring)
         self.attempt: Attempt | None = None
         self.number = 0
         self.begun_step = -1
@@ -137,9 +140,13 @@ class Snapshotter(OfTrainer):
                 schedule=self.iterations.schedule,
             )
 
-        self.attempt = on_rank_zero(trainer, begin)
-        self.number = trainer.strategy.broadcast(self.attempt.number if self.attempt is not None else 0)
+        self.attempt = attempt = on_rank_zero(trainer, begin)
+        named = (attempt.number, attempt.info.text) if attempt is not None else (0, "")
+        self.number, run = trainer.strategy.broadcast(named)
         self._resume.attempt = self.number
+        if self.together.begin(attempt, self.location, run, self.number):
+            self.iterations = Iterations(trainer, self.settings.partitions)
+            self.together.write_with(self.iterations.schedule)
 
     def begin_training(self) -> None:
         """Start counting, and listen for the places at which a snapshot can be taken."""
@@ -199,9 +206,10 @@ class Snapshotter(OfTrainer):
 
     def wait_copied(self) -> None:
         """Wait for what is not copied yet: weights may change now."""
-        if self.attempt is not None:
-            with self.pacing.stalling():
+        with self.pacing.stalling():
+            if self.attempt is not None:
                 self.attempt.writer.copied()
+            self.together.copied()
 
     def check_monitor(self) -> None:
         """Say so if the metric that the interval follows is not logged by now."""
@@ -224,18 +232,20 @@ class Snapshotter(OfTrainer):
             self.iterations.ends()
         if not self._is_warm:
             self._warm()
-        if self.pacing.due(trainer, self._can_begin, self._paces):
-            self._take(before_validation=before_validation)
+        if how := checked(self.pacing.due(trainer, self._can_begin, self._paces)):
+            self._take(before_validation=before_validation, how=how)
         if self.iterations is not None:
             self.iterations.begins()
 
     def _paces(self) -> tuple[TierPace, ...]:
         return self.attempt.safety.paces() if self.attempt is not None else ()
 
-    def _can_begin(self) -> bool:
-        """Whether this rank writes and may begin: slots are made after the first step, and are waited for or not."""
+    def _can_begin(self) -> str:
+        """How the ranks may begin, ``""`` for not now: slots are made after the first step, and waited for or not."""
         attempt, waits = self.attempt, self.settings.on_full == "wait"
-        return attempt is not None and not attempt.fenced and (attempt.writer.ready or waits)
+        if attempt is None or attempt.fenced or not (attempt.writer.ready or waits):
+            return ""
+        return self.together.how(attempt)
 
     def _warm(self) -> None:
         """Have slots made in the background as soon as the first step showed how large a snapshot is."""
@@ -247,21 +257,24 @@ class Snapshotter(OfTrainer):
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 
-    def _take(self, *, before_validation: bool = False, complete: bool = False) -> None:
-        """Begin a snapshot on every rank; rank 0 writes it."""
+    def _take(self, *, before_validation: bool = False, complete: bool = False, how: str = ALONE) -> None:
+        """Begin a snapshot on every rank."""
         trainer = self._trainer
         self.pacing.taken(trainer.global_step)
         with self.pacing.stalling():
             dump = FitState.of(trainer).dump(before_validation=before_validation, at_end=complete)
             wait_s = WAIT_FOR_SLOT_S if self.settings.on_full == "wait" or complete else 0.0
-            self._write(dump, complete=complete, wait_s=wait_s)
+            self._write(dump, complete=complete, wait_s=wait_s, how=how)
 
-    def _write(self, dump: Dump, *, complete: bool = False, wait_s: float) -> None:
+    def _write(self, dump: Dump, *, complete: bool = False, wait_s: float, how: str = ALONE) -> None:
         trainer = self._trainer
-        checkpoint = dump.gathered(trainer)
-        checkpoint[KEY]["interval"] = self.pacing.state_dict()
+        checkpoint = self.together.checkpoint(dump, how)
         self.begun_step = trainer.global_step
+        if how == TOGETHER and self.attempt is None:
+            name = snapshot_name(trainer.global_step, self.number, complete=complete)
+            self.together.share(dump, optimizer_owned(trainer.optimizers), name)
         if self.attempt is not None and not self.attempt.fenced:
+            checkpoint[KEY]["interval"] = self.pacing.state_dict()
             checkpoint[KEY]["lineage"] = self.attempt.lineage
             self.attempt.write(
                 checkpoint,
@@ -272,6 +285,7 @@ class Snapshotter(OfTrainer):
                 world_size=trainer.world_size,
                 complete=complete,
                 wait_s=wait_s,
+                ranks=self.together.ranks(how),
             )
 
     # -- end ------------------------------------------------------------------------------------------------------
@@ -329,6 +343,7 @@ class Snapshotter(OfTrainer):
             whether the snapshot of the end was seen at the durable tier; ``None`` if none was to be taken.
         """
         self.close()
+        self.together.close()
         attempt, self.attempt = self.attempt, None
         if self._host is not None:  # no attempt has begun
             leave(self._host)

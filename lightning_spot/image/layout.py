@@ -37,7 +37,7 @@ _RECORDS = (
 
 
 class Piece(NamedTuple):
-    """A storage and its place in the file.
+    """A storage, or some bytes of one, and its place in the file.
 
     Attributes:
         storage: bytes to copy; on any device. Keeping the piece keeps the storage alive.
@@ -45,6 +45,7 @@ class Piece(NamedTuple):
         nbytes: length in bytes.
         crc_at: places in the file of the 4-byte little-endian CRC-32 fields that describe it.
         named: tells the storage from all others, also those that came before it or will come after.
+        start: first byte in the storage.
     """
 
     storage: torch.UntypedStorage
@@ -52,6 +53,13 @@ class Piece(NamedTuple):
     nbytes: int
     crc_at: tuple[int, ...] = ()
     named: Named | None = None
+    start: int = 0
+
+    def cut(self, start: int, nbytes: int) -> Piece:
+        """Some bytes of it, from byte ``start`` on."""
+        if (start, nbytes) == (0, self.nbytes):
+            return self
+        return self._replace(offset=self.offset + start, start=self.start + start, nbytes=nbytes, crc_at=())
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from lightning_spot.errors import SettingsError, ShareMissing, SnapshotNotFound
+from lightning_spot.errors import NodeUnreachable, SettingsError, ShareMissing, SnapshotNotFound
 from lightning_spot.image.manifest import Order, snapshot_order
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.joint import Joint, Shared
@@ -20,6 +20,9 @@ from lightning_spot.tiers.store import check_fence
 
 SHARES_WAIT_S = 600.0
 """A snapshot whose first rank is done is given up if the other ranks' bytes are not in place so much later."""
+
+RECONNECT_S = 5.0
+"""A rank whose connection has closed, and that has not asked for its share, is given so long to connect again."""
 
 _LOOK_S = 1.0
 
@@ -34,10 +37,11 @@ class Shares:
 
     Attributes:
         wait_s: see :data:`SHARES_WAIT_S`.
+        reconnect_s: see :data:`RECONNECT_S`.
     """
 
     def __init__(self, registry: Registry, notify: Callable[[], None], free: Callable[[Upload], None]) -> None:
-        self.wait_s = SHARES_WAIT_S
+        self.wait_s, self.reconnect_s = SHARES_WAIT_S, RECONNECT_S
         self._registry = registry
         self._notify, self._free = notify, free
         self._changed = threading.Condition(registry.lock)
@@ -92,18 +96,20 @@ class Shares:
         joint = upload.joint
         if joint is None:
             return
-        deadline_s = time.monotonic() + self.wait_s
+        begun_s = time.monotonic()
+        deadline_s = begun_s + self.wait_s
         with self._changed:
             while joint.missing:
                 if upload.ended:
                     raise SnapshotNotFound(f"upload {upload.id!r} does not exist (any more)")
-                self._look(upload.run, joint)
+                if time.monotonic() - begun_s >= self.reconnect_s:
+                    self._look(upload.run, joint)
                 left_s = deadline_s - time.monotonic()
                 if not joint.failed and left_s <= 0:
                     late = ", ".join(map(str, joint.missing))
                     joint.failed = f"the bytes of rank {late} did not come within {self.wait_s:.0f} s"
                 if joint.failed:
-                    raise ShareMissing(f"{joint.shared.name} is not committed: {joint.failed}")
+                    raise ShareMissing(joint.failed)
                 self._changed.wait(min(left_s, _LOOK_S))
 
     def ended(self, upload: Upload) -> None:
@@ -128,13 +134,14 @@ class Shares:
 
         Raises:
             ShareMissing: if it is over, given up, overtaken by a later one, or another digest is wanted.
+            NodeUnreachable: if the connection is closed: another one is to be made.
             Fenced: if ``attempt`` no longer holds the run.
         """
         key = self._admit(run, attempt)
         order = _order_of(name)
         with self._changed:
             if session not in self._registry.sessions:
-                raise ShareMissing(f"who asks for a share of {name} has ended")
+                raise NodeUnreachable(f"the connection of who asks for a share of {name} has closed")
             self._sessions[key, share] = session
             self._check_awaited(key, name, order)
             for upload in self._open.values():

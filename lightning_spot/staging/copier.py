@@ -59,6 +59,7 @@ class Copier:
         slot: SlotView,
         watches: Sequence[Watch] = (),
         schedule: Schedule | None = None,
+        trains: int | None = None,
     ) -> CopyJob:
         """Start copying and return at once.
 
@@ -70,11 +71,12 @@ class Copier:
             slot: where to.
             watches: tensors to compare before and after, see :func:`watch`.
             schedule: when each of them goes; ``None`` for at once.
+            trains: number of the thread that trains; ``None`` for the calling one.
         """
         timetable = (
             schedule.timetable([(piece.storage.data_ptr(), piece.nbytes) for piece in pieces]) if schedule else None
         )
-        job = CopyJob(pieces, watches, self._notify, self._clock)
+        job = CopyJob(pieces, watches, self._notify, self._clock, trains)
         self._fill(job, pieces, slot, timetable, buffered=schedule is not None)
         if job.is_done:
             return job

@@ -58,13 +58,14 @@ class SlotView:
 class CopyJob:
     """Copies on their way into one slot, some of them held until training has come to their place in the iteration.
 
-    Who cannot go on without them calls :meth:`wait_cpu` and helps. Made on the thread that trains.
+    Who cannot go on without them calls :meth:`wait_cpu` and helps.
 
     Args:
         pieces: what is copied.
         watches: tensors to compare before and after.
         woken: tells the background threads that there is something to do.
         clock: of the background threads, seconds.
+        trains: number of the thread that trains; ``None`` for the one that makes this.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class CopyJob:
         watches: Sequence[Watch],
         woken: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        trains: int | None = None,
     ) -> None:
         self.moved: frozenset[int] = frozenset()
         """Addresses of storages that changed before they were copied; if any, the copy is worthless."""
@@ -86,7 +88,8 @@ class CopyJob:
         self._handed_over = threading.Event()
         self._cuda: CudaCopy | None = None
         self._settled = threading.Event()
-        self._trains = threading.get_ident()
+        self._trains = threading.get_ident() if trains is None else trains
+        self._ordering = threading.Lock()
         self._error: BaseException | None = None
 
     def release(self, place: int) -> None:
@@ -183,15 +186,16 @@ class CopyJob:
 
     def _order(self, order: Callable[[], None]) -> None:
         """Order copies on a GPU; all of them together count as one batch, done when the last is ordered."""
-        cuda = self._cuda
-        if cuda is None or cuda.is_ordered:
-            return
-        try:
-            order()
-        except BaseException as error:  # told to whoever waits
-            self._error = error
-        if cuda.is_ordered:
-            self._count_down()
+        with self._ordering:
+            cuda = self._cuda
+            if cuda is None or cuda.is_ordered:
+                return
+            try:
+                order()
+            except BaseException as error:  # told to whoever waits
+                self._error = error
+            if cuda.is_ordered:
+                self._count_down()
 
     def _step(self, copy: Callable[[Batch], None], now_s: float) -> bool:
         """Copy one batch; ``False`` when none is left to take now."""

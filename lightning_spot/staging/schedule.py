@@ -186,8 +186,10 @@ class Schedule:
         return Timetable(self._last[1], profile.length_s)
 
     def attach(self, job: Held) -> None:
-        """Tell ``job`` from now on, until the optimizer steps."""
+        """Tell ``job`` from now on, until the optimizer steps; training may be in the middle of the iteration."""
         self._jobs.append(job)
+        if self._is_open and self._reached:
+            job.release(self._reached)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

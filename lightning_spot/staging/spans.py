@@ -63,13 +63,16 @@ class SlotSpan(NamedTuple):
 
 def whole(pieces: Iterable[Piece]) -> list[SlotSpan]:
     """Whole pieces."""
-    return [SlotSpan(piece.storage, 0, piece.offset, piece.nbytes) for piece in pieces]
+    return [SlotSpan(piece.storage, piece.start, piece.offset, piece.nbytes) for piece in pieces]
 
 
 def some(pieces: Sequence[Piece], spans: Iterable[Span]) -> list[SlotSpan]:
     """Parts of pieces, which ``spans`` name by number."""
     found = ((pieces[span.piece], span) for span in spans)
-    return [SlotSpan(piece.storage, span.start, piece.offset + span.start, span.nbytes) for piece, span in found]
+    return [
+        SlotSpan(piece.storage, piece.start + span.start, piece.offset + span.start, span.nbytes)
+        for piece, span in found
+    ]
 
 
 def cut_end(spans: Sequence[SlotSpan], nbytes: int) -> tuple[list[SlotSpan], list[SlotSpan]]:

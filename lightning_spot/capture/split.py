@@ -1,0 +1,203 @@
+"""Which bytes of one checkpoint file each rank writes: the tensors that all ranks hold alike, cut into equal shares.
+
+Rank 0 lays the file out and says where each tensor lies and where it is cut; the other ranks find their own copies of
+these tensors in the same order: that in which their optimizers hold them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import random
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from lightning_spot.errors import ShareMissing
+from lightning_spot.image.layout import Layout
+from lightning_spot.memory.joint import Shared
+
+_GRAIN = 64
+_EXTRA_BYTES = 64 * 1024  # what rank 0 writes besides is rounded up to so much: shares stay as they are
+_SAMPLES, _SAMPLE_BYTES = 32, 64
+
+Owners = Mapping[int, Sequence[torch.Tensor]]
+
+
+class Held(NamedTuple):
+    """A tensor's memory as a rank holds it.
+
+    Attributes:
+        dtype: as torch names it.
+        nbytes: of its storage.
+    """
+
+    dtype: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks of this host that fill one snapshot together.
+
+    Attributes:
+        shares: how many, rank 0 among them.
+        states: room in the checkpoint for what only one rank knows, of each rank from 1 on that writes it by itself.
+    """
+
+    shares: int
+    states: Mapping[int, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Where in a file the tensors lie that all ranks hold, and which bytes are whose.
+
+    Attributes:
+        held: the tensors, in the order in which the optimizers hold them.
+        places: of each in the file, -1 for one that is not there.
+        ends: share ``k`` has the bytes from ``ends[k]`` to ``ends[k + 1]``, counted over these tensors as they lie.
+        states: first byte and length of the room for each rank's own state.
+    """
+
+    held: tuple[Held, ...]
+    places: tuple[int, ...]
+    ends: tuple[int, ...]
+    states: Mapping[int, tuple[int, int]]
+
+    @classmethod
+    def of(cls, layout: Layout, owned: Owners, kept: Owners, ranks: Ranks) -> Split:
+        """Cut a file; on rank 0.
+
+        Args:
+            layout: of the file.
+            owned: tensors that only the optimizers change, by the address of their storage.
+            kept: further tensors that seldom change; rank 0 writes them.
+            ranks: that fill it.
+
+        Raises:
+            ShareMissing: if the file is not one of which several ranks can each write some.
+        """
+        pieces = {piece.storage.data_ptr(): piece for piece in layout.pieces}
+        if any(room.untyped_storage().data_ptr() not in pieces for room in ranks.states.values()):
+            raise ShareMissing("the state is serialised with plain torch.save, so that one rank alone can write it")
+        rooms = {rank: pieces[room.untyped_storage().data_ptr()] for rank, room in ranks.states.items()}
+        others = {id(piece) for piece in rooms.values()}
+        extra = sum(
+            piece.nbytes
+            for address, piece in pieces.items()
+            if address not in owned and address not in kept and id(piece) not in others
+        )
+        places = tuple(pieces[address].offset if address in pieces else -1 for address in owned)
+        total = sum(pieces[address].nbytes for address in owned if address in pieces)
+        ends = _ends(total, -(-extra // _EXTRA_BYTES) * _EXTRA_BYTES, ranks.shares)
+        states = {rank: (piece.offset, piece.nbytes) for rank, piece in rooms.items()}
+        return cls(held_by(owned), places, ends, states)
+
+    def to_json(self) -> str:
+        """As text, for the other ranks."""
+        states = {str(rank): room for rank, room in self.states.items()}
+        return json.dumps({"held": self.held, "places": self.places, "ends": self.ends, "states": states})
+
+    @classmethod
+    def from_json(cls, text: str) -> Split:
+        """Read what rank 0 wrote."""
+        fields = json.loads(text)
+        states = {int(rank): (int(start), int(nbytes)) for rank, (start, nbytes) in fields["states"].items()}
+        held = tuple(Held(str(dtype), int(nbytes)) for dtype, nbytes in fields["held"])
+        return cls(held, tuple(fields["places"]), tuple(fields["ends"]), states)
+
+    def share(self, number: int) -> list[tuple[int, int, int]]:
+        """The bytes of a share: number of the tensor, first byte in it, length; in the order of the file."""
+        begin, end, at = self.ends[number], self.ends[number + 1], 0
+        found = []
+        there = [index for index, place in enumerate(self.places) if place >= 0]
+        for index in sorted(there, key=self.places.__getitem__):
+            nbytes = self.held[index].nbytes
+            first, last = max(begin - at, 0), min(end - at, nbytes)
+            if last > first:
+                found.append((index, first, last - first))
+            at += nbytes
+        return found
+
+    def left_to_rank_0(self, layout: Layout, owned: Owners) -> Layout:
+        """The layout with what rank 0 writes: its share, and all that no other rank holds."""
+        addresses = list(owned)
+        cuts = dict.fromkeys(addresses, (0, 0))
+        cuts.update({addresses[index]: (start, nbytes) for index, start, nbytes in self.share(0)})
+        states = {start for start, _ in self.states.values()}
+        pieces = []
+        for piece in layout.pieces:
+            start, nbytes = cuts.get(piece.storage.data_ptr(), (0, piece.nbytes))
+            if nbytes and piece.offset not in states:
+                pieces.append(piece.cut(start, nbytes))
+        return Layout(layout.nbytes, layout.frame, tuple(pieces))
+
+    def difference(self, held: tuple[Held, ...], rank: int) -> str:
+        """The first difference between the tensors of rank 0 and those of another rank, for people; ``""`` if none."""
+        if held == self.held:
+            return ""
+        for index, (first, other) in enumerate(zip(self.held, held, strict=False)):
+            if first != other:
+                return (
+                    f"tensor {index} of rank 0's optimizers has {first.nbytes} bytes of {first.dtype}, that of rank"
+                    f" {rank} has {other.nbytes} bytes of {other.dtype}"
+                )
+        return f"the optimizers of rank 0 hold {len(self.held)} tensors, those of rank {rank} hold {len(held)}"
+
+
+class Divider:
+    """Divides one snapshot after the other, on rank 0."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Split, str] | None = None
+
+    def divide(self, layout: Layout, name: str, owned: Owners, kept: Owners, ranks: Ranks) -> tuple[Shared, Layout]:
+        """Say which bytes are whose: what the other ranks are told, and what of the layout rank 0 writes.
+
+        Raises:
+            ShareMissing: see :meth:`Split.of`.
+        """
+        split = Split.of(layout, owned, kept, ranks)
+        if self._last is None or split != self._last[0]:
+            self._last = (split, split.to_json())
+        shared = Shared(name=name, shares=ranks.shares, digest=sample(owned, name), layout=self._last[1])
+        return shared, split.left_to_rank_0(layout, owned)
+
+
+def held_by(owned: Owners) -> tuple[Held, ...]:
+    """The tensors that optimizers own, in their order."""
+    return tuple(
+        Held(str(tensors[0].dtype).removeprefix("torch."), tensors[0].untyped_storage().nbytes())
+        for tensors in owned.values()
+    )
+
+
+def sample(owned: Owners, seed: str) -> str:
+    """Checksums of a few bytes of what this rank holds, at places that ``seed`` tells: equal states give equal ones.
+
+    Tensors on a GPU are not looked at: that would wait for it.
+    """
+    dice = random.Random(seed)
+    on_cpu = [tensors[0] for tensors in owned.values() if tensors[0].is_cpu and tensors[0].untyped_storage().nbytes()]
+    sums = []
+    for tensor in dice.sample(on_cpu, min(len(on_cpu), _SAMPLES)):
+        storage = tensor.untyped_storage()
+        start = dice.randrange(max(1, storage.nbytes() - _SAMPLE_BYTES))
+        data = ctypes.string_at(storage.data_ptr() + start, min(_SAMPLE_BYTES, storage.nbytes()))
+        sums.append(f"{zlib.crc32(data):08x}")
+    return ".".join(sums)
+
+
+def _ends(total: int, extra: int, shares: int) -> tuple[int, ...]:
+    """Where a row of bytes is cut so that all shares, and what the first one has besides, are about equally long."""
+    each = (total + extra) / shares
+    if shares > 1 and each < extra:
+        each, first = total / (shares - 1), 0.0
+    else:
+        first = each - extra
+    ends = [0] + [int(first + each * share) // _GRAIN * _GRAIN for share in range(shares - 1)] + [total]
+    return tuple(max(0, min(total, end)) for end in ends)

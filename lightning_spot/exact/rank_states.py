@@ -1,0 +1,69 @@
+"""The exact state of each rank beside one checkpoint: rank 0's as values, that of every other rank as bytes of its own.
+
+So another rank can write its state into the file by itself: the file holds room for it, a tensor of bytes. Whoever
+reads a checkpoint gets values in place of the bytes.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import IO, Any
+
+import torch
+
+State = dict[str, Any]
+
+_LENGTH_BYTES = 8
+_PAGE = 4096
+
+
+def packed(state: State) -> bytes:
+    """A rank's state as it lies in its room."""
+    buffer = io.BytesIO()
+    buffer.write(bytes(_LENGTH_BYTES))
+    torch.save(state, buffer)
+    data = buffer.getbuffer()
+    data[:_LENGTH_BYTES] = (len(data) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")
+    return bytes(data)
+
+
+def unpacked(states: list[Any], read: Callable[[IO[bytes]], Any]) -> list[Any]:
+    """The states as values; what is none of ours stays as it is.
+
+    Args:
+        states: of all ranks, as they were read.
+        read: reads a file of ``torch.save``.
+    """
+    return [read(io.BytesIO(_content(state))) if _is_room(state) else state for state in states]
+
+
+class Rooms:
+    """Room for the states of the ranks but the first, kept from one snapshot to the next; on rank 0."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[int, torch.Tensor] = {}
+
+    @property
+    def known(self) -> dict[int, torch.Tensor]:
+        """The rooms there are, by rank: as large as the last state that was :meth:`put` there, and some more."""
+        return dict(self._rooms)
+
+    def put(self, rank: int, data: bytes) -> torch.Tensor:
+        """A room with a state in it."""
+        room = self._rooms.get(rank)
+        if room is None or room.numel() < len(data):
+            nbytes = -(-(len(data) + len(data) // 4 + _PAGE) // _PAGE) * _PAGE
+            room = self._rooms[rank] = torch.zeros(nbytes, dtype=torch.uint8)
+        room[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return room
+
+
+def _is_room(state: Any) -> bool:
+    return isinstance(state, torch.Tensor) and state.dtype == torch.uint8 and state.device.type == "cpu"
+
+
+def _content(room: torch.Tensor) -> bytes:
+    data = room.numpy().tobytes()
+    nbytes = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    return data[_LENGTH_BYTES : _LENGTH_BYTES + nbytes]

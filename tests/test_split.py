@@ -1,0 +1,259 @@
+"""A checkpoint cut into shares: every byte is somebody's, shares are equal, and ranks that differ are told apart."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_spot.capture.share import ShareWriter
+from lightning_spot.capture.split import Divider, Ranks, Split, held_by, sample
+from lightning_spot.capture.tensors import by_storage
+from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.client import embedded
+from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.errors import ShareMissing
+from lightning_spot.exact.rank_states import Rooms, packed, unpacked
+from lightning_spot.image.layout import lay_out, lay_out_plain
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from tests.small_trainer import RUN_ID, info_of
+
+LAST_S = 600.0  # of what never takes so long
+
+
+def tensors(seed: int, count: int = 7) -> list[torch.Tensor]:
+    dice = random.Random(seed)
+    return [torch.rand(dice.randrange(1, 5000), generator=torch.Generator().manual_seed(seed)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("buffers", [0, 50_000, 2_000_000], ids=["no buffers", "some", "more"])
+def test_every_byte_is_written_by_one_rank_and_shares_are_equal(shares: int, buffers: int) -> None:
+    weights, buffer = [torch.rand(20_000) for _ in range(8)], torch.zeros(buffers, dtype=torch.uint8)
+    owned, rooms = by_storage(weights), Rooms()
+    rooms.put(1, packed({"a": 1}))
+    layout = lay_out({"w": weights, "b": buffer, "r": list(rooms.known.values())})
+    split = Split.of(layout, owned, {}, Ranks(shares, rooms.known if shares > 1 else {}))
+    assert Split.from_json(split.to_json()) == split
+    mine = split.left_to_rank_0(layout, owned)
+    image = bytearray(layout.nbytes)
+    counts = [sum(piece.nbytes for piece in mine.pieces)]
+    spans = [(piece.offset, piece.nbytes) for piece in mine.pieces] + list(split.states.values())
+    for share in range(1, shares):
+        cut = split.share(share)
+        counts.append(sum(nbytes for _, _, nbytes in cut))
+        spans += [(split.places[index] + start, nbytes) for index, start, nbytes in cut]
+    for offset, nbytes in spans:
+        assert not any(image[offset : offset + nbytes])
+        image[offset : offset + nbytes] = b"\1" * nbytes
+    assert sum(image) == sum(piece.nbytes for piece in layout.pieces)
+    if buffers < 4 * 20_000 * 8 // shares:
+        assert max(counts) - min(counts) <= 64 * 1024 + 64 * shares
+    else:
+        assert max(counts) == counts[0]  # rank 0 has more than its share by itself
+
+
+def test_a_state_that_only_torch_can_write_is_not_divided() -> None:
+    rooms = Rooms()
+    rooms.put(1, b"x")
+    with pytest.raises(ShareMissing, match=r"plain torch\.save"):
+        Divider().divide(lay_out_plain({"r": rooms.known}), snapshot_name(1, 1), {}, {}, Ranks(2, rooms.known))
+
+
+def test_the_first_difference_between_two_ranks_is_named() -> None:
+    weights = tensors(1)
+    split = Split(held_by(by_storage(weights)), (), (), {})
+    assert split.difference(held_by(by_storage(tensors(1))), 2) == ""
+    other = [*weights[:3], torch.zeros(5, dtype=torch.float16), *weights[4:]]
+    assert split.difference(held_by(by_storage(other)), 2).startswith("tensor 3 of rank 0's optimizers has")
+    assert "10 bytes of float16" in split.difference(held_by(by_storage(other)), 2)
+    assert "hold 7 tensors, those of rank 2 hold 6" in split.difference(held_by(by_storage(weights[:6])), 2)
+
+
+def test_ranks_that_hold_other_values_are_told_apart_by_a_few_bytes() -> None:
+    first, same, other = tensors(1), tensors(1), tensors(2)
+    assert sample(by_storage(first), "step") == sample(by_storage(same), "step")
+    assert sample(by_storage(first), "step") != sample(by_storage(other), "step")
+    assert sample(by_storage(first), "step") != sample(by_storage(first), "another")
+
+
+def test_states_of_ranks_are_values_again_when_they_are_read() -> None:
+    rooms, state = Rooms(), {"random": [1, 2], "mean": torch.ones(3)}
+    room = rooms.put(1, packed(state))
+    assert rooms.put(1, packed({"a": 1})) is room  # it keeps its place in the file
+    rooms.put(1, packed(state))
+    large = rooms.put(2, packed({"x": torch.zeros(10_000)}))
+    read = unpacked([state, room, large, {"old": 1}], lambda file: torch.load(file, weights_only=True))
+    assert torch.equal(read[1]["mean"], state["mean"])
+    assert (read[0], read[1]["random"], read[3]) == (state, [1, 2], {"old": 1})
+    assert rooms.put(1, packed({"x": torch.zeros(10_000)})) is not room
+
+
+# -- ranks of one process, each with a connection of its own to a node -------------------------------------------------
+
+
+@dataclass
+class Rank:
+    """What a rank trains: weights that it shares with the others, and a state of its own."""
+
+    weights: list[torch.Tensor]
+    state: dict[str, Any]
+
+
+class Desk:
+    """Rank 0's writer and the share writers of the others."""
+
+    def __init__(self, root: Path, ranks: int) -> None:
+        self.url = str(root / "run")
+        self.ranks = [Rank(tensors(1), {"rank": rank}) for rank in range(ranks)]
+        self.hosts: list[EmbeddedHost] = []
+        self.first = self.connect()
+        self.first.open_run(info_of(self.url, 1))
+        self.writer = SnapshotWriter(self.first)
+        self.rooms = Rooms()
+        for rank in range(1, ranks):
+            self.rooms.put(rank, packed(self.ranks[rank].state))
+        self.shares = [ShareWriter(self.joined(), self.joined, rank) for rank in range(1, ranks)]
+
+    def connect(self) -> EmbeddedHost:
+        settings = {"slots": 3, "memory_bytes": 2**26, "idle_timeout_s": 30.0}
+        self.hosts.append(embedded.start(self.url, "run", **settings))
+        return self.hosts[-1]
+
+    def joined(self) -> EmbeddedHost:
+        host = self.connect()
+        host.run, host.attempt = self.first.run, 1
+        return host
+
+    def begin(self, step: int) -> Any:
+        """Begin a snapshot on all ranks."""
+        self.begin_shares(step)
+        return self.begin_first(step)
+
+    def begin_shares(self, step: int) -> None:
+        for writer, rank in zip(self.shares, self.ranks[1:], strict=True):
+            writer.begin(snapshot_name(step, 1), by_storage(rank.weights), packed(rank.state))
+
+    def begin_first(self, step: int) -> Any:
+        name = snapshot_name(step, 1)
+        first, rooms = self.ranks[0], self.rooms.known
+        checkpoint = {"w": first.weights, "b": torch.zeros(9), "ranks": [first.state, *rooms.values()]}
+        manifest = Manifest(run="run", run_id=RUN_ID, name=name, step=step, attempt=1, nbytes=0)
+        ranks = Ranks(len(self.ranks), rooms)
+        return self.writer.begin(checkpoint, manifest, owned=by_storage(first.weights), wait_s=30.0, ranks=ranks)
+
+    def copied(self) -> None:
+        self.writer.copied()
+        for writer in self.shares:
+            writer.copied()
+
+    def train(self, value: float) -> None:
+        """One step of the optimizers."""
+        for rank in self.ranks:
+            for weight in rank.weights:
+                weight.add_(value)
+
+    def saved(self, manifest: Manifest) -> dict[str, Any]:
+        host = self.joined()
+        fd = host.open_snapshot(manifest)  # its position is the node's
+        saved = torch.load(io.BytesIO(os.pread(fd, manifest.nbytes, 0)), weights_only=True)
+        os.close(fd)
+        host.disconnect()  # which it reads no longer
+        saved["ranks"] = unpacked(saved["ranks"], lambda data: torch.load(data, weights_only=True))
+        return saved
+
+    def close(self) -> None:
+        for writer in self.shares:
+            writer.close()
+        self.writer.close()
+        self.first.leave(complete=True)
+
+
+@pytest.fixture
+def desk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Desk]:
+    made = Desk(tmp_path, getattr(request, "param", 3))
+    yield made
+    made.close()
+
+
+def test_a_snapshot_written_by_three_ranks_is_that_of_its_step(desk: Desk) -> None:
+    for step in range(1, 7):
+        wanted = [weight.clone() for weight in desk.ranks[0].weights]
+        done = desk.begin(step)
+        desk.copied()
+        desk.train(1.0)
+        saved = desk.saved(done.result(LAST_S))
+        assert all(torch.equal(*pair) for pair in zip(saved["w"], wanted, strict=True))
+        assert saved["ranks"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    assert desk.writer.missed == 0
+    copied = [writer.copied_bytes for writer in desk.shares]
+    assert max(copied) - min(copied) <= 64 * 3 * 6
+
+
+def test_what_did_not_change_is_not_copied_again_by_any_rank(desk: Desk) -> None:
+    for step in range(1, 5):
+        done = desk.begin(step)
+        desk.copied()
+        done.result(LAST_S)
+        before = [writer.copied_bytes for writer in desk.shares]
+    desk.begin(5).result(LAST_S)
+    nbytes = sum(weight.nbytes for weight in desk.ranks[0].weights)
+    again = [writer.copied_bytes - old for writer, old in zip(desk.shares, before, strict=True)]
+    assert max(again) < nbytes / 10  # its own state, and tensors that are quicker copied than compared
+
+
+def test_a_tensor_of_another_rank_that_changes_meanwhile_drops_the_snapshot(desk: Desk) -> None:
+    desk.begin(1).result(LAST_S)
+    weight = desk.ranks[2].weights[-1]
+    before = weight.clone()
+    desk.begin_shares(2)
+    weight.add_(1.0)
+    done = desk.begin_first(2)
+    with pytest.raises(ShareMissing, match="rank 2"):
+        done.result(LAST_S)
+    assert desk.writer.missed == 1
+    weight.copy_(before)
+    desk.begin_shares(3)
+    weight.add_(1.0)  # from now on it is copied before training goes on
+    assert torch.equal(desk.saved(desk.begin_first(3).result(LAST_S))["w"][-1], before)
+
+
+def test_ranks_that_do_not_train_the_same_are_named_and_the_former_snapshot_stands(desk: Desk) -> None:
+    desk.begin(1).result(LAST_S)
+    desk.ranks[1].weights[2] = torch.zeros(3)
+    with pytest.raises(ShareMissing, match=r"rank 1: tensor 2 of rank 0's optimizers has .* 12 bytes of float32"):
+        desk.begin(2).result(LAST_S)
+    desk.ranks[1].weights = [weight + 1 for weight in desk.ranks[0].weights]
+    with pytest.raises(ShareMissing, match="rank 1: its parameters"):
+        desk.begin(3).result(LAST_S)
+    assert [manifest.step for manifest in desk.first.manifests()] == [1]
+
+
+def test_a_state_that_outgrew_its_room_drops_the_snapshot(desk: Desk) -> None:
+    desk.ranks[1].state = {"rank": torch.zeros(100_000)}
+    with pytest.raises(ShareMissing, match=r"rank 1: its own state has .* bytes, there is room for"):
+        desk.begin(1).result(LAST_S)
+    desk.rooms.put(1, packed(desk.ranks[1].state))
+    assert torch.equal(desk.saved(desk.begin(2).result(LAST_S))["ranks"][1]["rank"], torch.zeros(100_000))
+
+
+def test_a_rank_that_loses_its_connection_takes_part_again(desk: Desk) -> None:
+    desk.begin(1).result(LAST_S)
+    desk.shares[0]._host.disconnect()  # type: ignore[union-attr]
+    assert desk.begin(2).result(LAST_S).step == 2
+
+
+def test_training_does_not_wait_for_a_slot_that_never_comes(desk: Desk) -> None:
+    writer, rank = desk.shares[0], desk.ranks[1]
+    writer._max_stall_s = 0.01
+    writer.begin(snapshot_name(1, 1), by_storage(rank.weights), b"")
+    writer.copied()  # nobody has leased a slot
+    writer._max_stall_s = 600.0
+    assert desk.begin(2).result(LAST_S).step == 2  # by which the first one was overtaken

@@ -1,0 +1,96 @@
+"""Ranks of one training (DDP on gloo) that write its snapshots together, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_spot.exact.compare import differences
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.tiers.local import LocalStore
+from tests.test_every_step import digest
+
+Train = Callable[..., int]
+
+
+@pytest.fixture
+def train(warm_python: str) -> Train:
+    """Train on some ranks; the exit code."""
+
+    def run(root: Path, *arguments: object) -> int:
+        root.mkdir(exist_ok=True)
+        command = [warm_python, "-m", "tests.together_trainer", str(root), *map(str, arguments)]
+        with open(root / "log", "a") as log:
+            return subprocess.run(command, stdout=log, stderr=log, timeout=600, check=False).returncode
+
+    return run
+
+
+def manifests(root: Path) -> list[Manifest]:
+    return LocalStore(root / "run").survey().manifests
+
+
+def load(root: Path, manifest: Manifest) -> dict[str, Any]:
+    return torch.load(root / "run" / manifest.data_path, weights_only=True)
+
+
+def accounts(root: Path, ranks: int) -> list[dict[str, Any]]:
+    return [json.loads((root / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def check_states(root: Path) -> None:
+    """Every snapshot holds the parameters of its step."""
+    steps = dict(line.split() for line in (root / "steps").read_text().splitlines())
+    found = manifests(root)
+    assert found
+    for manifest in found:
+        assert digest(load(root, manifest)["state_dict"]) == steps[str(manifest.step)], manifest.name
+
+
+def test_a_training_goes_on_exactly_from_a_snapshot_that_two_ranks_wrote(train: Train, tmp_path: Path) -> None:
+    assert train(tmp_path / "twin") == 0
+    check_states(tmp_path / "twin")
+    first, second = accounts(tmp_path / "twin", 2)
+    assert (first["missed"], second["copied"] > 0) == (0, True)
+    assert train(tmp_path / "run", "--kill", 1, 7) != 0
+    newest = manifests(tmp_path / "run")
+    assert train(tmp_path / "run") == 0
+    assert "exact" not in (tmp_path / "run" / "log").read_text()  # nothing was said not to be
+    again = manifests(tmp_path / "run")
+    assert max(manifest.attempt for manifest in again) == 2
+    assert all(manifest in again for manifest in newest)
+    assert differences(load(tmp_path / "twin", manifests(tmp_path / "twin")[0]), load(tmp_path / "run", again[0])) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("who", [0, 1, 3])
+def test_four_ranks_of_which_one_is_killed_in_the_middle_of_its_share(train: Train, tmp_path: Path, who: int) -> None:
+    assert train(tmp_path / "twin", "--ranks", 4, "--steps", 6) == 0
+    told = accounts(tmp_path / "twin", 4)
+    copied = [account["copied"] for account in told]
+    assert told[0]["missed"] == 0
+    assert max(copied[1:]) <= 1.05 * min(copied[1:])
+    assert train(tmp_path / "run", "--ranks", 4, "--steps", 6, "--kill", who, 4) != 0
+    check_states(tmp_path / "run")
+    assert train(tmp_path / "run", "--ranks", 4, "--steps", 6) == 0
+    check_states(tmp_path / "run")
+    ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]
+    assert differences(*ends) == []
+
+
+@pytest.mark.soak
+def test_a_rank_with_another_optimizer_is_named_and_rank_0_writes_alone(train: Train, tmp_path: Path) -> None:
+    assert train(tmp_path / "run", "--unlike") == 0
+    log = (tmp_path / "run" / "log").read_text()
+    assert "rank 1: tensor" in log
+    assert "From now on rank 0 writes them alone" in log
+    assert max(manifest.step for manifest in manifests(tmp_path / "run")) == 12
+    check_states(tmp_path / "run")
+    assert train(tmp_path / "strict", "--unlike", "--strict") != 0
+    assert "ranks cannot write snapshots together: rank 1: tensor" in (tmp_path / "strict" / "log").read_text()

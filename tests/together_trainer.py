@@ -1,0 +1,111 @@
+"""Trains on several ranks (gloo) that write snapshots together: ``python -m tests.together_trainer ROOT …``.
+
+Each rank leaves an account in ``ROOT/rank-K.json``, and the state of each step in ``ROOT/steps`` as a checksum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from lightning_spot import EverySteps, SpotCheckpoint
+from tests.exact_cases import loader
+from tests.test_every_step import digest
+
+STEPS = 12
+
+
+class Wide(pl.LightningModule):
+    """Some megabytes of parameters, BatchNorm that differs from rank to rank, and dropout."""
+
+    def __init__(self, width: int, unlike: bool = False) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(8, width), nn.BatchNorm1d(width)
+        self.middle, self.last = nn.Linear(width, width), nn.Linear(width, 1)
+        self.unlike = unlike
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        hidden = torch.relu(self.norm(self.first(batch[0])))
+        hidden = nn.functional.dropout(self.middle(hidden), 0.1)
+        return nn.functional.mse_loss(self.last(hidden), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        amsgrad = self.unlike and self.trainer.global_rank == 1
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, amsgrad=amsgrad)
+
+
+class Account(pl.Callback):
+    """Notes the state of each step, ends a rank where it is told to, and says at the end what was done."""
+
+    def __init__(self, root: Path, spot: SpotCheckpoint, kill: tuple[int, int]) -> None:
+        self.root, self.spot, self.kill = root, spot, kill
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.is_global_zero:
+            with open(self.root / "steps", "a") as file:
+                file.write(f"{trainer.global_step} {digest(module.state_dict())}\n")
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+        # Its share of the snapshot of the step before is not copied when this comes, or is not reported.
+        if (trainer.global_rank, trainer.global_step) == self.kill:
+            os._exit(9)
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        snapshotter = self.spot.snapshots.snapshotter
+        assert snapshotter is not None
+        writer = snapshotter.attempt.writer if snapshotter.attempt is not None else snapshotter.together.writer
+        told = {
+            "copied": writer.copied_bytes if writer is not None else 0,
+            "missed": getattr(writer, "missed", 0),
+            "stall_s": snapshotter.pacing.stall_s,
+        }
+        (self.root / f"rank-{trainer.global_rank}.json").write_text(json.dumps(told))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--memory", default="auto")
+    parser.add_argument("--unlike", action="store_true", help="rank 1 has another optimizer")
+    parser.add_argument("--strict", action="store_true")
+    parser.add_argument("--kill", type=int, nargs=2, default=(-1, -1), help="rank and step")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    pl.seed_everything(11, verbose=False)
+    spot = SpotCheckpoint(
+        str(arguments.root / "run"),
+        memory=None if arguments.memory == "none" else arguments.memory,
+        interval=EverySteps(1),
+        on_full="wait",
+        keep=100,
+        strict=arguments.strict,
+    )
+    trainer = pl.Trainer(
+        max_steps=arguments.steps,
+        accelerator="cpu",
+        devices=arguments.ranks,
+        strategy=DDPStrategy(process_group_backend="gloo", broadcast_buffers=False),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=[Account(arguments.root, spot, tuple(arguments.kill)), spot],
+    )
+    trainer.fit(Wide(arguments.width, arguments.unlike), loader())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
