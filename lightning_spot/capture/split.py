@@ -155,12 +155,16 @@ class Divider:
     def __init__(self) -> None:
         self._last: tuple[Split, str] | None = None
 
-    def divide(self, layout: Layout, name: str, owned: Owners, kept: Owners, ranks: Ranks) -> tuple[Shared, Layout]:
-        """Say which bytes are whose: what the other ranks are told, and what of the layout rank 0 writes.
+    def divide(
+        self, layout: Layout, name: str, owned: Owners, kept: Owners, ranks: Ranks | None
+    ) -> tuple[Shared | None, Layout]:
+        """Say which bytes are whose: what the other ranks are told, and what of the layout rank 0 writes: all, alone.
 
         Raises:
             ShareMissing: see :meth:`Split.of`.
         """
+        if ranks is None:
+            return None, layout
         split = Split.of(layout, owned, kept, ranks)
         if self._last is None or split != self._last[0]:
             self._last = (split, split.to_json())

@@ -40,7 +40,6 @@ from lightning_spot.errors import (
 from lightning_spot.image.layout import Layout, Piece, outline_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, Lease
-from lightning_spot.memory.joint import Shared
 from lightning_spot.staging.copier import Copier, CopyJob, SlotView, watch
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.store import Store
@@ -168,10 +167,8 @@ class SnapshotWriter:
             self.copied()
             for other in lost:
                 self._views.drop(other)
-        whole = layout = self._outliner.lay_out(checkpoint)
-        shared: Shared | None = None
-        if ranks is not None:
-            shared, layout = self._divider.divide(layout, manifest.name, owned, kept, ranks)
+        whole = self._outliner.lay_out(checkpoint)
+        shared, layout = self._divider.divide(whole, manifest.name, owned, kept, ranks)
         lease = self._leases.take(host, layout.nbytes, wait_s, shared)
         try:
             view = self._views.of(host, lease)

@@ -72,7 +72,8 @@ class Together(OfTrainer):
             whether this rank writes shares, beside rank 0.
         """
         trainer = self._trainer
-        if trainer.world_size == 1 or not location.embedded or not _holds_the_same(trainer):
+        is_ddp = isinstance(trainer.strategy, namespaces.classes("strategies", "DDPStrategy"))
+        if trainer.world_size == 1 or not location.embedded or not is_ddp:
             return False
         host = self._connect(location, run, number) if attempt is None else None
         there = isinstance(attempt.writer.host, EmbeddedHost) if attempt is not None else host is not None
@@ -123,6 +124,9 @@ class Together(OfTrainer):
         """On rank 0: how the next snapshot is written, or why training ends, for all ranks."""
         writer = attempt.writer
         if not self._members:
+            return ALONE
+        if any(hasattr(optimizer, "consolidate_state_dict") for optimizer in self._trainer.optimizers):
+            self._members = []  # each rank holds a part of the states, as torch's ZeroRedundancyOptimizer
             return ALONE
         if writer.missed > self._missed:
             self._missed = writer.missed
@@ -175,10 +179,3 @@ def checked(said: str) -> str:
     if said not in ("", ALONE, TOGETHER):
         raise ShareMissing(said)
     return said
-
-
-def _holds_the_same(trainer: pl.Trainer) -> bool:
-    """Whether all ranks hold the same parameters and states of optimizers."""
-    if not isinstance(trainer.strategy, namespaces.classes("strategies", "DDPStrategy")):
-        return False
-    return not any(hasattr(optimizer, "consolidate_state_dict") for optimizer in trainer.optimizers)  # each has a part
