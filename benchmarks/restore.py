@@ -1,45 +1,47 @@
-"""Restoring 1 GB from the node on this host, checked, against ``torch.load`` of the same file from tmpfs."""
+"""Restoring 1 GB, checked: one rank against ``torch.load`` of the same file from tmpfs, and four ranks against one."""
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from benchmarks.ingest import node
 from benchmarks.measure import Result, scratch, seconds, training_state
 from lightning_spot.client import embedded
 from lightning_spot.client.remote import NodeStore
+from lightning_spot.fit.agreement import Agreement
+from lightning_spot.fit.chosen import choose
+from lightning_spot.fit.restore import Hosts
 from lightning_spot.image.layout import lay_out
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo
+from lightning_spot.run.location import Location
 from lightning_spot.run.sources import MemorySource, Source, StoreSource, Use
+from lightning_spot.run.survey import Survey, survey
 from lightning_spot.staging.copier import Copier, SlotView
+
+RANKS = 4
+_LIMIT_S = 300.0
 
 
 def run(quick: bool) -> list[Result]:
     rounds = 3 if quick else 7
-    state = training_state()
     near: list[float] = []
     far: list[float] = []
     plain: list[float] = []
-    with scratch() as folder, node(folder) as url:
-        host = embedded.start(str(folder / "run"), "run", slots=2, memory_bytes=3 * 2**30, idle_timeout_s=300)
-        durable = str(folder / "run")
-        host.open_run(
-            RunInfo(name="run", id="", location=durable, attempt=1, token="", durable_url=durable, nodes=(url,))
-        )
-        layout = lay_out(state)
-        lease = host.lease(layout.nbytes, 0, limit_s=60.0)  # the slot is being made
-        copier, view = Copier(), SlotView(lease.map)
-        for offset, data in layout.frame:
-            lease.map[offset : offset + len(data)] = data
-        copier.start(layout.pieces, view).wait()
-        name = snapshot_name(1, host.attempt)
-        manifest = Manifest(run="run", name=name, step=1, attempt=host.attempt, nbytes=layout.nbytes)
-        host.seal(lease, manifest)
-        assert host.flush(120) == []
+    many: dict[str, list[float]] = {"this host's node": [], "a node over HTTP loopback": []}
+    with scratch() as folder, node(folder) as url, _at_nodes(folder, url) as manifest:
+        location = Location.of(folder / "run", url, "run")
         file = Path("/dev/shm") / f"{folder.name}.ckpt"
         shutil.copy(folder / "run" / manifest.data_path, file)
         memory, remote = MemorySource(str(folder / "run"), "run"), StoreSource(NodeStore(f"{url}/run"), url)
@@ -48,13 +50,37 @@ def run(quick: bool) -> list[Result]:
                 plain.append(seconds(lambda: torch.load(file, weights_only=True)))
                 near.append(seconds(lambda: _restore(memory)))
                 far.append(seconds(lambda: _restore(remote)))
+                for (_, ratios), source in zip(many.items(), (memory, remote), strict=True):
+                    one = _together(1, location, source, folder)
+                    ratios.append(_together(RANKS, location, source, folder) / one)
         finally:
             file.unlink()
-        host.leave(complete=True)
     return [
         Result("restore from this host's node / torch.load from tmpfs", _ratio(near, plain), 1.5),
         Result("restore over HTTP loopback / torch.load from tmpfs", _ratio(far, plain), 2.5),
+        *(Result(f"restore of {RANKS} ranks / of one, from {name}", ratios[1:], 1.5) for name, ratios in many.items()),
     ]
+
+
+@contextlib.contextmanager
+def _at_nodes(folder: Path, url: str) -> Iterator[Manifest]:
+    """A run with a snapshot of 1 GB at a node of this host, at one behind it, and in the folder."""
+    host = embedded.start(str(folder / "run"), "run", slots=2, memory_bytes=3 * 2**30, idle_timeout_s=300)
+    durable = str(folder / "run")
+    host.open_run(RunInfo(name="run", id="", location=durable, attempt=1, token="", durable_url=durable, nodes=(url,)))
+    layout = lay_out(training_state())
+    lease = host.lease(layout.nbytes, 0, limit_s=60.0)  # the slot is being made
+    copier, view = Copier(), SlotView(lease.map)
+    for offset, data in layout.frame:
+        lease.map[offset : offset + len(data)] = data
+    copier.start(layout.pieces, view).wait()
+    name = snapshot_name(1, host.attempt)
+    manifest = Manifest(run="run", name=name, step=1, attempt=host.attempt, nbytes=layout.nbytes)
+    host.seal(lease, manifest)
+    assert host.flush(120) == []
+    del layout, view, lease
+    yield manifest
+    host.leave(complete=True)
 
 
 def _restore(source: Source) -> None:
@@ -67,3 +93,63 @@ def _restore(source: Source) -> None:
 
 def _ratio(ours: list[float], base: list[float]) -> list[float]:
     return [one / other for one, other in list(zip(ours, base, strict=True))[1:]]
+
+
+# -- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def _together(ranks: int, location: Location, source: Source, folder: Path) -> float:
+    """Seconds that the slowest of so many ranks takes until its model has the weights."""
+    context = multiprocessing.get_context("fork")
+    took_s = context.Queue()
+    meet = f"file://{folder}/meet-{uuid.uuid4().hex}"
+    processes = [
+        context.Process(target=_rank, args=(rank, ranks, meet, location, source, took_s.put)) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        return max(took_s.get(timeout=_LIMIT_S) for _ in processes)
+    finally:
+        for process in processes:
+            process.join(_LIMIT_S)
+            process.kill()
+
+
+def _rank(
+    rank: int, ranks: int, meet: str, location: Location, source: Source, report: Callable[[float], None]
+) -> None:
+    torch.set_num_threads(1)  # a forked process has none of its parent's threads
+    rank_zero_only.rank = rank
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=ranks)
+    weights = torch.nn.ParameterDict(
+        {name.replace(".", "_"): value for name, value in training_state().items() if name.startswith("weight")}
+    )
+    trainer = _Trainer(rank, ranks)
+    dist.barrier()
+    begun_s = time.perf_counter()
+    agreement = Agreement(trainer)  # type: ignore[arg-type]
+    hosts = Hosts(agreement, location, lambda: "127.0.0.1")
+    found = choose(agreement, hosts, lambda: _only(source, survey(location)), trusts=False)
+    hosts.close()
+    assert found is not None
+    weights.load_state_dict({name: found[1][name.replace("_", ".", 1)] for name in weights})
+    dist.barrier()
+    report(time.perf_counter() - begun_s)
+
+
+def _only(source: Source, found: Survey) -> Survey:
+    found.answers = [(source, source.survey())]
+    return found
+
+
+class _Trainer:
+    """What an agreement asks of a trainer."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.global_rank, self.world_size, self.strategy = rank, ranks, self
+
+    def broadcast(self, said: Any, src: int = 0) -> Any:
+        carried = [said]
+        dist.broadcast_object_list(carried, src)
+        return carried[0]
