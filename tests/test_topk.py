@@ -16,6 +16,7 @@ import torch
 
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import approximation
+from lightning_spot.client.approximation import Approximation
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import CorruptManifest, NodeUnreachable
 from lightning_spot.image.floats import Floats
@@ -70,7 +71,9 @@ def arrive(pair: Pair, step: int, *, exact: bool) -> bytes:
 
 
 @pytest.fixture
-def topk(pair: Pair) -> Pair:
+def topk(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """Approximations are sent, however fast the machine is that this runs on."""
+    monkeypatch.setattr(Approximation, "pays", lambda _self: True)
     pair.open(compression="topk", session="a trainer that lives")
     return pair
 
@@ -235,6 +238,19 @@ def test_a_real_file_is_read_by_torch_and_by_unzip(topk: Pair, tmp_path: Path) -
         assert torch.allclose(loaded[name], numbers.detach(), atol=0.1), name
     writer.close()
     host.leave(complete=False)
+
+
+def test_where_the_exact_one_is_there_sooner_that_is_sent() -> None:
+    """As on a fast link: what is not exact is tried again now and then."""
+    known, exact = Approximation(), manifest_of(1)
+    assert known.pays()
+    known.took(exact, 1.0)
+    assert known.pays()  # how long the other takes is not known
+    known.took(exact.inexact(), 2.0)
+    assert [known.pays() for _ in range(20)].count(True) == 2
+    for _ in range(10):
+        known.took(exact, 4.0)  # the link has become slow
+    assert all(known.pays() for _ in range(20))
 
 
 def test_an_exact_one_is_never_deleted_for_one_that_is_not(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class RemoteSnapshot(Part):
             compresses it (without loss) where that was measured to be faster, ``"delta"`` always, ``None`` never.
             What has not changed is not sent in any case; what lies there is always the plain, whole file.
             ``"topk"`` is **not exact**: 9 of 10 snapshots go there as approximations, of which 1 % of the numbers are
-            sent; a resume from one says so. See ``docs/promises.md``.
+            sent, where that is faster; a resume from one says so. See ``docs/promises.md``.
         flush_timeout_s: how long ``fit`` waits at its end until all is durable, seconds.
         idle_timeout_s: the node on this host ends when no trainer came for so long, seconds.
         max_stall_s: how long a call to the node on this host may keep the training thread, seconds, more than 0; a

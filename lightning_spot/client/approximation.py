@@ -7,7 +7,9 @@ own, which the node makes in the same way, and checks. Now and then a snapshot i
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import logging
 import mmap
 from collections.abc import Iterator, Sequence
@@ -32,6 +34,7 @@ EXACT_EVERY = 10
 """One in so many snapshots is sent exactly: a full base."""
 
 _CRC_BYTES = 4
+_WEIGHT = 0.3  # of the newest measurement
 
 Range = tuple[int, int]
 
@@ -57,7 +60,23 @@ class Approximation:
         self._memory = mmap.mmap(-1, 1)
         self._floats: tuple[Floats, ...] = ()
         self._since_exact = 0
+        self._skipped = 0
+        self._took_s: dict[bool, float] = {}
         self._has_said = False
+
+    def took(self, manifest: Manifest, seconds: float) -> None:
+        """Note how long it took until a snapshot, or its approximation, was there."""
+        each_s = seconds / max(1, manifest.nbytes)
+        before_s = self._took_s.get(manifest.exact, each_s)
+        self._took_s[manifest.exact] = before_s + _WEIGHT * (each_s - before_s)
+
+    def pays(self) -> bool:
+        """Whether an approximation was there sooner than an exact snapshot; it is tried again now and then."""
+        if len(self._took_s) < 2 or self._took_s[False] < self._took_s[True] or self._skipped >= EXACT_EVERY - 1:
+            self._skipped = 0
+            return True
+        self._skipped += 1
+        return False
 
     def leads_to(self, manifest: Manifest, floats: Sequence[Floats]) -> bool:
         """Whether the next snapshot may be approximated from it.
@@ -73,6 +92,7 @@ class Approximation:
             and manifest.nbytes <= len(self._memory)
             and (manifest.lineage, manifest.part_bytes, manifest.files) == (mine.lineage, mine.part_bytes, ())
             and self._since_exact < EXACT_EVERY - 1
+            and self.pays()
         )
 
     def glance(self, base: BaseInfo | None) -> Glance | None:
@@ -125,11 +145,11 @@ class Approximation:
         sealing = Sealing(replace(exact.inexact(), format=exact.format), memory[:nbytes])
         sealed = sealing.run(sealing_threads())
         sealing.commit(sealed)
-        crcs = [place for record in read_entries(memory[:nbytes]) for place in record.crc_at]
-        for start, stop in parts:
-            fields = [(max(place, start) - start, min(place + _CRC_BYTES, stop) - start) for place in crcs]
-            ranges = changes[start].ranges
-            ranges[:] = _merged([*ranges, *(bounds for bounds in fields if bounds[0] < bounds[1])])
+        for place in (place for record in read_entries(memory[:nbytes]) for place in record.crc_at):
+            for start, stop in parts[place // exact.part_bytes : -(-(place + _CRC_BYTES) // exact.part_bytes)]:
+                changes[start].ranges.append((max(place, start) - start, min(place + _CRC_BYTES, stop) - start))
+        for change in changes.values():
+            change.ranges[:] = _merged(change.ranges)
         self._manifest = sealed
         self._since_exact += 1
         return sealing, changes
@@ -186,12 +206,18 @@ class ApproximateEncoder(PartEncoder):
 
 def _clipped(floats: Sequence[Floats], start: int, stop: int) -> Iterator[Floats]:
     """The numbers that lie wholly in a part, by their places in it."""
-    for run in floats:
+    for run in itertools.islice(floats, bisect.bisect_right(floats, start, key=_stop_of), None):
+        if run.start >= stop:
+            break
         width = WIDTHS[run.dtype]
         first = run.start + max(0, -(-(start - run.start) // width)) * width
         count = (min(run.stop, stop) - first) // width
         if count > 0:
             yield Floats(first - start, count * width, run.dtype)
+
+
+def _stop_of(run: Floats) -> int:
+    return run.stop
 
 
 def _merged(ranges: list[Range]) -> list[Range]:

@@ -211,15 +211,19 @@ class NodeStore:
         floats: Sequence[Floats] = (),
     ) -> Manifest:
         """See :meth:`NodeTier.send`."""
+        began_s = time.perf_counter()
         if floats and self._approximation.leads_to(coming.manifest, floats):
             exact = coming.committed()
             upload, base = self._lease(self._named(exact.inexact()), attempt)
             if base is not None and self._approximation.glance(base) is not None:
-                return self._send(upload, functools.partial(self._approximate, exact, coming.image, base))
+                manifest = self._send(upload, functools.partial(self._approximate, exact, coming.image, base))
+                self._approximation.took(manifest, time.perf_counter() - began_s)
+                return manifest
             self._give_up(upload)
         upload, base = self._lease(self._named(coming.manifest), attempt)
         manifest = self._send(upload, lambda threads: (coming, self._encoder(coming, base, earlier, threads)))
         if floats:
+            self._approximation.took(manifest, time.perf_counter() - began_s)
             self._approximation.begin(manifest, coming.image, floats)
         return manifest
 
