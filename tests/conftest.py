@@ -35,7 +35,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are small: more thre
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In a worker, which was forked by :func:`pytest_xdist_setupnodes`."""
+    """Temporary files go to memory where there is room: a disk syncs each small file for milliseconds.
+
+    A worker, which was forked by :func:`pytest_xdist_setupnodes`, is told where by the one that began it.
+    """
+    if folders.has_room_in_memory():
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(folders.SHM))
     if (given := getattr(config, "workerinput", None)) is not None:
         sys.executable = given["python"]
         if not sys.dont_write_bytecode:

@@ -23,6 +23,16 @@ RUNTIME, SLOTS, WARM = "ls-test-", "lightning-spot-test-", "ls-warm-"
 _NAME = re.compile(r"(\d+)-(\d+)-(\d+)")
 _KILL_S = 5.0
 _SURELY_BEGUN_S = 60.0
+_ROOM_BYTES = 6 * 2**30
+
+
+def has_room_in_memory() -> bool:
+    """Whether :data:`SHM` can have the temporary files of a whole test run, which are 1 GB."""
+    try:
+        room = os.statvfs(SHM)
+    except OSError:
+        return False
+    return room.f_bavail * room.f_frsize > _ROOM_BYTES
 
 
 def homes() -> list[tuple[Path, str]]:

@@ -167,9 +167,10 @@ def image_of(step: int) -> bytes:
 
 
 def manifest_of(step: int, attempt: int = 1) -> Manifest:
-    image = image_of(step)
+    nbytes = len(image_of(step))
+    part_bytes = 1024 if nbytes < LARGE else LARGE // 8  # several parts, but not thousands
     name = snapshot_name(step, attempt)
-    return Manifest(run="run", name=name, step=step, attempt=attempt, nbytes=len(image), part_bytes=1024)
+    return Manifest(run="run", name=name, step=step, attempt=attempt, nbytes=nbytes, part_bytes=part_bytes)
 
 
 def claim_of(attempt: int, *, token: str = "", **more: Any) -> Claim:

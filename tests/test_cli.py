@@ -180,7 +180,7 @@ def test_a_node(start_node: Callable[..., RunningNode], tmp_path: Path, capsys: 
         (["ls", "spot://127.0.0.1:9/run"], "no memory node answers"),
         (["ls", "spot://127.0.0.1:9"], "names no run"),
         (["ls", "spot://127.0.0.1:port/run"], "no node URL"),
-        (["ls", "nonsense://bucket/run"], "nonsense"),
+        (["ls", "nonsense://bucket/run"], "Give a directory"),
         (["ls", "x", "--memory", "10.0.0.5"], "no node URL"),
         (["pull", "NOWHERE"], "nowhere at any tier"),
         (["verify", "NOWHERE"], "nowhere to verify"),

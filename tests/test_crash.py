@@ -224,10 +224,11 @@ def test_killed_at_a_hundred_random_points(begin: Callable[..., Training], chanc
 
 def test_the_same_command_carries_on_and_tidies_up(tmp_path: Path, warm_python: str, chance: random.Random) -> None:
     run_dir = tmp_path / "run-1"
+    last = 10**6
     for trial, signal_number in enumerate([signal.SIGKILL, 0]):
         oracle = tmp_path / f"oracle-{trial}"
         request = {"dirpath": str(run_dir), "oracle": str(oracle), "elements": 3000, "watched": True, "alarm_s": 120}
-        command = [warm_python, "-m", "tests.crash_trainer", json.dumps({**request, "max_steps": 150})]
+        command = [warm_python, "-m", "tests.crash_trainer", json.dumps({**request, "max_steps": last})]
         with open(tmp_path / "trainers.log", "ab") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, cwd=HOME)
         try:
@@ -239,12 +240,13 @@ def test_the_same_command_carries_on_and_tidies_up(tmp_path: Path, warm_python: 
         finally:
             process.kill()
             process.wait()
+        last = max(int(words[0]) for words in lines(oracle, "begun")) + 40 if signal_number else last
     told = max(int(words[0]) for words in lines(tmp_path / "oracle-0", "told"))
     assert int(lines(tmp_path / "oracle-1", "from")[0][0]) >= told
     newest = LocalStore(run_dir).survey().manifests[0]
-    assert (newest.step, newest.complete) == (150, True)
+    assert (newest.step, newest.complete) == (last, True)
     with open(run_dir / newest.data_path, "rb") as file:
-        check_checkpoint(file, 150)
+        check_checkpoint(file, last)
     until(lambda: not embedded.find_record(str(run_dir)).running(), "the node to end with the run")
     until(lambda: not area_of(run_dir).exists(), "its memory to be given back")
     assert leftovers(run_dir) == []
@@ -305,9 +307,9 @@ class Points:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+def servers(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Iterator[list[Server]]:
     logs = tmp_path_factory.mktemp("servers")
-    started = [Server("tests.oracle", logs / f"{index}.log") for index in range(2)]
+    started = [Server("tests.oracle", logs / f"{index}.log", warm_python) for index in range(2)]
     yield started
     for server in started:
         server.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import datetime
 from pathlib import Path
@@ -54,9 +55,18 @@ def test_a_training_that_is_not(warm_python: str, tmp_path: Path) -> None:
         (["--", "no-such-program"], "'no-such-program' cannot be started"),
     ],
 )
-def test_what_cannot_be_drilled(training: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_drilled(
+    training: list[str],
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert main(["drill", *training]) == 2
     assert says in capsys.readouterr().err
+    was_run = "ended with" in says or "took no" in says
+    assert len(list(tmp_path.glob("lightning-spot-drill-*"))) == was_run  # for who wants to see why
 
 
 def test_differences_are_told_entry_by_entry() -> None:

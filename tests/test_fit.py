@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
+from lightning_spot.cli import main
 from lightning_spot.client import embedded
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshot, ModelChanged, NotSerialisable, RunBusy, SettingsError, TierError
@@ -274,7 +276,9 @@ def test_ckpt_path_from_a_node(tmp_path: Path, start_node: StartNode) -> None:
     assert LocalStore(below).survey().manifests
 
 
-def test_a_finished_run_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_finished_run_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     caplog.set_level(logging.INFO)
     trainer(spot(tmp_path)).fit(Net(), data())
     before = manifests(tmp_path)
@@ -284,6 +288,11 @@ def test_a_finished_run_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert "run 'run-1' is complete (epoch 2, step 40): nothing was left to train" in caplog.text
     assert manifests(tmp_path) == before
     assert [record["end"] for record in read_records(str(tmp_path / "run-1"))] == ["complete", "complete"]
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "run-1")]) == 0
+    trained, found_it_complete = re.findall(r"^ *[12] .*complete *$", capsys.readouterr().out, re.MULTILINE)
+    assert "0 to 40" in trained
+    assert " none " in found_it_complete
     assert torch.equal(
         model.net[0].weight, load(tmp_path, before[0])["state_dict"]["net.0.weight"]
     )  # weights are there

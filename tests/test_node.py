@@ -86,6 +86,7 @@ def client_of(node: RunningNode, token: str | None = None) -> NodeClient:
         (["--listen", "0.0.0.0:7070"], "LIGHTNING_SPOT_TOKEN"),
         (["--listen", "[::]:7070"], "LIGHTNING_SPOT_TOKEN"),
         (["--memory", "much"], "'much' is no size"),
+        (["--memory", "3"], "--memory 3: that is 3 bytes. Give a unit, such as 3GiB"),
         (["--memory", "900TiB"], "--memory 900TiB: this machine"),
         (["--slots", "0"], "--slots 0"),
         (["--flush-to", "nonsense://x", "--listen", "127.0.0.1:0"], "nonsense"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from lightning_spot import YoungDaly
 from lightning_spot.cli import main
+from lightning_spot.cli.simulate import seconds
 from lightning_spot.errors import SettingsError
 from lightning_spot.simulation import losses
 from lightning_spot.simulation.closed_form import FailureClass, expected_total_s
@@ -173,6 +175,14 @@ def test_command_says_that_no_memory_node_is_needed(capsys: pytest.CaptureFixtur
     arguments = ["--memory-node-speed", "100MB/s", "--memory-node-price", "5", "--price", "1", "--policy", "YoungDaly"]
     assert main([*QUICK, *arguments]) == 0
     assert "you need no memory node" in capsys.readouterr().out
+
+
+def test_a_duration_has_a_unit() -> None:
+    assert (seconds("90s"), seconds("1.5h"), seconds("0")) == (90.0, 5400.0, 0.0)
+    with pytest.raises(argparse.ArgumentTypeError, match="'72' has no unit; write it like 72s, 72min, 72h or 72d"):
+        seconds("72")
+    with pytest.raises(argparse.ArgumentTypeError, match="'soon' is no duration"):
+        seconds("soon")
 
 
 def test_command_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,7 @@ from lightning_spot.errors import (
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_name
 from lightning_spot.tiers import temporaries
+from lightning_spot.tiers.files import tier_errors
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.store import Holdings, Store, retain
@@ -512,6 +513,13 @@ def test_local_store_says_what_the_system_said(tmp_path: Path) -> None:
     blocker.write_text("in the way")
     with pytest.raises(TierError, match="Not a directory"):
         put(LocalStore(blocker / "run"), 1)
+
+
+def test_an_error_names_a_place_once() -> None:
+    for place, said in (("/a", "/a: No space"), (None, "/a: No space"), ("/a/b", "/a: No space (/a/b)")):
+        with pytest.raises(TierError) as caught, tier_errors("/a"):
+            raise OSError(28, "No space", place)
+        assert str(caught.value) == said
 
 
 def test_local_store_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

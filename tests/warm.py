@@ -41,7 +41,7 @@ from typing import IO, Any, ClassVar
 HOME = Path(__file__).resolve().parents[1]
 NODES, TRAINERS = "nodes", "trainers"
 PRELOADED = {
-    NODES: ("lightning_spot.cli", "lightning_spot.service.handlers", "lightning_spot.service.settings"),
+    NODES: ("lightning_spot.cli", "lightning_spot.service.handlers", "lightning_spot.service.settings", "s3fs"),
     TRAINERS: (
         *("lightning.pytorch", "lightning.pytorch.cli", "sklearn.datasets", "moto.server", "tests.exact_cases"),
         *("hypothesis.strategies", "xdist.remote"),  # for the workers

@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 
+LIGHT = ("lightning_spot", "tests.small_trainer", "tests.oracle")  # what never needs torch
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -15,7 +16,7 @@ def main() -> None:
     arguments = arguments[unbuffered:]
     if arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
         os.execv(sys.executable, [sys.executable, *arguments])  # an option of Python's
-    light = arguments[0] == "-m" and arguments[1].startswith(("lightning_spot", "tests.small_trainer"))
+    light = arguments[0] == "-m" and arguments[1].startswith(LIGHT)
     kind = "nodes" if light else "trainers"
     request = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd()}
     request["unbuffered"] = unbuffered

@@ -41,7 +41,7 @@ class FolderWriter(SnapshotWriter):
         self._first_attempt = info.attempt
         self._refused: dict[str, Manifest] = {}
         self._stored_past: dict[str, int] = {}  # attempt of what went past the ring, by name
-        self._said_of: set[tuple[str, float]] = set()
+        self._warned_of: set[tuple[str, float]] = set()
 
     def write(self, checkpoint: dict[str, Any], manifest: Manifest, wait_s: float) -> None:
         """Commit a file in memory; it goes to the folder from there.
@@ -77,9 +77,9 @@ class FolderWriter(SnapshotWriter):
                 self._refused[manifest.name] = manifest
         lines = []
         for manifest in self._refused.values():
-            said = (manifest.name, manifest.created_unix_s)
-            if again or said not in self._said_of:
-                self._said_of.add(said)
+            version = (manifest.name, manifest.created_unix_s)
+            if again or version not in self._warned_of:
+                self._warned_of.add(version)
                 lines.append(
                     f"{manifest.name} of step {manifest.step} is not in {self._folder}: somebody who began to save"
                     " there later has written a file of that name. Give each training a folder of its own"

@@ -99,7 +99,7 @@ class SnapshotWriter:
         self._pending: list[Pending] = []
         self._unsteady: frozenset[int] = frozenset()
         self._unchanged = Unchanged()
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._divider = Divider()
         self._outliner = Outliner(self.say_once)
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -236,8 +236,8 @@ class SnapshotWriter:
 
     def say_once(self, key: str, message: str, *facts: Any) -> None:
         """Warn, but only the first time for ``key``."""
-        if key not in self._said:
-            self._said.add(key)
+        if key not in self._warned:
+            self._warned.add(key)
             logger.warning("lightning_spot: " + message, *facts)
 
     def miss(self, error: SpotError) -> None:

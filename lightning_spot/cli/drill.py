@@ -195,7 +195,12 @@ def drill(arguments: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not arguments.json:
         console.print(f"drill: seed {seed}, in {folder}: first undisturbed, then with {arguments.kills} kills")
-    found = one.run()
+    try:
+        found = one.run()
+    except SettingsError:  # nothing was run, so there is nothing to look at
+        if not arguments.keep:
+            shutil.rmtree(folder)
+        raise
     if arguments.json:
         facts = {"equal": not found.different, "differences": found.different, "of_the_run": found.of_the_run}
         print(json.dumps({**facts, "kills": one.disturbances, "seed": seed}))

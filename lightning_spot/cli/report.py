@@ -51,7 +51,7 @@ def report(arguments: argparse.Namespace) -> int:
         table.add_row(
             str(record.attempt),
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.begun_unix_s)),
-            f"{record.from_step} to {record.step}",
+            f"{record.from_step} to {record.step}" if record.trained_unix_s is not None else "none",
             format_seconds(part.total_s - part.down_s),
             str(len(record.snapshots)),
             format_seconds(part.stall_s),

@@ -32,16 +32,19 @@ LOSSES = ("exponential", "power", "floor", "steps")
 
 
 def seconds(text: str) -> float:
-    """A duration with a unit, such as ``90s``, ``10min``, ``2h`` or ``3d``.
+    """A duration with a unit, such as ``90s``, ``10min``, ``2h`` or ``3d``; only 0 does without.
 
     Raises:
         argparse.ArgumentTypeError: if it is none.
     """
     match = re.fullmatch(r"([0-9.]+)\s*(s|min|h|d)", text.strip())
     try:
-        return float(match[1]) * _UNITS[match[2]] if match else float(text)
+        value = float(match[1]) * _UNITS[match[2]] if match else float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no duration such as 90s, 10min, 2h or 3d") from None
+    if match is None and value:
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit; write it like {text}s, {text}min, {text}h or {text}d")
+    return value
 
 
 def _bytes(text: str) -> int:

@@ -51,7 +51,7 @@ class NextNode:
         self._ring = ring
         self._open_store = open_store
         self._store: NodeTier | None = None
-        self._told: set[tuple[str, bool]] = set()  # what it knows to be durable, and whether it had it then
+        self._informed_of: set[tuple[str, bool]] = set()  # what it knows to be durable, and whether it had it then
 
     def open(self, *, carry: bool) -> Opened:
         """Open the run there, or ask once more how things are.
@@ -64,7 +64,7 @@ class NextNode:
 
     def forget_told(self) -> None:
         """It comes next anew: it may have forgotten what it was told."""
-        self._told.clear()
+        self._informed_of.clear()
 
     def find_lost(self, *, durable_too: bool) -> None:
         """Have the newest snapshots sent again that were safe there, and that it has no more.
@@ -115,14 +115,14 @@ class NextNode:
                 if slot.manifest is not None
             ]
         for manifest, fact in known:
-            if fact in self._told:
+            if fact in self._informed_of:
                 continue
             try:
                 self._node().settle(manifest, self._info.attempt)
             except SpotError as error:
                 logger.debug("%s could not be told what is durable: %s", self.url, error)
                 return
-            self._told.add(fact)
+            self._informed_of.add(fact)
 
     def learn(self, waiting: Waiting, *, urgent: bool) -> None:
         """Ask which of these snapshots it has made durable, see :meth:`waiting`."""

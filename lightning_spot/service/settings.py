@@ -15,6 +15,8 @@ from lightning_spot.protocol.record import NodeRecord
 from lightning_spot.protocol.wire import DEFAULT_PORT
 from lightning_spot.staging.slot import host_memory_bytes
 
+_LEAST_WITHOUT_A_UNIT = 2**20
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeSettings:
@@ -83,8 +85,13 @@ def settings_from(arguments: argparse.Namespace) -> NodeSettings:
     """
     if arguments.slots is not None and arguments.slots < 1:
         raise SettingsError(f"--slots {arguments.slots}: a ring has at least one slot")
+    memory_bytes = parse_bytes(arguments.memory)
+    if str(arguments.memory).strip().isdigit() and memory_bytes < _LEAST_WITHOUT_A_UNIT:
+        raise SettingsError(
+            f"--memory {arguments.memory}: that is {arguments.memory} bytes. Give a unit, such as {arguments.memory}GiB"
+        )
     shared = {
-        "memory_bytes": parse_bytes(arguments.memory),
+        "memory_bytes": memory_bytes,
         "run_memory_bytes": parse_bytes(arguments.run_memory) if arguments.run_memory is not None else None,
         "slots": arguments.slots,
         "idle_timeout_s": arguments.idle_timeout,

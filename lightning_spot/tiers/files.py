@@ -222,4 +222,5 @@ def tier_errors(url: str, *, reading: bool = False) -> Iterator[None]:
     except OSError as error:
         if reading and isinstance(error, FileNotFoundError):
             raise SnapshotNotFound(f"{error.filename or url} does not exist") from error
-        raise TierError(f"{url}: {error.strerror or error} ({error.filename or url})", tier=url) from error
+        place = f" ({error.filename})" if str(error.filename or url) != url else ""
+        raise TierError(f"{url}: {error.strerror or error}{place}", tier=url) from error

@@ -44,7 +44,10 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     try:
         files, path = fsspec.core.url_to_fs(url.rstrip("/"), use_listings_cache=False, **_options(url))
     except (ImportError, ValueError) as error:
-        raise SettingsError(f"{url!r} cannot be used as a tier: {error}") from error
+        raise SettingsError(
+            f"{url!r} cannot be used as a tier: {error}. Give a directory, or a URL such as s3://bucket/run whose file"
+            " system is installed"
+        ) from error
     _hold_up_no_exit(getattr(files, "loop", None))
     return files, path.rstrip("/")
 
