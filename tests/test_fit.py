@@ -504,7 +504,7 @@ def test_sharded_strategies_are_refused_clearly(tmp_path: Path) -> None:
 
     run = trainer()
     run.strategy.__class__ = type("Sharded", (FSDPStrategy,), {})
-    with pytest.raises(SettingsError, match="FSDPStrategy is not supported yet"):
+    with pytest.raises(SettingsError, match=r"FSDPStrategy is not supported: .* Use ModelParallelStrategy"):
         spot(tmp_path).setup(run, Net(), "fit")
 
 

@@ -17,6 +17,7 @@ from lightning_spot.capture.ending import Ending, LastState
 from lightning_spot.capture.host_link import leave
 from lightning_spot.capture.past_memory import PastMemory
 from lightning_spot.capture.safety import Safety
+from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import tensors_in
 from lightning_spot.capture.writer import SnapshotWriter
@@ -95,6 +96,7 @@ class Attempt:
         look: looks at the outline of each snapshot, see :class:`SnapshotWriter`.
         fingerprint: of the training, for the manifests.
         schedule: when the parts of each snapshot are copied; ``None`` for at once.
+        sharded_over: number of ranks that each write their part; 0 if one rank writes all.
 
     Raises:
         SpotError: if the attempt cannot begin.
@@ -116,6 +118,7 @@ class Attempt:
         look: Callable[[Layout], str | None] = lambda _outline: None,
         fingerprint: str = "",
         schedule: Schedule | None = None,
+        sharded_over: int = 0,
     ) -> None:
         self.location = found.location
         self.lineage = new_id()
@@ -141,7 +144,11 @@ class Attempt:
         copier = Copier(buffer_bytes=settings.device_buffer_bytes)
         reopen = self._reopen if self.location.embedded else None
         topk = settings.compression == "topk"
-        self.writer = SnapshotWriter(host, reopen, look, copier, schedule, approximates=topk)
+        self.writer: SnapshotWriter = (
+            ShardedWriter(host, reopen, copier, rank=0, world_size=sharded_over)
+            if sharded_over
+            else SnapshotWriter(host, reopen, look, copier, schedule, approximates=topk)
+        )
         self._past_memory = PastMemory(self.writer, self.location.url, self.info)
         self.safety = Safety(self.writer, settings.durable_every_s)
 
@@ -158,7 +165,7 @@ class Attempt:
 
     def write(
         self,
-        checkpoint: dict[str, Any],
+        checkpoint: dict[str, Any] | ShardedCheckpoint,
         *,
         owned: Owners,
         kept: Owners,
@@ -208,7 +215,9 @@ class Attempt:
                 self.writer.link.ask(lambda host: host.decline(manifest.name, reason), None)
             self._not_begun(checkpoint, manifest, error, shared=ranks is not None)
 
-    def _not_begun(self, checkpoint: dict[str, Any], manifest: Manifest, error: SpotError, *, shared: bool) -> None:
+    def _not_begun(
+        self, checkpoint: dict[str, Any] | ShardedCheckpoint, manifest: Manifest, error: SpotError, *, shared: bool
+    ) -> None:
         if isinstance(error, RingFull):
             self.skipped += 1
             cause = "full" if self.writer.ready else "slots not made"  # another cause, later, is said too
@@ -253,7 +262,9 @@ class Attempt:
             if self._late_claim is not None:
                 self._late_claim.close()
 
-    def _write_past_memory(self, checkpoint: dict[str, Any], manifest: Manifest, error: SpotError) -> None:
+    def _write_past_memory(
+        self, checkpoint: dict[str, Any] | ShardedCheckpoint, manifest: Manifest, error: SpotError
+    ) -> None:
         self.writer.say_once(
             "past-memory",
             "%s. Until then snapshots go to %s part by part, which is slower, and training waits for each",

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_spot.capture.host_link import leave, within
 from lightning_spot.capture.past_memory import PastMemory
+from lightning_spot.capture.sharded_writer import ShardedCheckpoint
 from lightning_spot.capture.tensors import tensors_in
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
@@ -33,24 +34,25 @@ class LastState:
     """The state of the finished run, kept until it is durable. Holds references to its tensors, no copies.
 
     Attributes:
-        checkpoint: the state.
+        checkpoint: the state; ``None`` where this rank has a part of it only.
         manifest: of its snapshot, not sealed.
         watches: of its tensors, to know whether they have changed since.
     """
 
-    checkpoint: dict[str, Any]
+    checkpoint: dict[str, Any] | None
     manifest: Manifest
     watches: list[Watch]
 
     @classmethod
-    def of(cls, checkpoint: dict[str, Any], manifest: Manifest) -> LastState:
+    def of(cls, checkpoint: dict[str, Any] | ShardedCheckpoint, manifest: Manifest) -> LastState:
         """Keep a state."""
-        return cls(checkpoint, manifest, watch(tensors_in(checkpoint)))
+        whole = None if isinstance(checkpoint, ShardedCheckpoint) else checkpoint
+        return cls(whole, manifest, watch(tensors_in(whole)))
 
     @property
-    def is_unchanged(self) -> bool:
-        """Whether no tensor of it has changed."""
-        return all(item.tensor._version == item.version for item in self.watches)
+    def can_be_written(self) -> bool:
+        """Whether it is there, and no tensor of it has changed."""
+        return self.checkpoint is not None and all(item.tensor._version == item.version for item in self.watches)
 
 
 class Ending:
@@ -126,7 +128,7 @@ class Ending:
 
     def _commit_again(self, last: LastState, deadline_s: float) -> None:
         """Take the snapshot of the end once more: there was no ring, or it was lost before it had committed."""
-        if self._writer.link.wait(within(deadline_s)) is None or not last.is_unchanged:
+        if self._writer.link.wait(within(deadline_s)) is None or not last.can_be_written:
             return
         try:
             self._writer.begin(last.checkpoint, last.manifest, wait_s=within(deadline_s))
@@ -157,7 +159,7 @@ class Ending:
 
     def _write_here(self, last: LastState) -> bool:
         """Store the state of the end from this process: no ring has it."""
-        if not last.is_unchanged:
+        if not last.can_be_written:
             return False
         try:
             self._past_memory.write_durably(last.checkpoint, last.manifest)

@@ -24,13 +24,17 @@ def tensors_in(state: Any) -> Iterator[torch.Tensor]:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Address of the tensor's storage, 0 if it has none of its own (sparse, quantised, wrapper subclasses)."""
+    """Address of the tensor's storage, 0 if it has none of its own (sparse, quantised, most wrapper subclasses).
+
+    That of a ``DTensor`` is the storage of what this rank has of it.
+    """
     if tensor.layout is not _STRIDED:
         return 0
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
-        return 0
+        local = getattr(tensor, "_local_tensor", None)
+        return storage_address(local) if local is not None else 0
 
 
 def by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:

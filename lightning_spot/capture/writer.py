@@ -6,6 +6,7 @@ Everything else happens on one background thread.
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
@@ -27,19 +28,19 @@ from lightning_spot.capture.pending import Pending
 from lightning_spot.capture.split import Divider, Ranks
 from lightning_spot.capture.streaming import store_streamed
 from lightning_spot.capture.views import SlotViews
+from lightning_spot.capture.warming import make_slots
 from lightning_spot.config import read_environment
 from lightning_spot.errors import (
     NodeUnreachable,
     RingFull,
     ShareMissing,
-    SnapshotTooLarge,
     SpotError,
-    TierError,
     TornSnapshot,
 )
 from lightning_spot.image.layout import Layout, Piece, outline_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, Lease
+from lightning_spot.memory.joint import Shared
 from lightning_spot.staging.copier import Copier, CopyJob, SlotView, watch
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.store import Store
@@ -47,8 +48,8 @@ from lightning_spot.tiers.store import Store
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
-_ALLOCATE_S, _ALLOCATED_BYTES_PER_S = 60.0, 200e6  # a slot's pages are made by the kernel at 3 GB/s; swapping is slower
 _NOBODY: Owners = {}
+_Divide = Callable[[Layout], tuple[Shared | None, Layout]]
 
 
 class SnapshotWriter:
@@ -167,17 +168,15 @@ class SnapshotWriter:
             self.copied()
             for other in lost:
                 self._views.drop(other)
-        whole = self._outliner.lay_out(checkpoint)
-        shared, layout = self._divider.divide(whole, manifest.name, owned, kept, ranks)
-        lease = self._leases.take(host, layout.nbytes, wait_s, shared)
+        divide = functools.partial(self._divider.divide, name=manifest.name, owned=owned, kept=kept, ranks=ranks)
+        layout, lease, manifest, whole = self._open(host, checkpoint, manifest, wait_s, divide)
         try:
             view = self._views.of(host, lease)
             plan = self._plan(layout, lease, view, owners_of(owned, kept), trusts=not manifest.complete)
             job = self._copy(plan, view, owned)
-        except BaseException:
-            host.abort(lease)
+        except BaseException as error:
+            self._give_up(host, lease, error)
             raise
-        manifest = replace(manifest, nbytes=layout.nbytes)
         floats = floats_of(whole, owned) if self._approximates else ()
         pending = Pending(manifest, lease, job, Future(), destinations, outline_of(layout), plan, view, floats)
         self._pending.append(pending)
@@ -250,6 +249,23 @@ class SnapshotWriter:
             self.say_once(problem, "%s", problem)
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _open(
+        self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: _Divide
+    ) -> tuple[Layout, Lease, Manifest, Layout]:
+        """Lay a snapshot out, and take the slot for it; the layout of what is written here, and the whole one."""
+        whole = self._outliner.lay_out(checkpoint)
+        shared, layout = divide(whole)
+        lease = self._leases.take(host, layout.nbytes, wait_s, shared)
+        return layout, lease, replace(manifest, nbytes=layout.nbytes), whole
+
+    def _commit(self, host: Host, pending: Pending) -> None:
+        """All bytes are in place: make it a snapshot."""
+        host.seal(pending.lease, pending.manifest, pending.destinations, pending.floats, pending.plan.written)
+
+    def _give_up(self, host: Host, lease: Lease, error: BaseException) -> None:
+        """There will be no snapshot: give its slot back."""
+        give_back(host, lease)
 
     def _wait_warm(self, host: Host, wait_s: float) -> None:
         """Wait while slots are made in the background, no longer than for a clean one; a ring that hangs is lost."""
@@ -334,7 +350,7 @@ class SnapshotWriter:
                 self.torn += 1
                 self._say_past_counts(found)
                 raise TornSnapshot(f"snapshot {name} was dropped: {found} tensors were not as they were thought to be")
-            host.seal(pending.lease, pending.manifest, pending.destinations, pending.floats, pending.plan.written)
+            self._commit(host, pending)
             known = Known(pending.lease.id, pending.outline.frame, pending.plan.marks)
             self._views.content(pending.view).sealed(known)
         except BaseException as error:
@@ -353,7 +369,7 @@ class SnapshotWriter:
         if isinstance(error, NodeUnreachable):
             self.link.lose(host, error)
         else:
-            give_back(host, pending.lease)
+            self._give_up(host, pending.lease, error)
         if isinstance(error, ShareMissing):
             self.miss(error)
         if isinstance(error, TornSnapshot):
@@ -378,23 +394,5 @@ class SnapshotWriter:
             self._warming.set()
 
     def _warm_host(self, host: Host) -> None:
-        """Have every slot of a ring made, mapped and pinned; nobody waits for it."""
-        if self._warm_size is None:
-            return
-        nbytes, cuda = self._warm_size
-        leases: list[Lease] = []
-        try:
-            while True:
-                leases.append(host.lease(nbytes, 0.0, limit_s=_ALLOCATE_S + nbytes / _ALLOCATED_BYTES_PER_S))
-                view = self._views.of(host, leases[-1])
-                if cuda:
-                    self._copier.pin(view)
-        except NodeUnreachable as error:
-            self.link.lose(host, error)
-        except (RingFull, SnapshotTooLarge, TierError) as error:
-            logger.debug("warmed %d slots: %s", len(leases), error)
-        except Exception:
-            logger.exception("lightning_spot: slots could not be warmed")
-        finally:
-            for lease in leases:
-                give_back(host, lease)
+        if self._warm_size is not None:
+            make_slots(host, *self._warm_size, self._views, self._copier, self.link.lose)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.exact import namespaces, private
+from lightning_spot.exact.sharded import live_states
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
 def checkpoint_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """What Lightning would save."""
-    checkpoint: dict[str, Any] = private.DUMP_CHECKPOINT.of(private.DUMPING_CONNECTOR.of(trainer))(False)
+    """What Lightning would save; of a sharded strategy, with the live tensors."""
+    with live_states(trainer):
+        checkpoint: dict[str, Any] = private.DUMP_CHECKPOINT.of(private.DUMPING_CONNECTOR.of(trainer))(False)
     return checkpoint
 
 
@@ -22,7 +24,8 @@ def checkpoint_through_save(trainer: pl.Trainer) -> dict[str, Any]:
     strategy = trainer.strategy
     strategy.save_checkpoint = lambda checkpoint, *_, **__: caught.update(checkpoint)  # type: ignore[method-assign]
     try:
-        trainer.save_checkpoint("snapshot.ckpt", weights_only=False)
+        with live_states(trainer):
+            trainer.save_checkpoint("snapshot.ckpt", weights_only=False)
     finally:
         vars(strategy).pop("save_checkpoint", None)
     return caught

@@ -67,6 +67,10 @@ class Dump:
         known = rooms.known
         return self._with(trainer, [self.state, *[known[rank] for rank in range(1, trainer.world_size)]])
 
+    def apart(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """The checkpoint without the states of the ranks, which are kept in files of their own."""
+        return self._with(trainer, [])
+
     def _with(self, trainer: pl.Trainer, ranks: list[Any]) -> dict[str, Any]:
         self.checkpoint[KEY] = {
             "version": VERSION,

@@ -26,6 +26,7 @@ from lightning_spot.exact.position import Rewind, why_not_exact
 from lightning_spot.exact.randomness import State, capture_random
 from lightning_spot.exact.restoring import Restoring
 from lightning_spot.exact.seams import Seams, is_tuning
+from lightning_spot.exact.sharded import local_gradient
 from lightning_spot.exact.switches import Switches
 from lightning_spot.exact.unpickling import read_checkpoint, with_ranks
 from lightning_spot.exact.unsaved import Unsaved
@@ -235,4 +236,6 @@ def say_what_is_not_exact(trainer: pl.Trainer, loaders: list[Any], unsaved: Unsa
 
 def _gradients(trainer: pl.Trainer) -> State:
     named = trainer.lightning_module.named_parameters()
-    return {name: parameter.grad.detach().clone() for name, parameter in named if parameter.grad is not None}
+    return {
+        name: local_gradient(parameter.grad.detach()).clone() for name, parameter in named if parameter.grad is not None
+    }

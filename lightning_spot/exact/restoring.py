@@ -23,6 +23,7 @@ from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.position import PositionedLoader
 from lightning_spot.exact.randomness import State, restore_random
+from lightning_spot.exact.sharded import gradient_like
 from lightning_spot.exact.switches import Switches
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ class Restoring(OfTrainer):
         parameters = dict(module.named_parameters())
         for name, saved in values["gradients"].items():
             if name in parameters:
-                parameters[name].grad = saved.to(parameters[name].device)
+                parameters[name].grad = gradient_like(parameters[name], saved)
         # Lightning leaves metric-driven schedulers alone at the end of an epoch it was restarted in: it does not have
         # the metrics. Here they are.
         run(private.PROGRESS, lambda: private.RESTARTING.set(trainer.fit_loop, False))

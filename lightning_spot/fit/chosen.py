@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -16,6 +17,7 @@ from lightning_spot.exact.unpickling import read_checkpoint, with_ranks
 from lightning_spot.fit.agreement import Agreement, Failed
 from lightning_spot.fit.owned import own_small
 from lightning_spot.fit.restore import Hosts, Restore
+from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import Survey, look_again
@@ -64,7 +66,12 @@ class ResumedFrom:
 
 
 def choose(
-    ranks: Agreement, hosts: Hosts, look: Callable[[], Survey], *, trusts: bool
+    ranks: Agreement,
+    hosts: Hosts,
+    look: Callable[[], Survey],
+    *,
+    trusts: bool,
+    load_shards: Callable[[memoryview, Manifest], Checkpoint],
 ) -> tuple[ResumedFrom, Checkpoint] | None:
     """Read the newest snapshot that is whole, on all ranks; see :func:`open_newest`. Every rank calls it.
 
@@ -73,12 +80,20 @@ def choose(
         hosts: theirs.
         look: what the tiers have; on rank 0.
         trusts: whether to load objects of any class.
+        load_shards: reads a sharded snapshot from its image into the model; what it returns is the rest of it.
 
     Returns:
         the snapshot and its checkpoint; ``None`` if there is none.
     """
     begun_s = time.monotonic()
-    restore = Restore(ranks, hosts, lambda snapshot: _load(snapshot, trusts=trusts, is_shared=ranks.size > 1))
+
+    def load(snapshot: OpenSnapshot) -> Checkpoint:
+        if snapshot.manifest.files:
+            with _image_of(snapshot) as image:
+                return load_shards(image, snapshot.manifest)
+        return _load(snapshot, trusts=trusts, is_shared=ranks.size > 1)
+
+    restore = Restore(ranks, hosts, load)
     if ranks.rank != 0:
         said, checkpoint = restore.follow()
         if isinstance(said, Failed):
@@ -111,6 +126,17 @@ def _newest(found: Survey, restore: Restore[Checkpoint]) -> tuple[OpenSnapshot, 
             raise
         # A write that was under way when the run was claimed took their place.
         return open_newest(restore.announced(again), restore.use)
+
+
+@contextlib.contextmanager
+def _image_of(snapshot: OpenSnapshot) -> Iterator[memoryview]:
+    """The image of a snapshot, mapped or, from a disk, read: one that fails is an error then, and no SIGBUS."""
+    if snapshot.in_memory:
+        with snapshot.image() as image:
+            yield image
+    else:
+        with snapshot.reader() as reader:
+            yield memoryview(reader.read())
 
 
 def _load(snapshot: OpenSnapshot, *, trusts: bool, is_shared: bool) -> Checkpoint:

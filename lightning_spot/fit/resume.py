@@ -20,6 +20,7 @@ from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.resumable import Trial, check_resumable, put_in_own_objects
+from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.fit import earlier
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.changes import check_model, other_hyperparameters, some
@@ -28,6 +29,7 @@ from lightning_spot.fit.fingerprint import Fingerprint
 from lightning_spot.fit.ranks import main_address, on_rank_zero
 from lightning_spot.fit.restore import Hosts
 from lightning_spot.fit.selection import Selection, select
+from lightning_spot.fit.shards import load_shards
 from lightning_spot.fit.taking_part import parts_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.choice import doubt
@@ -207,7 +209,13 @@ class Resume(OfTrainer):
         ranks = Agreement(trainer)
         hosts = Hosts(ranks, location, lambda: main_address(trainer))
         try:
-            found = choose(ranks, hosts, lambda: self._newest_survey(location), trusts=self._trusts)
+            found = choose(
+                ranks,
+                hosts,
+                lambda: self._newest_survey(location),
+                trusts=self._trusts,
+                load_shards=lambda image, manifest: load_shards(trainer, image, manifest, trusts=self._trusts),
+            )
         finally:
             hosts.close()
         if found is None:
@@ -244,7 +252,8 @@ class Resume(OfTrainer):
         trainer = self._trainer
         put_in_own_objects(trainer, checkpoint)
         check_resumable(trainer, checkpoint)
-        check_model(trainer, checkpoint, f"{chosen.name} ({chosen.url})")
+        if not is_sharded(trainer):  # whose model has been loaded already
+            check_model(trainer, checkpoint, f"{chosen.name} ({chosen.url})")
         if others := other_hyperparameters(trainer, checkpoint):
             rank_zero_warn(
                 f"lightning_spot: the snapshot that this fit goes on from had other hyperparameters: {some(others)}. If"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from lightning_spot.capture.attempt import Attempt, RingSettings, open_host
 from lightning_spot.capture.host_link import leave
@@ -14,12 +14,15 @@ from lightning_spot.exact.dump import KEY, Dump
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.seams import Seam, Seams
+from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.fit import earlier
+from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.iterations import Iterations
 from lightning_spot.fit.pacing import Pacing
 from lightning_spot.fit.ranks import on_rank_zero
 from lightning_spot.fit.resume import Resume
 from lightning_spot.fit.together import ALONE, TOGETHER, Together, checked
+from lightning_spot.fit.train_end import after_train_end
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.interval.costs import TierPace
 from lightning_spot.interval.deadline import Deadline
@@ -73,6 +76,7 @@ class Snapshotter(OfTrainer):
         begun_step: ``global_step`` of the newest snapshot that was begun, -1 before the first.
         together: writes snapshots with other ranks.
         iterations: tells the copying where training is; on ranks that write.
+        in_shards: has every rank write its part, where each has a part of the model; else ``None``.
         keeps_for_validation: whether the state in front of a validation is kept at hand, for a stop in the middle.
     """
 
@@ -87,6 +91,7 @@ class Snapshotter(OfTrainer):
         self.begun_step = -1
         self.keeps_for_validation = False
         self.iterations: Iterations | None = None
+        self.in_shards = InShards(trainer, location, settings.ring) if is_sharded(trainer) else None
         self._resume = resume
         self._host: Host | None = None
         self._found: Survey | None = None
@@ -119,6 +124,8 @@ class Snapshotter(OfTrainer):
 
     def _look(self) -> Survey:
         self.location.check()
+        if self.in_shards is not None:
+            self.in_shards.check()
         # First: it takes over what a killed node left in memory.
         self._host = open_host(self.location, self.settings.ring)
         return self._resume.look(self.location)
@@ -130,14 +137,16 @@ class Snapshotter(OfTrainer):
             host, self._host = self._host, None
             assert host is not None
             assert self._found is not None
-            self.iterations = Iterations(trainer, self.settings.partitions)
+            if self.in_shards is None:
+                self.iterations = Iterations(trainer, self.settings.partitions)
             return Attempt(
                 self._found,
                 host,
                 self.settings.ring,
                 self._resume.trial(),
                 fingerprint=str(self._resume.fingerprint or ""),
-                schedule=self.iterations.schedule,
+                schedule=self.iterations.schedule if self.iterations is not None else None,
+                sharded_over=trainer.world_size if self.in_shards is not None else 0,
             )
 
         self.attempt = attempt = on_rank_zero(trainer, begin)
@@ -147,6 +156,8 @@ class Snapshotter(OfTrainer):
         if self.together.begin(attempt, self.location, run, self.number):
             self.iterations = Iterations(trainer, self.settings.partitions)
             self.together.write_with(self.iterations.schedule)
+        if self.in_shards is not None:
+            self.in_shards.begin(attempt, run, self.number)
 
     def begin_training(self) -> None:
         """Start counting, and listen for the places at which a snapshot can be taken."""
@@ -210,6 +221,8 @@ class Snapshotter(OfTrainer):
             if self.attempt is not None:
                 self.attempt.writer.copied()
             self.together.copied()
+            if self.in_shards is not None:
+                self.in_shards.copied()
 
     def check_monitor(self) -> None:
         """Say so if the metric that the interval follows is not logged by now."""
@@ -221,7 +234,7 @@ class Snapshotter(OfTrainer):
         self.wait_copied()
         self.pacing.check_monitor(self._trainer, self._trainer.current_epoch)
         self.close()
-        self._undo.append(_after_train_end(self._trainer, lambda: self._take(complete=True)))
+        self._undo.append(after_train_end(self._trainer, lambda: self._take(complete=True)))
 
     def _at_seam(self, *, before_validation: bool) -> None:
         trainer = self._trainer
@@ -266,8 +279,15 @@ class Snapshotter(OfTrainer):
             wait_s = WAIT_FOR_SLOT_S if self.settings.on_full == "wait" or complete else 0.0
             self._write(dump, complete=complete, wait_s=wait_s, how=how)
 
-    def _write(self, dump: Dump, *, complete: bool = False, wait_s: float, how: str = ALONE) -> None:
+    def _write(
+        self, dump: Dump, *, complete: bool = False, urgent: bool = False, wait_s: float, how: str = ALONE
+    ) -> None:
         trainer = self._trainer
+        if self.in_shards is not None:
+            self.begun_step = trainer.global_step
+            interval, agreed = self.pacing.state_dict(), complete or urgent
+            self.in_shards.write(self.attempt, dump, interval, complete=complete, agreed=agreed, wait_s=wait_s)
+            return
         checkpoint = self.together.checkpoint(dump, how)
         self.begun_step = trainer.global_step
         if how == TOGETHER and self.attempt is None:
@@ -309,7 +329,7 @@ class Snapshotter(OfTrainer):
         plan = attempt.safety.plan(deadline) if attempt is not None else None
         take = trainer.strategy.broadcast(plan is not None and plan.take)
         if dump is not None and take:
-            self._write(dump, wait_s=deadline.left_s)
+            self._write(dump, urgent=True, wait_s=deadline.left_s)
         if attempt is None or plan is None:
             return ""
         return attempt.safety.bring(deadline, plan, cut_short)
@@ -348,6 +368,8 @@ class Snapshotter(OfTrainer):
         if self._host is not None:  # no attempt has begun
             leave(self._host)
             self._host = None
+        if self.in_shards is not None:
+            self.in_shards.finish(wait_s)
         if attempt is None:
             return None
         durable = attempt.finish(wait_s, complete=complete)
@@ -366,24 +388,3 @@ class Snapshotter(OfTrainer):
             else "committed in memory, and not known to be durable"
         )
         return f"its snapshot of step {newest.step} is {where}"
-
-
-def _after_train_end(trainer: pl.Trainer, action: Callable[[], None]) -> Callable[[], None]:
-    """Have ``action`` called once training has ended, also for the module, whose own hook follows those of callbacks.
-
-    Returns:
-        takes that back.
-    """
-    strategy: Any = trainer.strategy
-    original = strategy.on_train_end  # the last that Lightning calls then
-
-    def undo() -> None:
-        vars(strategy).pop("on_train_end", None)
-
-    def on_train_end() -> None:
-        undo()
-        original()
-        action()
-
-    strategy.on_train_end = on_train_end
-    return undo

@@ -6,28 +6,36 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.errors import SettingsError
+from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.exact.shipped import is_tuned
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
+_INSTEAD = {
+    "DeepSpeedStrategy": "its engine keeps weights and optimizers to itself. Use ModelParallelStrategy (FSDP2), or DDP",
+    "FSDPStrategy": "it gathers weights before it gives them out. Use ModelParallelStrategy with fully_shard (FSDP2)",
+}
+"""Strategies that are not supported: why, and what to use."""
 
 
 def takes_part(trainer: pl.Trainer, stage: str) -> bool:
     """Whether a ``setup`` is that of a training whose state is to be kept.
 
     Raises:
-        SettingsError: if it is, and its strategy is a sharded one.
+        SettingsError: if it is, and its strategy is not supported.
     """
     if stage != "fit" or getattr(trainer, "fast_dev_run", False) or is_tuned(trainer):
         return False
-    # Sharded strategies write their checkpoints themselves, in pieces that one rank cannot gather.
-    names = {kind.__name__ for kind in type(trainer.strategy).__mro__}
-    if found := names.intersection(_SHARDED):
+    for kind in type(trainer.strategy).__mro__:
+        if instead := _INSTEAD.get(kind.__name__):
+            raise SettingsError(
+                f"{kind.__name__} is not supported: {instead}; or Lightning's ModelCheckpoint with this one"
+            )
+    if is_sharded(trainer) and trainer.num_nodes > 1:
         raise SettingsError(
-            f"{found.pop()} is not supported yet: snapshots work on a single device and with DDP. Use Lightning's"
-            " ModelCheckpoint with this strategy"
+            f"{type(trainer.strategy).__name__} is supported on one host yet, and this run has {trainer.num_nodes}: its"
+            " ranks fill one slot together. Use DDP, or Lightning's ModelCheckpoint with this strategy"
         )
     return True
 

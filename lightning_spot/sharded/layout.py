@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_spot.errors import LayoutUnsupported, NotSerialisable
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
 from lightning_spot.image.layout import Layout, Layouter, Piece, filled, lay_out_plain
+from lightning_spot.image.parts import checksum
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.shards import SHARDS_FILE, Archived, Path, Shards, StoredValue
 from lightning_spot.sharded import metadata
@@ -100,7 +101,7 @@ class ShardedLayouter:
             *before, (last_at, last) = placed.form.frame
             for at, data in (*before, (last_at, last + bytes(placed.pad))):
                 self._frame.append((placed.offset + at, data))
-        self._digest = f"{plan.digest}-{'-'.join(map(str, places.state_bytes))}"
+        self._digest = checksum(f"{plan.digest} {places.state_bytes}".encode())
         self._named = {}
         return places
 

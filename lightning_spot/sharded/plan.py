@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -80,14 +79,10 @@ class Plan:
         """Of all of it, 32 hexadecimal digits."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
 
-    def first_difference(self, other: Plan) -> str:
-        """What is the first thing in which two plans differ, for people; empty if they do not."""
-        if self.world_size != other.world_size:
-            return f"{self.world_size} ranks and {other.world_size}"
-        pairs: Iterator[tuple[Any, Any]] = zip_longest(
-            [*self.tensors, *self.values], [*other.tensors, *other.values], fillvalue=None
-        )
-        return next((f"{_told(ours)} and {_told(theirs)}" for ours, theirs in pairs if ours != theirs), "")
+    def lines(self) -> list[str]:
+        """The items, one line each, for people."""
+        tensors = [f"{_name(t.path)} ({t.dtype}, {t.shape}, {len(t.chunks)} shards)" for t in self.tensors]
+        return [*tensors, *map(_name, self.values)]
 
 
 class Planner:
@@ -134,7 +129,7 @@ class Planner:
                 rank = min(ranks, key=lambda rank: (written[rank], rank))
                 written[rank] += prod(sizes) * value.element_size()
                 chunks.append(Chunk(rank, offsets, sizes))
-            tensors.append(TensorItem(path, _name_of(value.dtype), shape, tuple(chunks)))
+            tensors.append(TensorItem(path, _dtype_name(value.dtype), shape, tuple(chunks)))
         values = tuple(path for path, value in items.items() if not isinstance(value, torch.Tensor))
         return Plan(self._world_size, tuple(tensors), values)
 
@@ -144,7 +139,7 @@ class Planner:
         if not isinstance(tensor, DTensor):
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
                 raise NotSerialisable(
-                    f"{'.'.join(map(str, path))} is a {type(tensor).__name__}: sharded snapshots take plain tensors"
+                    f"{_name(path)} is a {type(tensor).__name__}: sharded snapshots take plain tensors"
                     " and the DTensors of FSDP2 and tensor parallelism"
                 )
             return [([0], (0,) * len(shape), shape)]
@@ -165,7 +160,7 @@ def _form_of(value: Any) -> Any:
     return (value.dtype, value.shape) if isinstance(value, torch.Tensor) else None
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -181,7 +176,7 @@ def _coordinates(path: Path, tensor: DTensor) -> Iterator[tuple[int, list[int]]]
         names = root.mesh_dim_names or ()
         if not all(name in names for name in mesh.mesh_dim_names or (None,)):
             raise NotSerialisable(
-                f"{'.'.join(map(str, path))} is sharded over the mesh {mesh}, whose dimensions are none of those of"
+                f"{_name(path)} is sharded over the mesh {mesh}, whose dimensions are none of those of"
                 f" {root}: sharded snapshots do not know which rank has what of it. Shard it over a dimension of the"
                 " mesh that Lightning made"
             )
@@ -207,9 +202,5 @@ def _box(tensor: DTensor, coordinate: list[int]) -> tuple[tuple[int, ...], tuple
     return tuple(map(int, sizes)), tuple(map(int, offsets))
 
 
-def _told(item: TensorItem | Path | None) -> str:
-    if item is None:
-        return "nothing there"
-    if isinstance(item, TensorItem):
-        return f"{'.'.join(map(str, item.path))} ({item.dtype}, {item.shape}, {len(item.chunks)} shards)"
-    return ".".join(map(str, item))
+def _name(path: Path) -> str:
+    return ".".join(map(str, path))

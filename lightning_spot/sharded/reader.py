@@ -10,10 +10,12 @@ import io
 import os
 import pickle
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -23,11 +25,13 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from lightning_spot.errors import CorruptSnapshot, SettingsError, SpotError
+from lightning_spot.errors import CorruptSnapshot, ModelChanged, SpotError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.shards import Archived, Shard, Shards, archived
+from lightning_spot.image.shards import Path, Shard, Shards, archived
 from lightning_spot.sharded.metadata import dtype_of, metadata_of, name_of
 from lightning_spot.sharded.plan import State
+
+_MOST_NAMED = 5
 
 
 class ImageReader(StorageReader):
@@ -38,6 +42,7 @@ class ImageReader(StorageReader):
         manifest: of the snapshot.
 
     Attributes:
+        name: of the snapshot.
         shards: what the snapshot holds.
         read_bytes: of tensors that were copied out of it.
 
@@ -48,6 +53,7 @@ class ImageReader(StorageReader):
     def __init__(self, image: memoryview, manifest: Manifest) -> None:
         self.shards = Shards.read(image, manifest)
         self.read_bytes = 0
+        self.name = manifest.name
         self._image, self._manifest = image, manifest
         self._dtypes = {name_of(tensor.path): dtype_of(tensor) for tensor in self.shards.tensors}
         self._boxes: dict[MetadataIndex, Shard] = {
@@ -92,9 +98,12 @@ class ImageReader(StorageReader):
         done.set_result(None)
         return done
 
-    def value(self, at: Archived) -> Any:
-        """A plain value."""
-        return _loaded(io.BytesIO(archived(self._image, self._manifest, at)), "a value")
+    def values_below(self, path: Path) -> Iterator[tuple[Path, Any]]:
+        """Yield the values whose path begins with another one, each with its path."""
+        for item in self.shards.values:
+            if item.path[: len(path)] == path:
+                data = io.BytesIO(archived(self._image, self._manifest, item.at))
+                yield item.path, _loaded(data, name_of(item.path))
 
     def _copy(self, item: ReadItem, planner: LoadPlanner) -> None:
         index = item.storage_index
@@ -124,29 +133,56 @@ class ImageReader(StorageReader):
         return torch.frombuffer(memory, dtype=dtype).view(shard.sizes)
 
 
-def load(state: State, reader: ImageReader) -> None:
+def load(state: State, reader: ImageReader, whole: Path | None = None) -> None:
     """Give the tensors of a state their values, in place, and replace what is no tensor.
 
     Args:
         state: nested; every item of it must be in the snapshot.
         reader: of the snapshot.
+        whole: what in the snapshot begins with this path must be in the state.
 
     Raises:
-        SettingsError: if something is not there, or of another size: the model is another one.
+        ModelChanged: if something is not there, or of another shape.
         CorruptSnapshot: if a value cannot be read.
     """
+    _check(state, reader, whole)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is as it should be
         try:
             dcp_load(state, storage_reader=reader, planner=_SafePlanner(), no_dist=True)
         except CheckpointException as error:
             problem = next(iter(error.failures.values()))[0]
-            if isinstance(problem, SpotError):
-                raise problem from None
-            raise SettingsError(
-                f"the snapshot does not fit this model and its optimizers ({problem}): give a changed model a dirpath"
-                " of its own, or start afresh with resume=False"
-            ) from error
+            raise (
+                problem if isinstance(problem, SpotError) else CorruptSnapshot(str(problem), where=reader.name)
+            ) from None
+
+
+def _check(state: State, reader: ImageReader, whole: Path | None) -> None:
+    """Refuse the state of another model before half of it is loaded."""
+    flat, _ = flatten_state_dict(state)
+    saved = {name_of(tensor.path): tensor.shape for tensor in reader.shards.tensors}
+    names = saved.keys() | {name_of(value.path) for value in reader.shards.values}
+    missing = sorted(flat.keys() - names)
+    unexpected = sorted(
+        name_of(path)
+        for path in reader.shards.paths
+        if whole and path[: len(whole)] == whole and name_of(path) not in flat
+    )
+    reshaped = [
+        f"{name} {saved[name]}→{tuple(value.shape)}"
+        for name, value in flat.items()
+        if isinstance(value, torch.Tensor) and name in saved and tuple(value.shape) != saved[name]
+    ]
+    if missing or unexpected or reshaped:
+        parts = [("new in the model", missing), ("gone from the model", unexpected), ("changed shape", reshaped)]
+        listed = "; ".join(f"{what}: {', '.join(names[:_MOST_NAMED])}" for what, names in parts if names)
+        raise ModelChanged(
+            f"the model has changed since snapshot {reader.name}: {listed}. Use the model it was taken of, or start"
+            " afresh with resume=False or another dirpath. The snapshot is left as it is",
+            missing=missing,
+            unexpected=unexpected,
+            reshaped=reshaped,
+        )
 
 
 def load_all(reader: ImageReader) -> State:

@@ -1,0 +1,192 @@
+"""Takes snapshots of sharded state: every rank writes its own part of one image, into one slot of the node on its host.
+
+Rank 0 leases the slot and commits the image; the others join by the snapshot's name, copy, and say so. No collective.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_spot.capture.contents import Owners
+from lightning_spot.capture.leases import give_back
+from lightning_spot.capture.pending import Pending
+from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.errors import LayoutUnsupported, ShareMissing, SpotError, TierError
+from lightning_spot.image.layout import Layout
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.host import Host, Lease
+from lightning_spot.memory.joint import Shared
+from lightning_spot.sharded.layout import ShardedImage, ShardedLayouter, state_archive
+from lightning_spot.sharded.plan import State
+from lightning_spot.staging.copier import Copier, SlotView
+from lightning_spot.tiers.store import Store
+
+logger = logging.getLogger(__name__)
+
+_HEADROOM_BYTES = 64 * 1024
+_NEEDS = re.compile(r"own state needs (\d+) bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedCheckpoint:
+    """A checkpoint as one rank has it.
+
+    Attributes:
+        state: of the model and its optimizers, nested, by the keys of Lightning's sharded checkpoints.
+        own: exact state of this rank.
+        rest: of the checkpoint; that of rank 0 counts.
+        most_own_bytes: length of the longest of the ranks' own states, where they were asked; else 0.
+    """
+
+    state: State
+    own: Any
+    rest: dict[str, Any]
+    most_own_bytes: int = 0
+
+
+class ShardedWriter(SnapshotWriter):
+    """Takes the snapshots of one rank of a sharded run; see :class:`SnapshotWriter`.
+
+    Args:
+        host: the ring, by a connection of this rank's own.
+        reconnect: makes a new connection to the ring.
+        copier: that copies.
+        rank: this one.
+        world_size: number of ranks, which are all on this host.
+    """
+
+    _leases_ahead = False
+
+    def __init__(
+        self,
+        host: Host,
+        reconnect: Callable[[], Host] | None = None,
+        copier: Copier | None = None,
+        *,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        super().__init__(host, reconnect, copier=copier)
+        self._rank, self._world_size = rank, world_size
+        self._layouter = ShardedLayouter(rank, world_size)
+        self._own_bytes = 0
+
+    def store_past_memory(self, checkpoint: Any, manifest: Manifest, store: Store) -> Manifest:
+        """Refused: no single process has all of a sharded state."""
+        raise TierError(
+            f"{manifest.name} does not fit into the memory for snapshots on this host, and a sharded state cannot go"
+            " past it: raise memory_limit, or lower slots",
+            tier=store.url,
+        )
+
+    def _say_failing(self) -> None:
+        if self._rank == 0:  # once is enough
+            super()._say_failing()
+
+    # -- see SnapshotWriter ---------------------------------------------------------------------------------------
+
+    def _open(
+        self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: object
+    ) -> tuple[Layout, Lease, Manifest, Layout]:
+        layout, lease, manifest = self._open_part(host, checkpoint, manifest, wait_s)
+        return layout, lease, manifest, layout
+
+    def _open_part(
+        self, host: Host, checkpoint: ShardedCheckpoint, manifest: Manifest, wait_s: float
+    ) -> tuple[Layout, Lease, Manifest]:
+        if self._rank == 0:
+            return self._lead(host, checkpoint, manifest, wait_s)
+        lease = host.join(manifest.name, share=self._rank, wait_s=max(wait_s, host.max_stall_s))
+        try:
+            return self._follow(checkpoint, lease).layout, lease, manifest
+        except BaseException as error:
+            self._give_up(host, lease, error)
+            raise
+
+    def _lead(
+        self, host: Host, checkpoint: ShardedCheckpoint, manifest: Manifest, wait_s: float
+    ) -> tuple[Layout, Lease, Manifest]:
+        """Lay the whole image out and lease its slot, on rank 0; tell the others if that is not possible."""
+        try:
+            image, state_bytes = self._laid_out(checkpoint)
+            plan = self._layouter.plan(checkpoint.state)
+            told = json.dumps([list(state_bytes), plan.lines()])
+            shared = Shared(name=manifest.name, shares=self._world_size, digest=image.digest, layout=told)
+            lease = host.lease(image.layout.nbytes, wait_s, shared=shared)
+        except BaseException as error:
+            self.decline(host, manifest.name, error)
+            raise
+        return image.layout, lease, replace(manifest, nbytes=image.layout.nbytes, files=image.files)
+
+    def decline(self, host: Host, name: str, error: BaseException) -> None:
+        """Tell the other ranks that there will be no snapshot of that name."""
+        try:
+            host.decline(name, f"rank 0 cannot begin it ({error})")
+        except SpotError as problem:
+            logger.debug("the other ranks could not be told: %s", problem)
+
+    def _laid_out(self, checkpoint: ShardedCheckpoint) -> tuple[ShardedImage, Sequence[int]]:
+        """The image with room for the ranks' own states: twice what the longest needed."""
+        least = max(checkpoint.most_own_bytes, len(state_archive(checkpoint.own)))
+        if least > self._own_bytes:
+            self._make_room(least)
+        state_bytes = [self._own_bytes] * self._world_size
+        own = state_archive(checkpoint.own, self._own_bytes)
+        return self._layouter.lay_out(checkpoint.state, own, state_bytes, checkpoint.rest), state_bytes
+
+    def _make_room(self, nbytes: int) -> None:
+        self._own_bytes = -(-2 * nbytes // _HEADROOM_BYTES) * _HEADROOM_BYTES
+
+    def _follow(self, checkpoint: ShardedCheckpoint, lease: Lease) -> ShardedImage:
+        """Lay out what another rank writes."""
+        shared = lease.shared
+        assert shared is not None
+        state_bytes, lines = json.loads(shared.layout)
+        try:
+            own = state_archive(checkpoint.own, state_bytes[self._rank])
+        except LayoutUnsupported:
+            nbytes = len(state_archive(checkpoint.own))
+            raise ShareMissing(f"rank {self._rank}: its own state needs {nbytes} bytes") from None
+        image = self._layouter.lay_out(checkpoint.state, own, state_bytes)
+        if image.digest != shared.digest:
+            raise ShareMissing(
+                f"rank {self._rank} has another model or other optimizers than rank 0:"
+                f" {_first_difference(self._layouter.plan(checkpoint.state).lines(), lines)}. All ranks must build the"
+                " same"
+            )
+        return image
+
+    def _plan(self, layout: Layout, lease: Lease, view: SlotView, owners: Owners, *, trusts: bool) -> Any:
+        """Everything that is a tensor: torch does not count all writes to DTensors (those of ``foreach``)."""
+        return super()._plan(layout, lease, view, {}, trusts=trusts)
+
+    def _commit(self, host: Host, pending: Pending) -> None:
+        if self._rank:
+            host.placed(pending.lease)
+            return
+        try:  # what was written is not told: this rank knows of its own part only
+            host.seal(pending.lease, pending.manifest, pending.destinations)
+        except ShareMissing as error:
+            if needs := _NEEDS.search(str(error)):
+                self._make_room(int(needs[1]))
+            raise
+
+    def _give_up(self, host: Host, lease: Lease, error: BaseException) -> None:
+        if self._rank == 0:
+            give_back(host, lease)
+            return
+        try:
+            host.placed(lease, torn=str(error) or type(error).__name__)
+        except SpotError as problem:
+            logger.debug("the node on this host could not be told: %s", problem)
+
+
+def _first_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
+    pairs = zip(ours, theirs, strict=False)
+    found = next((f"{one}, and there {other}" for one, other in pairs if one != other), "")
+    return found or f"{len(ours)} items, and there {len(theirs)}"

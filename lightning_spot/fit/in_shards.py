@@ -1,0 +1,121 @@
+"""Snapshots of a ``fit`` in which each rank has a part of the model: every rank writes its own, on its own thread."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_spot.capture.attempt import Attempt, RingSettings
+from lightning_spot.capture.joining import Joining
+from lightning_spot.capture.sharded_writer import ShardedCheckpoint
+from lightning_spot.capture.tensors import optimizer_owned
+from lightning_spot.errors import SettingsError
+from lightning_spot.exact.dump import KEY, Dump
+from lightning_spot.exact.per_trainer import OfTrainer
+from lightning_spot.exact.sharded import split
+from lightning_spot.fit.agreement import Agreement
+from lightning_spot.run.location import Location
+from lightning_spot.sharded.layout import state_archive
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class InShards(OfTrainer):
+    """Has every rank write its part of the snapshots. Rank 0 has the attempt, and leads.
+
+    Args:
+        trainer: that fits.
+        location: where the run is.
+        ring: how the ring on this host is opened.
+    """
+
+    def __init__(self, trainer: pl.Trainer, location: Location, ring: RingSettings) -> None:
+        super().__init__(trainer)
+        self._location, self._ring = location, ring
+        self._joining: Joining | None = None
+        self._has_asked = False
+
+    def check(self) -> None:
+        """Refuse a ring that other processes cannot fill.
+
+        Raises:
+            SettingsError: if it is one.
+        """
+        if self._trainer.world_size > 1 and not self._location.embedded:
+            raise SettingsError(
+                "a sharded model needs a memory node on this host, which its ranks fill together: leave memory= as it"
+                " is, or give memory='auto', and a dirpath that other processes see"
+            )
+
+    def begin(self, attempt: Attempt | None, run: str, number: int) -> None:
+        """Join the attempt. Every rank calls it; an error of one is an error of all.
+
+        Args:
+            attempt: on rank 0.
+            run: as ``NAME@ID``.
+            number: of the attempt.
+        """
+        trainer = self._trainer
+
+        def join() -> Joining | None:
+            if attempt is not None:
+                return None
+            rank, world_size = trainer.global_rank, trainer.world_size
+            return Joining(self._location, self._ring, run, number, rank=rank, world_size=world_size)
+
+        self._joining = Agreement(trainer).together(join)
+
+    def write(
+        self,
+        attempt: Attempt | None,
+        dump: Dump,
+        interval: dict[str, Any],
+        *,
+        complete: bool,
+        agreed: bool,
+        wait_s: float,
+    ) -> None:
+        """Begin a snapshot. Every rank calls it, at the same place.
+
+        Args:
+            attempt: on rank 0.
+            dump: the state of this rank.
+            interval: what the interval has measured.
+            complete: whether the run is at its end.
+            agreed: whether it may not fail for want of room: ranks tell each other how much they need. (So they do for
+                the first one. Later on, rank 0 learns it where one has needed more.)
+            wait_s: how long to wait for a clean slot.
+        """
+        trainer = self._trainer
+        state, rest = split(dump.apart(trainer))
+        most = 0
+        if agreed or not self._has_asked:
+            self._has_asked = True
+            most = max(Agreement(trainer).gather(len(state_archive(dump.state))))
+        checkpoint = ShardedCheckpoint(state, dump.state, rest, most)
+        step, owned = trainer.global_step, optimizer_owned(trainer.optimizers)
+        if self._joining is not None:
+            self._joining.write(checkpoint, owned=owned, step=step, complete=complete, wait_s=wait_s)
+        elif attempt is not None and not attempt.fenced:
+            rest[KEY].update(interval=interval, lineage=attempt.lineage)
+            attempt.write(
+                checkpoint,
+                owned=owned,
+                kept={},
+                step=step,
+                epoch=trainer.current_epoch,
+                world_size=trainer.world_size,
+                complete=complete,
+                wait_s=wait_s,
+            )
+
+    def copied(self) -> None:
+        """Wait for what is not copied yet: weights may change now."""
+        if self._joining is not None:
+            self._joining.copied()
+
+    def finish(self, wait_s: float) -> None:
+        """Wait until what was begun is in place, and let the node go. A second call does nothing."""
+        joining, self._joining = self._joining, None
+        if joining is not None:
+            joining.finish(wait_s)

@@ -1,0 +1,67 @@
+"""A sharded snapshot as a ``fit`` goes on from it: weights and optimizers as this rank has them, the rest as it was."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_spot.errors import CorruptSnapshot, SettingsError
+from lightning_spot.exact.dump import KEY
+from lightning_spot.exact.sharded import is_sharded, put_back
+from lightning_spot.exact.unpickling import read_checkpoint
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.sharded.layout import load_state
+from lightning_spot.sharded.metadata import REST_FILE
+from lightning_spot.sharded.places import state_file
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+def load_shards(trainer: pl.Trainer, image: memoryview, manifest: Manifest, *, trusts: bool) -> dict[str, Any]:
+    """Load a sharded snapshot on this rank.
+
+    Args:
+        trainer: whose model and optimizers are set up.
+        image: of the snapshot, checked.
+        manifest: of the snapshot.
+        trusts: whether to load objects of any class.
+
+    Returns:
+        the checkpoint without the states of the model and its optimizers.
+
+    Raises:
+        SettingsError: if the strategy of this trainer has no shards.
+        ModelChanged: if it is the snapshot of another model.
+    """
+    if not is_sharded(trainer):
+        raise SettingsError(
+            f"snapshot {manifest.name} is sharded, and {type(trainer.strategy).__name__} is not: make one plain file of"
+            " it (`lightning-spot pull --consolidate`) for fit(ckpt_path=), or go on with ModelParallelStrategy"
+        )
+    data = io.BytesIO(_file(image, manifest, REST_FILE))
+    rest: dict[str, Any] = torch.load(data, "cpu", weights_only=False) if trusts else read_checkpoint(data)
+    put_back(trainer, image, manifest)
+    if (shared := rest.get(KEY)) is not None:
+        same = shared["world_size"] == trainer.world_size
+        wanted = (0, trainer.global_rank) if same else range(shared["world_size"])
+        shared["ranks"] = [
+            load_state(_file(image, manifest, state_file(rank))) if rank in wanted else {}
+            for rank in range(shared["world_size"])
+        ]
+        if not same:
+            before = shared["world_size"]
+            rank_zero_info(
+                f"lightning_spot: {before} ranks -> {trainer.world_size}: each has its part of weights and optimizers"
+            )
+    return rest
+
+
+def _file(image: memoryview, manifest: Manifest, name: str) -> memoryview:
+    span = next((file for file in manifest.files if file.name == name), None)
+    if span is None:
+        raise CorruptSnapshot(f"{manifest.name} has no {name}", where=manifest.name)
+    return image[span.offset : span.stop]

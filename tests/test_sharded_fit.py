@@ -1,0 +1,252 @@
+"""Training in shards (FSDP2): exact to the bit on as many ranks, weights and optimizers as they were on any number."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from lightning_spot.errors import SettingsError
+from lightning_spot.exact.compare import differences
+from lightning_spot.fit.shards import load_shards
+from lightning_spot.fit.taking_part import takes_part
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.sharded.consolidate import consolidated, read_folder, write_plain
+from lightning_spot.sharded.layout import load_state
+from lightning_spot.sharded.reader import ImageReader, load_all
+from lightning_spot.tiers.local import LocalStore
+from tests.exact_cases import loader
+from tests.exact_sharded import Sharded, train, undisturbed_and_stopped
+
+
+def snapshots(root: Path) -> list[Manifest]:
+    return LocalStore(root / "run").survey().manifests
+
+
+def content(root: Path, manifest: Manifest) -> dict[str, Any]:
+    """All that is in a snapshot."""
+    image, manifest = read_folder(root / "run" / manifest.name)
+    found = load_all(ImageReader(image, manifest))
+    found |= consolidated(image, manifest)
+    for file in manifest.files:
+        if file.name.startswith("rank-") or file.name == "meta.pt":
+            found[file.name] = load_state(image[file.offset : file.stop])
+    return found
+
+
+def final(root: Path) -> dict[str, Any]:
+    newest = snapshots(root)[0]
+    assert newest.complete
+    return content(root, newest)
+
+
+def without_what_came_later(root: Path, target: Path, step: int) -> Path:
+    """A copy of a run as it was after a step."""
+    shutil.copytree(root / "run", target / "run")
+    for manifest in snapshots(target):
+        if manifest.step > step or manifest.complete:
+            shutil.rmtree(target / "run" / manifest.name)
+    return target
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process becomes a rank, and is none afterwards."""
+    before = dict(os.environ)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+
+
+class Weights(pl.Callback):
+    """Notes the weights and states of the first optimizer when training begins."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.step = trainer.global_step
+        self.seen = {name: full(value).clone() for name, value in module.state_dict().items()}
+        self.states = [
+            {key: full(value).clone() for key, value in state.items() if isinstance(value, torch.Tensor)}
+            for state in trainer.optimizers[0].state.values()
+        ]
+        self.never = [dict(optimizer.state) for optimizer in trainer.optimizers[2:]]
+
+
+def full(value: Any) -> Any:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_one_rank_is_stopped_and_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    start = Weights()
+    undisturbed_and_stopped(tmp_path, start, ranks=1)
+    assert start.step > 3
+    assert start.never == [{}]  # it has never stepped, and does not for a snapshot
+    assert list(differences(final(tmp_path / "whole"), final(tmp_path / "broken"))) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_others_read_it(tmp_path: Path) -> None:
+    train(tmp_path / "whole", seed=11, ranks=1)
+
+    # Lightning alone reads the same directory; the optimizer that has not stepped is not in it.
+    newest = snapshots(tmp_path / "whole")[0]
+    alone = Weights()
+    trainer = small(ModelParallelStrategy(1, 1), alone)
+    trainer.fit(Stepped(), loader(), ckpt_path=tmp_path / "whole" / "run" / newest.name)
+    saved = final(tmp_path / "whole")
+    assert list(differences(saved["state_dict"], alone.seen)) == []
+
+    # So does a single device, once it is one plain file.
+    write_plain(tmp_path / "whole" / "run" / newest.name, tmp_path / "plain.ckpt")
+    on_one_device = Weights()
+    small("auto", on_one_device).fit(Plain(), loader(), ckpt_path=tmp_path / "plain.ckpt")
+    assert list(differences(saved["state_dict"], on_one_device.seen)) == []
+    assert on_one_device.states == [] or len(on_one_device.states) == 2
+
+    image, manifest = read_folder(tmp_path / "whole" / "run" / newest.name)
+    with pytest.raises(SettingsError, match=r"is sharded, and SingleDeviceStrategy is not: make one plain file"):
+        load_shards(small("auto"), image, manifest, trusts=False)
+
+
+class Stepped(Sharded):
+    """The same without the optimizer that never steps: Lightning looks for a state of each."""
+
+    def configure_optimizers(self) -> Any:
+        optimizers, schedulers = super().configure_optimizers()
+        return optimizers[:2], schedulers
+
+
+class Plain(Sharded):
+    def configure_model(self) -> None:
+        pass
+
+
+def small(strategy: Any, *callbacks: pl.Callback) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        max_epochs=3,
+        limit_train_batches=1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+    )
+
+
+def program(python: str, root: Path, *arguments: str) -> int:
+    root.mkdir(exist_ok=True)
+    with open(root / "log", "a") as log:
+        return subprocess.run(
+            [python, "-m", "tests.exact_sharded", str(root), *arguments],
+            stdout=log,
+            stderr=log,
+            timeout=300,
+            check=False,
+        ).returncode
+
+
+def log(root: Path) -> str:
+    return (root / "log").read_text()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A run of two ranks to its end, with all of its snapshots; made once."""
+    made: list[Path] = []
+
+    def of(python: str) -> Path:
+        if not made:
+            root = tmp_path_factory.mktemp("trained")
+            assert program(python, root) == 0, log(root)[-3000:]
+            made.append(root)
+        return made[0]
+
+    return of
+
+
+def test_two_ranks_are_stopped_and_go_on_as_if_they_had_not_been(tmp_path: Path, warm_python: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    as_launched = {"WORLD_SIZE": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [warm_python, "-m", "tests.exact_sharded", str(tmp_path), "--in-one"]
+    with open(tmp_path / "log", "w") as output:
+        ranks = [
+            subprocess.Popen(
+                command, stdout=output, stderr=output, env={**os.environ, **as_launched, "LOCAL_RANK": str(rank)}
+            )
+            for rank in range(2)
+        ]
+        try:
+            assert [rank.wait(300) for rank in ranks] == [0, 0], log(tmp_path)[-3000:]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    assert "attempt 2 resumes at step" in log(tmp_path)
+    for manifest in snapshots(tmp_path / "whole"):
+        assert manifest.world_size == 2
+        names = {file.name for file in manifest.files}
+        assert {"__0_0.distcp", "__1_0.distcp", "rank-0000.pt", "rank-0001.pt"} <= names
+    assert list(differences(final(tmp_path / "whole"), final(tmp_path / "broken"))) == []
+
+
+@pytest.mark.soak
+def test_two_ranks_go_on_from_any_snapshot_as_if_they_had_not_stopped(
+    tmp_path: Path, warm_python: str, trained: Callable[[str], Path]
+) -> None:
+    whole = trained(warm_python)
+    root = without_what_came_later(whole, tmp_path / "again", 7)
+    assert program(warm_python, root, "--seed", "99") == 0, log(root)[-3000:]
+    assert "resumes at step" in log(root)
+    assert list(differences(final(whole), final(root))) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.soak
+def test_one_rank_goes_on_from_two_with_their_weights_and_optimizers(
+    tmp_path: Path, warm_python: str, trained: Callable[[str], Path]
+) -> None:
+    root = without_what_came_later(trained(warm_python), tmp_path / "again", 7)
+    newest = snapshots(root)[0]
+    saved = content(root, newest)
+    start = Weights()
+    train(root, start, seed=99, ranks=1)
+    assert start.step == newest.step
+    assert list(differences(saved["state_dict"], start.seen)) == []
+    assert list(differences(list(saved["optimizer_states"][0]["state"].values()), start.states)) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("rank", ["0", "1", None])
+def test_ranks_that_are_killed_go_on_as_if_they_had_not_been(
+    rank: str | None, tmp_path: Path, warm_python: str, trained: Callable[[str], Path]
+) -> None:
+    root = tmp_path / "killed"
+    killed = ["--kill-at", "7", *(["--kill-rank", rank] if rank is not None else [])]
+    assert program(warm_python, root, *killed) != 0
+    assert program(warm_python, root, "--seed", "99") == 0, log(root)[-3000:]
+    assert "resumes at step" in log(root)
+    assert list(differences(final(trained(warm_python)), final(root))) == []
+
+
+@pytest.mark.parametrize(("name", "instead"), [("FSDPStrategy", "fully_shard"), ("DeepSpeedStrategy", "its engine")])
+def test_strategies_that_are_not_supported_say_what_to_use(name: str, instead: str) -> None:
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.strategy.__class__ = type(name, (type(trainer.strategy),), {})
+    with pytest.raises(SettingsError, match=rf"{name} is not supported: .*{instead}.*ModelParallelStrategy|{name}"):
+        takes_part(trainer, "fit")
