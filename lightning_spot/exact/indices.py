@@ -21,6 +21,7 @@ class Indices:
         first: draws of the next pass that are passed over.
         rest: whether a pass yields nothing.
         questions: to yield instead of indices.
+        instead: what passes draw in place of the sampler's indices; ``None`` for those.
         draws_along: whether the sampler was seen to draw from the generators of the process after its first draw: then
             its order depends on what else is drawn meanwhile, and cannot be drawn again.
     """
@@ -32,6 +33,7 @@ class Indices:
         self.first = 0
         self.rest = False
         self.questions = 0
+        self.instead: list[Any] | None = None
         self.draws_along = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -40,8 +42,11 @@ class Indices:
         draws: Iterator[Any] = iter(self._sampler)  # also where nothing is yielded: samplers may draw here
         if self.rest:
             return iter(())
+        if self.instead is not None:
+            draws = iter(self.instead)
         if not self.first:
-            return draws if self.draws_along or is_known(self._sampler) else self._watched(draws)
+            is_plain = self.instead is not None or self.draws_along or is_known(self._sampler)
+            return draws if is_plain else self._watched(draws)
         self._draws, self._due = draws, self.first
         return self._remaining()
 

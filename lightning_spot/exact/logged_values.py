@@ -63,18 +63,19 @@ def last_value(trainer: pl.Trainer, name: str) -> float | None:
 
 def metrics_of(module: torch.nn.Module) -> State:
     """States of the metrics in a module, or of a metric."""
-    return {name: _metric_state(metric) for name, metric in _metrics(module)}
+    return {name: _metric_state(metric) for name, metric in metrics_in(module)}
 
 
 def restore_metrics_of(module: torch.nn.Module, state: State) -> None:
     """Put back what :func:`metrics_of` returned."""
-    metrics = dict(_metrics(module))
+    metrics = dict(metrics_in(module))
     for name, saved in state.items():
         if name in metrics:
             _restore_metric(metrics[name], saved)
 
 
-def _metrics(module: torch.nn.Module) -> list[tuple[str, Metric]]:
+def metrics_in(module: torch.nn.Module) -> list[tuple[str, Metric]]:
+    """Every metric in a module, by its name."""
     return [(name, item) for name, item in module.named_modules() if isinstance(item, Metric)]
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_spot.exact.indices import Indices, draws_at_once, is_known, is_stateful, replacing, sampler_name
+from lightning_spot.exact.order import dealt, order_of
 from lightning_spot.exact.own_state import OwnState
 from lightning_spot.exact.randomness import State, capture_random, restore_random
 from lightning_spot.exact.workers import LastingWorkers, lasts, why_not_asked
@@ -114,6 +115,9 @@ class _Epoch:
         self._ahead: Callable[[], State] | None = None if _has_length(loader) else self._state
         self.before: State | None = None
         self.indices = _indices(loader, workers)
+        self.dealt: State | None = None
+        if self.indices is not None:
+            self.indices.instead = None  # of an epoch before: workers that persist keep their indices
         self.inner = _begin_epoch(loader, workers, self.indices)
 
     def __iter__(self) -> Iterator[Any]:
@@ -140,7 +144,9 @@ class _Epoch:
         position = {"at_iter": self.at_iter, "at_first": self.at_first, "ahead": ahead, "workers": workers}
         along = self.indices is not None and self.indices.draws_along
         lost = self.workers is not None and self.workers.is_lost
-        return {**state, **position, "exhausted": done, "draws_along": along, "workers_lost": lost}
+        flags = {"exhausted": done, "draws_along": along, "workers_lost": lost}
+        order = self.dealt or order_of(self.loader, self.at_iter, self.at_first)
+        return {**state, **position, **flags, "order": order, "dealt": self.dealt is not None}
 
     def _state(self) -> State:
         state: State = {"yielded": self.yielded, "exhausted": self.exhausted, "own": self.own.capture()}
@@ -182,6 +188,10 @@ class _ResumedEpoch(_Epoch):
         self._restore_step = restore_step
         self._rewind = rewind
         self._due_random = False
+        self.dealt = resume["order"] if resume.get("dealt") else None
+        if self.dealt is not None:
+            self.indices = self.indices or Indices(getattr(loader, sampler_name(loader)))
+            self.indices.instead = dealt(self.dealt, loader)
 
     def __next__(self) -> Any:
         if self.resume is not None:
@@ -296,6 +306,17 @@ def restore_owners(loader: Any) -> None:
     epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
     if isinstance(epoch, _ResumedEpoch) and epoch.resume is not None:
         epoch.own.restore(epoch.resume["own"])
+
+
+def batches_done(loader: Any) -> int | None:
+    """Batches of its epoch that count as done in a loader which is to go on in its middle; ``None`` for others."""
+    epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
+    if not isinstance(epoch, _ResumedEpoch) or epoch.resume is None or "at_iter" not in epoch.resume:
+        return None
+    if not _has_length(loader) or (epoch.dealt is None and not epoch.exhausted):
+        return int(epoch.yielded)
+    left = len(dealt(epoch.dealt, epoch.loader)) - epoch.yielded if epoch.dealt is not None else 0
+    return max(0, len(loader) - (0 if epoch.exhausted else left))
 
 
 def loader_itself(loader: Any) -> Any:

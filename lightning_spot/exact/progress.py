@@ -44,6 +44,13 @@ def even_out(checkpoint: State) -> State:
     return {name: total["ready"] - count for name, count in total.items() if count != total["ready"]}
 
 
+def number_batches(trainer: pl.Trainer, done: int) -> None:
+    """Let ``done`` batches of this epoch count as done, before its loop begins: an epoch has other batches now."""
+    current = private.BATCH_PROGRESS.of(trainer.fit_loop.epoch_loop).current
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(current, name, done)
+
+
 def restore(trainer: pl.Trainer, added: State) -> None:
     """Take back what :func:`even_out` added, when training goes on."""
     total = private.BATCH_PROGRESS.of(trainer.fit_loop.epoch_loop).total

@@ -13,15 +13,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_spot.exact import buffers, logged_values, loggers, private, progress, pruned, shipped
 from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.changed_values import ChangedValues
 from lightning_spot.exact.dump import KEY, READABLE, VERSION
 from lightning_spot.exact.loaders import Loaders
+from lightning_spot.exact.other_ranks import OtherRanks
 from lightning_spot.exact.per_trainer import OfTrainer
-from lightning_spot.exact.position import PositionedLoader
+from lightning_spot.exact.position import PositionedLoader, batches_done
 from lightning_spot.exact.randomness import State, restore_random
 from lightning_spot.exact.sharded import gradient_like
 from lightning_spot.exact.switches import Switches
@@ -56,6 +57,7 @@ class Restoring(OfTrainer):
         self._random: State | None = None
         self._val_total: dict[str, int] | None = None
         self._precise: dict[str, torch.Tensor] = {}
+        self._others: OtherRanks | None = None  # where another number of ranks took the snapshot
 
     @property
     def is_due(self) -> bool:
@@ -74,21 +76,29 @@ class Restoring(OfTrainer):
             rank_zero_warn(f"lightning_spot: {shipped.why_without_exact_state(trainer)}")
             return
         self._switches.run(private.LOGGERS, lambda: loggers.continue_in(trainer, shared["loggers"]))
-        if shared["version"] not in READABLE or shared["world_size"] != trainer.world_size:
+        if shared["version"] not in READABLE:
             rank_zero_warn(
-                f"lightning_spot: the snapshot was taken by {shared['world_size']} ranks (state {shared['version']}),"
-                f" {trainer.world_size} go on (state {VERSION}): weights, optimizers and loops are restored; random"
-                " numbers and the position in the data are not exact"
+                f"lightning_spot: the snapshot has its exact state in form {shared['version']}, this version of"
+                f" lightning_spot has {VERSION}: weights, optimizers and loops are restored; random numbers and the"
+                " position in the data are not exact"
             )
             return
         warnings.filterwarnings("ignore", message=".*ended before the epoch ended and your dataloader is")
-        values = self._values = self._positions = shared["ranks"][trainer.global_rank]
+        self._values = self._positions = values = self._of_this_rank(shared["ranks"])
         self._random = values["random"]
         self._val_total = shared["validation_progress"]
         self.unsaved = shared.get("unsaved", [])  # an earlier version has not noted it
         self._of_loaders(values, Loaders.resume)
         self._precise = _more_precise(trainer.lightning_module, checkpoint)
         self._switches.run("SpikeDetection", lambda: shipped.before_loading(trainer, checkpoint))
+
+    def _of_this_rank(self, ranks: list[State]) -> State:
+        trainer = self._trainer
+        if len(ranks) == trainer.world_size:
+            return ranks[trainer.global_rank]
+        self._others = OtherRanks(ranks, trainer.global_rank, trainer.world_size)
+        is_distributed = bool(private.ACCELERATOR_CONNECTOR.of(trainer).is_distributed)
+        return self._others.values(trainer.lightning_module, is_distributed=is_distributed)
 
     def restore_masks(self) -> None:
         """When training begins, before it is noted how everything is: prune the model as it was pruned."""
@@ -107,6 +117,18 @@ class Restoring(OfTrainer):
                 self._switches.run(part.what, lambda part=part, key=key: part.restore(trainer, values["shipped"][key]))  # type: ignore[misc]
         if values["hooked"] is not None:
             self._switches.run(private.HOOKED, lambda: self._hooked.restore(trainer, values["hooked"]))
+        if self._others is not None:
+            self._go_on_from(self._others)
+
+    def _go_on_from(self, others: OtherRanks) -> None:
+        """Of a run that other ranks have left: an epoch has another number of batches now."""
+        loaders = self.loaders.training if self.loaders is not None else []
+        done = max((done for loader in loaders if (done := batches_done(loader)) is not None), default=None)
+        if done is not None:
+            self._switches.run(private.PROGRESS, lambda: progress.number_batches(self._trainer, done))
+        rank_zero_info(f"lightning_spot: {others.line(self._trainer)}")
+        for reason in dict.fromkeys(others.reasons):
+            rank_zero_warn(f"lightning_spot: {reason}")
 
     def begin_stopped(self) -> None:
         """Of a run that was to stop: maybe not one more batch is fetched, so what waits for one is put back now."""
@@ -127,6 +149,8 @@ class Restoring(OfTrainer):
         if len(positions) != len(loaders):
             rank_zero_warn("lightning_spot: the number of training loaders has changed: their positions are not exact")
             return None
+        if self._others is not None:
+            return self._others.position(loader, index)
         return positions[index]  # type: ignore[no-any-return]
 
     def before_step(self) -> bool:

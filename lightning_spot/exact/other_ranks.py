@@ -1,0 +1,140 @@
+"""The exact state of a snapshot that another number of ranks has taken, as one of the ranks that go on from it has it.
+
+What all ranks had in common, and what each of them had for itself and this one can have, is as it was: the samples of
+the epoch that are left are dealt anew, what was summed up over ranks keeps its sum. The rest is named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lightning_spot.exact import merging, order
+from lightning_spot.exact.position import loader_itself
+from lightning_spot.exact.randomness import State, capture_generator
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class OtherRanks:
+    """What one rank takes over from other ranks.
+
+    Args:
+        ranks: states of all ranks that took the snapshot.
+        rank: number of this one.
+        world: number of ranks now.
+
+    Attributes:
+        reasons: why this resume is not what it might be, each with what to do; known once all is taken over.
+    """
+
+    def __init__(self, ranks: list[State], rank: int, world: int) -> None:
+        self._ranks, self._rank, self._world = ranks, rank, world
+        self._own = ranks[rank % len(ranks)]
+        self._left: int | None = None
+        self.reasons: list[str] = []
+
+    def values(self, module: pl.LightningModule, *, is_distributed: bool) -> State:
+        """The state of this rank, but for its place in the data.
+
+        Args:
+            module: that is trained.
+            is_distributed: whether Lightning reduces what ranks log, as it may do with one rank, too.
+        """
+        values = dict(self._own)
+        values["random"] = random_of([state["random"] for state in self._ranks], self._rank)
+        values["gradients"] = merging.gradients([state["gradients"] for state in self._ranks])
+        if self._rank >= len(self._ranks):  # rank 0's are in the checkpoint; what is in no checkpoint, it had, too
+            values["buffers"] = self._ranks[0]["buffers"]
+        values["metrics"], lost = merging.metrics(module, [state["metrics"] for state in self._ranks], self._rank)
+        if lost:
+            self.reasons.append(
+                f"what other ranks had of {', '.join(lost)} cannot be merged (its states have no known reduction):"
+                " it is not in its value of this epoch"
+            )
+        if all("results" in state for state in self._ranks):
+            values["results"], lost = merging.results(
+                [state["results"] for state in self._ranks], self._rank, is_distributed=is_distributed
+            )
+            if lost:
+                self.reasons.append(
+                    f"of what one rank has logged in this epoch it is not known whether it is reduced over ranks: the"
+                    f" values of the epoch of {', '.join(lost)} are those of its rest"
+                )
+        return values
+
+    def position(self, loader: Any, index: int) -> State | None:
+        """Place at which a training loader goes on; ``None`` for the start of an epoch."""
+        positions = [(state["loaders"] or [None] * (index + 1))[index] for state in self._ranks]
+        own: State | None = positions[self._rank % len(positions)]
+        if own is None or "at_iter" not in own:  # between two epochs
+            return own
+        present = random_of([state["random"] for state in self._ranks], self._rank)
+        begun = {**own, "at_iter": {**present, "own": own["at_iter"]["own"]}, "at_first": None, "dealt": False}
+        if own["exhausted"]:
+            return begun
+        inner, shared = loader_itself(loader), own.get("order")
+        if shared is not None and self._is_common(positions) and order.is_dealt_to(inner, shared, self._world):
+            rest = order.rest_of(shared, own["yielded"], inner, self._rank, self._world)
+            self._left = max(self._left or 0, shared["length"] - rest["first"])
+            return {**begun, "order": rest, "dealt": True, "yielded": 0}
+        self.reasons.append(
+            f"the order of the samples of {_name(inner)} is not known over all ranks: each rank passes over as many of"
+            " its batches as were trained on, and some samples of this epoch may be seen twice or not at all. Use a"
+            " map-style data set with torch's samplers"
+        )
+        begun |= {"at_iter": own["at_iter"], "at_first": own["at_first"]}
+        if "state" in own and self._rank < len(self._ranks):  # the loader keeps its place itself
+            return begun
+        begun.pop("state", None)
+        return {**begun, "yielded": own["yielded"] * len(self._ranks) // self._world}
+
+    def _is_common(self, positions: list[State]) -> bool:
+        """Whether all ranks went through one order, dealt among them, equally far."""
+        if any(position is None or position.get("order") is None for position in positions):
+            return False
+        facts = [
+            {**{name: value for name, value in position["order"].items() if name != "rank"}, "at": position["yielded"]}
+            for position in positions
+        ]
+        return all(fact == facts[0] for fact in facts) and facts[0]["world"] == len(positions)
+
+    def line(self, trainer: pl.Trainer) -> str:
+        """What is said of it."""
+        what = "weights, optimizers and schedulers go on as they were"
+        if self._left is not None:
+            what += f"; the {self._left} samples of epoch {trainer.current_epoch} that no rank has seen are dealt anew"
+        old = "1 rank" if len(self._ranks) == 1 else f"{len(self._ranks)} ranks"
+        return f"{old} -> {self._world}: {what}"
+
+
+def random_of(ranks: list[State], rank: int) -> State:
+    """Generators of a rank: its own, if it was there; else such as no other has, unless all had the same.
+
+    Args:
+        ranks: generators of the ranks that were there.
+        rank: whose.
+    """
+    if rank < len(ranks):
+        return ranks[rank]
+    if all(torch.equal(state["torch"], ranks[0]["torch"]) for state in ranks) and len(ranks) > 1:
+        return ranks[0]
+    digest = hashlib.sha256(ranks[0]["torch"].numpy().tobytes() + rank.to_bytes(8, "little")).digest()
+    seed = int.from_bytes(digest[:4], "little")
+    return {
+        "python": capture_generator(random.Random(seed)),
+        "numpy": capture_generator(np.random.RandomState(seed)),
+        "torch": torch.Generator().manual_seed(seed).get_state(),
+    }
+
+
+def _name(loader: Any) -> str:
+    for part in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
+        if part is not None and not type(part).__module__.startswith("torch."):
+            return type(part).__name__
+    return f"a {type(loader).__name__}"

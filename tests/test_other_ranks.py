@@ -1,0 +1,306 @@
+"""A run goes on with another number of ranks: the rest of its epoch is dealt anew, sums stay what they were."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from lightning_spot.exact import logged_values, merging
+from lightning_spot.exact.other_ranks import OtherRanks, random_of
+from lightning_spot.exact.position import PositionedLoader, batches_done, position_of
+from lightning_spot.exact.randomness import capture_random
+from tests.elastic_trainer import LENGTH, Numbers, train
+
+State = dict[str, Any]
+
+
+class Ranks:
+    """The training loaders of as many ranks, in one process; they go on from the states of others."""
+
+    def __init__(
+        self, world: int, length: int, others: list[State] | None = None, *, epoch: int = 1, **more: Any
+    ) -> None:
+        self.world = world
+        self.others = [OtherRanks(others, rank, world) if others is not None else None for rank in range(world)]
+        self.loaders = [self._loader(rank, length, epoch, **more) for rank in range(world)]
+        self.iterators = [iter(loader) for loader in self.loaders]
+
+    def _loader(self, rank: int, length: int, epoch: int, **more: Any) -> PositionedLoader:
+        data = Numbers(length)
+        if self.world == 1:
+            loader = DataLoader(data, **{"batch_size": 3, "shuffle": True, **more})
+        else:
+            sampler: Any = DistributedSampler(data, self.world, rank, seed=3)
+            sampler.set_epoch(epoch)
+            loader = DataLoader(data, **{"batch_size": 3, "sampler": sampler, **more})
+        others = self.others[rank]
+        return PositionedLoader(
+            loader, lambda loader: others.position(loader, 0) if others is not None else None, lambda: True
+        )
+
+    def train(self, batches: int | None = None) -> list[int]:
+        """The samples of so many batches of each rank, or of all that are left."""
+        found: list[int] = []
+        for iterator in self.iterators:
+            batch = next(iterator, None) if batches != 0 else None
+            count = 0
+            while batch is not None:
+                found += batch.flatten().tolist()
+                count += 1
+                batch = next(iterator, None) if count != batches else None
+        return found
+
+    def states(self) -> list[State]:
+        return [{"random": capture_random(), "loaders": [position_of(loader)]} for loader in self.loaders]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    worlds=st.lists(st.integers(1, 4), min_size=2, max_size=4),
+    cuts=st.lists(st.integers(0, 5), min_size=3, max_size=3),
+    length=st.integers(1, 90),
+    batch_sizes=st.lists(st.integers(1, 5), min_size=4, max_size=4),
+)
+def test_no_sample_of_an_epoch_is_skipped_or_seen_twice(
+    worlds: list[int], cuts: list[int], length: int, batch_sizes: list[int]
+) -> None:
+    states, samples = None, []
+    for world, cut, batch_size in zip(worlds, [*cuts, None], batch_sizes, strict=False):
+        ranks = Ranks(world, length, states, batch_size=batch_size)
+        samples.append(ranks.train(cut))
+        states = ranks.states()
+    ranks = Ranks(2, length, states)
+    samples.append(ranks.train())
+    seen = Counter(number for part in samples for number in part)
+    assert set(seen) == set(range(length))
+    assert sum(seen.values()) - length < max(*worlds, 2)  # what fills the last batches up, as a DistributedSampler does
+
+
+@pytest.mark.parametrize("worlds", [(4, 2, 3, 1), (1, 2, 4, 1)])
+def test_the_whole_way_with_no_sample_twice_where_the_numbers_fit(worlds: tuple[int, ...]) -> None:
+    torch.manual_seed(5)
+    states, samples = None, []
+    for world in worlds:
+        ranks = Ranks(world, 144, states)
+        done = [batches_done(loader) for loader in ranks.loaders]
+        if states is not None:
+            assert done == [(len(samples)) // (3 * world)] * world
+        samples += ranks.train(None if world == worlds[-1] and states is not None else 4)
+        states = ranks.states()
+    assert sorted(samples) == list(range(144))
+
+
+def test_a_dealt_epoch_is_itself_resumed_to_the_sample() -> None:
+    first = Ranks(4, 100)
+    first.train(3)
+    states = first.states()
+    undisturbed, cut = Ranks(3, 100, states), Ranks(3, 100, states)
+    whole = [undisturbed.train(2), undisturbed.train()]
+    assert cut.train(2) == whole[0]
+    again = Ranks(3, 100)
+    for rank, position in enumerate(state["loaders"][0] for state in cut.states()):
+        loader = PositionedLoader(again.loaders[rank].__dict__["_loader"], lambda _, at=position: at, lambda: True)  # type: ignore[misc]
+        again.iterators[rank] = iter(loader)
+    assert again.train() == whole[1]
+
+
+def test_the_order_of_one_rank_with_workers_is_known_and_dealt_to_workers(seed: int) -> None:
+    torch.manual_seed(seed)
+    alone = Ranks(1, 40, num_workers=1)
+    seen = Counter(alone.train(3) + Ranks(2, 40, alone.states(), num_workers=1).train())
+    assert set(seen) == set(range(40))
+    assert seen.total() == 41  # an odd number is filled up
+
+
+class Backwards(Sampler[int]):
+    def __iter__(self) -> Any:
+        return iter(range(29, -1, -1))
+
+    def __len__(self) -> int:
+        return 30
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(30))
+
+
+@pytest.mark.parametrize(
+    ("data", "more", "name"), [(Numbers(30), {"sampler": Backwards()}, "Backwards"), (Stream(), {}, "DataLoader")]
+)
+def test_what_cannot_be_dealt_is_named_and_passed_over(data: Any, more: State, name: str) -> None:
+    loader = PositionedLoader(DataLoader(data, batch_size=2, **more), lambda _: None, lambda: True)
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    states = [{"random": capture_random(), "loaders": [position_of(loader)]}] * 4
+    others = OtherRanks(states, 0, 2)
+    resumed = PositionedLoader(
+        DataLoader(data, batch_size=2, **more), lambda item: others.position(item, 0), lambda: True
+    )
+    rest = list(iter(resumed))
+    assert batches_done(resumed) is None
+    assert len(rest) == 15 - 6  # three batches of four ranks are six of two
+    (reason,) = others.reasons
+    assert f"of {name if name == 'Backwards' else 'a DataLoader'} is not known" in reason
+
+
+def test_a_rank_that_was_not_there_draws_other_numbers() -> None:
+    states = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        states.append(capture_random())
+    assert random_of(states, 1) is states[1]
+    new = [random_of(states, rank) for rank in (2, 3)]
+    drawn = {tuple(state["torch"].tolist()) for state in [*states, *new]}
+    assert len(drawn) == 4
+    assert torch.equal(random_of(states, 2)["torch"], new[0]["torch"])
+    assert random_of([states[0]] * 2, 3) is states[0]  # ranks that were seeded alike stay alike
+
+
+class Metrics(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = torchmetrics.MeanAbsoluteError()
+        self.highest = torchmetrics.MaxMetric()
+        self.all = torchmetrics.CatMetric()
+        self.correlation = torchmetrics.PearsonCorrCoef()
+
+    def update(self, values: torch.Tensor) -> None:
+        for metric in (self.error, self.correlation):
+            metric.update(values, 2 * values + values**2)
+        self.highest.update(values)
+        self.all.update(values)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_metrics_of_ranks_that_are_gone_are_in_the_value_of_the_epoch(world: int) -> None:
+    values, states, whole = torch.rand(8, 5), [], Metrics()
+    for part in values:
+        module = Metrics()
+        module.update(part)
+        whole.update(part)
+        states.append(logged_values.metrics_of(module))
+    new = []
+    for rank in range(world):
+        module = Metrics()
+        merged, lost = merging.metrics(module, states, rank)
+        assert lost == ["correlation"]
+        logged_values.restore_metrics_of(module, merged)
+        new.append(module)
+    assert torch.isclose(
+        sum(module.error.sum_abs_error for module in new) / sum(module.error.total for module in new),  # type: ignore[arg-type]
+        whole.error.compute(),
+    )
+    assert max(float(module.highest.compute()) for module in new) == float(values.max())
+    joined = [item for module in new for item in module.all.value]  # type: ignore[union-attr]
+    assert torch.equal(torch.cat(joined), values.flatten())
+
+
+def test_gradients_in_mid_accumulation_keep_their_mean() -> None:
+    held = [{"weight": torch.full((2,), float(rank))} for rank in range(4)]
+    assert merging.gradients(held)["weight"].tolist() == [1.5, 1.5]
+
+
+def test_logged_means_keep_their_sum() -> None:
+    def item(value: float, size: int, *, sync: bool, reduce: str = "mean") -> State:
+        tensors = {"value": torch.tensor(value), "batch_size": torch.tensor(size) if reduce == "mean" else None}
+        base = {"fx": "training_step", "name": reduce, "dataloader_idx": None, "is_tensor": True, "reduce_fx": reduce}
+        return {**base, **tensors, "sync": (sync, False)}
+
+    ranks = [[item(1.0 + rank, 3, sync=True), item(float(rank), 0, sync=True, reduce="max")] for rank in range(4)]
+    first, second = (merging.results(ranks, rank, is_distributed=True)[0] for rank in range(2))
+    assert [float(entry["value"]) for entry in (*first, *second)] == [10.0, 3.0, 0.0, 3.0]
+    assert [int(entry["batch_size"]) for entry in (first[0], second[0])] == [12, 0]
+    own = [[item(1.0 + rank, 3, sync=False)] for rank in range(2)]
+    found = [merging.results(own, rank, is_distributed=True)[0][0] for rank in range(3)]
+    assert [float(entry["value"]) for entry in found] == [1.0, 2.0, 0.0]
+    ((alone, _), lost) = merging.results(ranks, 0, is_distributed=False)
+    assert (float(alone["value"]), alone["sync"], lost) == (10.0, (False, False), [])
+    assert merging.results(own[:1], 1, is_distributed=True) == ([], ["mean"])
+
+
+# -- trainers ---------------------------------------------------------------------------------------------------------
+
+
+def notes_of(root: Path, attempts: list[tuple[str, int]]) -> list[State]:
+    """What counts of what was noted: an attempt's batches up to the one that the next attempt began with."""
+    noted = [
+        [[json.loads(line) for line in (root / f"{name}-{rank}").read_text().splitlines()] for rank in range(ranks)]
+        for name, ranks in attempts
+    ]
+    begins = [ranks[0][0]["begins_at"] for ranks in noted]
+    counted = []
+    for ranks, until in zip(noted, [*begins[1:], 10**9], strict=True):
+        counted += [note for notes in ranks for note in notes if note.get("step", until) < until or "ended" in note]
+    return counted
+
+
+def check_epochs(notes: list[State], epochs: int, *, fill_up: int = 0, means: bool = True) -> None:
+    """Every sample once, or twice what fills an epoch up; what was summed up in it is the sum of these."""
+    for epoch in range(epochs):
+        samples = [number for note in notes if note.get("epoch") == epoch for number in note["samples"]]
+        assert set(samples) == set(range(LENGTH)), f"epoch {epoch}"
+        assert len(samples) - LENGTH <= fill_up
+        for note in notes:
+            if note.get("ended") == epoch:
+                assert note["total"] == sum(samples)
+                assert not means or note["mean"] == pytest.approx(sum(samples) / len(samples))
+
+
+def killed(python: str, root: Path, ranks: int, kill_at: int, *more: str) -> None:
+    notes = f"notes-{kill_at}"
+    command = [python, "-m", "tests.elastic_trainer", str(root), "--ranks", str(ranks), "--notes", notes]
+    done = subprocess.run([*command, "--kill-at", str(kill_at), *more], capture_output=True, text=True, check=False)
+    assert done.returncode == 9, done.stderr[-3000:]
+
+
+def test_two_ranks_are_killed_and_one_goes_on(
+    warm_python: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed(warm_python, tmp_path, 2, 5)
+    train(tmp_path, 1, "notes-last", every=50, max_epochs=1)
+    notes = notes_of(tmp_path, [("notes-5", 2), ("notes-last", 1)])
+    check_epochs(notes, 1)
+    assert [note["batch"] for note in notes if "batch" in note][-1] == LENGTH // 3 - 1
+    assert "2 ranks -> 1: weights, optimizers" in caplog.text
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("worlds", [(4, 2, 3, 1), (1, 2, 4)])
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["--workers", "1"],
+        ["--settings", '{"accumulate_grad_batches": 2, "val_check_interval": 0.25}'],
+        [
+            "--settings",
+            '{"max_steps": 99, "max_epochs": -1, "check_val_every_n_epoch": null, "val_check_interval": 5}',
+        ],
+        ["--workers", "1", "--persistent"],
+    ],
+    ids=["plain", "workers", "accumulation", "by-steps", "persistent-workers"],
+)
+def test_from_ranks_to_ranks(warm_python: str, tmp_path: Path, worlds: tuple[int, ...], more: list[str]) -> None:
+    at, attempts = LENGTH // 3 // worlds[0], []
+    for ranks in worlds[:-1]:
+        at += 4
+        killed(warm_python, tmp_path, ranks, at, *more)
+        attempts.append((f"notes-{at}", ranks))
+    command = [warm_python, "-m", "tests.elastic_trainer", str(tmp_path), "--ranks", str(worlds[-1]), "--notes", "last"]
+    done = subprocess.run([*command, *more], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    notes = notes_of(tmp_path, [*attempts, ("last", worlds[-1])])
+    check_epochs(notes, 2, fill_up=worlds[-1] - 1, means=worlds[0] > 1)
+    assert f"{worlds[-2]} ranks -> {worlds[-1]}" in done.stderr
