@@ -17,6 +17,7 @@ import torch
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import approximation
 from lightning_spot.client.approximation import Approximation
+from lightning_spot.client.part_encoder import packers
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import CorruptManifest, NodeUnreachable
 from lightning_spot.image.floats import Floats
@@ -240,17 +241,36 @@ def test_a_real_file_is_read_by_torch_and_by_unzip(topk: Pair, tmp_path: Path) -
     host.leave(complete=False)
 
 
+def sends(known: Approximation, count: int, *, exact_s: float, inexact_s: float) -> list[int]:
+    """Which of so many sends are approximations, if either kind takes so long."""
+    image = floats(1, 4096)
+    manifest, numbers, tried = manifest_of(1, 1, 4096).sealed(memoryview(image)), [Floats(64, 3968, "float32")], []
+    for number in range(count):
+        if known.leads_to(manifest, numbers):
+            tried.append(number)
+            with packers() as threads:
+                coming, _ = known.advance(manifest, memoryview(image), threads)
+            known.took(coming.manifest, inexact_s)
+        else:
+            known.took(manifest, exact_s)
+            known.begin(manifest, memoryview(image), numbers)
+    return tried
+
+
 def test_where_the_exact_one_is_there_sooner_that_is_sent() -> None:
-    """As on a fast link: what is not exact is tried again now and then."""
-    known, exact = Approximation(), manifest_of(1)
-    assert known.pays()
-    known.took(exact, 1.0)
-    assert known.pays()  # how long the other takes is not known
-    known.took(exact.inexact(), 2.0)
-    assert [known.pays() for _ in range(20)].count(True) == 2
-    for _ in range(10):
-        known.took(exact, 4.0)  # the link has become slow
-    assert all(known.pays() for _ in range(20))
+    """As on a fast link; what is not exact is tried again now and then."""
+    known = Approximation()
+    assert sends(known, 30, exact_s=1.0, inexact_s=2.0) == [1, 11, 21]
+    sends(known, 12, exact_s=9.0, inexact_s=2.0)  # the link has become slow
+    assert len(sends(known, 20, exact_s=9.0, inexact_s=2.0)) == 18
+
+
+def test_a_host_without_memory_for_it_sends_exactly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(approximation, "available_bytes", lambda: 1000)
+    assert sends(Approximation(), 5, exact_s=2.0, inexact_s=1.0) == []
+    assert caplog.text.count("compression='topk' needs 2.10 MB more memory on this host") == 1
 
 
 def test_an_exact_one_is_never_deleted_for_one_that_is_not(tmp_path: Path) -> None:

@@ -72,11 +72,7 @@ class Approximation:
 
     def pays(self) -> bool:
         """Whether an approximation was there sooner than an exact snapshot; it is tried again now and then."""
-        if len(self._took_s) < 2 or self._took_s[False] < self._took_s[True] or self._skipped >= EXACT_EVERY - 1:
-            self._skipped = 0
-            return True
-        self._skipped += 1
-        return False
+        return len(self._took_s) < 2 or self._took_s[False] < self._took_s[True] or self._skipped >= EXACT_EVERY - 1
 
     def leads_to(self, manifest: Manifest, floats: Sequence[Floats]) -> bool:
         """Whether the next snapshot may be approximated from it.
@@ -85,6 +81,9 @@ class Approximation:
             manifest: of that.
             floats: where in it numbers lie that may be approximated.
         """
+        if not self.pays():
+            self._skipped += 1
+            return False
         mine = self._manifest
         return (
             mine is not None
@@ -92,7 +91,6 @@ class Approximation:
             and manifest.nbytes <= len(self._memory)
             and (manifest.lineage, manifest.part_bytes, manifest.files) == (mine.lineage, mine.part_bytes, ())
             and self._since_exact < EXACT_EVERY - 1
-            and self.pays()
         )
 
     def glance(self, base: BaseInfo | None) -> Glance | None:
@@ -112,15 +110,12 @@ class Approximation:
             floats: where in it numbers lie that may be approximated in the next ones.
         """
         before, self._manifest = self._manifest, None
-        if manifest.files:
+        if manifest.files or not self.pays():
             return
         if manifest.nbytes > len(self._memory):
-            before, self._memory = None, mmap.mmap(-1, 1)
-            capacity, available = slot_capacity(manifest.nbytes), available_bytes()
-            if available is not None and capacity > available:
-                self._say_no_memory(capacity)
+            before = None
+            if not self._make_memory(slot_capacity(manifest.nbytes)):
                 return
-            self._memory = mmap.mmap(-1, capacity)
         with memoryview(self._memory) as memory:
             memory[: manifest.nbytes] = image[: manifest.nbytes]
             _clear(memory, manifest, before)
@@ -138,6 +133,7 @@ class Approximation:
             the approximation, which lies here until the next call; what changed in its parts, by their first bytes.
         """
         before, self._manifest = self._manifest, None  # until it is done
+        self._skipped = 0
         nbytes, parts = exact.nbytes, list(part_ranges(exact.nbytes, exact.part_bytes))
         memory = memoryview(self._memory)
         changes = dict(threads.map(functools.partial(self._advance, image, memory), parts))
@@ -173,7 +169,15 @@ class Approximation:
             has[first:last] = new[first:last]
         return start, Change(ranges, picks)
 
-    def _say_no_memory(self, capacity: int) -> None:
+    def _make_memory(self, capacity: int) -> bool:
+        self._memory = mmap.mmap(-1, 1)
+        available = available_bytes()
+        if available is None or capacity <= available:
+            try:
+                self._memory = mmap.mmap(-1, capacity)
+                return True
+            except (OSError, OverflowError) as error:
+                logger.debug("no memory for an approximation: %s", error)
         if not self._has_said:
             self._has_said = True
             logger.warning(
@@ -181,6 +185,7 @@ class Approximation:
                 " exactly",
                 format_bytes(capacity),
             )
+        return False
 
 
 class ApproximateEncoder(PartEncoder):
