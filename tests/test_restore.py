@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,17 @@ import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from lightning_spot.client.filesystem import SpotFileSystem
+from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import CorruptSnapshot, SpotError, TierError
 from lightning_spot.fit import chosen, restore
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.chosen import ResumedFrom, choose
+from lightning_spot.fit.named import fetched_once
 from lightning_spot.fit.owned import own_small
 from lightning_spot.fit.restore import Hosts
 from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory.node import Node
 from lightning_spot.run import receiving, sharing
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
@@ -31,6 +36,7 @@ from lightning_spot.run.sources import Use
 from lightning_spot.run.survey import Survey, survey
 from lightning_spot.tiers.local import LocalStore
 from tests.oracle import claim_of
+from tests.served import served
 
 LARGE = 400_000  # elements: more than 1 MiB
 Chosen = tuple[ResumedFrom, dict[str, Any]] | None
@@ -314,6 +320,58 @@ def test_a_rank_that_cannot_reach_the_first_of_its_host_reads_for_itself(
     assert [found[1]["step"] for found in restored(run)] == [6, 6, 6]
     assert fetched == [run.url]  # by the first; the others have nobody to share with, and read in place
     assert "no way there; rank 2 reads the snapshot itself" in caplog.text
+
+
+# -- a checkpoint that is named ---------------------------------------------------------------------------------------
+
+
+class Loading(Rank):
+    """A rank that loads what it is told to."""
+
+    def load_checkpoint(self, path: str, weights_only: bool = True) -> Any:
+        assert path.startswith("/proc/self/fd/"), "each rank would read it over the network"
+        return torch.load(path, weights_only=weights_only)
+
+
+def load_named(url: str, store: LocalStore) -> list[Any]:
+    group, location = Group(3), Location.of(store.root, None, None)
+
+    def load_on(rank: int) -> Any:
+        threading.current_thread().name = f"rank-{rank}"
+        trainer = Loading(group, rank)
+        try:
+            with fetched_once(trainer, location, url):  # type: ignore[arg-type]
+                loaded = trainer.load_checkpoint(url, weights_only=True)
+        except SpotError as error:
+            return error
+        assert "load_checkpoint" not in vars(trainer)
+        return loaded
+
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(load_on, range(3)))
+
+
+def test_a_checkpoint_named_at_a_node_is_fetched_once_for_the_ranks_of_a_host(
+    run: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled: list[int] = []
+    original = SpotFileSystem.fill
+
+    def fill(files: SpotFileSystem, info: dict[str, Any], start: int, into: memoryview) -> None:
+        filled.append(len(into))
+        original(files, info, start, into)
+
+    monkeypatch.setattr(SpotFileSystem, "fill", fill)
+    newest = replace(manifest_of(run), run_id="")
+    content = memoryview((run.root / newest.data_path).read_bytes())
+    with served(Node(slots=2, memory_bytes=2**26, open_store=lambda _url: pytest.fail("written"))) as port:
+        url = f"spot://127.0.0.1:{port}/run"
+        store = NodeStore(url)
+        store.put(newest, content, attempt=1)
+        assert [loaded["step"] for loaded in load_named(f"{url}/last.ckpt", run)] == [6, 6, 6]
+        assert sum(filled) == newest.nbytes
+        assert all("no-such" in str(error) for error in load_named(f"{url}/no-such.ckpt", run))
+        store.client.close()
 
 
 # -- giving and taking ------------------------------------------------------------------------------------------------

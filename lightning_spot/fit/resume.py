@@ -26,6 +26,7 @@ from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.changes import check_model, other_hyperparameters, some
 from lightning_spot.fit.chosen import ResumedFrom, choose
 from lightning_spot.fit.fingerprint import Fingerprint
+from lightning_spot.fit.named import fetched_once
 from lightning_spot.fit.ranks import main_address, on_rank_zero
 from lightning_spot.fit.restore import Hosts
 from lightning_spot.fit.selection import Selection, select
@@ -174,7 +175,8 @@ class Resume(OfTrainer):
             vars(connector).pop(private.RESUME_START.name, None)  # once
             self._trusts = options.get("weights_only") is False
             begun_s = time.monotonic()
-            original(checkpoint_path, **options)
+            with fetched_once(trainer, location, checkpoint_path):
+                original(checkpoint_path, **options)
             if checkpoint_path:
                 rank_zero_info(f"lightning_spot: resumed from ckpt_path={str(checkpoint_path)!r}, as asked")
             else:
