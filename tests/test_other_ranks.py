@@ -6,6 +6,7 @@ import json
 import subprocess
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torchmetrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from lightning_spot.exact import logged_values, merging
@@ -210,6 +212,17 @@ def test_metrics_of_ranks_that_are_gone_are_in_the_value_of_the_epoch(world: int
 def test_gradients_in_mid_accumulation_keep_their_mean() -> None:
     held = [{"weight": torch.full((2,), float(rank))} for rank in range(4)]
     assert merging.gradients(held)["weight"].tolist() == [1.5, 1.5]
+
+
+@pytest.mark.parametrize(("strategy", "kept"), [(DDPStrategy(), [1.0]), (ModelParallelStrategy(), [])])
+def test_gradients_in_shards_are_named(strategy: Any, kept: list[float]) -> None:
+    """A shard of one number of ranks is none of another."""
+    trainer: Any = SimpleNamespace(strategy=strategy, lightning_module=torch.nn.Linear(1, 1))
+    state = {"random": capture_random(), "metrics": {}, "buffers": {}}
+    others = OtherRanks([{**state, "gradients": {"bias": torch.ones(1) * rank}} for rank in range(3)], 0, 2)
+    values = others.values(trainer, is_distributed=True)
+    assert [float(gradient) for gradient in values["gradients"].values()] == kept
+    assert ["in shards" in reason for reason in others.reasons] == [True] * (not kept)
 
 
 def test_logged_means_keep_their_sum() -> None:

@@ -16,6 +16,7 @@ import torch
 from lightning_spot.exact import merging, order
 from lightning_spot.exact.position import loader_itself
 from lightning_spot.exact.randomness import State, capture_generator
+from lightning_spot.exact.sharded import is_sharded
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -39,19 +40,21 @@ class OtherRanks:
         self._left: int | None = None
         self.reasons: list[str] = []
 
-    def values(self, module: pl.LightningModule, *, is_distributed: bool) -> State:
+    def values(self, trainer: pl.Trainer, *, is_distributed: bool) -> State:
         """The state of this rank, but for its place in the data.
 
         Args:
-            module: that is trained.
+            trainer: that goes on.
             is_distributed: whether Lightning reduces what ranks log, as it may do with one rank, too.
         """
         values = dict(self._own)
         values["random"] = random_of([state["random"] for state in self._ranks], self._rank)
-        values["gradients"] = merging.gradients([state["gradients"] for state in self._ranks])
+        values["gradients"] = self._gradients(trainer)
         if self._rank >= len(self._ranks):  # rank 0's are in the checkpoint; what is in no checkpoint, it had, too
             values["buffers"] = self._ranks[0]["buffers"]
-        values["metrics"], lost = merging.metrics(module, [state["metrics"] for state in self._ranks], self._rank)
+        values["metrics"], lost = merging.metrics(
+            trainer.lightning_module, [state["metrics"] for state in self._ranks], self._rank
+        )
         if lost:
             self.reasons.append(
                 f"what other ranks had of {', '.join(lost)} cannot be merged (its states have no known reduction):"
@@ -67,6 +70,16 @@ class OtherRanks:
                     f" values of the epoch of {', '.join(lost)} are those of its rest"
                 )
         return values
+
+    def _gradients(self, trainer: pl.Trainer) -> State:
+        found = [state["gradients"] for state in self._ranks]
+        if not (any(found) and is_sharded(trainer)):
+            return merging.gradients(found)
+        self.reasons.append(
+            "gradients in mid-accumulation are in shards of the ranks that were there: the batches of that window are"
+            " missing in its step"
+        )
+        return {}
 
     def position(self, loader: Any, index: int) -> State | None:
         """Place at which a training loader goes on; ``None`` for the start of an epoch."""

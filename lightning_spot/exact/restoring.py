@@ -98,7 +98,7 @@ class Restoring(OfTrainer):
             return ranks[trainer.global_rank]
         self._others = OtherRanks(ranks, trainer.global_rank, trainer.world_size)
         is_distributed = bool(private.ACCELERATOR_CONNECTOR.of(trainer).is_distributed)
-        return self._others.values(trainer.lightning_module, is_distributed=is_distributed)
+        return self._others.values(trainer, is_distributed=is_distributed)
 
     def restore_masks(self) -> None:
         """When training begins, before it is noted how everything is: prune the model as it was pruned."""
