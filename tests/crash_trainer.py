@@ -9,6 +9,7 @@ of N. What it is told and sees goes to an oracle file by ``os.write``, which a k
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -22,6 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from tests.oracle import BETAS, EPS, LEARNING_RATE, MOMENTUM, mixed
+
+_CLONE_NEWNET = 0x40000000
 
 
 class Counter(pl.LightningModule):
@@ -128,6 +131,17 @@ def train(
     )
 
 
+def move(namespace: str, directory: str, environment: dict[str, str], python: str) -> None:
+    """Go on in another network namespace, as on another machine; its node is started there, by ``python``."""
+    sys.executable = python
+    os.environ.update(environment)
+    os.chdir(directory)
+    with open(f"/var/run/netns/{namespace}", "rb") as network:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(network.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+
+
 def serve() -> None:
     """Fork a trainer for each request; say its process id, and later how it ended."""
     print("ready", flush=True)
@@ -136,7 +150,10 @@ def serve() -> None:
         if pid == 0:
             code = 1
             try:
-                train(**json.loads(line))
+                request = json.loads(line)
+                if (machine := request.pop("machine", None)) is not None:
+                    move(**machine)
+                train(**request)
                 code = 0
             finally:
                 os._exit(code)

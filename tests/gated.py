@@ -155,6 +155,7 @@ class NodeBehind:
         open: it takes nothing while this is cleared.
         waiting: whether somebody waits for that.
         arrived: steps that were sent whole.
+        known: what it would be told if it had forgotten the run.
     """
 
     def __init__(self, url: str, node: Node | None) -> None:
@@ -168,6 +169,7 @@ class NodeBehind:
         self.open.set()
         self.waiting = False
         self.arrived: list[int] = []
+        self.known: RunInfo | None = None
 
     def open_run(self, info: RunInfo) -> Opened:
         self.opened += 1
@@ -177,7 +179,7 @@ class NodeBehind:
         self._node().check_flush_to(via)
 
     def know(self, info: RunInfo) -> None:
-        """It is told again by nobody."""
+        self.known = info
 
     def listing(self) -> list[tuple[Manifest, list[str], list[str]]]:
         return [(slot.manifest, slot.dirty, slot.safe) for slot in self._node().committed(self.run) if slot.manifest]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from benchmarks.chain import NotPermitted
 from tests.conftest import until
@@ -56,24 +56,32 @@ class Network:
         """What this machine has on its own: gone when it is lost."""
         return self._root / f"{host}-{self._machines[host]}"
 
-    def start(self, host: str, *arguments: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        """Start a Python there, as on a machine of its own."""
+    def machine(self, host: str) -> dict[str, Any]:
+        """What a process needs to be on that machine: ``namespace``, ``directory``, ``environment``, ``python``."""
         folder = self.folder(host)
         folder.mkdir(exist_ok=True, mode=0o700)
         environment = {
-            **os.environ,
             "LIGHTNING_SPOT_TOKEN": TOKEN,
             "LIGHTNING_SPOT_RUNTIME_DIR": str(folder),
             "LIGHTNING_SPOT_SHM_DIR": "",
             "LIGHTNING_SPOT_CLOUD": "none",
         }
+        return {
+            "namespace": self._namespace(host),
+            "directory": str(folder),
+            "environment": environment,
+            "python": sys.executable,
+        }
+
+    def start(self, host: str, *arguments: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        """Start a Python there."""
         command = ["ip", "netns", "exec", self._namespace(host), sys.executable, *arguments]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=environment,
+            env={**os.environ, **self.machine(host)["environment"]},
             cwd=Path(__file__).parents[1],
         )
         self._processes.append(process)

@@ -6,7 +6,6 @@ is: snapshots come to the durable tier too rarely to matter, but where a test is
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -24,13 +23,14 @@ from lightning_spot.protocol.wire import Address
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.network import TOKEN, Network, listening
+from tests.zygote import Zygote
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
 TRAINER, LEFT, RIGHT = "trainer", "left", "right"
 SLOW_BITS_PER_S = 100_000_000
 ELEMENTS = 1_000_000  # 5 MB with the buffer: 0.4 s over the slow link
-WAIT_S = 240.0  # a trainer imports torch, on a machine that may be busy
+WAIT_S = 120.0
 
 
 @dataclass
@@ -40,6 +40,8 @@ class Cluster:
     network: Network
     root: Path
     monkeypatch: pytest.MonkeyPatch
+    zygote: Zygote
+    log: Path
     nodes: dict[str, str] = field(default_factory=dict)
     attempts: int = 0
     reached: int = 0
@@ -56,12 +58,12 @@ class Cluster:
         log = self.root / f"{host}-{time.monotonic_ns()}.log"
         self.nodes[host] = listening(self.network, host, 7070, log, "--allow", str(self.root / "bucket"))
 
-    def train(self, **more: Any) -> Any:
+    def train(self, **more: Any) -> None:
         """Start the trainer: a snapshot at every step, kept at both nodes."""
         self.attempts += 1
         request = {
-            "dirpath": str(self.run_dir),
-            "oracle": str(self.oracle),
+            "dirpath": self.run_dir,
+            "oracle": self.oracle,
             "elements": ELEMENTS,
             "pace_s": 0.02,
             "slots": 5,
@@ -71,8 +73,14 @@ class Cluster:
             "flush_timeout_s": WAIT_S,
             **more,
         }
-        with open(self.root / f"trainer-{self.attempts}.log", "wb") as log:
-            return self.network.start(TRAINER, "-m", "tests.crash_trainer", json.dumps(request), log=log)
+        self.zygote.spawn(**request, machine=self.network.machine(TRAINER))
+
+    def lose(self, *hosts: str) -> None:
+        """Machines are gone."""
+        for host in hosts:
+            self.network.lose(host)
+            if host == TRAINER:
+                assert self.zygote.read() == "-9"
 
     def lines(self, word: str) -> list[list[str]]:
         text = self.oracle.read_text() if self.oracle.exists() else ""
@@ -85,7 +93,7 @@ class Cluster:
     def resumed(self) -> int:
         """The step that the attempt has resumed from; its state must be that step's."""
         ((step, _tier, whole),) = until(lambda: self.lines("from"), f"attempt {self.attempts} to train", WAIT_S)
-        assert whole == "whole", (self.root / f"trainer-{self.attempts}.log").read_text()
+        assert whole == "whole", self.log.read_text()
         self.reached = int(step)
         return self.reached
 
@@ -103,19 +111,21 @@ class Cluster:
         except (SpotError, OSError):
             return {}
 
-    def safe(self, *hosts: str) -> int:
-        """The newest step that the trainer's host knows to be at all of these nodes; 0 if none is."""
-        urls = [self.nodes[host] for host in hosts]
-        steps = [
-            int(slot["snapshot"].split("-")[1])
-            for slot in self.status().get("slots", ())
-            if slot["snapshot"] and all(any(at.startswith(url) for at in slot["safe"]) for url in urls)
-        ]
-        return max(steps, default=0)
+    def safe(self, host: str) -> int:
+        """The newest step that the trainer's host knows to be at a node; 0 if none is."""
+        url = self.nodes[host]
+        slots = [slot for slot in self.status().get("slots", ()) if slot["snapshot"]]
+        at_it = (slot["snapshot"] for slot in slots if any(at.startswith(url) for at in slot["safe"]))
+        return max((int(name.split("-")[1]) for name in at_it), default=0)
 
     def wait_safe(self, step: int, *hosts: str) -> int:
-        """Wait until a snapshot of ``step``, or of a later one, is at all of these nodes."""
-        return int(until(lambda: (found := self.safe(*hosts)) >= step and found, f"{step} at {hosts}", WAIT_S))
+        """Wait until a snapshot of ``step``, or of a later one, is at each of these nodes; the oldest of these."""
+
+        def found() -> int:
+            newest = min(self.safe(host) for host in hosts)
+            return newest if newest >= step else 0
+
+        return int(until(found, f"step {step} at {hosts}", WAIT_S))
 
     def sending(self, host: str) -> bool:
         """Whether a snapshot is on its way to a node."""
@@ -125,27 +135,31 @@ class Cluster:
     def ends(self) -> None:
         """Start again; the run must come to its end, and be durable."""
         step = max(self.step(), self.reached)
-        trainer = self.train(max_steps=step + 10)
+        self.train(max_steps=step + 10)
         self.resumed()
-        assert trainer.wait(WAIT_S) == 0, (self.root / f"trainer-{self.attempts}.log").read_text()
+        assert self.zygote.read() == "0", self.log.read_text()
         newest = LocalStore(self.run_dir).survey().manifests[0]
         assert (newest.step, newest.complete) == (step + 10, True)
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -> Iterator[Cluster]:
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", TOKEN)
     (tmp_path / "bucket").mkdir()
-    name = f"ls-hosts-{os.getpid()}"
+    log = tmp_path / "trainers.log"
+    zygote = Zygote(warm_python, log)
     try:
-        with Network(name, (TRAINER, LEFT, RIGHT), tmp_path) as network:
+        with Network(f"ls-hosts-{os.getpid()}", (TRAINER, LEFT, RIGHT), tmp_path) as network:
             network.shape(TRAINER, SLOW_BITS_PER_S, delay_ms=1)
-            made = Cluster(network, tmp_path, monkeypatch)
+            made = Cluster(network, tmp_path, monkeypatch, zygote, log)
             for host in (LEFT, RIGHT):
                 made.start_node(host)
             yield made
     except NotPermitted as reason:
         pytest.skip(f"no network namespaces here: {reason}")
+    finally:
+        zygote.process.kill()
+        zygote.process.wait()
 
 
 def staging(_: Cluster) -> None:
@@ -172,18 +186,14 @@ def test_the_trainers_machine_is_lost_and_perhaps_one_node_with_it(
 ) -> None:
     cluster.train()
     cluster.resumed()
-    cluster.wait_safe(3, LEFT, RIGHT)
+    promised = cluster.wait_safe(3, LEFT, RIGHT)
     phase(cluster)
-    left = [host for host in (LEFT, RIGHT) if host != also]
-    promised = max(cluster.safe(host) for host in left)
-    assert promised >= 3
-    cluster.network.lose(TRAINER)
-    if also is not None:
-        cluster.network.lose(also)
+    promised = max(promised, *(cluster.safe(host) for host in (LEFT, RIGHT) if host != also))
+    cluster.lose(TRAINER, *([also] if also is not None else []))
     cluster.train()
     assert cluster.resumed() >= promised
     cluster.trains_on()
-    cluster.network.lose(TRAINER)
+    cluster.lose(TRAINER)
     cluster.ends()
 
 
@@ -195,7 +205,7 @@ def test_a_node_is_lost_and_comes_back(cluster: Cluster, phase: Callable[[Cluste
     cluster.wait_safe(3, LEFT, RIGHT)
     phase(cluster)
     if fault == "machine":
-        cluster.network.lose(LEFT)
+        cluster.lose(LEFT)
     else:
         cluster.network.cut(LEFT)
     cluster.trains_on()
@@ -206,12 +216,11 @@ def test_a_node_is_lost_and_comes_back(cluster: Cluster, phase: Callable[[Cluste
         cluster.network.mend(LEFT)
     cluster.wait_safe(cluster.step(), LEFT, RIGHT)
     cluster.trains_on()
-    promised = cluster.safe(LEFT)
-    cluster.network.lose(TRAINER)
-    cluster.network.lose(RIGHT)  # the one that came back has it all by itself now
+    promised = cluster.wait_safe(1, LEFT)
+    cluster.lose(TRAINER, RIGHT)  # the one that came back has it all by itself now
     cluster.train()
     assert cluster.resumed() >= promised
-    cluster.network.lose(TRAINER)
+    cluster.lose(TRAINER)
     cluster.ends()
 
 
@@ -224,10 +233,10 @@ def test_the_trainers_link_is_cut(cluster: Cluster) -> None:
     cluster.trains_on()
     cluster.network.mend(TRAINER)
     promised = cluster.wait_safe(cluster.step(), LEFT, RIGHT)
-    cluster.network.lose(TRAINER)
+    cluster.lose(TRAINER)
     cluster.train()
     assert cluster.resumed() >= promised
-    cluster.network.lose(TRAINER)
+    cluster.lose(TRAINER)
     cluster.ends()
 
 
@@ -238,19 +247,19 @@ def test_the_node_that_carries_the_run_on_is_lost_before_it_has(cluster: Cluster
     cluster.wait_safe(3, LEFT, RIGHT)
     carrier = next(host for host, url in cluster.nodes.items() if _carries(cluster, url))
     other = RIGHT if carrier == LEFT else LEFT
-    cluster.network.lose(carrier)
+    cluster.lose(carrier)
     cluster.trains_on()
     until(lambda: _carries(cluster, cluster.nodes[other]), "the other node to carry the run on", WAIT_S)
     promised = cluster.wait_safe(cluster.step(), other)
-    cluster.network.lose(TRAINER)
+    cluster.lose(TRAINER)
     durable = LocalStore(cluster.run_dir)
     until(lambda: durable.survey().manifests[0].step >= promised, "it to be durable", WAIT_S)
-    cluster.network.lose(other)
+    cluster.lose(other)
     cluster.start_node(other)
     cluster.start_node(carrier)
     cluster.train()
     assert cluster.resumed() >= promised
-    cluster.network.lose(TRAINER)
+    cluster.lose(TRAINER)
     cluster.ends()
 
 
@@ -258,17 +267,17 @@ def test_the_machine_is_lost_again_while_it_restores(cluster: Cluster) -> None:
     cluster.train()
     cluster.resumed()
     promised = cluster.wait_safe(3, LEFT, RIGHT)
-    cluster.network.lose(TRAINER)
+    cluster.lose(TRAINER)
     for host in (LEFT, RIGHT):
         cluster.network.shape(host, SLOW_BITS_PER_S // 10)  # it is read for seconds
     before = cluster.network.received(TRAINER)
     cluster.train()
     until(lambda: cluster.network.received(TRAINER) > before + 10**6, "it to be at reading", WAIT_S)
     assert not cluster.lines("from")
-    cluster.network.lose(TRAINER)
+    cluster.lose(TRAINER)
     cluster.train()
     assert cluster.resumed() >= promised
-    cluster.network.lose(TRAINER)
+    cluster.lose(TRAINER)
     cluster.ends()
 
 

@@ -6,11 +6,9 @@ lies outside the killed processes: what the trainer had been told was committed,
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,34 +18,9 @@ import pytest
 from lightning_spot.client import embedded
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
+from tests.zygote import Zygote
 
 KINDS = ("trainer", "node then trainer", "both")
-
-
-class Zygote:
-    """A warm process that forks trainers."""
-
-    def __init__(self, python: str, log: Path) -> None:
-        with open(log, "wb") as output:
-            self.process = subprocess.Popen(
-                [python, "-m", "tests.crash_trainer"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                text=True,
-                cwd=Path(__file__).parents[1],
-            )
-        assert self.read() == "ready"
-
-    def read(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def spawn(self, dirpath: Path, oracle: Path, **more: object) -> int:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"dirpath": str(dirpath), "oracle": str(oracle), **more}) + "\n")
-        self.process.stdin.flush()
-        return int(self.read())
 
 
 @pytest.fixture

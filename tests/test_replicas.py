@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonargparse
 import pytest
 
 from lightning_spot import SpotCheckpoint
@@ -20,6 +21,8 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.placement import placed
 from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.slots import Slot, SlotState, bases_of, reusable
+from lightning_spot.run import peers
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
 from lightning_spot.run.patience import Patience
@@ -88,6 +91,36 @@ def test_a_node_that_is_named_twice_is_no_second_one(tmp_path: Path) -> None:
         SpotCheckpoint(str(tmp_path), memory=[NODES[0], NODES[0]], replicas=2)
 
 
+def test_the_node_of_this_machine_is_no_replica(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All hosts of a job are nodes for each other, and all have the same list."""
+    for other in ("192.0.2.1", "[2001:db8::1]", "127.0.0.1", "localhost", "no-such-host.invalid"):
+        assert not peers.is_here(other)
+    own = socket.getaddrinfo("127.0.0.1", None, type=socket.SOCK_DGRAM)
+    monkeypatch.setattr(peers.socket, "getaddrinfo", lambda host, *_, **__: own if host == "10.0.0.0" else [])
+    monkeypatch.setattr(peers, "_is_own", lambda _family, address: address[0] == "127.0.0.1")
+    assert peers.elsewhere(NODES[:3], 2) == tuple(NODES[1:3])
+    assert not warnings(caplog, "replicas")
+    assert peers.elsewhere(NODES[:2], 2) == (NODES[1],)
+    assert len(warnings(caplog, "replicas=2")) == 1
+    assert peers.elsewhere(NODES[:1], 1) == (NODES[0],)  # better than none
+
+
+def test_an_address_that_is_bound_here_is_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.ipaddress.IPv4Address, "is_loopback", False)
+    assert peers.is_here("127.0.0.1")  # as if it were an address of a network card
+    assert not peers.is_here("192.0.2.1")
+
+
+def test_lightning_cli_takes_several_nodes_and_replicas(tmp_path: Path) -> None:
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(SpotCheckpoint, "spot")
+    written = {"dirpath": str(tmp_path), "memory": NODES[:2], "replicas": 2}
+    given = parser.parse_object({"spot": {"class_path": "lightning_spot.SpotCheckpoint", "init_args": written}})
+    assert (given.spot.init_args.memory, given.spot.init_args.replicas) == (NODES[:2], 2)
+
+
 # -- two replicas -----------------------------------------------------------------------------------------------------
 
 
@@ -106,6 +139,8 @@ def test_each_snapshot_is_at_two_nodes_and_one_of_them_carries_it_on(make: Calla
     assert [run["carries"] for base in (FIRST, SECOND) for run in bench.nodes[base].listed()] == [True, False]
     status = bench.node.status()["runs"][RUN]["nodes"]
     assert list(status.values()) == ["carries it on", "holds it", "spare"]
+    assert (known := bench.behind[SECOND].known) is not None
+    assert not known.carry  # nor after a restart, until it is asked to
     # Both are told, or know, what is durable: neither keeps it for ever.
     until(lambda: bench.nodes[SECOND].committed(RUN)[0].settled, "the second node to be told")
 
@@ -126,6 +161,15 @@ def test_a_slow_replica_does_not_slow_the_fast_one_and_gets_the_newest(make: Cal
     bench.behind[SECOND].open.set()
     at_both(bench, 8, SECOND)
     assert set(bench.behind[SECOND].arrived) <= {1, 2, 8}  # what was superseded meanwhile was passed over
+
+
+def test_what_each_node_has_is_kept_to_send_it_changes_only() -> None:
+    """The newest that a slow one has is older than what the other one has."""
+    slots = [Slot(index, SlotState.COMMITTED, run=RUN_ID, sequence=index) for index in range(5)]
+    for slot, at in zip(slots, ([FIRST, SECOND], [SECOND], [FIRST], [FIRST], []), strict=True):
+        slot.manifest, slot.safe = manifest_of(slot.index), [*at, "/durable"]
+    assert bases_of(slots) == {slots[1], slots[3]}
+    assert [slot.index for slot in reusable(slots)] == [0, 2, 1, 3, 4]  # the newest, and what nodes have, last
 
 
 @pytest.mark.parametrize("lost", [FIRST, SECOND])

@@ -134,9 +134,14 @@ def newest_of_lineages(slots: Iterable[Slot]) -> set[Slot]:
 
 
 def bases_of(slots: Iterable[Slot]) -> set[Slot]:
-    """The slots that hold the newest snapshot of each run that is at a node behind this one."""
-    sent = (slot for slot in slots if slot.snapshot is not None and any(url.startswith("spot://") for url in slot.safe))
-    return set({slot.run: slot for slot in sorted(sent, key=lambda slot: slot.sequence)}.values())
+    """The slots that hold the newest snapshot of each run that is at a node behind this one, for each such node."""
+    newest = {
+        (slot.run, url): slot
+        for slot in sorted(slots, key=lambda slot: slot.sequence)
+        for url in slot.safe
+        if slot.snapshot is not None and url.startswith("spot://")
+    }
+    return set(newest.values())
 
 
 def only_here(slots: list[Slot]) -> set[Slot]:

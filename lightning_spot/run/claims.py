@@ -21,6 +21,7 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run import patience
 from lightning_spot.run.identity import next_attempt
 from lightning_spot.run.patience import Patience
+from lightning_spot.run.peers import elsewhere
 from lightning_spot.run.survey import Survey
 from lightning_spot.tiers.store import Claim, Store
 
@@ -71,7 +72,7 @@ def begin_attempt(
         durable_url=location.url,
         durable_every_s=durable_every_s,
         compression=compression,
-        nodes=placed(location.nodes, found.identity.run_id),
+        nodes=placed(elsewhere(location.nodes, replicas), found.identity.run_id),
         replicas=replicas,
         pid=os.getpid(),
         host=os.uname().nodename,
