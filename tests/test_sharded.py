@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import warnings
 import zipfile
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import Replicate, Shard
 
+from lightning_spot.cli.command import main
 from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, ModelChanged, NotSerialisable
 from lightning_spot.image.files import check_files
 from lightning_spot.image.manifest import Manifest
@@ -313,7 +315,10 @@ def test_ranks_with_other_states_have_other_digests() -> None:
     assert len(digests) == 2
 
 
-def test_the_plain_file_made_of_it_is_what_one_device_would_have_saved(tmp_path: Path) -> None:
+def test_the_plain_file_made_of_it_is_what_one_device_would_have_saved(
+    tmp_path: Path, warm_python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", warm_python)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW([{"params": model[1].parameters()}, {"params": model[0].parameters(), "lr": 0.5}])
     model(torch.randn(5, 3)).sum().backward()
@@ -336,6 +341,10 @@ def test_the_plain_file_made_of_it_is_what_one_device_would_have_saved(tmp_path:
     other = torch.optim.AdamW([{"params": model[1].parameters()}, {"params": model[0].parameters()}])
     other.load_state_dict(plain["optimizer_states"][0])
     assert same(other.state_dict(), wanted)
+
+    assert main(["pull", str(tmp_path), manifest.name, "--consolidate", "--to", str(tmp_path / "pulled.ckpt")]) == 0
+    assert (tmp_path / "pulled.ckpt").read_bytes() == (tmp_path / "plain.ckpt").read_bytes()
+    (tmp_path / "pulled.ckpt").unlink()
 
     damaged = folder / "__0_0.distcp"
     damaged.write_bytes(damaged.read_bytes().replace(b"PK", b"PX", 1))

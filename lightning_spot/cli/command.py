@@ -80,6 +80,9 @@ def command_parser() -> argparse.ArgumentParser:
         if name == "pull":
             command.add_argument("--to", default=".", metavar="PATH", help="file or directory (default: %(default)s)")
             command.add_argument("--force", action="store_true", help="replace an existing file")
+            command.add_argument(
+                "--consolidate", action="store_true", help="make one plain file of a sharded snapshot (needs torch)"
+            )
         if name in ("ls", "show"):
             command.add_argument("--json", action="store_true", help="print JSON, for programs")
         command.set_defaults(call=call)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import subprocess
+import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -24,10 +26,14 @@ def pull(arguments: argparse.Namespace) -> int:
     """Copy the newest good snapshot (or the one named) into a file, or a directory, that torch and Lightning read."""
     found = ask(arguments)
     wanted = pick(found, arguments.snapshot).manifest
-    target = _target(arguments, wanted)
+    one_file = arguments.consolidate or not wanted.files
+    target = _target(arguments, wanted, one_file=one_file)
     snapshot = _open_somewhere(found, wanted.name)
     try:
-        _copy(snapshot, target)
+        if wanted.files and one_file:
+            _consolidate(snapshot, target)
+        else:
+            _copy(snapshot, target)
     finally:
         snapshot.close()
     print(f"{target}: {format_bytes(wanted.nbytes)}, step {wanted.step}, from {snapshot.tier}, every checksum holds")
@@ -79,17 +85,31 @@ def _open(entry: Entry) -> OpenSnapshot:
         return entry.source.open(entry.manifest, lambda nbytes: progress.update(task, advance=nbytes))
 
 
-def _target(arguments: argparse.Namespace, wanted: Manifest) -> Path:
+def _target(arguments: argparse.Namespace, wanted: Manifest, *, one_file: bool) -> Path:
     target, name = Path(arguments.to), wanted.name
     if target.is_dir():
-        target = target / (name if wanted.files or name.endswith(".ckpt") else f"{name}.ckpt")
-    if target.exists() and wanted.files:
+        target = target / (name if not one_file or name.endswith(".ckpt") else f"{name}.ckpt")
+    if target.exists() and not one_file:
         raise SettingsError(f"{target} exists, and a directory is never replaced; pass --to another path")
     if target.exists() and not arguments.force:
         raise SettingsError(f"{target} exists; pass --force to replace it, or --to another path")
     if not target.parent.is_dir():
         raise SettingsError(f"{target.parent} is no directory; make it first, or pass --to another path")
     return target
+
+
+def _consolidate(snapshot: OpenSnapshot, target: Path) -> None:
+    """Make one plain file of a sharded snapshot, in a process of its own: commands know no torch."""
+    folder = target.parent / f".{target.name}.{uuid.uuid4().hex}.shards"
+    try:
+        _copy(snapshot, folder)
+        command = [sys.executable, "-m", "lightning_spot.sharded.consolidate", str(folder), str(target)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            reason = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+            raise SpotError(f"no plain file could be made of {snapshot.manifest.name}: {reason}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _copy(snapshot: OpenSnapshot, target: Path) -> None:

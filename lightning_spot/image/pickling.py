@@ -55,6 +55,10 @@ class Named:
         self.forms: list[Any] = []  # keys of the tensors on it that were learned
         self._alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call] # keeps the identity, not the memory
 
+    def is_of(self, storage: torch.UntypedStorage) -> bool:
+        """Whether this is that storage."""
+        return bool(self.identity == storage._cdata)
+
 
 _PLAIN = frozenset([str, int, float, bool, type(None), tuple, dict, list, type, types.FunctionType, OrderedDict])
 """Kinds of which no object is a storage or a tensor: most of what is pickled."""

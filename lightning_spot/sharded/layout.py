@@ -131,7 +131,7 @@ class ShardedLayouter:
         """The storage by name, the same object as long as it is the same storage."""
         key = (path, placed.offset)
         named = self._named.get(key)
-        if named is None or named.identity != storage._cdata:
+        if named is None or not named.is_of(storage):
             self._numbers += 1
             named = self._named[key] = Named(self._numbers, storage)
             named.nbytes = nbytes
