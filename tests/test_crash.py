@@ -175,8 +175,10 @@ def alive(pid: int) -> bool:
 
 
 def again_and_again(training: Training, kinds: list[str], chance: random.Random, longest_s: float) -> None:
-    for kind in kinds:
+    for number, kind in enumerate(kinds):
         pid, oracle = training.start()
+        if number == 0:  # however slow the machine is, one is to resume from memory
+            until(lambda oracle=oracle: lines(oracle, "told"), "the first snapshot", 90)
         time.sleep(chance.random() * longest_s)
         training.kill(pid, oracle, kind, chance)
     training.start()

@@ -7,7 +7,8 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -128,10 +129,17 @@ def test_a_system_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not any(past_cache for past_cache, _ in written(tmp_path / "file", parts_of(memory_of(NBYTES))))
 
 
-def test_a_slot_leaves_nothing_in_the_page_cache(tmp_path: Path) -> None:
+@pytest.fixture
+def on_disk() -> Iterator[Path]:
+    """A folder that is not in memory, where the other temporary files may be."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_a_slot_leaves_nothing_in_the_page_cache(on_disk: Path) -> None:
     image = memory_of(8 * MIB)
-    path = write_aside(tmp_path, parts_of(image), attempt=1, run_id="")
-    probe = tmp_path / "probe"
+    path = write_aside(on_disk, parts_of(image), attempt=1, run_id="")
+    probe = on_disk / "probe"
     refused = not written(probe, parts_of(memory_of(MIB)))[0][0]
     if refused:
         pytest.skip("the file system of the tests has no O_DIRECT")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import re
@@ -253,7 +254,7 @@ def test_resume_false_starts_afresh_and_supersedes(tmp_path: Path) -> None:
     probe, callback = Probe(), spot(tmp_path, resume=False)
     trainer(callback, probe, max_epochs=1).fit(Net(), data())
     assert (callback.resumed_from, min(probe.states)) == (None, 0)
-    assert manifests(tmp_path)[0].order == (2, 20, True)  # newer than step 30 of the attempt before
+    assert manifests(tmp_path)[0].order == (2, 20, 2)  # newer than step 30 of the attempt before
 
 
 def test_explicit_ckpt_path_wins(tmp_path: Path) -> None:
@@ -540,9 +541,10 @@ def test_state_that_is_not_safe_to_load_is_left_alone_until_a_hook_wants_it(tmp_
     with pytest.raises(Stop):
         trainer(callback, StopAt(34)).fit(Odd(), data())
     assert callback.resumed_from is not None
-    callback = spot(tmp_path)
-    trainer(callback).fit(Odd(), data(), weights_only=False)
-    assert callback.resumed_from is not None
+    if "weights_only" in inspect.signature(pl.Trainer.fit).parameters:  # from Lightning 2.6 on
+        callback = spot(tmp_path)
+        trainer(callback).fit(Odd(), data(), weights_only=False)
+        assert callback.resumed_from is not None
 
 
 def test_state_that_cannot_be_pickled_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -259,7 +259,7 @@ class ShareWriter:
         for index, start, nbytes in split.share(self._share):
             storage = owned[index][0].untyped_storage()
             known = self._named.get(index)
-            if known is None or known.identity != storage._cdata or known.nbytes != storage.nbytes():
+            if known is None or not known.is_of(storage) or known.nbytes != storage.nbytes():
                 known = Named(index, storage)
             named[index] = known
             pieces.append(Piece(storage, split.places[index] + start, nbytes, (), known, start))
