@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_spot.capture.attempt import Attempt, RingSettings, open_host
 from lightning_spot.capture.host_link import leave
+from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import by_storage, optimizer_owned
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import KEY, Dump
@@ -21,7 +22,7 @@ from lightning_spot.fit.iterations import Iterations
 from lightning_spot.fit.pacing import Pacing
 from lightning_spot.fit.ranks import on_rank_zero
 from lightning_spot.fit.resume import Resume
-from lightning_spot.fit.together import ALONE, TOGETHER, Together, checked
+from lightning_spot.fit.together import ALONE, Together, checked
 from lightning_spot.fit.train_end import after_train_end
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.interval.costs import TierPace
@@ -277,6 +278,7 @@ class Snapshotter(OfTrainer):
         with self.pacing.stalling():
             dump = FitState.of(trainer).dump(before_validation=before_validation, at_end=complete)
             wait_s = WAIT_FOR_SLOT_S if self.settings.on_full == "wait" or complete else 0.0
+            how = self.together.how_last(self.attempt) if complete else how
             self._write(dump, complete=complete, wait_s=wait_s, how=how)
 
     def _write(
@@ -290,12 +292,16 @@ class Snapshotter(OfTrainer):
             return
         checkpoint = self.together.checkpoint(dump, how)
         self.begun_step = trainer.global_step
-        if how == TOGETHER and self.attempt is None:
+        if self.attempt is not None:
+            checkpoint[KEY] |= {"interval": self.pacing.state_dict(), "lineage": self.attempt.lineage}
+            self._store(checkpoint, complete=complete, wait_s=wait_s, ranks=self.together.ranks(how))
+        elif how != ALONE:
             name = snapshot_name(trainer.global_step, self.number, complete=complete)
-            self.together.share(dump, optimizer_owned(trainer.optimizers), name)
+            self.together.share(dump, how, optimizer_owned(trainer.optimizers), name)
+
+    def _store(self, checkpoint: dict[str, Any], *, complete: bool = False, wait_s: float, ranks: Ranks | None) -> None:
+        trainer = self._trainer
         if self.attempt is not None and not self.attempt.fenced:
-            checkpoint[KEY]["interval"] = self.pacing.state_dict()
-            checkpoint[KEY]["lineage"] = self.attempt.lineage
             self.attempt.write(
                 checkpoint,
                 owned=optimizer_owned(trainer.optimizers),
@@ -305,7 +311,7 @@ class Snapshotter(OfTrainer):
                 world_size=trainer.world_size,
                 complete=complete,
                 wait_s=wait_s,
-                ranks=self.together.ranks(how),
+                ranks=ranks,
             )
 
     # -- end ------------------------------------------------------------------------------------------------------
@@ -329,7 +335,11 @@ class Snapshotter(OfTrainer):
         plan = attempt.safety.plan(deadline) if attempt is not None else None
         take = trainer.strategy.broadcast(plan is not None and plan.take)
         if dump is not None and take:
-            self._write(dump, urgent=True, wait_s=deadline.left_s)
+            missed = attempt.writer.missed if attempt is not None else 0
+            self._write(dump, urgent=True, wait_s=deadline.left_s, how=self.together.how_last(attempt))
+            self.together.copied()
+            if self.in_shards is None and attempt is not None and attempt.misses(missed, deadline.left_s):
+                self._store(dump.checkpoint, wait_s=deadline.left_s, ranks=None)
         if attempt is None or plan is None:
             return ""
         return attempt.safety.bring(deadline, plan, cut_short)

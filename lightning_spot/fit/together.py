@@ -2,8 +2,9 @@
 
 Where all ranks hold the same parameters (DDP), those on the host of rank 0 write a share each, through the node there,
 and each writes what only it knows. Rank 0 decides for each snapshot, and its word comes with the agreement that one is
-due. It writes alone where that cannot be: the first snapshot, which shows how much room the others need, that of the
-end, an urgent one, and the one after a share was missing.
+due. It writes alone where that cannot be: the first snapshot, which shows how much room the others need, and the one
+after a share was missing. For an urgent one and that of the end, what only one rank knows is gathered: should a share
+of these be missing, rank 0 has all that it needs to write them alone.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ALONE, TOGETHER = "alone", "together"
+ALONE, TOGETHER, GATHERED = "alone", "together", "together, with the states of all ranks gathered"
 _MOST_FAILURES = 2
 
 
@@ -143,6 +144,15 @@ class Together(OfTrainer):
             return ALONE
         return TOGETHER
 
+    def how_last(self, attempt: Attempt | None) -> str:
+        """How an urgent snapshot is written, or that of the end; every rank calls this at the same place.
+
+        Args:
+            attempt: on rank 0.
+        """
+        together = attempt is not None and not attempt.fenced and self.how(attempt) == TOGETHER
+        return GATHERED if self._trainer.strategy.broadcast(together) else ALONE
+
     def checkpoint(self, dump: Dump, how: str) -> dict[str, Any]:
         """The checkpoint of a snapshot, on rank 0; every rank calls this at the same place."""
         if how == TOGETHER and self._writes_own_states:
@@ -151,14 +161,15 @@ class Together(OfTrainer):
 
     def ranks(self, how: str) -> Ranks | None:
         """On rank 0: who fills the snapshot; ``None`` if it does so alone."""
-        if how != TOGETHER:
+        if how == ALONE:
             return None
-        return Ranks(len(self._members), self.rooms.known if self._writes_own_states else {})
+        return Ranks(len(self._members), self.rooms.known if how == TOGETHER and self._writes_own_states else {})
 
-    def share(self, dump: Dump, owned: Owners, name: str) -> None:
+    def share(self, dump: Dump, how: str, owned: Owners, name: str) -> None:
         """On another rank: begin its share of a snapshot that is written together."""
         if self.writer is not None:
-            self.writer.begin(name, owned, packed(dump.state) if self._writes_own_states else b"")
+            writes_state = how == TOGETHER and self._writes_own_states
+            self.writer.begin(name, owned, packed(dump.state) if writes_state else b"")
 
     def copied(self) -> None:
         """Wait for what is not copied yet: weights may change now."""
