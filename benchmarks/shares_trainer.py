@@ -72,7 +72,7 @@ def main() -> int:
     if not plan["together"]:
         Together.begin = lambda *_: False  # type: ignore[method-assign] # rank 0 alone, as where ranks differ
     folder = Path(plan["folder"])
-    spot = SpotCheckpoint(str(folder / "run"), interval=EverySteps(1), on_full="wait", slots=3)
+    spot = SpotCheckpoint(str(folder / "snapshots"), interval=EverySteps(1), on_full="wait", slots=3)
     trainer = pl.Trainer(
         max_steps=plan["snapshots"] + EARLY,
         accelerator="cpu",
