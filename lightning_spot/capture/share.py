@@ -169,6 +169,7 @@ class ShareWriter:
                 logger.exception("lightning_spot: the share of %s was not written", task.name)
             finally:
                 task.begun.set()
+                task.owned, task.copies = {}, {}  # nothing is kept alive until the next one comes
 
     def _write(self, task: _Task) -> None:
         lease: Lease | None = None
