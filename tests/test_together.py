@@ -91,6 +91,18 @@ def test_four_ranks_of_which_one_is_killed_in_the_middle_of_its_share(train: Tra
 
 
 @pytest.mark.soak
+def test_an_urgent_snapshot_is_written_together(train: Train, tmp_path: Path) -> None:
+    assert train(tmp_path / "twin") == 0
+    assert train(tmp_path / "run", "--every", 5, "--notice", 1, 7) == 143
+    stopped = manifests(tmp_path / "run")[0]
+    assert stopped.step > 7
+    check_states(tmp_path / "run")
+    assert train(tmp_path / "run") == 0
+    ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]
+    assert differences(*ends) == []
+
+
+@pytest.mark.soak
 def test_a_rank_with_another_optimizer_is_named_and_rank_0_writes_alone(train: Train, tmp_path: Path) -> None:
     assert train(tmp_path / "run", "--unlike") == 0
     log = (tmp_path / "run" / "log").read_text()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,8 @@ class Wide(pl.LightningModule):
 class Account(pl.Callback):
     """Notes the state of each step, ends a rank where it is told to, and says at the end what was done."""
 
-    def __init__(self, root: Path, spot: SpotCheckpoint, kill: tuple[int, int]) -> None:
-        self.root, self.spot, self.kill = root, spot, kill
+    def __init__(self, root: Path, spot: SpotCheckpoint, kill: tuple[int, int], notice: tuple[int, int]) -> None:
+        self.root, self.spot, self.kill, self.notice = root, spot, kill, notice
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if trainer.is_global_zero:
@@ -58,6 +59,8 @@ class Account(pl.Callback):
         # Its share of the snapshot of the step before is not copied when this comes, or is not reported.
         if (trainer.global_rank, trainer.global_step) == self.kill:
             os._exit(9)
+        if (trainer.global_rank, trainer.global_step) == self.notice:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         snapshotter = self.spot.snapshots.snapshotter
@@ -77,21 +80,24 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--memory", default="auto")
     parser.add_argument("--unlike", action="store_true", help="rank 1 has another optimizer")
     parser.add_argument("--strict", action="store_true")
     parser.add_argument("--kill", type=int, nargs=2, default=(-1, -1), help="rank and step")
+    parser.add_argument("--notice", type=int, nargs=2, default=(-1, -1), help="rank and step of a SIGTERM")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     pl.seed_everything(11, verbose=False)
     spot = SpotCheckpoint(
         str(arguments.root / "run"),
         memory=None if arguments.memory == "none" else arguments.memory,
-        interval=EverySteps(1),
+        interval=EverySteps(arguments.every),
         on_full="wait",
         keep=100,
         strict=arguments.strict,
     )
+    account = Account(arguments.root, spot, tuple(arguments.kill), tuple(arguments.notice))
     trainer = pl.Trainer(
         max_steps=arguments.steps,
         accelerator="cpu",
@@ -101,7 +107,7 @@ def main() -> int:
         enable_model_summary=False,
         logger=False,
         enable_checkpointing=False,
-        callbacks=[Account(arguments.root, spot, tuple(arguments.kill)), spot],
+        callbacks=[account, spot],
     )
     trainer.fit(Wide(arguments.width, arguments.unlike), loader())
     return 0
