@@ -37,6 +37,7 @@ from lightning_spot.run.survey import Survey, survey
 from lightning_spot.tiers.local import LocalStore
 from tests.oracle import claim_of
 from tests.served import served
+from tests.test_stores import sharded
 
 LARGE = 400_000  # elements: more than 1 MiB
 Chosen = tuple[ResumedFrom, dict[str, Any]] | None
@@ -97,12 +98,17 @@ def put(store: LocalStore, step: int) -> Manifest:
     return manifest
 
 
+def no_shards(_image: memoryview, _manifest: Manifest) -> dict[str, Any]:
+    pytest.fail("this snapshot is one file")
+
+
 def restored(
     store: LocalStore,
     size: int = 3,
     look: Callable[[Location], Survey] = survey,
     then: Callable[[int, Chosen], Any] = lambda _rank, found: found,
     group: Group | None = None,
+    load_shards: Callable[[memoryview, Manifest], dict[str, Any]] = no_shards,
 ) -> list[Any]:
     """What each rank gets: what it chose, or the error that it raises."""
     group = group or Group(size)
@@ -114,7 +120,7 @@ def restored(
         ranks = Agreement(trainer)  # type: ignore[arg-type]
         hosts = Hosts(ranks, location, lambda: "127.0.0.1")
         try:
-            return then(rank, choose(ranks, hosts, lambda: look(location), trusts=False))
+            return then(rank, choose(ranks, hosts, lambda: look(location), trusts=False, load_shards=load_shards))
         except SpotError as error:
             return error
         finally:
@@ -196,6 +202,18 @@ def test_what_is_shared_cannot_be_written_to(run: LocalStore) -> None:
             assert bytes(image) == (run.root / manifest.data_path).read_bytes()
     finally:
         snapshot.close()
+
+
+def test_every_rank_gets_the_image_of_a_sharded_snapshot(run: LocalStore, fetched: list[str]) -> None:
+    manifest, content = sharded(9)
+    run.put(manifest, memoryview(content), attempt=1)
+
+    def load(image: memoryview, found: Manifest) -> dict[str, Any]:
+        assert found.files == manifest.files
+        return {"same": bytes(image) == bytes(content), "readonly": image.readonly}
+
+    assert [found[1] for found in restored(run, load_shards=load)] == [{"same": True, "readonly": True}] * 3
+    assert len(fetched) == 1
 
 
 def test_without_room_in_memory_all_read_the_file_in_place(
@@ -289,7 +307,7 @@ def test_an_unexpected_error_on_one_rank_is_raised_on_all(
         hosts = Hosts(ranks, location, lambda: "127.0.0.1")
         try:
             with pytest.raises((NotImplementedError, SpotError), match="not on this machine") as caught:
-                choose(ranks, hosts, lambda: survey(location), trusts=False)
+                choose(ranks, hosts, lambda: survey(location), trusts=False, load_shards=no_shards)
             errors.append(str(caught.value))
         finally:
             hosts.close()
