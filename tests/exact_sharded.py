@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,14 @@ class Sharded(Model):
 
 
 class KillAt(pl.Callback):
-    def __init__(self, batch: int, rank: int | None) -> None:
-        self.batch, self.rank = batch, rank
+    """Ends this process, or sends it a notice, if it is the rank."""
+
+    def __init__(self, batch: int, rank: int | None, number: int = signal.SIGKILL) -> None:
+        self.batch, self.rank, self.number = batch, rank, number
 
     def on_before_backward(self, trainer: pl.Trainer, *_: object) -> None:
         if trainer.fit_loop.total_batch_idx == self.batch and self.rank in (None, trainer.global_rank):
-            os._exit(9)
+            os.kill(os.getpid(), self.number)
 
 
 def train(root: Path, *callbacks: pl.Callback, seed: int, ranks: int, **settings: Any) -> pl.Trainer:
@@ -124,13 +127,14 @@ def main() -> int:
     parser.add_argument(
         "--in-one", action="store_true", help="undisturbed, then stopped and gone on with, in one process"
     )
-    parser.add_argument("--kill-at", type=int, default=-1, help="os._exit in this batch")
+    parser.add_argument("--kill-at", type=int, default=-1, help="end in this batch")
     parser.add_argument("--kill-rank", type=int, default=None, help="of this rank only")
+    parser.add_argument("--signal", type=int, default=signal.SIGKILL, help="by this signal")
     arguments = parser.parse_args()
     if arguments.in_one:
         undisturbed_and_stopped(arguments.root, ranks=arguments.ranks)
         return 0
-    kill = KillAt(arguments.kill_at, arguments.kill_rank)
+    kill = KillAt(arguments.kill_at, arguments.kill_rank, arguments.signal)
     train(arguments.root, kill, seed=arguments.seed, ranks=arguments.ranks)
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
@@ -210,7 +211,7 @@ def test_two_ranks_go_on_from_any_snapshot_as_if_they_had_not_stopped(
     tmp_path: Path, warm_python: str, trained: Callable[[str], Path]
 ) -> None:
     whole = trained(warm_python)
-    root = without_what_came_later(whole, tmp_path / "again", 7)
+    root = without_what_came_later(whole, tmp_path / "again", 5)
     assert program(warm_python, root, "--seed", "99") == 0, log(root)[-3000:]
     assert "resumes at step" in log(root)
     assert list(differences(final(whole), final(root))) == []
@@ -221,7 +222,7 @@ def test_two_ranks_go_on_from_any_snapshot_as_if_they_had_not_stopped(
 def test_one_rank_goes_on_from_two_with_their_weights_and_optimizers(
     tmp_path: Path, warm_python: str, trained: Callable[[str], Path]
 ) -> None:
-    root = without_what_came_later(trained(warm_python), tmp_path / "again", 7)
+    root = without_what_came_later(trained(warm_python), tmp_path / "again", 5)
     newest = snapshots(root)[0]
     saved = content(root, newest)
     start = Weights()
@@ -237,10 +238,21 @@ def test_ranks_that_are_killed_go_on_as_if_they_had_not_been(
     rank: str | None, tmp_path: Path, warm_python: str, trained: Callable[[str], Path]
 ) -> None:
     root = tmp_path / "killed"
-    killed = ["--kill-at", "7", *(["--kill-rank", rank] if rank is not None else [])]
+    killed = ["--kill-at", "5", *(["--kill-rank", rank] if rank is not None else [])]
     assert program(warm_python, root, *killed) != 0
     assert program(warm_python, root, "--seed", "99") == 0, log(root)[-3000:]
     assert "resumes at step" in log(root)
+    assert list(differences(final(trained(warm_python)), final(root))) == []
+
+
+@pytest.mark.soak
+def test_a_notice_to_one_rank_stops_all_after_the_same_step_with_a_snapshot_of_it(
+    tmp_path: Path, warm_python: str, trained: Callable[[str], Path]
+) -> None:
+    root = tmp_path / "noticed"
+    assert program(warm_python, root, "--kill-at", "5", "--kill-rank", "1", "--signal", str(signal.SIGTERM)) == 143
+    assert "is safe in" in log(root), log(root)[-3000:]
+    assert program(warm_python, root, "--seed", "99") == 0, log(root)[-3000:]
     assert list(differences(final(trained(warm_python)), final(root))) == []
 
 
