@@ -306,6 +306,8 @@ def test_two_ranks_are_killed_and_one_goes_on(
     ids=["plain", "workers", "accumulation", "by-steps", "persistent-workers"],
 )
 def test_from_ranks_to_ranks(warm_python: str, tmp_path: Path, worlds: tuple[int, ...], more: list[str]) -> None:
+    if "--persistent" in more and worlds[0] == 1:
+        pytest.skip("the order of one rank whose workers persist is not known, as a warning says")
     at, attempts = LENGTH // 3 // worlds[0], []
     for ranks in worlds[:-1]:
         at += 4
