@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from lightning_spot import SpotCheckpoint
 from lightning_spot.capture.attempt import Attempt, RingSettings
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import SettingsError
-from lightning_spot.image import packing
+from lightning_spot.image import delta, packing
 from lightning_spot.image.layout import Layouter
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.node import Node
@@ -106,6 +107,28 @@ def test_deltas_are_packed_when_asked_for(pair: Pair, kinds: Counter[str]) -> No
     assert pair.near.bring(2, image) < len(image) / 1.2
     assert kinds == {"WHOLE": 3, "PACKED": 3}
     pair.check(2, image)
+
+
+@needs_zstd
+def test_no_snapshot_waits_for_what_is_packed_to_be_thrown_away(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a thread that packs, to see how that would go, may wait long for its turn."""
+    let_go, begun = threading.Event(), threading.Event()
+
+    def waiting(*_: Any) -> bytes:
+        begun.set()
+        return bytes(let_go.wait(120))
+
+    pair.open()
+    image = floats(1, 20 * MIB)
+    pair.near.bring(1, image)
+    pair.near.bring(2, image := trained(image))  # from then on it is known how long plain parts take
+    monkeypatch.setattr(delta, "encode", waiting)
+    try:
+        pair.near.bring(3, trained(image))
+        assert begun.wait(30)
+        pair.check(3, trained(image))
+    finally:
+        let_go.set()
 
 
 def test_without_compression_what_changed_goes_as_it_is(pair: Pair, kinds: Counter[str]) -> None:

@@ -150,7 +150,8 @@ class PartEncoder:
 
         def note(done: Future[bytes]) -> None:
             self._probing.release()
-            assert self._rule is not None
+            if done.cancelled() or self._rule is None:
+                return
             self._rule.packed(index, len(new), len(done.result()), time.perf_counter() - began_s)
 
         self._packers.submit(encode, new, base, [(0, len(new))], Coding.PACKED).add_done_callback(note)

@@ -231,19 +231,21 @@ class NodeStore:
 
     def _send(self, upload: str, prepare: Callable[[Executor], tuple[Coming, PartEncoder]]) -> Manifest:
         """Send what is prepared as an upload, and commit it there."""
+        threads = packers()
         try:
-            with packers() as threads:
-                coming, encoder = prepare(threads)
-                count = -(-coming.manifest.nbytes // coming.manifest.part_bytes)
-                self._rule.begin()
-                began_s = time.perf_counter()
-                sent = self._lanes.send(upload, coming.sealed_parts(), count, encoder)
-                self._rule.end(time.perf_counter() - began_s)
-                manifest = coming.committed()
-                self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": self._named(manifest).to_dict()})
+            coming, encoder = prepare(threads)
+            count = -(-coming.manifest.nbytes // coming.manifest.part_bytes)
+            self._rule.begin()
+            began_s = time.perf_counter()
+            sent = self._lanes.send(upload, coming.sealed_parts(), count, encoder)
+            self._rule.end(time.perf_counter() - began_s)
+            manifest = coming.committed()
+            self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": self._named(manifest).to_dict()})
         except BaseException:
+            threads.shutdown()
             self._give_up(upload)
             raise
+        threads.shutdown(wait=False, cancel_futures=True)  # what is packed still is thrown away
         self.sent.add(sent)
         logger.debug("%s went to %s as %d of %d bytes", manifest.name, self.url, sent.bytes, manifest.nbytes)
         return manifest
