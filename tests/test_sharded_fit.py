@@ -89,6 +89,7 @@ def full(value: Any) -> Any:
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.soak
 def test_one_rank_is_stopped_and_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     start = Weights()
     undisturbed_and_stopped(tmp_path, start, ranks=1)

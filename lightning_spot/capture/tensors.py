@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 _STRIDED = torch.strided
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def tensors_in(state: Any) -> Iterator[torch.Tensor]:
@@ -30,11 +31,12 @@ def storage_address(tensor: torch.Tensor) -> int:
     """
     if tensor.layout is not _STRIDED:
         return 0
+    if type(tensor) not in _PLAIN:
+        tensor = getattr(tensor, "_local_tensor", tensor)
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
-        local = getattr(tensor, "_local_tensor", None)
-        return storage_address(local) if local is not None else 0
+        return 0
 
 
 def by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:

@@ -96,6 +96,7 @@ class Planner:
         self._world_size = world_size
         self._form: list[Any] = []
         self._plan: Plan | None = None
+        self._boxes: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
     def plan(self, state: State) -> tuple[Plan, dict[Path, Any]]:
         """Plan a state.
@@ -145,7 +146,10 @@ class Planner:
             return [([0], (0,) * len(shape), shape)]
         found: dict[tuple[int, ...], tuple[list[int], tuple[int, ...]]] = {}
         for rank, coordinate in _coordinates(path, tensor):
-            sizes, offsets = _box(tensor, coordinate)
+            key = (tensor.shape, tensor.placements, tensor.device_mesh, *coordinate)
+            if key not in self._boxes:
+                self._boxes[key] = _box(tensor, coordinate)
+            sizes, offsets = self._boxes[key]
             if prod(sizes) or not found:
                 found.setdefault(offsets, ([], sizes))[0].append(rank)
         if len(found) > 1:  # the first rank's may be empty
