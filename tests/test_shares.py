@@ -159,6 +159,28 @@ def test_a_share_that_never_comes_is_waited_for_no_longer_than_allowed(ranks: Ra
         ranks.node.seal(upload.id, manifest_of(1))
 
 
+def test_a_rank_whose_connection_has_closed_is_not_waited_for(ranks: Ranks) -> None:
+    ranks.node.end_session("rank-2")
+    with pytest.raises(NodeUnreachable, match="has closed"):
+        ranks.join(1, 2)
+    upload = ranks.lease(1)
+    ranks.fill(ranks.join(1, 1), 1, 1)
+    ranks.of.wait_s, ranks.of.reconnect_s = 10.0, 0.0
+    with pytest.raises(ShareMissing, match="rank 2 ended"):
+        ranks.node.seal(upload.id, manifest_of(1))
+    assert ranks.slots_filling() == 0
+
+
+def test_a_rank_that_has_given_up_waiting_is_not_waited_for(ranks: Ranks) -> None:
+    with pytest.raises(ShareMissing, match="not begun within"):
+        ranks.join(1, 2, wait_s=0.0)
+    upload = ranks.lease(1)
+    ranks.of.wait_s = 10.0
+    with pytest.raises(ShareMissing, match="rank 2 has waited for its slot in vain"):
+        ranks.node.seal(upload.id, manifest_of(1))
+    assert ranks.take(2).step == 2
+
+
 def test_a_rank_with_another_layout_gives_the_snapshot_up_for_all(ranks: Ranks) -> None:
     upload = ranks.lease(1, digest="one")
     ranks.join(1, 1, digest="one")

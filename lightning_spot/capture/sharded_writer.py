@@ -16,7 +16,7 @@ from lightning_spot.capture.contents import Owners
 from lightning_spot.capture.leases import give_back
 from lightning_spot.capture.pending import Pending
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.errors import LayoutUnsupported, ShareMissing, SpotError, TierError
+from lightning_spot.errors import LayoutUnsupported, NodeUnreachable, ShareMissing, SpotError, TierError
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, Lease
@@ -93,7 +93,11 @@ class ShardedWriter(SnapshotWriter):
     def _open(
         self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: object
     ) -> tuple[Layout, Lease, Manifest, Layout]:
-        layout, lease, manifest = self._open_part(host, checkpoint, manifest, wait_s)
+        try:
+            layout, lease, manifest = self._open_part(host, checkpoint, manifest, wait_s)
+        except NodeUnreachable as error:
+            self.link.lose(host, error)
+            raise
         return layout, lease, manifest, layout
 
     def _open_part(

@@ -49,6 +49,7 @@ class Shares:
         self._over: dict[str, tuple[Order, str]] = {}
         self._layouts: dict[str, tuple[str, str]] = {}
         self._sessions: dict[tuple[str, int], str] = {}
+        self._without: dict[tuple[str, int], str] = {}
 
     # -- the rank that leased the slot ----------------------------------------------------------------------------
 
@@ -78,6 +79,9 @@ class Shares:
         if upload.joint is not None:
             with self._changed:
                 self._open[upload.id] = upload
+                for share in range(1, upload.joint.shared.shares):
+                    if self._without.get((upload.run, share)) == upload.joint.shared.name:
+                        self._fail_without(upload.joint, share)
                 self._wake()
 
     def decline(self, run: str, attempt: int, name: str, why: str) -> None:
@@ -140,9 +144,9 @@ class Shares:
         key = self._admit(run, attempt)
         order = _order_of(name)
         with self._changed:
+            self._sessions[key, share] = session  # also one that has closed: nobody waits long for a rank without one
             if session not in self._registry.sessions:
                 raise NodeUnreachable(f"the connection of who asks for a share of {name} has closed")
-            self._sessions[key, share] = session
             self._check_awaited(key, name, order)
             for upload in self._open.values():
                 joint = upload.joint
@@ -163,9 +167,21 @@ class Shares:
             while (upload := self.join(run, attempt, name, share, session, digest)) is None:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
-                    raise not_begun(name, wait_s)
+                    raise self.not_begun(run, name, share, wait_s)
                 self._changed.wait(min(left_s, _LOOK_S))
         return upload
+
+    def not_begun(self, run: str, name: str, share: int, wait_s: float) -> ShareMissing:
+        """The error of a rank that has waited in vain: it writes no share of that snapshot, so nobody waits for it."""
+        with self._changed:
+            key = self._registry.find(run).info.key
+            self._without[key, share] = name
+            for upload in self._open.values():
+                joint = upload.joint
+                if joint is not None and upload.run == key and joint.shared.name == name:
+                    self._fail_without(joint, share)
+            self._wake()
+        return ShareMissing(f"there is no share of {name} to write: it was not begun within {wait_s:.0f} s")
 
     def placed(self, upload_id: str, share: int, torn: str = "") -> None:
         """A rank writes no more: its bytes are in place, or, if ``torn`` says why, never will be.
@@ -212,8 +228,9 @@ class Shares:
         with self._changed:
             self._over.pop(key, None)
             self._layouts.pop(key, None)
-            for item in [item for item in self._sessions if item[0] == key]:
-                del self._sessions[item]
+            for known in (self._sessions, self._without):
+                for item in [item for item in known if item[0] == key]:
+                    del known[item]
 
     # -- inside, under the lock -----------------------------------------------------------------------------------
 
@@ -255,6 +272,10 @@ class Shares:
             if share not in joint.joined and session is not None and session not in self._registry.sessions:
                 joint.failed = joint.failed or f"rank {share} ended before its bytes were in place"
 
+    def _fail_without(self, joint: Joint, share: int) -> None:
+        """A rank did not wait for the slot long enough."""
+        joint.failed = joint.failed or f"rank {share} has waited for its slot in vain"
+
     def _end(self, key: str, name: str, why: str) -> None:
         order = _order_of(name)
         if order > self._over.get(key, ((0, 0, False), ""))[0]:
@@ -273,11 +294,6 @@ class Shares:
     def _wake(self) -> None:
         self._changed.notify_all()
         self._notify()
-
-
-def not_begun(name: str, wait_s: float) -> ShareMissing:
-    """The error of a rank that waited in vain."""
-    return ShareMissing(f"there is no share of {name} to write: it was not begun within {wait_s:.0f} s")
 
 
 def _order_of(name: str) -> Order:

@@ -9,7 +9,6 @@ from lightning_spot.errors import RingFull
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.shares import not_begun
 from lightning_spot.memory.upload import Upload
 
 _MOST_WAITING = 256
@@ -138,7 +137,7 @@ class Waiting:
                     return upload
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
-                    raise not_begun(name, wait_s)
+                    raise await asyncio.to_thread(shares.not_begun, run, name, share, wait_s)
                 await asyncio.wait([gone, changed], timeout=min(left_s, _LOOK_S), return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._count -= 1
