@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from lightning_spot.capture.share import ShareWriter
-from lightning_spot.capture.split import Divider, Ranks, Split, held_by, sample
+from lightning_spot.capture.split import ALIKE, Divider, Ranks, Split, held_by, sample
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import embedded
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.errors import ShareMissing
 from lightning_spot.exact.rank_states import Rooms, packed, unpacked
+from lightning_spot.fit.together import ALONE, TOGETHER, Together
 from lightning_spot.image.layout import lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from tests.small_trainer import RUN_ID, info_of
@@ -42,7 +43,7 @@ def test_every_byte_is_written_by_one_rank_and_shares_are_equal(shares: int, buf
     layout = lay_out({"w": weights, "b": buffer, "r": list(rooms.known.values())})
     split = Split.of(layout, owned, {}, Ranks(shares, rooms.known if shares > 1 else {}))
     assert Split.from_json(split.to_json()) == split
-    mine = split.left_to_rank_0(layout, owned)
+    mine = split.left_to_rank_0(layout)
     image = bytearray(layout.nbytes)
     counts = [sum(piece.nbytes for piece in mine.pieces)]
     spans = [(piece.offset, piece.nbytes) for piece in mine.pieces] + list(split.states.values())
@@ -257,3 +258,65 @@ def test_training_does_not_wait_for_a_slot_that_never_comes(desk: Desk) -> None:
     writer.copied()  # nobody has leased a slot
     writer._max_stall_s = 600.0
     assert desk.begin(2).result(LAST_S).step == 2  # by which the first one was overtaken
+
+
+# -- whether ranks write the next snapshot together --------------------------------------------------------------------
+
+
+class Fit:
+    """As much of a trainer, its strategy, its attempt and the writer of that as the decision needs."""
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self.strategy = self.model = self.writer = self.settings = self
+        self.optimizers: list[Any] = [torch.optim.SGD(tensors(1))]
+        self.world_size, self.strict = 2, strict
+        self.together, self.missed, self.missed_because = 0, 0, ""
+        self.deciding = Together(self, self)  # type: ignore[arg-type]
+        self.deciding._members = [0, 1]
+        self.deciding.rooms.put(1, b"x")
+
+    def how(self, missed: str = "", taken: int = 0) -> str:
+        """How the next one is written, after one that was missed, or some that were taken."""
+        self.missed, self.missed_because = self.missed + bool(missed), missed or self.missed_because
+        self.together += taken
+        return self.deciding.how(self)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_ranks_go_on_together_after_what_passes(strict: bool) -> None:
+    fit = Fit(strict=strict)
+    for reason in ("its own state has 9 bytes, there is room for 8", "1 tensors changed", "rank 1 was late"):
+        assert fit.how() == TOGETHER
+        assert fit.how(missed=reason) == ALONE
+        assert fit.how() == TOGETHER
+        assert fit.how(taken=1) == TOGETHER
+    assert fit.how(missed="rank 1 was late") == ALONE
+    with pytest.warns(UserWarning, match="rank 1 was late. From now on rank 0 writes them alone"):
+        assert fit.how(missed="rank 1 was late") == ALONE
+    assert fit.how(taken=1) == ALONE
+
+
+def test_ranks_that_differ_never_write_together_again() -> None:
+    difference = f"rank 1: its parameters are not those of rank 0. {ALIKE}"
+    fit = Fit()
+    with pytest.warns(UserWarning, match="its parameters are not those of rank 0"):
+        assert fit.how(missed=difference) == ALONE
+    assert fit.how(taken=1) == ALONE
+    assert difference in Fit(strict=True).how(missed=difference)
+
+
+def test_ranks_that_hold_parameters_or_states_of_their_own_do_not_write_together() -> None:
+    ignoring, averaging = Fit(), Fit()
+    ignoring.parameters_to_ignore = {"weight"}  # type: ignore[attr-defined]
+    averaging.optimizers[0].averager = None
+    assert [fit.how() for fit in (Fit(), ignoring, averaging)] == [TOGETHER, ALONE, ALONE]
+
+
+def test_storages_at_one_address_are_both_written() -> None:
+    array = torch.rand(20_000).numpy()
+    weight, alias = torch.from_numpy(array), torch.from_numpy(array)
+    layout, owned = lay_out({"w": weight, "b": alias}), by_storage([weight])
+    split = Split.of(layout, owned, {}, Ranks(4, {}))
+    written = sum(piece.nbytes for piece in split.left_to_rank_0(layout).pieces)
+    written += sum(nbytes for share in (1, 2, 3) for _, _, nbytes in split.share(share))
+    assert written == sum(piece.nbytes for piece in layout.pieces) == 2 * array.nbytes

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_spot.capture.contents import Known, Owners, Plan, Unchanged, owners_of
-from lightning_spot.capture.split import Held, Split, held_by, sample
+from lightning_spot.capture.split import ALIKE, Held, Split, held_by, sample
 from lightning_spot.capture.views import SlotViews
 from lightning_spot.errors import NodeUnreachable, ShareMissing, SpotError, TornSnapshot
 from lightning_spot.image.layout import Layout, Piece
@@ -245,11 +245,11 @@ class ShareWriter:
             self._split = (shared.layout, Split.from_json(shared.layout))
         split = self._split[1]
         if difference := split.difference(task.held, self._share):
-            raise ShareMissing(f"{difference}. All ranks must train one model with one optimizer")
+            raise ShareMissing(f"{difference}. {ALIKE}")
         if shared.digest != task.sample:
             raise ShareMissing(
                 "its parameters, or the states of its optimizers, are not those of rank 0; a snapshot of both would be"
-                " of neither"
+                f" of neither. {ALIKE}"
             )
         return split
 

@@ -24,6 +24,9 @@ _GRAIN = 64
 _EXTRA_BYTES = 64 * 1024  # what rank 0 writes besides is rounded up to so much: shares stay as they are
 _SAMPLES, _SAMPLE_BYTES = 32, 64
 
+ALIKE = "All ranks must train one model with one optimizer"
+"""Said where two ranks do not hold the same: then they never write a snapshot together."""
+
 Owners = Mapping[int, Sequence[torch.Tensor]]
 
 
@@ -123,15 +126,14 @@ class Split:
             at += nbytes
         return found
 
-    def left_to_rank_0(self, layout: Layout, owned: Owners) -> Layout:
+    def left_to_rank_0(self, layout: Layout) -> Layout:
         """The layout with what rank 0 writes: its share, and all that no other rank holds."""
-        addresses = list(owned)
-        cuts = dict.fromkeys(addresses, (0, 0))
-        cuts.update({addresses[index]: (start, nbytes) for index, start, nbytes in self.share(0)})
+        cuts = dict.fromkeys(self.places, (0, 0))  # not by addresses: one may have several places
+        cuts.update({self.places[index]: (start, nbytes) for index, start, nbytes in self.share(0)})
         states = {start for start, _ in self.states.values()}
         pieces = []
         for piece in layout.pieces:
-            start, nbytes = cuts.get(piece.storage.data_ptr(), (0, piece.nbytes))
+            start, nbytes = cuts.get(piece.offset, (0, piece.nbytes))
             if nbytes and piece.offset not in states:
                 pieces.append(piece.cut(start, nbytes))
         return Layout(layout.nbytes, layout.frame, tuple(pieces))
@@ -169,7 +171,7 @@ class Divider:
         if self._last is None or split != self._last[0]:
             self._last = (split, split.to_json())
         shared = Shared(name=name, shares=ranks.shares, digest=sample(owned, name), layout=self._last[1])
-        return shared, split.left_to_rank_0(layout, owned)
+        return shared, split.left_to_rank_0(layout)
 
 
 def held_by(owned: Owners) -> tuple[Held, ...]:

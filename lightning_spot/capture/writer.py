@@ -68,6 +68,7 @@ class SnapshotWriter:
         committed: manifest of the newest snapshot that is committed in memory, or was stored past it.
         past_memory: manifest of the newest that was stored past it, and is therefore safe outside this process.
         torn: snapshots dropped because a tensor changed while it was copied.
+        together: committed snapshots of which other ranks have written a share.
         missed: snapshots dropped because another rank's share of them did not come, and why the last one was.
         copied_bytes: written into slots so far; what a slot held already is not written again.
     """
@@ -90,7 +91,7 @@ class SnapshotWriter:
         self.committed: Manifest | None = None
         self.past_memory: Manifest | None = None
         self.torn = 0
-        self.missed, self.missed_because = 0, ""
+        self.together, self.missed, self.missed_because = 0, 0, ""
         self.copied_bytes = 0
         self._leases = Leases(self.link, self._say_backing)
         self._copier = copier if copier is not None else Copier()
@@ -358,6 +359,7 @@ class SnapshotWriter:
         else:
             if self.committed is None or pending.manifest.order >= self.committed.order:
                 self.committed = pending.manifest
+            self.together += pending.lease.shared is not None
             pending.done.set_result(pending.manifest)
             if self._leases_ahead and not pending.manifest.complete and pending.lease.shared is None:
                 self._leases.lease_ahead(host, pending.manifest.nbytes)

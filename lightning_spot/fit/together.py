@@ -16,7 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_spot.capture.attempt import Attempt, RingSettings
 from lightning_spot.capture.share import ShareWriter
-from lightning_spot.capture.split import Owners, Ranks
+from lightning_spot.capture.split import ALIKE, Owners, Ranks
 from lightning_spot.client.embedded import EmbeddedHost, attach
 from lightning_spot.errors import NodeUnreachable, ShareMissing, SpotError
 from lightning_spot.exact import namespaces
@@ -55,8 +55,7 @@ class Together(OfTrainer):
         self.writer: ShareWriter | None = None
         self._settings = settings
         self._members: list[int] = []
-        self._failures, self._missed = 0, 0
-        self._problem = ""
+        self._failures, self._missed, self._taken = 0, 0, 0
 
     # -- begin and end --------------------------------------------------------------------------------------------
 
@@ -126,17 +125,20 @@ class Together(OfTrainer):
         writer = attempt.writer
         if not self._members:
             return ALONE
-        if any(hasattr(optimizer, "consolidate_state_dict") for optimizer in self._trainer.optimizers):
-            self._members = []  # each rank holds a part of the states, as torch's ZeroRedundancyOptimizer
+        if self._hold_their_own:
+            self._members = []
             return ALONE
+        if writer.together > self._taken:
+            self._taken, self._failures = writer.together, 0
         if writer.missed > self._missed:
             self._missed = writer.missed
             self._failures += 1
-            if self._failures < _MOST_FAILURES:
+            differ = ALIKE in writer.missed_because
+            if self._failures < _MOST_FAILURES and not differ:
                 return ALONE
             self._members = []
             problem = f"ranks cannot write snapshots together: {writer.missed_because}"
-            if self._settings.strict:
+            if self._settings.strict and differ:
                 return problem
             rank_zero_warn(f"lightning_spot: {problem}. From now on rank 0 writes them alone")
             return ALONE
@@ -175,6 +177,16 @@ class Together(OfTrainer):
         """Wait for what is not copied yet: weights may change now."""
         if self.writer is not None:
             self.writer.copied()
+
+    @property
+    def _hold_their_own(self) -> bool:
+        """Whether ranks are known to hold other parameters, or other states of optimizers, than rank 0."""
+        trainer = self._trainer
+        if getattr(trainer.strategy.model, "parameters_to_ignore", ()):
+            return True  # those that DDP was told to ignore
+        # Of torch: ZeroRedundancyOptimizer shares the states out, PostLocalSGDOptimizer averages now and then.
+        names = ("consolidate_state_dict", "averager")
+        return any(hasattr(optimizer, name) for optimizer in trainer.optimizers for name in names)
 
     @property
     def _writes_own_states(self) -> bool:
