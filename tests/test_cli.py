@@ -82,6 +82,8 @@ def test_pull(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert torch.load(target, weights_only=True)["global_step"] == 25
     assert main(["pull", str(run_dir), "--to", str(tmp_path / "none" / "x.ckpt")]) == 2
     assert "no directory" in capsys.readouterr().err
+    assert main(["pull", str(run_dir), str(target)]) == 2
+    assert f"--to {target}" in capsys.readouterr().err
 
 
 def test_a_sharded_snapshot_is_pulled_into_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -304,20 +304,24 @@ def test_a_finished_run_says_so(
     assert longer.global_step == 80
 
 
-def test_what_is_safe_is_said_after_ctrl_c(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SettingsError])
+def test_what_is_safe_is_said_after_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: type[BaseException]
+) -> None:
     caplog.set_level(logging.INFO)
 
     class Interrupt(pl.Callback):
         def on_train_batch_start(self, run: pl.Trainer, *_: Any) -> None:
             if run.global_step == 7:
-                raise KeyboardInterrupt
+                raise error
 
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
+    with pytest.raises((error, SystemExit)):
         trainer(spot(tmp_path, memory=None), Interrupt()).fit(Net(), data())
     said = (
-        f"KeyboardInterrupt has ended run 'run-1' at step 7; its snapshot of step 6 is durable in {tmp_path / 'run-1'}"
+        f"{error.__name__} has ended run 'run-1' at step 7; its snapshot of step 6 is durable in {tmp_path / 'run-1'}"
     )
     assert said in caplog.text
+    assert ("The same command goes on" in caplog.text) is (error is KeyboardInterrupt)  # it might meet ours again
 
 
 def test_a_changed_model_is_named(tmp_path: Path) -> None:

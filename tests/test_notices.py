@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -389,3 +390,14 @@ def test_a_lost_exchange_is_said(caplog: pytest.LogCaptureFixture) -> None:
     time.sleep(0.1)
     server.close()
     until(lambda: "cannot be asked any more" in caplog.text, "the warning")
+
+
+def test_ranks_that_end_one_after_the_other_warn_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    server = ExchangeServer("secret")
+    exchange = Exchange("127.0.0.1", server.port, "secret")
+    assert exchange.get("anything", 0.05) is None  # it is connected
+    Ballot("stop", rank=1, world_size=2, exchange=exchange, called=lambda: None)
+    server.close(over=True)
+    until(lambda: "has come to its end" in caplog.text, "the other rank to hear of the end")
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.tensor import Replicate, Shard
 
 from lightning_spot.cli.command import main
+from lightning_spot.config import format_bytes
 from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, ModelChanged, NotSerialisable
 from lightning_spot.image.files import check_files
 from lightning_spot.image.manifest import Manifest
@@ -316,7 +317,7 @@ def test_ranks_with_other_states_have_other_digests() -> None:
 
 
 def test_the_plain_file_made_of_it_is_what_one_device_would_have_saved(
-    tmp_path: Path, warm_python: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, warm_python: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "executable", warm_python)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
@@ -344,6 +345,8 @@ def test_the_plain_file_made_of_it_is_what_one_device_would_have_saved(
 
     assert main(["pull", str(tmp_path), manifest.name, "--consolidate", "--to", str(tmp_path / "pulled.ckpt")]) == 0
     assert (tmp_path / "pulled.ckpt").read_bytes() == (tmp_path / "plain.ckpt").read_bytes()
+    assert (tmp_path / "pulled.ckpt").stat().st_mode == (folder / "manifest.json").stat().st_mode
+    assert format_bytes((tmp_path / "pulled.ckpt").stat().st_size) in capsys.readouterr().out
     (tmp_path / "pulled.ckpt").unlink()
 
     damaged = folder / "__0_0.distcp"

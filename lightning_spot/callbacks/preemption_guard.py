@@ -139,7 +139,7 @@ class PreemptionGuard(Part):
         try:
             super().on_exception(trainer, pl_module, exception)
         finally:
-            self._close(trainer, leaving=isinstance(exception, Preempted))
+            self._close(trainer, leaving=isinstance(exception, Preempted), over=False)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Stop watching."""
@@ -194,7 +194,7 @@ class PreemptionGuard(Part):
         private.REGISTER_HANDLERS.set(connector, register_signal_handlers)
         self._undo.append(lambda: vars(connector).pop(private.REGISTER_HANDLERS.name, None))
 
-    def _close(self, trainer: pl.Trainer, *, leaving: bool = False) -> None:
+    def _close(self, trainer: pl.Trainer, *, leaving: bool = False, over: bool = True) -> None:
         while self._undo:
             self._undo.pop()()
         Seams.of(trainer).remove(self)
@@ -202,7 +202,7 @@ class PreemptionGuard(Part):
             self._watcher.restore_signals()
             self._watcher.stop()
         if self._ranks is not None:
-            self._ranks.close() if leaving else self._ranks.end()
+            self._ranks.close() if leaving else self._ranks.end(over=over)
         self._watcher = self._ranks = self._stop = None
 
 

@@ -35,7 +35,7 @@ class SpotCheckpoint(SpotCallback):
         dirpath: durable directory or fsspec URL of the run (``checkpoints/run-1``, ``s3://bucket/run-1``).
         memory: ``"auto"`` for a memory node on this host, started by itself, which outlives a killed trainer;
             ``None`` for none; one or several ``spot://host:port`` for memory nodes on other hosts besides. Of several,
-            a run goes to one; runs spread over them, and go to the next when one fails.
+            a run goes to one (to ``replicas``); runs spread over them, and go to the next when one fails.
         replicas: how many of the memory nodes each snapshot is kept at, so that one of them may be lost.
         run: name of the run; default the last component of ``dirpath``.
         interval: when to take a snapshot; default :class:`ConvergenceAware`, which needs no setting.
@@ -50,8 +50,8 @@ class SpotCheckpoint(SpotCallback):
         on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for the flusher.
         durable_every_s: at least so many seconds lie between two snapshots that are brought to the durable tier; 0
             brings it the newest one whenever it is free. The last one is brought there in any case.
-        compression: how what changed goes to a memory node on another host, ``"auto"``, ``"delta"`` or ``None``; see
-            :class:`RemoteSnapshot`.
+        compression: how what changed goes to a memory node on another host, ``"auto"``, ``"delta"``, ``None`` or, not
+            exact, ``"topk"``; see :class:`RemoteSnapshot`.
         flush_timeout_s: how long ``fit`` waits at its end until all is durable, seconds.
         idle_timeout_s: the node on this host ends when no trainer came for so long, seconds.
         max_stall_s: how long a call to the node on this host may keep the training thread, seconds, more than 0; a

@@ -70,13 +70,16 @@ def command_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("url", metavar="URL", help="run: its directory, fsspec URL, or spot://host:port/RUN")
         command.add_argument(
-            "--memory", action="append", default=[], metavar="spot://HOST:PORT", help="also ask this memory node"
+            "--memory",
+            action="append",
+            default=[],
+            metavar="spot://HOST:PORT",
+            help="also ask this memory node; may be given several times",
         )
         command.add_argument("--run", help="name of the run (default: last component of URL)")
         if name in ("show", "verify", "pull"):
-            command.add_argument(
-                "snapshot", nargs="?", help="name of the snapshot, or its step (default: the newest; verify: all)"
-            )
+            usual = "all" if name == "verify" else "the newest"
+            command.add_argument("snapshot", nargs="?", help=f"name of the snapshot, or its step (default: {usual})")
         if name == "pull":
             command.add_argument("--to", default=".", metavar="PATH", help="file or directory (default: %(default)s)")
             command.add_argument("--force", action="store_true", help="replace an existing file")

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--replicas", type=int, default=1, metavar="N", help="nodes that keep each snapshot (1)")
     parser.add_argument("--snapshot-size", default="1GB", metavar="SIZE", help="size of a snapshot (1GB)")
-    parser.add_argument("--lifetime", type=seconds, default=7200.0, metavar="TIME", help="mean of the machine's (2h)")
+    parser.add_argument("--lifetime", type=seconds, default=7200.0, metavar="TIME", help="of a machine, mean (2h)")
     parser.add_argument("--sample", default="64MB", metavar="SIZE", help="how much to write for a measurement (64MB)")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 

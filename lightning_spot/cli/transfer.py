@@ -25,7 +25,12 @@ from lightning_spot.run.reading import OpenSnapshot
 def pull(arguments: argparse.Namespace) -> int:
     """Copy the newest good snapshot (or the one named) into a file, or a directory, that torch and Lightning read."""
     found = ask(arguments)
-    wanted = pick(found, arguments.snapshot).manifest
+    try:
+        wanted = pick(found, arguments.snapshot).manifest
+    except SnapshotNotFound as error:
+        if "/" not in str(arguments.snapshot):
+            raise
+        raise SnapshotNotFound(f"{error}. Where it is copied to is said by --to {arguments.snapshot}") from error
     one_file = arguments.consolidate or not wanted.files
     target = _target(arguments, wanted, one_file=one_file)
     snapshot = _open_somewhere(found, wanted.name)
@@ -36,7 +41,8 @@ def pull(arguments: argparse.Namespace) -> int:
             _copy(snapshot, target)
     finally:
         snapshot.close()
-    print(f"{target}: {format_bytes(wanted.nbytes)}, step {wanted.step}, from {snapshot.tier}, every checksum holds")
+    nbytes = target.stat().st_size if one_file else wanted.nbytes
+    print(f"{target}: {format_bytes(nbytes)}, step {wanted.step}, from {snapshot.tier}, every checksum holds")
     return 0
 
 
@@ -60,7 +66,8 @@ def verify(arguments: argparse.Namespace) -> int:
             bad += 1
             print(f"BAD  {label}: {error}")
         else:
-            print(f"good {label}: {format_bytes(entry.manifest.nbytes)}, {len(entry.manifest.checksums)} parts")
+            parts = len(entry.manifest.checksums)
+            print(f"good {label}: {format_bytes(entry.manifest.nbytes)}, {parts} part{'s' if parts > 1 else ''}")
     for problem in found.problems:
         print(f"not asked: {problem}")
     return 1 if bad else 0

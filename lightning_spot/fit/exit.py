@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_spot.errors import Preempted
+from lightning_spot.errors import Preempted, SpotError
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import OfTrainer
@@ -117,10 +117,11 @@ class Exit(OfTrainer):
         self.let_go()
         if not isinstance(error, Preempted):  # of that, more was said
             for snapshotter in begun:
+                # One of our own errors says by itself what to do; the same command would often meet it again.
+                way_on = "" if isinstance(error, SpotError) else ". The same command goes on from the newest one"
                 rank_zero_info(
                     f"lightning_spot: {type(error).__name__} has ended run {snapshotter.location.name!r} at step"
-                    f" {self._trainer.global_step}; {snapshotter.what_is_safe()}. The same command goes on from the"
-                    " newest one"
+                    f" {self._trainer.global_step}; {snapshotter.what_is_safe()}{way_on}"
                 )
         if self._resume.named is not None and self._resume.location is not None:
             earlier.interrupted(self._resume.named, self._resume.location, error)

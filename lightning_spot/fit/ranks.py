@@ -94,11 +94,15 @@ class Ranks:
             ballot.close()
         self._ballots.clear()
 
-    def end(self) -> None:
-        """Close the exchange for all ranks: training goes on to its end, or to another ``fit``."""
+    def end(self, *, over: bool) -> None:
+        """Close the exchange for all ranks.
+
+        Args:
+            over: training has come to its end, or to another ``fit``; else an exception has ended it.
+        """
         self.close()
         if self._server is not None:
-            self._server.close()
+            self._server.close(over=over)
 
 
 def is_requeued_by_slurm(trainer: pl.Trainer) -> bool:

@@ -284,9 +284,10 @@ class Resume(OfTrainer):
         self._has_trained = True
         chosen, location = self.chosen, self.location
         if chosen is not None and location is not None:
+            where = chosen.url if chosen.name in chosen.url else f"{chosen.url}, {chosen.name}"
             rank_zero_info(
                 f"lightning_spot: run {location.name!r}{f' attempt {self.attempt}' if self.attempt else ''} resumes at"
-                f" step {chosen.step} (epoch {chosen.epoch}) from {chosen.tier} ({chosen.url}, {chosen.name})"
+                f" step {chosen.step} (epoch {chosen.epoch}) from {chosen.tier} ({where})"
             )
 
     def say_if_complete(self) -> None:

@@ -6,7 +6,6 @@ import io
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.errors import CorruptSnapshot, SettingsError
 from lightning_spot.exact.dump import KEY
@@ -40,7 +39,8 @@ def load_shards(trainer: pl.Trainer, image: memoryview, manifest: Manifest, *, t
     if not is_sharded(trainer):
         raise SettingsError(
             f"snapshot {manifest.name} is sharded, and {type(trainer.strategy).__name__} is not: make one plain file of"
-            " it (`lightning-spot pull --consolidate`) for fit(ckpt_path=), or go on with ModelParallelStrategy"
+            " it (`lightning-spot pull DIRPATH --consolidate --to FILE`) for fit(ckpt_path=FILE), or go on with"
+            " ModelParallelStrategy"
         )
     data = io.BytesIO(_file(image, manifest, REST_FILE))
     rest: dict[str, Any] = torch.load(data, "cpu", weights_only=False) if trusts else read_checkpoint(data)
@@ -52,11 +52,6 @@ def load_shards(trainer: pl.Trainer, image: memoryview, manifest: Manifest, *, t
             load_state(_file(image, manifest, state_file(rank))) if rank in wanted else {}
             for rank in range(shared["world_size"])
         ]
-        if not same:
-            before = shared["world_size"]
-            rank_zero_info(
-                f"lightning_spot: {before} ranks -> {trainer.world_size}: each has its part of weights and optimizers"
-            )
     return rest
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from lightning_spot.notices.exchange import Over
+
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
@@ -123,6 +125,8 @@ class Ballot:
                 if (facts := exchange.get(f"{self._name}/called", POLL_S)) is not None:
                     self._decide(facts)
                     return
+        except Over as end:  # this rank is about to come to its end, too
+            logger.debug("lightning_spot: %s", end)
         except OSError as error:  # rank 0 has gone, and with it the run
             if not self._closed:
                 logger.warning("lightning_spot: the other ranks cannot be asked any more (%s)", error)

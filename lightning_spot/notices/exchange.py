@@ -2,7 +2,8 @@
 
 Rank 0 serves it. JSON lines over TCP: ``{"set": key, "value": …}`` publishes and is not answered; ``{"get": key}`` is
 answered with ``{"key": key, "value": …}`` as soon as somebody has published it. The first line of a connection is a
-secret that the ranks share. (torch's ``TCPStore`` would do, but aborts the process when its server goes first.)
+secret that the ranks share. Where training has come to its end, rank 0 says ``{"over": true}`` before it hangs up.
+(torch's ``TCPStore`` would do, but aborts the process when its server goes first.)
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ CONNECT_S = 30.0
 _LINE_BYTES = 64 * 1024
 
 
+class Over(ConnectionResetError):
+    """Rank 0 has closed the exchange, since its training has come to its end."""
+
+
 class ExchangeServer:
     """Serves an exchange on a thread of its own.
 
@@ -33,6 +38,7 @@ class ExchangeServer:
     def __init__(self, secret: str) -> None:
         self._secret = secret
         self._values: dict[str, Any] = {}
+        self._writers: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
         self._changed: asyncio.Condition | None = None
         listener = socket.create_server(("", 0))
@@ -44,11 +50,20 @@ class ExchangeServer:
         self._thread.start()
         ready.wait()
 
-    def close(self) -> None:
-        """Stop serving; connections are closed."""
+    def close(self, *, over: bool = False) -> None:
+        """Stop serving; connections are closed.
+
+        Args:
+            over: tell those who are connected that nothing is wrong.
+        """
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._stop, over)
             self._thread.join()
+
+    def _stop(self, over: bool) -> None:
+        for writer in self._writers if over else ():
+            writer.write(b'{"over": true}\n')  # so short a line goes out at once
+        self._loop.stop()
 
     def _serve(self, listener: socket.socket, ready: Callable[[], None]) -> None:
         asyncio.set_event_loop(self._loop)
@@ -69,6 +84,7 @@ class ExchangeServer:
         try:
             if not hmac.compare_digest((await reader.readline()).strip(), self._secret.encode()):
                 return
+            self._writers.add(writer)
             while line := await reader.readline():
                 request = json.loads(line)
                 if "set" in request:
@@ -82,6 +98,7 @@ class ExchangeServer:
         finally:
             for task in answers:
                 task.cancel()
+            self._writers.discard(writer)
             writer.close()
 
     async def _publish(self, key: str, value: Any) -> None:
@@ -108,6 +125,7 @@ class Exchange:
 
     Raises:
         OSError: if rank 0 cannot be reached; so do the methods when it has gone.
+        Over: by the methods, if it has gone because its training has come to its end.
     """
 
     def __init__(self, host: str, port: int, secret: str) -> None:
@@ -148,4 +166,6 @@ class Exchange:
         *lines, self._received = (self._received + received).split(b"\n")
         for line in lines:
             answer = json.loads(line)
+            if "over" in answer:
+                raise Over("the training of rank 0 has come to its end")
             self._values[answer["key"]] = answer["value"]

@@ -77,7 +77,7 @@ def open_newest(
         CorruptSnapshot: if there are snapshots but none can be used: going on would silently start afresh.
     """
     for tier, reason in found.problems.items():
-        logger.warning("lightning_spot: %s does not answer (%s)", tier, reason)
+        logger.warning("lightning_spot: %s", patience.unanswered(tier, reason))
     if (error := doubt(found)) is not None:
         raise error
     reasons = []

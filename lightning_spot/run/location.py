@@ -71,6 +71,10 @@ class Location:
             nodes: tuple[str, ...] = ()
         else:
             several = isinstance(memory, Sequence) and not isinstance(memory, str)
+            if several and AUTO in memory:
+                raise SettingsError(
+                    f"memory={memory!r}: name memory nodes only; the one on this host, 'auto', is there in any case"
+                )
             nodes = tuple(map(_node_url, memory if several else [memory]))
             if len(set(nodes)) < len(nodes):
                 raise SettingsError(f"memory={memory!r} names a node twice; one that is gone takes both with it")

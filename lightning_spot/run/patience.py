@@ -54,7 +54,12 @@ def patiently(action: Callable[[], T], bounds: Patience, where: str) -> T:
         except TierError as error:
             if number == bounds.tries or time.monotonic() - begun_s + pause_s > bounds.no_more_tries_after_s:
                 raise
-            logger.warning("lightning_spot: %s does not answer (%s); asking again in %.1f s", where, error, pause_s)
+            logger.warning("lightning_spot: %s; asking again in %.1f s", unanswered(where, str(error)), pause_s)
         time.sleep(pause_s)
         pause_s *= 2
     raise AssertionError("unreachable")
+
+
+def unanswered(where: str, reason: str) -> str:
+    """That a tier does not answer: its name is said once."""
+    return reason if where in reason else f"{where} does not answer ({reason})"

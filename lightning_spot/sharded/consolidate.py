@@ -10,7 +10,7 @@ import io
 import os
 import pickle
 import sys
-import tempfile
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -105,14 +105,15 @@ def write_plain(folder: Path, target: Path) -> None:
         SpotError: if that is not possible; nothing is left behind.
     """
     checkpoint = consolidated(*read_folder(folder))
-    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
+    temporary = target.parent / f".{target.name}.{uuid.uuid4().hex}"
+    with open(temporary, "xb") as file:  # others may read it, as far as the user's umask lets them
         try:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(file.name, target)
+            os.replace(temporary, target)
         except BaseException:
-            os.unlink(file.name)
+            temporary.unlink()
             raise
 
 
