@@ -30,13 +30,13 @@ from lightning_spot.errors import NodeUnreachable, TierError
 from lightning_spot.image.layout import lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.deadline import Deadline
-from lightning_spot.memory.host import Host
+from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Store
 from tests.conftest import RunningNode, new_process, until
 from tests.filled import fill
-from tests.gated import RUN_ID, image_of, manifest_of
+from tests.gated import RUN_ID, GatedStore, image_of, manifest_of
 from tests.models import Net, Probe, data, trainer
 from tests.test_fit import Stop, StopAt, check_all, spot
 
@@ -289,6 +289,42 @@ def test_what_was_stored_past_memory_is_safe_before_a_deadline() -> None:
     assert "is safe in" in safety.bring(Deadline.of(None, 60.0), plan, lambda: False)
     writer.past_memory = None
     assert "safe nowhere else" in safety.bring(Deadline.of(None, 0.0), plan, lambda: False)
+
+
+def test_neither_an_earlier_attempt_nor_a_file_makes_this_ones_snapshot_safe(tmp_path: Path) -> None:
+    """Of later steps than it, and safe: a run that was begun afresh, or anew from an older snapshot, has these."""
+    stores: dict[str, GatedStore] = {}
+    durable = str(tmp_path / "run")
+    host = InProcessHost(slots=4, memory_bytes=2**24, open_store=lambda url: stores.setdefault(url, GatedStore(url)))
+
+    def save(step: int, attempt: int, destinations: list[str] | None = None, **fields: Any) -> None:
+        lease = host.lease(1000, 0.0)
+        lease.map[:1000] = image_of(step, 1000)
+        host.seal(lease, manifest_of(step, attempt, **fields), destinations)
+
+    for attempt, step in ((1, 900), (2, 50)):
+        info = RunInfo(
+            name="run", id=RUN_ID, location=durable, attempt=attempt, token=f"{attempt}", durable_url=durable
+        )
+        host.open_run(info)
+        save(step, attempt, lineage=str(attempt) * 12)
+        if attempt == 1:
+            assert host.flush(30.0) == []
+            assert host.safe_step() == 900
+            stores[durable].fail(TierError("full"))
+    save(50, 2, [str(tmp_path / "files")], name="best.ckpt", file="")
+    until(lambda: (tmp_path / "files" / "best.ckpt").exists(), "the file")
+    until(lambda: len([slot for slot in host._node.ring.committed() if slot.safe]) == 2, "the node to know")
+    assert host.safe_step() is None
+    newest = manifest_of(50, 2)
+    writer = SimpleNamespace(committed=newest, past_memory=None, host=host, settle=lambda _wait_s: None)
+    writer.link = SimpleNamespace(ask=lambda question, _default: question(host))
+    safety = Safety(cast(SnapshotWriter, writer))
+    assert "safe nowhere else" in safety.bring(Deadline.of(None, 0.0), safety.plan(None), lambda: False)
+    stores[durable].fail(None)
+    assert host.flush(30.0) == []
+    assert host.safe_step() == 50
+    host.leave(complete=False)
 
 
 def test_streamed_parts_are_the_file_with_right_checksums() -> None:

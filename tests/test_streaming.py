@@ -135,6 +135,20 @@ def test_what_is_damaged_or_gone_is_raised_as_such_not_as_torch_has_it() -> None
         far.load()
 
 
+def test_what_was_refused_once_is_never_handed_out() -> None:
+    far = Far(random.Random(1).randbytes(30 * PART_BYTES))
+    far.content[12 * PART_BYTES + 5] ^= 1
+    with far.reader() as reader:
+        for start in (12 * PART_BYTES, 12 * PART_BYTES, 11 * PART_BYTES, 0, 12 * PART_BYTES + 10):
+            reader.seek(start)
+            with pytest.raises(CorruptSnapshot, match="part 12"):
+                reader.read(13 * PART_BYTES - start)
+        reader.seek(13 * PART_BYTES)
+        assert reader.read(100) == far.content[13 * PART_BYTES :][:100]
+        with pytest.raises(CorruptSnapshot, match="part 12"):
+            reader.finish()
+
+
 def test_a_checkpoint_reads_the_same_from_a_stream_and_a_file() -> None:
     content = saved(Strange(), {"a": (1, 2.5)})
     whole = read_checkpoint(io.BytesIO(content))

@@ -19,7 +19,7 @@ from lightning_spot.client import approximation
 from lightning_spot.client.approximation import Approximation
 from lightning_spot.client.part_encoder import packers
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import CorruptManifest, NodeUnreachable
+from lightning_spot.errors import CorruptManifest, NodeUnreachable, TierError
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
 from lightning_spot.memory.host import InProcessHost
@@ -27,6 +27,7 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot, SlotState, newest_of_lineages, reusable
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import retain
+from tests.chained import FIRST, chained
 from tests.conftest import until
 from tests.gated import MIB, RUN_ID, manifest_of
 from tests.wire_pair import END, RUN, Pair, floats, pair
@@ -325,3 +326,47 @@ def test_the_manifest_says_so_and_that_of_an_exact_one_says_nothing() -> None:
     for wrong in ({"exact": "no"}, {"complete": True}, {"file": ""}):
         with pytest.raises(CorruptManifest, match="exact"):
             Manifest.from_dict({**inexact.to_dict(), **wrong})
+
+
+def inexact(step: int) -> dict[str, Any]:
+    return {"exact": False, "name": snapshot_name(step, 1, exact=False)}
+
+
+def test_a_node_that_sends_it_on_to_the_next_one_does_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that was started with ``--flush-to spot://…``: to it, this is the snapshot."""
+    with chained(tmp_path, monkeypatch) as make:
+        bench = make()
+        bench.start(FIRST)
+        for step, fields in ((1, {}), (2, inexact(2)), (3, inexact(3)), (3, {})):
+            bench.save(step, wait_s=10.0, **fields)
+            assert bench.flush() == []
+        assert bench.behind[FIRST].arrived == [1, 2, 3, 3]
+        assert bench.durable().count(3) == 2
+        health = bench.node.status()["tiers"][f"{FIRST}/{RUN}"]
+        assert (health["flushed"], health["inexact"]) == (2, 2)
+
+
+def test_that_it_is_durable_lets_no_exact_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(kind: str, manifest: Manifest) -> Exception | None:
+        return TierError("full") if kind == "put" and manifest.name == snapshot_name(2, 1) else None
+
+    with chained(tmp_path, monkeypatch) as make:
+        bench = make(allow=[])  # the node behind does not write there: it is told
+        bench.start(FIRST)
+        told = bench.behind[FIRST].settle
+        names: list[str] = []
+
+        def settle(manifest: Manifest, attempt: int) -> None:
+            told(manifest, attempt)
+            names.append(manifest.name)
+
+        monkeypatch.setattr(bench.behind[FIRST], "settle", settle)
+        bench.tier().errors = fails
+        bench.save(2, wait_s=10.0)
+        until(lambda: bench.behind[FIRST].arrived == [2], "the node behind to have it")
+        bench.save(3, wait_s=10.0, **inexact(3))
+        until(lambda: bench.durable() == [3], "the other one to be durable")
+        bench.tier().errors = lambda _kind, _manifest: None
+        assert bench.flush() == []
+        until(lambda: names, "the node behind to be told")
+        assert names == [snapshot_name(2, 1)]

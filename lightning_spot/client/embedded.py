@@ -26,7 +26,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory.health import TierHealth
-from lightning_spot.memory.host import Lease
+from lightning_spot.memory.host import Lease, newest_safe_step
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.protocol.record import NodeRecord, find_record
@@ -309,7 +309,7 @@ class EmbeddedHost:
 
     def safe_step(self) -> int | None:
         """See :meth:`Host.safe_step`."""
-        return max((manifest.step for manifest, _, safe in self.listing() if safe), default=None)
+        return newest_safe_step(((manifest, safe) for manifest, _, safe in self.listing()), self.attempt)
 
     def listing(self) -> list[tuple[Manifest, list[str], list[str]]]:
         """Everything the node holds of the run: manifest, tiers it is dirty for, tiers it is safe at."""

@@ -262,7 +262,7 @@ class Flusher:
                     if not self._intact(image, job, known=False):
                         return None
                     raise
-        if put is not None and not put.exact:
+        if put is not None and manifest.exact and not put.exact:
             self._ring.mark_inexact(slot, manifest, url)
             return put
         with self._ring.changed:

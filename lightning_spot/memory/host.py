@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -143,13 +143,26 @@ class Host(Protocol):
         """Files of the run that a tier has refused for good, since a newer one is at their place."""
 
     def safe_step(self) -> int | None:
-        """Newest step that is safe at a tier below, as far as memory knows."""
+        """Newest step of this attempt that is safe at a tier below, as far as memory knows."""
 
     def leave(self, *, complete: bool) -> None:
         """Let the run go; ``complete`` when it has reached its end."""
 
     def disconnect(self) -> None:
         """Close every connection, so that calls under way fail at once: the ring counts as lost."""
+
+
+def newest_safe_step(held: Iterable[tuple[Manifest, Sequence[str]]], attempt: int) -> int | None:
+    """Newest step of which an attempt has a snapshot that is safe; ``None`` if there is none.
+
+    What an earlier attempt left may be of a later step, and is another state; a user's file is no snapshot.
+
+    Args:
+        held: what a ring holds, with the tiers at which it is safe.
+        attempt: its number.
+    """
+    own = (manifest for manifest, safe in held if safe and manifest.attempt == attempt and not manifest.is_file)
+    return max((manifest.step for manifest in own), default=None)
 
 
 class InProcessHost:
@@ -230,7 +243,7 @@ class InProcessHost:
     def safe_step(self) -> int | None:
         """See :meth:`Host.safe_step`."""
         committed = self._node.ring.committed(self._node.key(self.run))
-        return max((slot.manifest.step for slot in committed if slot.manifest and slot.safe), default=None)
+        return newest_safe_step(((slot.manifest, slot.safe) for slot in committed if slot.manifest), self.attempt)
 
     def leave(self, *, complete: bool) -> None:
         """See :meth:`Host.leave`."""

@@ -108,7 +108,13 @@ class NextNode:
         """Say what is durable, to a node that does not bring it there: what it holds would stay there for ever."""
         with self._ring.changed:
             committed = self._ring.committed(self._info.key)
-            slots = [slot for slot in committed if slot.settled or self._info.durable_url in slot.safe]
+            slots = [
+                slot
+                for slot in committed
+                if slot.manifest is not None
+                and slot.manifest.exact  # another one says nothing of the exact ones before it
+                and (slot.settled or self._info.durable_url in slot.safe)
+            ]
             known = [
                 (slot.manifest, (slot.manifest.name, self.url in slot.safe))
                 for slot in newest_of_lineages(slots)

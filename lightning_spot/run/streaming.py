@@ -102,7 +102,12 @@ class StreamReader(SnapshotReader):
             self._turn_to(index)
         assert self._ahead is not None
         while (part := self._ahead.part) is None or self._ahead.index < index:
-            self._ahead.go_on()
+            try:
+                self._ahead.go_on()
+            except BaseException:  # its buffer holds what was not found to be right: nobody is to be handed that
+                self._ahead.stop()
+                self._ahead = None
+                raise
             self._unseen.discard(self._ahead.index)
         return part
 
