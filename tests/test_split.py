@@ -251,6 +251,20 @@ def test_a_rank_that_loses_its_connection_takes_part_again(desk: Desk) -> None:
     assert desk.begin(2).result(LAST_S).step == 2
 
 
+def test_a_rank_that_cannot_map_the_slot_says_so(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = desk.shares[0]._host
+    assert host is not None
+
+    def map_slot(_slot: int) -> None:
+        raise OSError("no memory for a map")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(host.session, "map_slot", map_slot)  # type: ignore[attr-defined]
+        with pytest.raises(ShareMissing, match="rank 1: no memory for a map"):
+            desk.begin(1).result(120.0)  # not after ten minutes
+    assert desk.begin(2).result(LAST_S).step == 2
+
+
 def test_training_does_not_wait_for_a_slot_that_never_comes(desk: Desk) -> None:
     writer, rank = desk.shares[0], desk.ranks[1]
     writer._max_stall_s = 0.01

@@ -20,7 +20,7 @@ from typing import Any
 from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.client.session import Session
 from lightning_spot.config import MAX_STALL_S, read_environment
-from lightning_spot.errors import NodeUnreachable
+from lightning_spot.errors import NodeUnreachable, SpotError
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
@@ -246,11 +246,21 @@ class EmbeddedHost:
             self._layout = Layout(str(joined["layout_id"]), str(joined["layout"]))
         shares, agreed = int(joined["shares"]), str(joined["digest"])
         shared = Shared(name=name, shares=shares, digest=agreed, layout=self._layout.text)
-        return self._mapped(joined, int(joined["nbytes"]), share, shared)
+        try:
+            return self._mapped(joined, int(joined["nbytes"]), share, shared)
+        except BaseException as error:  # the node counts on this share from now on, and keeps the slot for it
+            try:
+                self._place(str(joined["upload"]), share, f"rank {share}: {error}")
+            except SpotError as problem:
+                logger.debug("the node could not be told that a share is torn: %s", problem)
+            raise
 
     def placed(self, lease: Lease, torn: str = "") -> None:
         """See :meth:`Host.placed`."""
-        self._call("POST", f"/v1/uploads/{lease.id}/placed", {"share": lease.share, "torn": torn[:_LONGEST_REASON]})
+        self._place(lease.id, lease.share, torn)
+
+    def _place(self, upload: str, share: int, torn: str) -> None:
+        self._call("POST", f"/v1/uploads/{upload}/placed", {"share": share, "torn": torn[:_LONGEST_REASON]})
 
     def decline(self, name: str, why: str) -> None:
         """See :meth:`Host.decline`."""
