@@ -419,6 +419,7 @@ def test_two_ranks(tmp_path: Path, warm_python: str) -> None:
         ({"dirpath": None}, "dirpath=None"),
         ({"dirpath": "x", "memory": "atuo"}, "memory='atuo' .* 'auto' or None"),
         ({"dirpath": "x", "memory": 3}, "memory=3 is no node URL"),
+        ({"dirpath": "x", "memory": ["auto", "spot://h:1"]}, "name memory nodes only"),
         ({"dirpath": "x", "run": 3}, "run name 3 is"),
         ({"dirpath": "x", "keep": 0}, "keep=0"),
         ({"dirpath": "x", "keep": "3"}, "keep='3': it is a whole number, at least 1"),

@@ -116,6 +116,22 @@ def test_a_dealt_epoch_is_itself_resumed_to_the_sample() -> None:
     assert again.train() == whole[1]
 
 
+def test_ranks_of_tensor_parallelism_have_the_same_share_of_what_is_left() -> None:
+    torch.manual_seed(3)
+    pair = Ranks(1, 30)  # two ranks that see the same batches
+    seen = pair.train(4)
+    states = pair.states() * 2
+    for share, world in (((0, 1), 1), ((0, 1), 4), ((1, 2), 4)):
+        others = OtherRanks(states, 3 % world, world, share)
+        sampler: Any = DistributedSampler(Numbers(30), share[1], share[0]) if world > 1 else None
+        loader = DataLoader(Numbers(30), batch_size=3, sampler=sampler, shuffle=sampler is None)
+        going_on = PositionedLoader(loader, lambda item, others=others: others.position(item, 0), lambda: True)  # type: ignore[misc]
+        rest = [number for batch in going_on for number in batch.flatten().tolist()]
+        assert others.reasons == []
+        assert not set(rest) & set(seen)
+        assert len(rest) == 18 // share[1]
+
+
 def test_the_order_of_one_rank_with_workers_is_known_and_dealt_to_workers(seed: int) -> None:
     torch.manual_seed(seed)
     alone = Ranks(1, 40, num_workers=1)

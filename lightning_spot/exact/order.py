@@ -69,7 +69,7 @@ def _batch_of(loader: Any) -> int | None:
 
 
 def is_dealt_to(loader: Any, order: State, world: int) -> bool:
-    """Whether each of ``world`` ranks can be given its share of an order through such a loader."""
+    """Whether an order can be dealt in ``world`` shares through such a loader."""
     sampler = getattr(loader, "sampler", None)
     if _batch_of(loader) is None or len(loader.dataset) != order["length"]:
         return False
@@ -90,8 +90,8 @@ def rest_of(order: State, batches: int, loader: DataLoader[Any], rank: int, worl
         order: in which the samples were seen.
         batches: that each of its ranks has seen.
         loader: through which this rank goes on.
-        rank: of this process.
-        world: number of ranks now.
+        rank: number of the share that goes through it.
+        world: number of shares now.
     """
     return {**order, "first": seen(order, batches), "world": world, "rank": rank, "batch": _batch_of(loader)}
 

@@ -29,13 +29,16 @@ class OtherRanks:
         ranks: states of all ranks that took the snapshot.
         rank: number of this one.
         world: number of ranks now.
+        share: which share of the data this one has, and of how many; default one for each rank. Ranks of tensor
+            parallelism have the same.
 
     Attributes:
         reasons: why this resume is not what it might be, each with what to do; known once all is taken over.
     """
 
-    def __init__(self, ranks: list[State], rank: int, world: int) -> None:
+    def __init__(self, ranks: list[State], rank: int, world: int, share: tuple[int, int] | None = None) -> None:
         self._ranks, self._rank, self._world = ranks, rank, world
+        self._share = share or (rank, world)
         self._own = ranks[rank % len(ranks)]
         self._left: int | None = None
         self.reasons: list[str] = []
@@ -92,8 +95,8 @@ class OtherRanks:
         if own["exhausted"]:
             return begun
         inner, shared = loader_itself(loader), own.get("order")
-        if shared is not None and self._is_common(positions) and order.is_dealt_to(inner, shared, self._world):
-            rest = order.rest_of(shared, own["yielded"], inner, self._rank, self._world)
+        if shared is not None and self._is_common(positions) and order.is_dealt_to(inner, shared, self._share[1]):
+            rest = order.rest_of(shared, own["yielded"], inner, *self._share)
             self._left = max(self._left or 0, shared["length"] - rest["first"])
             return {**begun, "order": rest, "dealt": True, "yielded": 0}
         self.reasons.append(
@@ -108,14 +111,14 @@ class OtherRanks:
         return {**begun, "yielded": own["yielded"] * len(self._ranks) // self._world}
 
     def _is_common(self, positions: list[State]) -> bool:
-        """Whether all ranks went through one order, dealt among them, equally far."""
+        """Whether all ranks went through one order, dealt among them or among groups of them, equally far."""
         if any(position is None or position.get("order") is None for position in positions):
             return False
         facts = [
             {**{name: value for name, value in position["order"].items() if name != "rank"}, "at": position["yielded"]}
             for position in positions
         ]
-        return all(fact == facts[0] for fact in facts) and facts[0]["world"] == len(positions)
+        return all(fact == facts[0] for fact in facts) and len(positions) % facts[0]["world"] == 0
 
     def line(self, trainer: pl.Trainer) -> str:
         """What is said of it."""

@@ -96,7 +96,9 @@ class Restoring(OfTrainer):
         trainer = self._trainer
         if len(ranks) == trainer.world_size:
             return ranks[trainer.global_rank]
-        self._others = OtherRanks(ranks, trainer.global_rank, trainer.world_size)
+        data = getattr(trainer.strategy, "distributed_sampler_kwargs", None)  # a single device has none
+        share = (data["rank"], data["num_replicas"]) if data else None
+        self._others = OtherRanks(ranks, trainer.global_rank, trainer.world_size, share)
         is_distributed = bool(private.ACCELERATOR_CONNECTOR.of(trainer).is_distributed)
         return self._others.values(trainer, is_distributed=is_distributed)
 
