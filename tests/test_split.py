@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import random
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -272,6 +273,18 @@ def test_training_does_not_wait_for_a_slot_that_never_comes(desk: Desk) -> None:
     writer.copied()  # nobody has leased a slot
     writer._max_stall_s = 600.0
     assert desk.begin(2).result(LAST_S).step == 2  # by which the first one was overtaken
+
+
+def test_who_waits_for_a_clean_slot_waits_on_every_rank(desk: Desk) -> None:
+    writer, rank = desk.shares[0], desk.ranks[1]
+    writer._max_stall_s = 0.01
+    desk.shares[1].begin(snapshot_name(1, 1), by_storage(desk.ranks[2].weights), packed(desk.ranks[2].state))
+    writer.begin(snapshot_name(1, 1), by_storage(rank.weights), packed(rank.state), wait_s=LAST_S)
+    training = threading.Thread(target=writer.copied)
+    training.start()
+    training.join(0.1)  # rank 0 has not got a slot yet
+    assert desk.begin_first(1).result(LAST_S).step == 1
+    training.join()
 
 
 # -- whether ranks write the next snapshot together --------------------------------------------------------------------

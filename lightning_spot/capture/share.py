@@ -42,6 +42,7 @@ class _Task:
         copies: of the memory of tensors that change while training computes, by address.
         state: what only this rank knows.
         sample: see :func:`~lightning_spot.capture.split.sample`.
+        wait_s: how long rank 0 may wait for a clean slot.
         thread: number of the thread that trains.
         job: the copies, once the slot is there.
         begun: whether the copies have begun, or never will.
@@ -55,6 +56,7 @@ class _Task:
     copies: dict[int, torch.UntypedStorage]
     state: bytes
     sample: str
+    wait_s: float
     thread: int
     job: CopyJob | None = None
     begun: threading.Event = field(default_factory=threading.Event)
@@ -104,7 +106,7 @@ class ShareWriter:
 
     # -- on the training thread -----------------------------------------------------------------------------------
 
-    def begin(self, name: str, owned: Owners, state: bytes) -> None:
+    def begin(self, name: str, owned: Owners, state: bytes, wait_s: float = 0.0) -> None:
         """Begin this rank's share of a snapshot.
 
         Args:
@@ -112,6 +114,7 @@ class ShareWriter:
             owned: tensors that only the optimizer changes, by the address of their storage; they must not change
                 until :meth:`copied` returned.
             state: what only this rank knows, for the room that rank 0 has kept for it.
+            wait_s: how long rank 0 may wait for a clean slot, seconds: :meth:`copied` waits as long.
         """
         task = _Task(
             name=name,
@@ -127,6 +130,7 @@ class ShareWriter:
             },
             state=state,
             sample=sample(owned, name),
+            wait_s=wait_s,
             thread=threading.get_ident(),
         )
         self._pending.append(task)
@@ -135,7 +139,7 @@ class ShareWriter:
     def copied(self) -> None:
         """Return when the tensors may change: call it before every optimizer step, swap of weights, and at the end."""
         for task in self._pending:
-            if not task.begun.wait(self._max_stall_s):
+            if not task.begun.wait(max(self._max_stall_s, task.wait_s)):
                 with task.lock:
                     task.late = task.job is None
             if (job := task.job) is None:

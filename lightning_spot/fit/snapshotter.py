@@ -297,7 +297,7 @@ class Snapshotter(OfTrainer):
             self._store(checkpoint, complete=complete, wait_s=wait_s, ranks=self.together.ranks(how))
         elif how != ALONE:
             name = snapshot_name(trainer.global_step, self.number, complete=complete)
-            self.together.share(dump, how, optimizer_owned(trainer.optimizers), name)
+            self.together.share(dump, how, optimizer_owned(trainer.optimizers), name, wait_s)
 
     def _store(self, checkpoint: dict[str, Any], *, complete: bool = False, wait_s: float, ranks: Ranks | None) -> None:
         trainer = self._trainer

@@ -167,11 +167,11 @@ class Together(OfTrainer):
             return None
         return Ranks(len(self._members), self.rooms.known if how == TOGETHER and self._writes_own_states else {})
 
-    def share(self, dump: Dump, how: str, owned: Owners, name: str) -> None:
+    def share(self, dump: Dump, how: str, owned: Owners, name: str, wait_s: float) -> None:
         """On another rank: begin its share of a snapshot that is written together."""
         if self.writer is not None:
             writes_state = how == TOGETHER and self._writes_own_states
-            self.writer.begin(name, owned, packed(dump.state) if writes_state else b"")
+            self.writer.begin(name, owned, packed(dump.state) if writes_state else b"", wait_s)
 
     def copied(self) -> None:
         """Wait for what is not copied yet: weights may change now."""
