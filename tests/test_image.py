@@ -77,6 +77,20 @@ def test_a_record_that_reaches_beyond_the_file_is_refused() -> None:
         Sealing(manifest, memoryview(image)).run(1)
 
 
+def test_what_a_helping_thread_cannot_seal_is_not_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Sealing._work
+
+    def fail(sealing: Sealing, plan: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise MemoryError("no memory for a part")
+        work(sealing, plan)
+
+    monkeypatch.setattr(Sealing, "_work", fail)
+    image = memoryview(bytearray(_archive(streamed=False)))
+    with pytest.raises(MemoryError, match="no memory for a part"):
+        Sealing(Manifest(run="r", name="x", step=1, attempt=1, nbytes=len(image)), image).run(2)
+
+
 def test_who_waits_for_parts_of_a_file_that_is_given_up_is_told() -> None:
     image = memoryview(bytearray(_archive(streamed=True)))
     sealing = Sealing(Manifest(run="r", name="x", step=1, attempt=1, nbytes=len(image)), image)

@@ -55,12 +55,24 @@ class Sealing(Coming):
         if before is not None:
             for index in plan.untouched:
                 self._take_over(index, before)
-        helpers = [threading.Thread(target=self._work, args=(plan,), name="spot-seal") for _ in range(threads - 1)]
+        failures: list[BaseException] = []
+
+        def help_out() -> None:
+            try:
+                self._work(plan)
+            except BaseException as error:
+                failures.append(error)
+
+        helpers = [threading.Thread(target=help_out, name="spot-seal") for _ in range(threads - 1)]
         for helper in helpers:
             helper.start()
-        self._work(plan)
-        for helper in helpers:
-            helper.join()
+        try:
+            self._work(plan)
+        finally:
+            for helper in helpers:
+                helper.join()
+        if failures:
+            raise failures[0]  # a part of that thread may have no checksum
         return replace(self.manifest, checksums=tuple(self._checksums))
 
     def _take_over(self, index: int, before: Before) -> None:
