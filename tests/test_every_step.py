@@ -144,7 +144,7 @@ def check(root: Path, steps: int, model: pl.LightningModule, *callbacks: pl.Call
     return witness
 
 
-STEPS = [pytest.param(30), pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
+STEPS = [pytest.param(16), pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
 
 
 @pytest.mark.parametrize("steps", STEPS)

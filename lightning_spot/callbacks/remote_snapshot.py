@@ -120,6 +120,11 @@ class RemoteSnapshot(Part):
         check_flag("strict", strict)
         self.location = self._named = Location.of(dirpath, memory, run)
         check_replicas(replicas, memory)
+        if compression == "topk" and not self.location.nodes:
+            raise SettingsError(
+                "compression='topk' is for what is sent to memory nodes, and memory= names none: name one, such as"
+                " memory='spot://10.0.0.5:7070', or leave compression out"
+            )
         if interval is not None and (isinstance(interval, type) or not callable(getattr(interval, "due", None))):
             raise SettingsError(f"interval={interval!r} is no policy; write EverySeconds(30) or EverySteps(100)")
         if read_environment().drill_dir is not None:
