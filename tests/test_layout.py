@@ -200,10 +200,16 @@ def test_storages_that_stay_keep_their_places() -> None:
     assert all(new is old for new, old in zip(layouter.lay_out(weights).frame[:-1], first[:-1], strict=True))
 
 
-def test_tensors_are_learned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.Tensor] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The tensors of which torch was asked how they are put together."""
+    tensors: list[torch.Tensor] = []
     as_torch_says = pickling._as_torch_says
-    monkeypatch.setattr(pickling, "_as_torch_says", lambda tensor: asked.append(tensor) or as_torch_says(tensor))
+    monkeypatch.setattr(pickling, "_as_torch_says", lambda tensor: tensors.append(tensor) or as_torch_says(tensor))
+    return tensors
+
+
+def test_tensors_are_learned_once(asked: list[torch.Tensor]) -> None:
     layouter = Layouter()
     weights = [torch.randn(3) for _ in range(50)]
     counts = []
@@ -214,12 +220,7 @@ def test_tensors_are_learned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts == [51, 1, 1]  # the state of the generator is another tensor each time
 
 
-def test_a_tensor_that_is_there_twice_is_one_object_and_all_others_are_still_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[torch.Tensor] = []
-    as_torch_says = pickling._as_torch_says
-    monkeypatch.setattr(pickling, "_as_torch_says", lambda tensor: asked.append(tensor) or as_torch_says(tensor))
+def test_a_tensor_that_is_there_twice_is_one_object_and_all_others_are_still_known(asked: list[torch.Tensor]) -> None:
     layouter = Layouter()
     weights = [torch.randn(3) for _ in range(50)]
     counts = []

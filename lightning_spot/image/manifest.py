@@ -23,8 +23,6 @@ Order = tuple[int, int, int]
 _SNAPSHOT_NAME = re.compile(r"step-(\d{1,18})-attempt-(\d{1,9})(-inexact|-complete)?")
 _RANKS = {"-inexact": 0, None: 1, "-complete": 2}
 
-_CHECKSUM = re.compile(r"[0-9a-f]{32}")
-
 # A manifest may come from a stranger: nothing is allocated, listed or compared before its numbers are within these.
 _MOST_BYTES = 2**46
 _PART_BYTES = (1, 2**30)

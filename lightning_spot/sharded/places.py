@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 
@@ -127,10 +126,6 @@ class Places:
     def state_of(self, rank: int) -> FileSpan:
         """The file for a rank's own state."""
         return self.files[len(self.files) - len(self.state_bytes) + rank]
-
-    def copied_by(self, rank: int) -> int:
-        """Bytes of tensors that a rank copies."""
-        return sum(prod(placed.chunk.sizes) and placed.form.data_nbytes for placed in self.by_rank[rank])
 
 
 def state_file(rank: int) -> str:
