@@ -75,11 +75,13 @@ def _rise(stretch: Array, price: Price) -> float:
 
 
 def _with_count(weight: Array, snapshots: float) -> Array:
-    """Intervals in proportion to ``1 / sqrt(weight)``, within the limits, such that the snapshots come out."""
-    shape = 1 / np.sqrt(weight)
-    low, high = math.log(1 / WIDEST / float(shape.max())), math.log(WIDEST / float(shape.min()))
-    for _ in range(40):
-        middle = (low + high) / 2
-        count = float((1 / np.clip(math.exp(middle) * shape, 1 / WIDEST, WIDEST)).mean())
-        low, high = (middle, high) if count > snapshots else (low, middle)
-    return np.clip(math.exp(high) * shape, 1 / WIDEST, WIDEST)
+    """Intervals in proportion to ``1 / sqrt(weight)``, within the limits, such that the snapshots come out.
+
+    With intervals of ``scale / inverse`` the number of snapshots is a straight line over ``1 / scale`` between any two
+    scales at which the interval of some place comes to a limit.
+    """
+    inverse = np.sqrt(weight)
+    edges = np.sort(np.concatenate([inverse / WIDEST, inverse * WIDEST]))
+    counts = np.clip(inverse / edges[:, None], 1 / WIDEST, WIDEST).mean(axis=1)
+    scale = 1 / np.interp(snapshots, counts[::-1], 1 / edges[::-1])
+    return np.clip(scale / inverse, 1 / WIDEST, WIDEST)
