@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import gc
 import importlib
 import os
 import random
@@ -60,6 +61,18 @@ def _import_in_turns(config: pytest.Config, share: float) -> None:
             fcntl.flock(turn, fcntl.LOCK_EX)
             with contextlib.suppress(Exception, pytest.skip.Exception):  # collecting it will tell
                 importlib.import_module(".".join(file.relative_to(config.rootpath).with_suffix("").parts))
+
+
+def pytest_collection_finish() -> None:
+    """What lives as long as the tests do is no garbage: nobody looks through it again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Collect the garbage of the tests once: pytest does so five times, whatever there is to look through."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -70,8 +70,13 @@ class Training:
         self._root = root
         self._trials = 0
         self._trainers = Server("tests.crash_trainer", root / "trainers.log", python)
+        self._running: int | None = None
 
     def close(self) -> None:
+        """End the trainer that runs, too: killing who forked it does not."""
+        if self._running is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._running, signal.SIGKILL)
         self._trainers.close()
 
     def start(self) -> tuple[int, Path]:
@@ -80,7 +85,7 @@ class Training:
         oracle = self._root / f"oracle-{self._trials}"
         request = {"elements": 3000, "watched": True, "ballast": self.ballast, "pace_s": self.pace_s, "alarm_s": 120}
         self._trainers.say({"dirpath": str(self.dirpath), "oracle": str(oracle), **request})
-        pid = int(self._trainers.read())
+        self._running = pid = int(self._trainers.read())
         ((step, tier, whole),) = until(lambda: lines(oracle, "from"), f"trainer {self._trials} to begin", 60)
         assert whole == "whole", f"trainer {self._trials}: the state of step {step} from {tier} is no single step's"
         assert int(step) >= self.promised[1], f"trainer {self._trials} resumed at {step}, promised was {self.promised}"
@@ -98,6 +103,7 @@ class Training:
             kill_node(self.dirpath)
         os.kill(pid, signal.SIGKILL)
         assert self._trainers.read() == "-9"
+        self._running = None
         if kind in (BOTH, MACHINE):
             kill_node(self.dirpath)
         if kind == MACHINE:
@@ -198,12 +204,7 @@ def begin(tmp_path: Path, warm_python: str) -> Iterator[Callable[..., Training]]
 
     yield start
     for training in begun:
-        pids = Path(f"/proc/{training._trainers.process.pid}/task/{training._trainers.process.pid}/children")
-        children = [int(pid) for pid in pids.read_text().split()] if pids.exists() else []
         training.close()
-        for pid in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("ballast", [0, 2_000_000], ids=["small", "some MB"])

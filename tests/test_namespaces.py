@@ -15,7 +15,12 @@ import torch
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.exact import namespaces
 
-other: Any = pytest.importorskip("pytorch_lightning")
+
+@pytest.fixture
+def other() -> Any:
+    """Lightning by its other name. Imported by who asks for it: most tests have one namespace, as most users do."""
+    return pytest.importorskip("pytorch_lightning")
+
 
 SCRIPT = """
 import sys
@@ -93,7 +98,7 @@ def test_one_alone(tmp_path: Path, name: str, blocked: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_what_was_defined_first_belongs_to_what_was_imported_later() -> None:
+def test_what_was_defined_first_belongs_to_what_was_imported_later(other: Any) -> None:
     namespaces.SpotCallback.__bases__ = (lightning.pytorch.Callback,)
     assert not issubclass(SpotCheckpoint, other.Callback)
     spot, plugin = SpotCheckpoint("x"), SpotCheckpointIO()
@@ -104,7 +109,7 @@ def test_what_was_defined_first_belongs_to_what_was_imported_later() -> None:
         assert spot in home.Trainer(callbacks=spot, logger=False, enable_checkpointing=False).callbacks
 
 
-def test_classes_of_both_are_known(tmp_path: Path) -> None:
+def test_classes_of_both_are_known(other: Any, tmp_path: Path) -> None:
     from tests.models import data
 
     class Net(other.LightningModule):  # type: ignore[misc]

@@ -44,6 +44,7 @@ PRELOADED = {
     NODES: ("lightning_spot.cli", "lightning_spot.service.handlers", "lightning_spot.service.settings", "s3fs"),
     TRAINERS: (
         *("lightning.pytorch", "lightning.pytorch.cli", "sklearn.datasets", "moto.server", "tests.exact_cases"),
+        *("s3fs", "torch._dynamo"),  # Lightning looks for the first
         *("hypothesis.strategies", "xdist.remote"),  # for the workers
     ),
 }
@@ -373,6 +374,9 @@ def main() -> None:
     listening, other = (socket.socket(fileno=int(number)) for number in sys.argv[3:])
     for module in PRELOADED[kind]:
         importlib.import_module(module)
+    if kind == TRAINERS:
+        # Each worker would read the source of the whole package for constants to test with.
+        getattr(importlib.import_module("hypothesis.internal.conjecture.providers"), "_get_local_constants", int)()
     gc.collect()
     gc.freeze()  # the collector of a fork does not touch, and so copy, what all have in common
     server = Server(folder, listening, *((other, set()) if kind == NODES else (None, {other})))

@@ -6,7 +6,8 @@ import signal
 import socket
 import sys
 
-LIGHT = ("lightning_spot", "tests.small_trainer", "tests.oracle")  # what never needs torch
+LIGHT = ("lightning_spot", "tests.small_trainer", "tests.oracle")  # what never needs torch, but for:
+HEAVY = ("lightning_spot.exact", "lightning_spot.sharded")
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -16,7 +17,7 @@ def main() -> None:
     arguments = arguments[unbuffered:]
     if arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
         os.execv(sys.executable, [sys.executable, *arguments])  # an option of Python's
-    light = arguments[0] == "-m" and arguments[1].startswith(LIGHT)
+    light = arguments[0] == "-m" and arguments[1].startswith(LIGHT) and not arguments[1].startswith(HEAVY)
     kind = "nodes" if light else "trainers"
     request = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd()}
     request["unbuffered"] = unbuffered
