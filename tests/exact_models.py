@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 
 from tests.exact_cases import Model
 
-SAMPLES = 32
+SAMPLES = 20
 BATCH = 4
 BATCHES = SAMPLES // BATCH
 

@@ -73,7 +73,7 @@ class Case:
     says: str = ""
     differs: bool = False
     ignored: tuple[str, ...] = ()
-    stops: tuple[int, ...] = (13, 6)
+    stops: tuple[int, ...] = (9, 5)
     covers: tuple[str, ...] = ()
     soak: bool = False
     since: str = ""
@@ -89,7 +89,7 @@ CALLBACKS: dict[str, Case] = {
         loaders=None,
         val=None,
         callbacks=lambda: [shipped.BackboneFinetuning(1, m.half, train_bn=False, should_align=False)],
-        stops=(21, 14),
+        stops=(13, 10),
         covers=("BackboneFinetuning",),
     ),
     "base-finetuning": Case(
@@ -97,27 +97,26 @@ CALLBACKS: dict[str, Case] = {
         loaders=None,
         val=None,
         callbacks=lambda: [m.Thaw()],
-        stops=(21, 14),
+        stops=(13, 10),
         covers=("BaseFinetuning",),
         soak=True,
     ),
     "accumulation-scheduler": Case(
         callbacks=lambda: [shipped.GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})],
-        stops=(11, 9),
+        stops=(8, 4),
         covers=("GradientAccumulationScheduler",),
     ),
     "weight-averaging-stochastic": Case(
         model=m.Plain,
         callbacks=lambda: [shipped.StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=3)],
         settings={"max_epochs": 4},
-        stops=(5, 9, 8),
+        stops=(3, 6, 5),
         covers=("StochasticWeightAveraging",),
     ),
     "weight-averaging-stochastic-batchnorm": Case(
         callbacks=lambda: [
             shipped.StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=2, annealing_strategy="linear")
         ],
-        stops=(13, 8),
         soak=True,
     ),
     "weight-averaging-ema": Case(
@@ -125,13 +124,13 @@ CALLBACKS: dict[str, Case] = {
         covers=("EMAWeightAveraging", "WeightAveraging"),
         since="2.6",
     ),
-    "pruning": Case(callbacks=m.prune, stops=(13, 6), covers=("ModelPruning",)),
+    "pruning": Case(callbacks=m.prune, covers=("ModelPruning",)),
     "pruning-kept-apart": Case(
         callbacks=partial(m.prune, make_pruning_permanent=False, use_lottery_ticket_hypothesis=False), soak=True
     ),
     "pruning-at-validation": Case(
         callbacks=partial(m.prune, prune_on_train_epoch_end=False, use_lottery_ticket_hypothesis=False),
-        settings={"val_check_interval": 5},
+        settings={"val_check_interval": 3},
         soak=True,
     ),
     "pruning-local-resampled": Case(
@@ -161,7 +160,7 @@ CALLBACKS: dict[str, Case] = {
         val=None,
         callbacks=lambda: [m.RateAgain(num_training_steps=5)],
         ignored=("requests.validation",),  # the trial asks for that loader once more
-        stops=(27, 8),
+        stops=(17, 8),
         soak=True,
     ),
     "early-stopping": Case(
@@ -219,7 +218,7 @@ CALLBACKS: dict[str, Case] = {
 }
 
 SETTINGS: dict[str, Case] = {
-    "accumulate": Case(settings={"accumulate_grad_batches": 3}, covers=("accumulate_grad_batches",)),
+    "accumulate": Case(settings={"accumulate_grad_batches": 2}, stops=(8, 7), covers=("accumulate_grad_batches",)),
     "clip-by-value": Case(
         settings={"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
         covers=("gradient_clip_val", "gradient_clip_algorithm"),
@@ -228,10 +227,10 @@ SETTINGS: dict[str, Case] = {
     "bf16": Case(settings={"precision": "bf16-mixed"}, covers=("precision",)),
     "double": Case(settings={"precision": "64-true"}, loaders=lambda: rows(False), soak=True),
     "half": Case(settings={"precision": "bf16-true"}, soak=True),
-    "val-often": Case(settings={"val_check_interval": 0.25}, stops=(13, 9), covers=("val_check_interval",)),
+    "val-often": Case(settings={"val_check_interval": 0.4}, covers=("val_check_interval",)),
     "val-across-epochs": Case(
-        settings={"val_check_interval": 11, "check_val_every_n_epoch": None},
-        stops=(12, 7),
+        settings={"val_check_interval": 7, "check_val_every_n_epoch": None},
+        stops=(8, 5),
         covers=("check_val_every_n_epoch",),
         soak=True,
     ),
@@ -251,17 +250,18 @@ SETTINGS: dict[str, Case] = {
     ),
     "val-by-time": Case(settings={"val_check_interval": "00:00:00:10"}, says="val_check_interval", since="2.6"),
     "limited": Case(
-        settings={"limit_train_batches": 5, "limit_val_batches": 1},
-        stops=(7, 4),
+        settings={"limit_train_batches": 3, "limit_val_batches": 1},
+        stops=(5, 4),
         covers=("limit_train_batches", "limit_val_batches"),
     ),
-    "limited-share": Case(settings={"limit_train_batches": 0.5}, stops=(6, 4), soak=True),
+    "limited-share": Case(settings={"limit_train_batches": 0.6}, stops=(5, 4), soak=True),
     "overfit": Case(settings={"overfit_batches": 4}, stops=(6, 4), covers=("overfit_batches",)),
     "reload-each-epoch": Case(
         model=m.WithData,
         loaders=None,
         val=None,
         settings={"reload_dataloaders_every_n_epochs": 1},
+        stops=(8, 3),
         covers=("reload_dataloaders_every_n_epochs",),
         soak=True,
     ),
@@ -270,23 +270,25 @@ SETTINGS: dict[str, Case] = {
         loaders=None,
         val=None,
         settings={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 5},
-        stops=(11, 14),
+        stops=(7, 9),
     ),
     "loaders-of-the-module": Case(model=m.WithData, loaders=None, val=None, soak=True),
     "loaders-of-a-data-module": Case(
         data=m.Data, loaders=None, val=None, settings={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 4}
     ),
     "sanity-check-whole": Case(
-        settings={"num_sanity_val_steps": -1}, stops=(-1, 13), covers=("num_sanity_val_steps",), soak=True
+        settings={"num_sanity_val_steps": -1}, stops=(-3, 3), covers=("num_sanity_val_steps",), soak=True
     ),
-    "no-sanity-check": Case(settings={"num_sanity_val_steps": 0}, stops=(13, 6), soak=True),
+    "no-sanity-check": Case(settings={"num_sanity_val_steps": 0}, soak=True),
     "no-validation": Case(val=None, settings={"limit_val_batches": 0}, soak=True),
     "max-steps": Case(
-        settings={"max_steps": 21, "max_epochs": -1, "val_check_interval": 5}, covers=("max_steps", "max_epochs")
+        settings={"max_steps": 13, "max_epochs": -1, "val_check_interval": 3},
+        stops=(9, 3),
+        covers=("max_steps", "max_epochs"),
     ),
     "min-epochs": Case(
         callbacks=lambda: [shipped.EarlyStopping("val_loss", patience=0, min_delta=10.0)],
-        settings={"min_epochs": 3, "min_steps": 26, "max_epochs": 5},
+        settings={"min_epochs": 3, "min_steps": 17, "max_epochs": 5},
         covers=("min_epochs", "min_steps"),
         soak=True,
     ),
@@ -312,8 +314,8 @@ LOADERS: dict[str, Case] = {
     ),
     "workers-that-persist-limited": Case(
         loaders=lambda: rows(num_workers=2, persistent_workers=True, drop_last=True),
-        settings={"limit_train_batches": 5},
-        stops=(7, 4),
+        settings={"limit_train_batches": 3},
+        stops=(5, 4),
         soak=True,
     ),
     "workers-that-persist-own-generators": Case(
@@ -326,16 +328,14 @@ LOADERS: dict[str, Case] = {
             collate_fn=m.Collate(),
             generator=torch.Generator().manual_seed(4),
         ),
-        stops=(13, 6),
         covers=("collate_fn", "generator"),
     ),
     "workers-that-persist-for-validation": Case(
-        val=lambda: validation(num_workers=2, persistent_workers=True), stops=(13, -1, 4)
+        val=lambda: validation(num_workers=2, persistent_workers=True), stops=(9, -1, 3)
     ),
     "workers-that-persist-for-validation-limited": Case(
         val=lambda: DataLoader(Rows(), BATCH, num_workers=2, persistent_workers=True),
         settings={"limit_val_batches": 3, "val_check_interval": 4},
-        stops=(13, 6),
         soak=True,
     ),
     "workers-for-validation": Case(
@@ -348,7 +348,7 @@ LOADERS: dict[str, Case] = {
         soak=True,
     ),
     "validation-with-own-generators": Case(
-        val=lambda: DataLoader(m.Noisy(), 16, sampler=m.Own(random.Random(3))), settings={"val_check_interval": 5}
+        val=lambda: DataLoader(m.Noisy(), 16, sampler=m.Own(random.Random(3))), settings={"val_check_interval": 4}
     ),
     "two-for-validation": Case(
         model=m.Several, loaders=m.combined("max_size_cycle"), val=lambda: [validation(), validation()], soak=True
@@ -385,7 +385,7 @@ LOADERS: dict[str, Case] = {
     "popping-sampler": Case(loaders=lambda: rows(shuffle=False, sampler=m.Popping()), says="Popping", differs=True),
     "batch-sampler": Case(loaders=lambda: DataLoader(Rows(), batch_sampler=m.Batches()), covers=("batch_sampler",)),
     "batch-sampler-around": Case(
-        loaders=lambda: DataLoader(Rows(), batch_sampler=BatchSampler(m.Own(random.Random(1)), 5, drop_last=True)),
+        loaders=lambda: DataLoader(Rows(), batch_sampler=BatchSampler(m.Own(random.Random(1)), 3, drop_last=True)),
         stops=(9, 4),
         soak=True,
     ),
@@ -394,14 +394,14 @@ LOADERS: dict[str, Case] = {
         covers=("batch_size", "shuffle", "dataset"),
     ),
     "drop-last": Case(
-        loaders=lambda: rows(batch_size=5, drop_last=True), stops=(9, 4), covers=("drop_last",), soak=True
+        loaders=lambda: rows(batch_size=3, drop_last=True), stops=(9, 4), covers=("drop_last",), soak=True
     ),
     "generators-of-the-data": Case(
         loaders=lambda: DataLoader(m.Noisy(), BATCH, shuffle=True, collate_fn=m.Collate()), soak=True
     ),
     "generators-of-nested-data": Case(
-        loaders=lambda: DataLoader(ConcatDataset([Subset(m.Noisy(), range(16)), m.Noisy()]), BATCH, shuffle=True),
-        stops=(15, 8),
+        loaders=lambda: DataLoader(ConcatDataset([Subset(m.Noisy(), range(8)), m.Noisy()]), BATCH, shuffle=True),
+        stops=(9, 7),
     ),
     "combined-max-size-cycle": Case(
         model=m.Several, loaders=m.combined("max_size_cycle"), covers=("max_size_cycle",), soak=True
@@ -465,7 +465,7 @@ LOOPS: dict[str, Case] = {
     "plateau-of-the-epoch": Case(model=Plateau),
     "plateau-of-validation": Case(
         model=lambda: m.Scheduled(partial(_Plateau, patience=0, threshold=0.3), monitor="val_loss"),
-        stops=(8, 8),
+        stops=(10, 3),
         soak=True,
     ),
     "plateau-each-step": Case(
@@ -481,18 +481,18 @@ LOOPS: dict[str, Case] = {
         soak=True,
     ),
     "epoch-start-hooks": Case(model=m.Evaluating, soak=True),
-    "changed-in-the-sanity-check": Case(model=m.Remembering, loaders=None, val=None, stops=(5, 6)),
+    "changed-in-the-sanity-check": Case(model=m.Remembering, loaders=None, val=None, stops=(5, 7)),
     "changed-in-a-trial": Case(
         model=partial(m.Remembering, counts_requests=False),  # a trial asks once more
         loaders=None,
         val=None,
         callbacks=lambda: [shipped.LearningRateFinder(num_training_steps=5)],
-        stops=(10, 6),
+        stops=(7, 6),
         soak=True,
     ),
     "cache-of-the-module": Case(model=m.Caching),
     "gathered-outputs": Case(model=m.Gathering),
-    "skipped-batches": Case(model=m.Skipping, stops=(9, 6)),
+    "skipped-batches": Case(model=m.Skipping, loaders=lambda: rows(batch_size=3), stops=(9, 6)),
     "iterator-step": Case(model=m.Fetching),
     "logging": Case(model=m.Logging),
 }

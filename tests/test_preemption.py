@@ -346,7 +346,8 @@ def test_in_mid_accumulation_nothing_is_lost(tmp_path: Path) -> None:
     """The urgent snapshot holds the gradients of the window that was cut."""
     settings = {"interval": EverySteps(1000), "memory": None, "on_full": "wait", "keep": 100}
     case = CASES["accumulation"]
-    train(case, tmp_path / "twin", seed=11, spot=SpotCheckpoint(str(tmp_path / "twin" / "run"), **settings))
+    twin = SpotCheckpoint(str(tmp_path / "twin" / "run"), **settings)
+    train(case, tmp_path / "twin", seed=11, spot=twin, max_epochs=1)
 
     class Term(pl.Callback):
         def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -355,12 +356,12 @@ def test_in_mid_accumulation_nothing_is_lost(tmp_path: Path) -> None:
 
     root = tmp_path / "r"
     with pytest.raises(SystemExit):
-        train(case, root, Term(), seed=11, spot=SpotCheckpoint(str(root / "run"), **settings))
+        train(case, root, Term(), seed=11, spot=SpotCheckpoint(str(root / "run"), **settings), max_epochs=1)
     manifest = LocalStore(root / "run").survey().manifests[0]
     checkpoint = torch.load(root / "run" / manifest.data_path, weights_only=True)
     assert manifest.step == 1
     assert checkpoint["lightning_spot"]["ranks"][0]["gradients"]
-    train(case, root, seed=77, spot=SpotCheckpoint(str(root / "run"), **settings))
+    train(case, root, seed=77, spot=SpotCheckpoint(str(root / "run"), **settings), max_epochs=1)
     (root / "log").touch()
     assert list(differences(final(tmp_path / "twin"), final(root))) == []
 
@@ -369,7 +370,7 @@ def test_the_guard_alone_beside_model_checkpoint(tmp_path: Path) -> None:
     def fit(*callbacks: pl.Callback, seed: int, ckpt_path: str | None = None) -> pl.Trainer:
         pl.seed_everything(seed, verbose=False)
         save = ModelCheckpoint(str(tmp_path / "best"), save_last=True)
-        made = trainer(*callbacks, PreemptionGuard("signal"), save)
+        made = trainer(*callbacks, PreemptionGuard("signal"), save, limit_train_batches=8)
         made.fit(Model(), loader(), ckpt_path=ckpt_path)
         return made
 
@@ -379,7 +380,7 @@ def test_the_guard_alone_beside_model_checkpoint(tmp_path: Path) -> None:
     for path in (tmp_path / "best").iterdir():
         path.unlink()
     with pytest.raises(SystemExit):
-        fit(NoticeAt(30, term), seed=1)
+        fit(NoticeAt(11, term), seed=1)
     assert (tmp_path / "best" / "last-preempted.ckpt").exists()
     resumed = fit(seed=9, ckpt_path="last")
     assert list(differences(expected, resumed.lightning_module.state_dict())) == []
