@@ -16,7 +16,7 @@ from lightning_spot.capture.folder import FolderWriter, write_now
 from lightning_spot.capture.host_link import leave
 from lightning_spot.client.embedded import start
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import IDLE_TIMEOUT_S, plain_scheme
+from lightning_spot.config import IDLE_TIMEOUT_S, check_number, plain_scheme
 from lightning_spot.errors import (
     NodeUnreachable,
     SettingsError,
@@ -80,8 +80,10 @@ class SpotCheckpointIO(SpotIO):
         super().__init__()
         if memory not in (AUTO, None):
             raise SettingsError(f"memory={memory!r}: SpotCheckpointIO takes 'auto' or None")
-        if slots < 2:
-            raise SettingsError(f"slots={slots}: a ring needs at least 2 slots")
+        check_number("slots", slots, 2, whole=True)  # one stays whole while the other is filled
+        check_number("wait_timeout_s", wait_timeout_s, 0)
+        check_number("flush_timeout_s", flush_timeout_s, 0)
+        check_number("idle_timeout_s", idle_timeout_s, 0)
         self.memory = memory
         self.slots = slots
         self.memory_bytes = memory_limit_bytes(memory_limit)

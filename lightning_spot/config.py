@@ -48,6 +48,10 @@ DRILL_VARIABLE = "LIGHTNING_SPOT_DRILL"
 NOTICE_FILE_VARIABLE = "LIGHTNING_SPOT_NOTICE_FILE"
 """Names a file whose appearance is a notice."""
 
+LARGEST = 10**9
+"""Most that a user may set as a number, such as seconds (30 years): Python waits for no longer than ten times that."""
+
+_MOST_BYTES = 2**63
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SCHEMES = {"s3a": "s3", "gcs": "gs"}
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
@@ -132,7 +136,7 @@ def _grace_s() -> float | None:
 
 
 def check_number(name: str, value: object, least: float, *, above: bool = False, whole: bool = False) -> None:
-    """Check a number that the user gave.
+    """Check a number that the user gave. None is infinite, nor so large that no clock could wait for as many seconds.
 
     Args:
         name: what it is called.
@@ -148,6 +152,8 @@ def check_number(name: str, value: object, least: float, *, above: bool = False,
     if not (is_number and (value > least if above else value >= least)):  # type: ignore[operator] # a number
         bound = "more than" if above else "at least"
         raise SettingsError(f"{name}={value!r}: it is a {'whole ' if whole else ''}number, {bound} {least:g}")
+    if value > LARGEST:  # type: ignore[operator] # a number
+        raise SettingsError(f"{name}={value!r}: it is at most {LARGEST:,}")
 
 
 def check_flag(name: str, value: object) -> None:
@@ -156,7 +162,7 @@ def check_flag(name: str, value: object) -> None:
     Raises:
         SettingsError: if it is neither.
     """
-    if value not in (True, False):
+    if not isinstance(value, bool):
         raise SettingsError(f"{name}={value!r}: it is True or False")
 
 
@@ -171,11 +177,12 @@ def parse_bytes(text: str | int, setting: str = "") -> int:
         SettingsError: if the text is no positive size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(text), re.IGNORECASE)
-    value = int(float(match[1]) * _UNITS[match[2].lower()]) if match and match[2].lower() in _UNITS else 0
-    if value <= 0:
+    unit = _UNITS.get(match[2].lower(), 0) if match and not isinstance(text, float) else 0
+    value = float(match[1]) * unit if match else 0.0
+    if not 0 < value < _MOST_BYTES or (unit == 1 and not value.is_integer()):  # half a byte is a unit forgotten
         name = f"{setting}=" if setting else ""
         raise SettingsError(f"{name}{text!r} is no size; write it like 8GiB, 512MB or 1073741824")
-    return value
+    return int(value)
 
 
 def format_bytes(nbytes: float) -> str:

@@ -30,9 +30,9 @@ from lightning_spot import (
     SpotCheckpoint,
     YoungDaly,
 )
-from lightning_spot.cli import main
+from lightning_spot.cli import doctor, main
 from lightning_spot.config import read_environment
-from lightning_spot.errors import SettingsError
+from lightning_spot.errors import NodeUnreachable, SettingsError
 from lightning_spot.fit.pacing import Pacing, starts_between
 from lightning_spot.goodput.journal import Journal
 from lightning_spot.goodput.ledger import AttemptRecord, lost_steps, spent, total
@@ -176,6 +176,18 @@ def test_a_run_over_two_attempts(tmp_path: Path, capsys: pytest.CaptureFixture[s
     parts = sum(value for name, value in told["whole"].items() if name not in ("total_s", "goodput"))
     assert told["whole"]["total_s"] == pytest.approx(parts)
     assert "<svg" in picture.read_text()
+
+
+def test_the_report_shows_replicas_where_there_were_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = str(tmp_path / "run")
+    for number, replicas in enumerate((1, 2)):
+        journal(url, number + 1, replicas=replicas).close("failed")
+        assert main(["report", url]) == 0
+        assert ("REPLICAS" in capsys.readouterr().out) is (replicas > 1)
+    assert main(["report", url, "--json"]) == 0
+    assert [item["replicas"] for item in json.loads(capsys.readouterr().out)["attempts"]] == [1, 2]
+    named = RemoteSnapshot(url, memory=["spot://a:1", "spot://b:1"], replicas=2)
+    assert (named.replicas, RemoteSnapshot(url).replicas) == (2, 0)
 
 
 def test_it_stands_alone_and_leaves_no_thread(tmp_path: Path) -> None:
@@ -623,6 +635,33 @@ def test_doctor_with_a_node(tmp_path: Path, capsys: Said, start_node: Callable[.
     assert outlook["loss_s"] == outlook["behind_s"][node.url]
     assert list(outlook["behind_s"]) == ["memory of the host", node.url, str(tmp_path / "run")]
     assert any("memory node saves" in line for line in told["advice"])
+
+
+def test_doctor_with_replicas(tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recommended with as many nodes as work; each is a tier that needs a slot."""
+    nodes = ["spot://a:7070", "spot://b:7070"]
+    works = {*nodes, str(tmp_path / "run")}
+
+    def speed(store: Any, _nbytes: int) -> float:
+        if not any(str(store.url).startswith(url) for url in works):
+            raise NodeUnreachable("no memory node answers")
+        return 1e9 if store.url.startswith("spot://") else 1e6
+
+    monkeypatch.setattr(doctor, "store_speed", speed)
+    monkeypatch.setattr(doctor, "node_speed", lambda _url, _nbytes: 1e9)
+    monkeypatch.setattr(doctor, "memory_limit_bytes", lambda _limit: 2 * 10**9)
+    command = ["doctor", str(tmp_path / "run"), "--sample", "1MB", "--snapshot-size", "500MB", "--memory", nodes[0]]
+    assert main([*command, "--replicas", "2"]) == 2
+    assert "Name 2, such as" in capsys.readouterr().err
+    assert main([*command, "--memory", nodes[1], "--replicas", "2"]) == 0
+    said = capsys.readouterr().out
+    assert f"memory={nodes!r}, replicas=2)" in said
+    assert "5 slots need" in said
+    works.remove(nodes[1])
+    assert main([*command, "--memory", nodes[1], "--replicas", "2"]) == 1
+    said = capsys.readouterr().out
+    assert f"memory={nodes[:1]!r})" in said
+    assert "slots need" not in said  # four fit
 
 
 def test_doctor_names_a_tier_that_fails(tmp_path: Path, capsys: Said) -> None:

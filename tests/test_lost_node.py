@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from lightning_spot import SpotCheckpoint
-from lightning_spot.capture.ending import Ending
+from lightning_spot.capture.ending import Ending, LastState
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.past_memory import PastMemory
 from lightning_spot.capture.safety import Safety
@@ -26,7 +26,7 @@ from lightning_spot.capture.streaming import stream_parts
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.embedded import EmbeddedHost, find_record
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import NodeUnreachable, TierError
+from lightning_spot.errors import Fenced, NodeUnreachable, TierError
 from lightning_spot.image.layout import lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.deadline import Deadline
@@ -242,7 +242,9 @@ def test_what_a_memory_node_lost_that_was_started_anew_is_named(tmp_path: Path) 
     writer = SimpleNamespace(
         committed=manifest_of(1, nbytes=5000),
         host=None,
-        link=SimpleNamespace(losses=0, wait=lambda _wait_s: None, close=lambda: None),
+        link=SimpleNamespace(
+            losses=0, wait=lambda _wait_s: None, close=lambda: None, ask=lambda _question, default: default
+        ),
         settle=lambda _wait_s: None,
         say_once=lambda _key, message, line: said.append(message % line),
     )
@@ -276,6 +278,122 @@ def test_a_call_that_breaks_off_as_the_ring_is_left_starts_no_new_node(tmp_path:
     assert link.losses == 0
     assert not found
     assert link.host is host
+
+
+class Damaging:
+    """A run with one snapshot that is durable, and a newer one that was damaged in memory before a tier took it."""
+
+    def __init__(self, root: Path, *, complete: bool) -> None:
+        self.root = root / "run"
+        self.store = GatedStore(str(self.root))
+        self.host = InProcessHost(slots=4, memory_bytes=2**24, open_store=lambda _url: self.store)
+        self.info = RunInfo(
+            name="run", id=RUN_ID, location="", attempt=1, token="t", durable_url=str(self.root), compression="auto"
+        )
+        self.host.open_run(self.info)
+        self.writer = SnapshotWriter(self.host)
+        self.state = {"weights": torch.arange(100.0)}
+        self.take(1)
+        assert self.host.flush(30.0) == []
+        self.store.fail(TierError("not now"))
+        self.newest = self.take(2, complete=complete)
+        self.damage()
+
+    def take(self, step: int, *, complete: bool = False) -> Manifest:
+        self.writer.begin(self.state, manifest := manifest_of(step, nbytes=0, complete=complete), wait_s=30.0)
+        self.writer.settle(30.0)
+        assert self.writer.committed is not None
+        assert self.writer.committed.name == manifest.name
+        return manifest
+
+    def damage(self) -> None:
+        slot = self.host._node.ring.committed()[0]
+        with slot.view() as image:
+            image[100] ^= 1
+        slot.checked_s = float("-inf")  # as long ago
+        self.store.fail(None)
+
+    def durable(self) -> list[int]:
+        return [manifest.step for manifest in self.store.survey().manifests]
+
+    def ending(self, last: LastState | None) -> Ending:
+        return Ending(self.writer, PastMemory(self.writer, str(self.root), self.info), str(self.root), self.info, last)
+
+
+def test_what_was_damaged_in_memory_is_not_called_durable(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is dropped, nothing is owed any more; an exception that ended the run was told that step 2 is durable."""
+    run = Damaging(tmp_path, complete=False)
+    ending = run.ending(None)
+    assert ending.bring(30.0) is None
+    assert run.durable() == [1]
+    assert ending.where == "lost"
+    assert "the newest snapshot was damaged in memory and dropped (run/step-000000002-attempt-0001" in caplog.text
+    run.writer.close()
+
+
+def test_a_tier_that_does_not_answer_is_not_said_to_have_lost_the_newest_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Damaging(tmp_path, complete=False)
+    ending = run.ending(None)
+
+    def fails(_store: LocalStore) -> Any:
+        raise TierError("not now")
+
+    monkeypatch.setattr(LocalStore, "survey", fails)
+    assert ending.bring(30.0) is None
+    assert ending.where == "committed in memory, and not known to be durable"
+    run.writer.close()
+
+
+def test_the_last_snapshot_that_was_damaged_in_memory_is_taken_again(tmp_path: Path) -> None:
+    run = Damaging(tmp_path, complete=True)
+    ending = run.ending(LastState.of(run.state, run.newest))
+    assert ending.bring(30.0) is True
+    assert run.durable() == [2, 1]
+    assert ending.where == f"durable in {run.root}"
+    run.writer.close()
+
+
+def test_the_last_snapshot_that_was_damaged_and_cannot_be_taken_again_is_not_called_durable(tmp_path: Path) -> None:
+    """The weights have changed since: what is there now is another state."""
+    run = Damaging(tmp_path, complete=True)
+    last = LastState.of(run.state, run.newest)
+    run.state["weights"].add_(1)
+    ending = run.ending(last)
+    assert ending.bring(30.0) is False
+    assert run.durable() == [1]
+    assert ending.where == "lost"
+    run.writer.close()
+
+
+@pytest.mark.parametrize("can_be_taken_again", [True, False])
+def test_what_was_damaged_before_a_deadline_is_taken_again_or_said(tmp_path: Path, can_be_taken_again: bool) -> None:
+    """The notice's whole grace went by, and it was said to be in memory."""
+    run = Damaging(tmp_path, complete=False)
+    safety = Safety(run.writer)
+    again = (lambda: run.writer.begin(run.state, run.newest, wait_s=30.0)) if can_be_taken_again else None
+    said = safety.bring(Deadline.of(None, 600.0), safety.plan(None), lambda: False, cast(Callable[[], None], again))
+    if can_be_taken_again:
+        assert "step 2" in said
+        assert "is safe in" in said
+        assert run.durable() == [2, 1]
+    else:
+        assert "was dropped (run/step-000000002" in said
+        assert run.durable() == [1]
+    run.writer.close()
+    run.host.leave(complete=False)
+
+
+def test_what_a_tier_has_refused_is_not_called_durable(tmp_path: Path) -> None:
+    """It was, at the end of an attempt that a later one had taken over from."""
+    run = Damaging(tmp_path, complete=False)
+    run.store.errors = lambda kind, _: Fenced("a later one", run="run", attempt=1, current=2) if kind == "put" else None
+    run.take(3)
+    ending = run.ending(None)
+    assert ending.bring(30.0) is None
+    assert ending.where == "lost"
+    run.writer.close()
 
 
 def test_what_was_stored_past_memory_is_safe_before_a_deadline() -> None:

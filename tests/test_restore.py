@@ -318,6 +318,24 @@ def test_an_unexpected_error_on_one_rank_is_raised_on_all(
     assert any(f"rank {failing}" in error for error in errors)
 
 
+def test_any_error_of_what_rank_0_does_alone_is_raised_on_all() -> None:
+    """Of errors that are not ours the others did not hear, and waited for ever."""
+    group = Group(2)
+
+    def on(rank: int) -> str:
+        def act() -> None:
+            assert rank == 0
+            raise PermissionError("not here")
+
+        threading.current_thread().name = f"rank-{rank}"
+        with pytest.raises((PermissionError, SpotError)) as caught:
+            Agreement(Rank(group, rank)).on_rank_zero(act)  # type: ignore[arg-type]
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(on, range(2))) == ["not here", "rank 0: PermissionError: not here"]
+
+
 def test_a_survey_that_fails_is_raised_on_all_and_nothing_is_a_fresh_start_on_all(
     run: LocalStore, tmp_path: Path
 ) -> None:

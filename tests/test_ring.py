@@ -593,6 +593,27 @@ def test_a_restarted_node_knows_the_attempts_of_what_it_holds(make: Callable[...
     assert [(run["name"], run["id"], run["attempt"]) for run in listed] == [("run", RUN_ID, 8)]
 
 
+def test_who_leases_a_slot_that_was_just_committed_learns_what_is_in_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was noted a moment after the commit: of what a slot held before, or of what was overwritten meanwhile."""
+    bench.open()
+    ring, free = bench.node.ring, []
+    commit = ring.commit
+
+    def committed(slot: Slot, *more: Any) -> None:
+        commit(slot, *more)
+        if not slot.held:  # not noted yet: may another thread lease it now?
+            other = threading.Thread(target=lambda: free.append(ring.changed.acquire(blocking=False)))
+            other.start()
+            other.join()
+
+    monkeypatch.setattr(ring, "commit", committed)
+    bench.save(1)
+    assert ring.committed()[0].held
+    assert free == [False]
+
+
 def test_an_orderly_end_keeps_what_is_safe_nowhere_else(make: Callable[..., Bench], runtime_dir: Path) -> None:
     """A memory node without a tier below holds the only copy; after SIGTERM the next node has it, as after SIGKILL."""
     ended = make(area=runtime_dir / "area", allow=[])

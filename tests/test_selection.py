@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import uuid
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -134,6 +136,26 @@ def test_runs_that_are_complete_are_looked_at_once() -> None:
     assert LOOKED_AT == [4]
 
 
+def test_a_finished_run_is_not_trained_once_more_because_an_id_or_a_seed_was_drawn_anew() -> None:
+    """The program was started again after its end, and trained from the beginning, in a run of its own."""
+    first, again = (of(Tried(32, run_id=str(uuid.uuid4()), seed=seed)) for seed in (718_281_828, 31_415_926))
+    found = selected(again, (first, DONE))
+    assert found.location == NAMED
+    assert "differs from it in ids or seeds only" in found.warning  # it might be another one: that is said
+    earlier.forget()
+    assert selected(again, (first, STOPPED)) == Selection(NAMED)
+    for ends in [(DONE, STOPPED), (DONE, DONE), (STOPPED, STOPPED)]:  # trials with large seeds
+        runs = list(zip((first, again), ends, strict=True))
+        earlier.forget()
+        assert selected(again, *runs) == Selection(earlier.numbered(NAMED, 2))
+        earlier.forget()
+        assert selected(first, *runs) == Selection(NAMED)
+    small = [of(Tried(32, seed=seed)) for seed in (3, 4)]  # of a sweep, perhaps
+    found = selected(small[1], (small[0], DONE))
+    assert found.location.url == SECOND
+    assert "drawn anew at each start" in found.warning
+
+
 def test_what_this_process_has_finished_is_no_other_ones() -> None:
     earlier.finished(NAMED, NAMED)
     assert selected(A, (A, DONE), (A, STOPPED)).location.url == SECOND
@@ -163,6 +185,13 @@ def test_a_fingerprint_is_of_what_stays() -> None:
     assert of(Tried(thing=object())).is_alike(of(Tried(thing=object())))
     assert of(Tried(root="/a/x", name="2026-01-01_10-00")).is_alike(of(Tried(root="/b/x", name="2026-02-01_11-30")))
     assert of(Tried(begun=1.7e9)).is_alike(of(Tried(begun=1.8e9)))
+    for drawn in (lambda: str(uuid.uuid4()), lambda: f"run-{uuid.uuid4().hex}", lambda: secrets.token_hex(8) + "0f"):
+        assert of(Tried(run_id=drawn(), ids={"a": [drawn()]})).is_alike(of(Tried(run_id=drawn(), ids={"a": [drawn()]})))
+    assert of(Tried(seed=1_234_567)).is_alike(of(Tried(seed=987_654_321)))
+    assert not of(Tried(seed=1)).is_alike(of(Tried(seed=2)))  # a sweep's
+    assert not of(Tried(steps=1_234_567)).is_alike(of(Tried(steps=1_234_568)))
+    for one, other in (("bert-base", "bert-large"), ("deadbeef", "facade"), ("relu", "gelu"), ("a" * 12, "b" * 12)):
+        assert not of(Tried(name=one)).is_alike(of(Tried(name=other)))
     assert usual.has_other_data(of(Net(), DataLoader(TensorDataset(torch.arange(1.0, 21), torch.arange(20.0)))))
     folds = [DataLoader(Subset(data, indices)) for indices in ([0, 1, 2], [3, 4, 5])]
     assert of(Net(), folds[0]).has_other_data(of(Net(), folds[1]))

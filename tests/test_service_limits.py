@@ -27,7 +27,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol.wire import NO_DIGEST, Address, Frame, PartKind, parse_spot_url
-from lightning_spot.service import fields, files, handlers, part_receiver
+from lightning_spot.service import fields, files, handlers, part_receiver, saving
 from lightning_spot.service.connections import Connections
 from tests.conftest import RunningNode, until
 from tests.gated import image_of
@@ -195,7 +195,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Node, NodeClient]]:
     """A node in this process that gives nobody more than half a second."""
     for module, name in (
         (fields, "_BODY_TIMEOUT_S"),
-        (files, "_QUIET_BODY_S"),
+        (saving, "_QUIET_BODY_S"),
         (files, "_SEND_TIMEOUT_S"),
         (part_receiver, "FRAME_WAIT_S"),
     ):

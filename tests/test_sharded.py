@@ -343,6 +343,8 @@ def test_the_plain_file_made_of_it_is_what_one_device_would_have_saved(
     other.load_state_dict(plain["optimizer_states"][0])
     assert same(other.state_dict(), wanted)
 
+    assert main(["show", str(tmp_path)]) == 0
+    assert f"\ndirectory   {manifest.name}, " in capsys.readouterr().out
     assert main(["pull", str(tmp_path), manifest.name, "--consolidate", "--to", str(tmp_path / "pulled.ckpt")]) == 0
     assert (tmp_path / "pulled.ckpt").read_bytes() == (tmp_path / "plain.ckpt").read_bytes()
     assert (tmp_path / "pulled.ckpt").stat().st_mode == (folder / "manifest.json").stat().st_mode

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
@@ -15,11 +18,13 @@ from lightning_spot.errors import Fenced, NodeUnreachable, RingFull, SettingsErr
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.upload import Upload
+from lightning_spot.service.waiting import Waiting
 from tests.gated import RUN_ID, Bench, image_of, manifest_of
 from tests.small_trainer import info_of
 
 RUN, NBYTES = f"run@{RUN_ID}", 1000
 LAST_S = 600.0  # of what never takes so long
+T = TypeVar("T")
 
 
 class Ranks:
@@ -32,13 +37,35 @@ class Ranks:
             self.node.begin_session(f"rank-{rank}")
         self.bench.open(session="rank-0")
         self.pool = ThreadPoolExecutor(4)
+        self.loop = asyncio.new_event_loop()  # on which the service waits, see Waiting
+        self.looping = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.looping.start()
+        self.waiting = self.on_loop(self._wait())
+
+    async def _wait(self) -> Waiting:
+        return Waiting(self.node)
+
+    def on_loop(self, answer: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(answer, self.loop).result()
+
+    def close(self) -> None:
+        self.bench.close()
+        self.pool.shutdown()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.looping.join()
+        self.loop.close()
 
     def lease(self, step: int, digest: str = "") -> Upload:
         shared = Shared(name=snapshot_name(step, 1), shares=self.shares, digest=digest)
         return self.node.lease(RUN, 1, NBYTES, name=shared.name, session="rank-0", shared=shared)
 
     def join(self, step: int, rank: int, *, digest: str = "", wait_s: float = LAST_S) -> Upload:
-        return self.of.wait_to_join(RUN, 1, snapshot_name(step, 1), rank, f"rank-{rank}", digest, wait_s)
+        async def ask() -> Upload:
+            gone = self.loop.create_future()
+            name = snapshot_name(step, 1)
+            return await self.waiting.join(gone, RUN, 1, name, rank, f"rank-{rank}", digest, wait_s=wait_s)
+
+        return self.on_loop(ask())
 
     def fill(self, upload: Upload, step: int, rank: int) -> None:
         """Write the bytes of a share, and say so."""
@@ -63,8 +90,7 @@ class Ranks:
 def ranks(tmp_path: Path) -> Iterator[Ranks]:
     made = Ranks(tmp_path)
     yield made
-    made.bench.close()
-    made.pool.shutdown()
+    made.close()
 
 
 def test_a_snapshot_is_committed_once_every_share_is_there(ranks: Ranks) -> None:
@@ -126,7 +152,7 @@ def test_a_slot_is_not_used_again_while_a_rank_may_still_write_into_it(tmp_path:
     assert ranks.lease(2).slot is upload.slot
     with pytest.raises(SnapshotNotFound):
         ranks.of.placed(upload.id, 1)
-    ranks.bench.close()
+    ranks.close()
 
 
 def test_nobody_waits_for_a_snapshot_that_will_not_be(ranks: Ranks) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import threading
 import zipfile
 from dataclasses import replace
@@ -19,7 +20,7 @@ from lightning_spot.client import approximation
 from lightning_spot.client.approximation import Approximation
 from lightning_spot.client.part_encoder import packers
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import CorruptManifest, NodeUnreachable, TierError
+from lightning_spot.errors import CorruptManifest, CorruptSnapshot, NodeUnreachable, TierError
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
 from lightning_spot.memory.host import InProcessHost
@@ -29,7 +30,7 @@ from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import retain
 from tests.chained import FIRST, chained
 from tests.conftest import until
-from tests.gated import MIB, RUN_ID, manifest_of
+from tests.gated import MIB, RUN_ID, image_of, manifest_of
 from tests.wire_pair import END, RUN, Pair, floats, pair
 
 __all__ = ["pair"]
@@ -344,6 +345,35 @@ def test_a_node_that_sends_it_on_to_the_next_one_does_so_once(tmp_path: Path, mo
         assert bench.durable().count(3) == 2
         health = bench.node.status()["tiers"][f"{FIRST}/{RUN}"]
         assert (health["flushed"], health["inexact"]) == (2, 2)
+
+
+def test_two_replicas_approximations_of_one_step_are_never_mixed_without_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both bring theirs on, under one name, while the run goes from one to the other: the worst moment of all."""
+    stores = [LocalStore(tmp_path / "run") for _ in range(2)]
+    exact, *images = (memoryview(image_of(number, 1000)) for number in range(3))
+    stores[0].put(manifest_of(2).sealed(exact), exact, attempt=1)
+    replace_file, between = os.replace, [lambda: stores[1].put(theirs, images[1], attempt=1)]
+    mine, theirs = (manifest_of(3, **inexact(3)).sealed(image) for image in images)
+
+    def replaced(source: Any, target: Any) -> None:
+        replace_file(source, target)
+        if Path(target).name == "model.ckpt" and between:  # its manifest is still to come
+            between.pop()()
+
+    monkeypatch.setattr(os, "replace", replaced)
+    stores[0].put(mine, images[0], attempt=1)
+    newest, older = stores[0].survey().manifests
+    assert (newest.exact, older.exact) == (False, True)
+    into = memoryview(bytearray(1000))
+    with pytest.raises(CorruptSnapshot):
+        stores[0].fetch(newest, into)
+    stores[0].fetch(older, into)
+    assert into == exact
+    stores[0].put(mine, images[0], attempt=1)
+    stores[0].fetch(newest, into)
+    assert into == images[0]
 
 
 def test_that_it_is_durable_lets_no_exact_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
-from lightning_spot.config import format_seconds
+from lightning_spot.config import check_number, format_seconds
 from lightning_spot.errors import Preempted, SettingsError
 from lightning_spot.exact.loggers import logged_step
 from lightning_spot.exact.namespaces import SpotCallback
@@ -51,8 +51,9 @@ class GoodputMonitor(SpotCallback):
         self, dirpath: str | None = None, *, log_every_s: float | None = 60.0, heartbeat_s: float = 10.0
     ) -> None:
         super().__init__()
-        if not ((log_every_s is None or log_every_s > 0) and heartbeat_s > 0):
-            raise SettingsError("GoodputMonitor: log_every_s and heartbeat_s are more than 0 seconds")
+        if log_every_s is not None:
+            check_number("log_every_s", log_every_s, 0, above=True)
+        check_number("heartbeat_s", heartbeat_s, 0, above=True)
         self.metric = Goodput(sync_on_compute=False)  # rank 0 alone knows, and asks
         self._dirpath = Location.of(dirpath, None, None).url if dirpath is not None else None
         self._log_every_s, self._heartbeat_s = log_every_s, heartbeat_s
@@ -140,6 +141,7 @@ class GoodputMonitor(SpotCallback):
             snapshots=Fit.of(trainer).resume.snapshots,
             heartbeat_s=self._heartbeat_s,
             begun_unix_s=self._begun_unix_s,
+            replicas=snapshots.replicas if snapshots is not None else 0,
         )
 
     def _note(self, trainer: pl.Trainer, journal: Journal) -> None:

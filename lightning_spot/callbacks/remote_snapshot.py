@@ -125,7 +125,8 @@ class RemoteSnapshot(Part):
                 "compression='topk' is for what is sent to memory nodes, and memory= names none: name one, such as"
                 " memory='spot://10.0.0.5:7070', or leave compression out"
             )
-        if interval is not None and (isinstance(interval, type) or not callable(getattr(interval, "due", None))):
+        asked = (getattr(interval, name, None) for name in ("due", "taken"))
+        if interval is not None and (isinstance(interval, type) or not all(map(callable, asked))):
             raise SettingsError(f"interval={interval!r} is no policy; write EverySeconds(30) or EverySteps(100)")
         if read_environment().drill_dir is not None:
             interval = EverySeconds(1.0)  # a drill is short, and wants something to resume from
@@ -154,6 +155,11 @@ class RemoteSnapshot(Part):
     def of_a_fit(self) -> dict[str, Any]:
         """See :class:`~lightning_spot.exact.namespaces.Copied`."""
         return {"snapshotter": None}
+
+    @property
+    def replicas(self) -> int:
+        """At how many memory nodes each snapshot is kept; 0 where ``memory`` names none."""
+        return self._settings.ring.replicas if self.location.nodes else 0
 
     @property
     def interval(self) -> IntervalPolicy:

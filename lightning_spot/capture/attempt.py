@@ -106,7 +106,7 @@ class Attempt:
         lineage: of the training state: that of the snapshot it was resumed from, or a new one.
         writer: takes the snapshots.
         fenced: whether a later attempt has taken the run over.
-        is_durable: whether all that was committed is durable; known after :meth:`finish`.
+        where: what was committed last is, for people; known after :meth:`finish`.
         skipped: snapshots that were due and not taken, since no slot was free.
     """
 
@@ -123,7 +123,7 @@ class Attempt:
         self.location = found.location
         self.lineage = new_id()
         self.fenced = False
-        self.is_durable = False
+        self.where = ""
         self.skipped = 0
         self._settings = settings
         self._fingerprint = fingerprint
@@ -257,12 +257,12 @@ class Attempt:
         ending = Ending(self.writer, self._past_memory, self.location.url, self.info, last, untrained=untrained)
         try:
             durable = ending.bring(wait_s)
-            self.is_durable = ending.is_durable
             return durable if self._last is not None or not self._ended else False
         except SpotError as error:
             self._complain("finish", error)
             return False
         finally:
+            self.where = ending.where
             self.writer.close()
             if self._late_claim is not None:
                 self._late_claim.close()

@@ -19,6 +19,7 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable, SpotError
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.survey import ask_all
 from lightning_spot.staging.copier import Watch, watch
@@ -27,6 +28,8 @@ from lightning_spot.tiers.store import Holdings
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 10.0
+_BEFORE = "The run goes on from the one before it"
+_IN_MEMORY = "committed in memory, and not known to be durable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class Ending:
         untrained: whether the run was finished before: nothing was left to train, so nobody needs the node any more.
 
     Attributes:
-        is_durable: whether all that was committed is durable; known after :meth:`bring`.
+        where: what was committed last is, for people; known after :meth:`bring`.
     """
 
     def __init__(
@@ -86,7 +89,8 @@ class Ending:
         self._info = info
         self._last = last
         self._untrained = untrained
-        self.is_durable = False
+        self.where = _IN_MEMORY
+        self._durable = f"durable in {url}"
 
     def bring(self, wait_s: float) -> bool | None:
         """Commit and flush what is under way, within ``wait_s``, and leave the ring.
@@ -102,12 +106,11 @@ class Ending:
         elsewhere = self._past_memory.flush(within(deadline_s))
         durable: bool | None = None
         if self._last is not None:
-            durable = self._see(self._last.manifest.name, deadline_s)
+            durable = bool(self._see(self._last.manifest.name, deadline_s))
             if not durable and not any(self._url in line for line in (*left, *elsewhere)):
                 durable = self._write_here(self._last)
-        elif not left and not elsewhere and not self._newest_is_safe(deadline_s):
-            left = ["the newest snapshot was lost with the memory node that had it"]
-        self.is_durable = bool(durable) or not (left or elsewhere)
+        if durable or not (left or elsewhere):
+            self.where = self._durable if durable else self._where_newest_is(deadline_s)
         for line in left if durable else [*left, *elsewhere]:
             self._writer.say_once(line, "not everything is durable yet: %s. The node that has it goes on trying", line)
         # What another thread is asking now breaks off: that is no loss, and no reason to start a new node.
@@ -116,11 +119,33 @@ class Ending:
             leave(host, complete=bool(durable) or (self._untrained and not left))
         return durable
 
-    def _newest_is_safe(self, deadline_s: float) -> bool:
-        """Whether what was committed last is durable: in doubt only where a ring, or a node, may have lost it."""
-        newest = self._writer.committed
-        in_doubt = bool(self._writer.link.losses) or self._past_memory.is_at_a_node
-        return newest is None or not in_doubt or self._see(newest.name, deadline_s)
+    def _where_newest_is(self, deadline_s: float) -> str:
+        """Where what was committed last is, now that nothing is owed any more; why it is lost, if it is, is said.
+
+        The durable tier is asked where that is in doubt: a ring or a node may have lost it, or the ring does not know
+        that it is safe (it was dropped, or went past the ring), or a tier has refused something.
+        """
+        newest, link = self._writer.committed, self._writer.link
+        if newest is None:
+            return self._durable
+        unknown: dict[str, TierHealth] = {}
+        tiers = link.ask(lambda host: host.tiers(), unknown).values()
+        safe_step = link.ask(lambda host: host.safe_step(), None)
+        is_known = safe_step is not None and safe_step >= newest.step and not any(tier.refused for tier in tiers)
+        in_doubt = bool(link.losses) or self._past_memory.is_at_a_node or not is_known
+        is_there = self._see(newest.name, deadline_s) if in_doubt else True
+        if is_there is None:
+            return _IN_MEMORY
+        if is_there:
+            return self._durable
+        why = f"the newest snapshot, {newest.name}, was lost with the memory node that had it. {_BEFORE}"
+        for tier in tiers:
+            if newest.name in tier.dropped:
+                why = f"the newest snapshot was damaged in memory and dropped ({tier.dropped}). {_BEFORE}"
+            elif tier.refused:
+                why = f"the newest snapshot, {newest.name}, was refused ({tier.refused})"
+        self._writer.say_once(why, "%s", why)
+        return "lost"
 
     def _is_committed(self, last: LastState) -> bool:
         committed = self._writer.committed
@@ -149,12 +174,14 @@ class Ending:
                 if self._writer.host is host:  # there is no way to another
                     raise
 
-    def _see(self, name: str, deadline_s: float) -> bool:
-        """Whether the durable tier lists a snapshot now."""
+    def _see(self, name: str, deadline_s: float) -> bool | None:
+        """Whether the durable tier lists a snapshot now; ``None`` if it does not answer."""
         answers, problems = ask_all({self._url: open_store(self._url).survey}, max(_LOOK_S, within(deadline_s)))
         for reason in problems.values():
             logger.warning("lightning_spot: %s cannot be asked for the last snapshot (%s)", self._url, reason)
-        holdings: Holdings = answers.get(self._url, Holdings())
+        holdings: Holdings | None = answers.get(self._url)
+        if holdings is None:
+            return None
         return any(manifest.name == name and manifest.run_id == self._info.id for manifest in holdings.manifests)
 
     def _write_here(self, last: LastState) -> bool:

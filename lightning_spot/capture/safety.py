@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import SpotError
+from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.costs import Failure, TierPace
 from lightning_spot.interval.deadline import Deadline, Plan, plan_urgent
 from lightning_spot.memory.health import TierHealth
@@ -55,13 +56,16 @@ class Safety:
         """How fast each working tier takes snapshots, as measured."""
         return paces_of(self._writer.link.ask(lambda host: host.tiers(), {}), self._durable_every_s)
 
-    def bring(self, deadline: Deadline, plan: Plan, cut_short: Callable[[], bool]) -> str:
+    def bring(
+        self, deadline: Deadline, plan: Plan, cut_short: Callable[[], bool], again: Callable[[], None] | None = None
+    ) -> str:
         """Wait until the newest snapshot is committed, and safe at one tier below.
 
         Args:
             deadline: how long to wait at most.
             plan: what was expected.
             cut_short: asked while waiting: whether to give up at once.
+            again: takes the newest snapshot once more, if it was dropped; ``None`` if that is not possible.
 
         Returns:
             one line for people.
@@ -76,18 +80,31 @@ class Safety:
         what = f"step {newest.step} ({format_bytes(newest.nbytes)})"
         if not plan.take:
             what = f"a new snapshot would take {plan.expected_s or 0:.0f} s to be safe, too long; the newest is {what}"
+        nothing_owed = False
         while not cut_short():
             try:
                 if self._safe_step(writer.host.safe_step() if writer.host is not None else None) >= newest.step:
                     return f"{what} is safe in {time.monotonic() - started_s:.1f} s{of}"
-                if writer.host is not None:
-                    writer.host.flush(_POLL_S)  # tries failing tiers now
+                if nothing_owed and (why := self._why_dropped(newest)):
+                    if again is None:
+                        return f"{what} was dropped ({why}); the run resumes from the snapshot before it"
+                    again()
+                    again = None
+                    writer.settle(deadline.left_s)
+                # Failing tiers are tried now.
+                nothing_owed = writer.host is not None and not writer.host.flush(_POLL_S)
             except SpotError as error:
                 return f"{what} is committed in memory; the memory node does not answer ({error})"
             if deadline.left_s == 0:
                 break
             time.sleep(_POLL_S)
         return f"{what} is committed in memory, and safe nowhere else after {time.monotonic() - started_s:.1f} s{of}"
+
+    def _why_dropped(self, newest: Manifest) -> str:
+        """Why the newest snapshot was dropped instead of being brought anywhere; ``""`` if it was not."""
+        nothing: dict[str, TierHealth] = {}
+        tiers = self._writer.link.ask(lambda host: host.tiers(), nothing)
+        return next((tier.dropped for tier in tiers.values() if newest.name in tier.dropped), "")
 
     def _safe_step(self, from_memory: int | None) -> int:
         """Newest step that is safe outside this machine, -1 if none is.

@@ -30,13 +30,7 @@ from lightning_spot.capture.streaming import store_streamed
 from lightning_spot.capture.views import SlotViews
 from lightning_spot.capture.warming import make_slots
 from lightning_spot.config import read_environment
-from lightning_spot.errors import (
-    NodeUnreachable,
-    RingFull,
-    ShareMissing,
-    SpotError,
-    TornSnapshot,
-)
+from lightning_spot.errors import NodeUnreachable, RingFull, ShareMissing, SpotError, TornSnapshot
 from lightning_spot.image.layout import Layout, Piece, outline_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, Lease
@@ -381,12 +375,14 @@ class SnapshotWriter:
         pending.done.set_exception(error)
 
     def _say_failing(self) -> None:
-        """Say here what a node says in its own log only: a tier below fails, or refuses this attempt."""
+        """Say here what a node says in its own log only: a tier fails, refuses this attempt, or was not brought one."""
         for url, tier in (self.link.ask(lambda host: host.tiers(), None) or {}).items():
             if tier.error:
                 self.say_once(f"{url} fails", "%s fails (%s); the node on this host goes on trying", url, tier.error)
             if tier.refused:
                 self.say_once(f"{url} refuses", "%s takes nothing of this attempt any more: %s", url, tier.refused)
+            if tier.dropped:
+                self.say_once(tier.dropped, "a snapshot was damaged in memory and dropped: %s", tier.dropped)
 
     def _warm(self) -> None:
         try:

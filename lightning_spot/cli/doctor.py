@@ -22,8 +22,8 @@ from lightning_spot.cli.output import wide_console
 from lightning_spot.cli.simulate import seconds
 from lightning_spot.client.embedded import start
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import format_bytes, format_seconds, parse_bytes, read_environment
-from lightning_spot.errors import SpotError
+from lightning_spot.config import check_number, format_bytes, format_seconds, parse_bytes, read_environment
+from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.notices.detect import CLOUDS, detect_cloud
@@ -52,7 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Measure and recommend; 1 if a tier cannot be used."""
-    snapshot_bytes, sample = parse_bytes(arguments.snapshot_size), parse_bytes(arguments.sample)
+    snapshot_bytes, sample = _size(arguments, "--snapshot-size"), _size(arguments, "--sample")
+    check_number("--lifetime", arguments.lifetime, 0, above=True)
+    if sample > (most := memory_limit_bytes(None)):
+        raise SettingsError(f"--sample {arguments.sample}: at most half of this host's memory, {format_bytes(most)}")
     location = Location.of(arguments.url, arguments.memory or AUTO, "doctor")
     check_replicas(arguments.replicas, arguments.memory or AUTO)
     say = Console(stderr=True, highlight=False).print
@@ -89,6 +92,10 @@ def doctor(arguments: argparse.Namespace) -> int:
     else:
         _print(facts, outlooks, snapshot_bytes)
     return 1 if problems else 0
+
+
+def _size(arguments: argparse.Namespace, flag: str) -> int:
+    return parse_bytes(getattr(arguments, flag[2:].replace("-", "_")), flag)
 
 
 def copy_speed(nbytes: int) -> float:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_spot.config import DRILL_VARIABLE, NOTICE_FILE_VARIABLE
+from lightning_spot.config import DRILL_VARIABLE, NOTICE_FILE_VARIABLE, check_number
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.tiers.local import LocalStore
@@ -181,10 +181,11 @@ def drill(arguments: argparse.Namespace) -> int:
         raise SettingsError(
             "give the command that trains: lightning-spot drill -- python train.py fit; --kills is 1 or more"
         )
+    check_number("--limit", arguments.limit, 0, above=True)
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(2**31)
     folder = Path(arguments.keep) if arguments.keep else Path(tempfile.mkdtemp(prefix="lightning-spot-drill-"))
-    if arguments.keep and folder.exists() and any(folder.iterdir()):
-        raise SettingsError(f"--keep {folder} is not empty; name a new directory")
+    if arguments.keep and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise SettingsError(f"--keep {folder} is no empty directory; name a new one")
     one = Drill(
         command=command,
         folder=folder.absolute(),

@@ -52,7 +52,7 @@ def show(arguments: argparse.Namespace) -> int:
         print(json.dumps(_facts(entry), indent=1))
         return 0
     manifest = entry.manifest
-    console = wide_console()
+    console, what = wide_console(), "directory" if manifest.files else "file"
     lines = {
         "snapshot": manifest.name,
         "run": f"{manifest.run}@{manifest.run_id}" if manifest.run_id else manifest.run,
@@ -65,7 +65,7 @@ def show(arguments: argparse.Namespace) -> int:
         "complete": "yes, the run had ended" if manifest.complete else "no",
         "taken": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created_unix_s))
         + f" ({_age(manifest.created_unix_s)} ago)",
-        "file": f"{manifest.data_path}, {manifest.nbytes} bytes ({format_bytes(manifest.nbytes)})",
+        what: f"{manifest.data_path}, {manifest.nbytes} bytes ({format_bytes(manifest.nbytes)})",
         **({"files": f"{len(manifest.files)}, {manifest.files[0].name} first"} if manifest.files else {}),
         "parts": f"{len(manifest.checksums)} of {format_bytes(manifest.part_bytes)}, xxh3-128 each",
         "world size": manifest.world_size,

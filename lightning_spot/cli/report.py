@@ -45,7 +45,9 @@ def report(arguments: argparse.Namespace) -> int:
         print(json.dumps(_facts(records, parts, whole, before.attempts), indent=1))
         return 0
     console = wide_console()
-    headings = ("ATTEMPT", "BEGUN", "STEPS", "LASTED", "SNAPSHOTS", "STALL", "LOST", "DOWN AFTER", "END")
+    replicated = any(record.replicas > 1 for record in records)
+    copies = ("REPLICAS",) if replicated else ()
+    headings = ("ATTEMPT", "BEGUN", "STEPS", "LASTED", "SNAPSHOTS", *copies, "STALL", "LOST", "DOWN AFTER", "END")
     table = plain_table(headings, left=("BEGUN", "END"))
     for record, part, lost in zip(records, parts, lost_steps(records), strict=True):
         table.add_row(
@@ -54,6 +56,7 @@ def report(arguments: argparse.Namespace) -> int:
             f"{record.from_step} to {record.step}" if record.trained_unix_s is not None else "none",
             format_seconds(part.total_s - part.down_s),
             str(len(record.snapshots)),
+            *((str(record.replicas),) if replicated else ()),
             format_seconds(part.stall_s),
             f"{lost} steps, {format_seconds(part.lost_s)}",
             format_seconds(part.down_s),

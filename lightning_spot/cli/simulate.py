@@ -17,7 +17,7 @@ from rich.table import Table
 
 from lightning_spot.cli import sizing
 from lightning_spot.cli.output import plain_table, wide_console
-from lightning_spot.config import format_seconds, parse_bytes
+from lightning_spot.config import check_number, format_seconds, parse_bytes
 from lightning_spot.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -123,10 +123,14 @@ def simulate(arguments: argparse.Namespace) -> int:
     """Simulate, and print a table for each choice of tiers."""
     from lightning_spot.simulation.compare import POLICIES, compare
 
+    for flag in ("--price", "--memory-node-price", "--loss-rate", "--seed"):
+        check_number(flag, _given(arguments, flag), 0)
+    for flag in ("--work", "--lifetime", "--crash-every", "--memory-node-lifetime"):
+        if _given(arguments, flag) is not None:
+            check_number(flag, _given(arguments, flag), 0, above=True)
     if arguments.gpus is not None:
         return sizing.rent(arguments)
-    if arguments.runs < 1:
-        raise SettingsError(f"--runs {arguments.runs}: at least 1")
+    check_number("--runs", arguments.runs, 1, whole=True)
     unknown = [name for name in arguments.policy or () if name not in POLICIES]
     if unknown:
         raise SettingsError(f"--policy {unknown[0]!r} is not known; there are {', '.join(map(repr, POLICIES))}")
@@ -155,6 +159,10 @@ def simulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _given(arguments: argparse.Namespace, flag: str) -> object:
+    return getattr(arguments, flag[2:].replace("-", "_"))
+
+
 def _failures(arguments: argparse.Namespace) -> Failures:
     from lightning_spot.simulation import failures
 
@@ -162,8 +170,6 @@ def _failures(arguments: argparse.Namespace) -> Failures:
     if arguments.trace:
         machines = failures.Trace.read(arguments.trace)
     else:
-        if not arguments.lifetime > 0:
-            raise SettingsError(f"--lifetime {arguments.lifetime}: more than 0 seconds")
         shapes = {"exponential": failures.Exponential, "weibull": failures.Weibull, "bathtub": failures.Bathtub}
         machines = failures.Fleet(shapes[arguments.hazard](arguments.lifetime), arguments.nodes, arguments.correlated)
     process_s = failures.PROCESS_MTBF_S if arguments.crash_every is None else arguments.crash_every

@@ -101,3 +101,7 @@ class Agreement(OfTrainer):
             if failed is not None:
                 raise failed.error()
         return result  # type: ignore[return-value] # what the action gave, which may be None
+
+    def on_rank_zero(self, action: Callable[[], T]) -> T | None:
+        """The same of what rank 0 does alone; ``None`` on the others."""
+        return self.together(lambda: action() if self.rank == 0 else None)

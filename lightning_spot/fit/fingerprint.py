@@ -1,7 +1,8 @@
 """What is known of a training before it begins and stays so when its program is started again.
 
-It tells the trainings of one program apart: phases, folds, trials. Times, paths and objects are left out, which may be
-others in each start.
+It tells the trainings of one program apart: phases, folds, trials. What may be drawn anew in each start is left out:
+times, paths, objects, random ids and seeds. A finished run of which only these differ is this training's; else a
+program that is started again after its end would train once more.
 """
 
 from __future__ import annotations
@@ -24,10 +25,18 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _SHOWN = 4096
-_TEXT = re.compile(r"([^-]+)-([^-]+)-([^-]+)(?:-(-?\d{1,18})/(-?\d{1,18}))?")
+_TEXT = re.compile(r"([^-]+)-([^-]+)-([^-]+)(?:-(-?\d{1,18})/(-?\d{1,18}))?(?:-([0-9a-f]{8}))?")
 _UNKNOWN = "0" * 8
 _TIMES = 10**9
 """Numbers from here on may be times since 1970, or seeds drawn at each start."""
+_SEEDS = 10**6
+"""So may seeds from here on; those of a sweep are smaller, and tell its trials apart."""
+_RANDOM_ID = re.compile(
+    r"(?<![0-9A-Za-z])(?:[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{12,})"
+    r"(?![0-9A-Za-z])",
+    re.IGNORECASE,
+)
+"""A UUID, or digits of a hash or of ``secrets.token_hex``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +48,14 @@ class Fingerprint:
         settings: hyperparameters of both that are plain values.
         data: what it is trained on, ``None`` where that is not known yet.
         limits: most epochs and steps, -1 for any number; ``None`` where they are not known.
+        drawn: hyperparameters again, with what may be drawn anew in each start; ``""`` where that is not known.
     """
 
     model: str
     settings: str
     data: str | None
     limits: tuple[int, int] | None = None
+    drawn: str = ""
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> Fingerprint:
@@ -52,12 +63,13 @@ class Fingerprint:
         module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined] # it has one
         named = module.named_parameters()
         shapes = [(name, None if is_lazy(value) else tuple(value.shape)) for name, value in named]
-        hyperparameters = [_plain(dict(owner.hparams)) for owner in (module, data) if owner is not None]
+        hyperparameters = [dict(owner.hparams) for owner in (module, data) if owner is not None]
         return cls(
             _digest(type(module).__qualname__, type(data).__qualname__, shapes),
-            _digest(hyperparameters),
+            _digest(_plain(hyperparameters)),
             _digest_of_data(trainer),
             (trainer.max_epochs if trainer.max_epochs is not None else -1, trainer.max_steps),
+            _digest(_plain(hyperparameters, drawn=True)),
         )
 
     @classmethod
@@ -65,13 +77,14 @@ class Fingerprint:
         """What ``str`` made of one; ``None`` of anything else, such as what an earlier version has not written."""
         if (found := _TEXT.fullmatch(text)) is None:
             return None
-        model, settings, data, epochs, steps = found.groups()
+        model, settings, data, epochs, steps, drawn = found.groups()
         limits = (int(epochs), int(steps)) if epochs is not None else None
-        return cls(model, settings, data if data != _UNKNOWN else None, limits)
+        return cls(model, settings, data if data != _UNKNOWN else None, limits, drawn or "")
 
     def __str__(self) -> str:
         limits = f"-{self.limits[0]}/{self.limits[1]}" if self.limits is not None else ""
-        return f"{self.model}-{self.settings}-{self.data or _UNKNOWN}{limits}"
+        drawn = f"-{self.drawn}" if self.drawn else ""
+        return f"{self.model}-{self.settings}-{self.data or _UNKNOWN}{limits}{drawn}"
 
     def is_alike(self, other: Fingerprint) -> bool:
         """Whether the two cannot be told apart but by their data."""
@@ -84,6 +97,10 @@ class Fingerprint:
         limits = zip(self.limits, other.limits, strict=True)
         return any(theirs >= 0 and not 0 <= mine <= theirs for mine, theirs in limits)
 
+    def has_drawn_other(self, other: Fingerprint) -> bool:
+        """Whether both are known, and not the same, in what may be drawn anew in each start."""
+        return "" not in (self.drawn, other.drawn) and self.drawn != other.drawn
+
     def has_other_data(self, other: Fingerprint) -> bool:
         """Whether both are known to be trained on something, and not on the same."""
         return None not in (self.data, other.data) and self.data != other.data
@@ -93,16 +110,23 @@ def _digest(*facts: Any) -> str:
     return hashlib.blake2b(repr(facts).encode(), digest_size=4).hexdigest()
 
 
-def _plain(value: Any) -> Any:
-    """What is plain of a value, without paths' folders and times; ``None`` for what is not."""
+def _plain(value: Any, name: str = "", *, drawn: bool = False) -> Any:
+    """What is plain of a value, without paths' folders, times and what was drawn; ``None`` for what is not.
+
+    Args:
+        value: of a hyperparameter, or in one.
+        name: of the hyperparameter.
+        drawn: whether ids and seeds are kept all the same.
+    """
     if isinstance(value, str):
-        return without_moments(value)
+        return without_moments(value if drawn else _RANDOM_ID.sub("", value))
     if isinstance(value, (bool, int, float)):
-        return value if abs(value) < _TIMES else None
+        return value if abs(value) < (_SEEDS if "seed" in name.lower() and not drawn else _TIMES) else None
     if isinstance(value, Mapping):
-        return sorted((str(name), _plain(item)) for name, item in value.items() if _plain(item) is not None)
+        named = ((str(key), _plain(item, str(key), drawn=drawn)) for key, item in value.items())
+        return sorted((key, item) for key, item in named if item is not None)
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_plain(item, name, drawn=drawn) for item in value]
     return None
 
 

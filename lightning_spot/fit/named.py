@@ -38,7 +38,7 @@ def fetched_once(trainer: pl.Trainer, location: Location, path: Any) -> Iterator
     ranks = Agreement(trainer)
     url = str(path)
     # All are to read one version of it, also if it is replaced meanwhile.
-    found = ranks.together(lambda: _found(url) if ranks.rank == 0 else None)
+    found = ranks.on_rank_zero(lambda: _found(url))
     info: dict[str, Any] = ranks.tell(found)
     if info["type"] != "file":
         yield

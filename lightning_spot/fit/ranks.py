@@ -6,10 +6,9 @@ import logging
 import secrets
 import subprocess
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from lightning_spot.config import read_environment
-from lightning_spot.errors import SpotError
 from lightning_spot.exact import namespaces, private
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.notices.ballot import Ballot
@@ -19,26 +18,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-def on_rank_zero(trainer: pl.Trainer, find: Callable[[], T]) -> T | None:
-    """Run ``find`` on rank 0; an error there is raised on every rank, so that none waits for ever.
-
-    Returns:
-        what it found on rank 0, ``None`` on the others.
-    """
-    found: T | None = None
-    error: SpotError | None = None
-    if trainer.is_global_zero:
-        try:
-            found = find()
-        except SpotError as problem:
-            error = problem
-    if (shared := trainer.strategy.broadcast(str(error) if error is not None else None)) is not None:
-        raise error if error is not None else SpotError(shared)
-    return found
 
 
 def main_address(trainer: pl.Trainer) -> str:

@@ -27,7 +27,7 @@ from lightning_spot.fit.changes import check_model, other_hyperparameters, some
 from lightning_spot.fit.chosen import ResumedFrom, choose
 from lightning_spot.fit.fingerprint import Fingerprint
 from lightning_spot.fit.named import fetched_once
-from lightning_spot.fit.ranks import main_address, on_rank_zero
+from lightning_spot.fit.ranks import main_address
 from lightning_spot.fit.restore import Hosts
 from lightning_spot.fit.selection import Selection, select
 from lightning_spot.fit.shards import load_shards
@@ -87,7 +87,9 @@ class Resume(OfTrainer):
     def location_of(self, named: Location) -> Location:
         """Where the run of this ``fit`` is, if runs are resumed: ``dirpath`` may have several. Every rank calls it."""
         if named not in self._selected:
-            selected = self._trainer.strategy.broadcast(on_rank_zero(self._trainer, lambda: self._select(named)))
+            selected = self._trainer.strategy.broadcast(
+                Agreement(self._trainer).on_rank_zero(lambda: self._select(named))
+            )
             assert selected is not None  # rank 0 has found one, or an error was raised
             self._selected[named] = selected
             self._say(named, selected)
@@ -164,7 +166,7 @@ class Resume(OfTrainer):
         self.named = named
         self.location = location = self.location_of(named)
         if not self.is_wanted():
-            on_rank_zero(trainer, lambda: self._refuse(location))
+            Agreement(trainer).on_rank_zero(lambda: self._refuse(location))
             return location
         # All strategies pass through resume_start, on every rank, with the process group up.
         connector = private.RESUMING_CONNECTOR.of(trainer)

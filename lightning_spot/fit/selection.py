@@ -76,7 +76,7 @@ def select(
         run = _Run(location, newest, theirs)
         if not theirs.is_alike(mine):
             others.append(run)
-        elif not newest.complete and not theirs.has_other_data(mine):
+        elif not (newest.complete or theirs.has_other_data(mine) or theirs.has_drawn_other(mine)):
             return _first_of([*_of_same_data(alike, mine), run], mine)
         else:
             alike.append(run)
@@ -106,7 +106,11 @@ def _of_what_is_there(
         f" own, in {free.url}"
     )
     if any(run.theirs.model == mine.model for run in others):
-        return Selection(free, f"{text}. To go on with the finished one, raise max_epochs or max_steps. {_ADVICE}")
+        return Selection(
+            free,
+            f"{text}. To go on with the finished one, raise max_epochs or max_steps. If one of them is drawn anew at"
+            f" each start, leave it out: save_hyperparameters(ignore=[…]). {_ADVICE}",
+        )
     return Selection(free, notice=text)
 
 
@@ -137,6 +141,7 @@ def _first_of_changed(runs: list[_Run], mine: Fingerprint, beside: int) -> Selec
 
 def _first_of(runs: list[_Run], mine: Fingerprint) -> Selection:
     """Of several that cannot be told apart, the first: a program that is started again comes by all of them."""
+    runs = [run for run in runs if not run.theirs.has_drawn_other(mine)] or runs
     first = runs[0]
     if first.theirs.has_other_data(mine):
         return Selection(
@@ -149,5 +154,11 @@ def _first_of(runs: list[_Run], mine: Fingerprint) -> Selection:
             first.location,
             f"{len(runs)} trainings in {runs[0].location.url} are alike, and this one is taken for the first that this"
             f" process has not done. If the program skips those that are finished, that is wrong. {_ADVICE}",
+        )
+    if first.newest.complete and first.theirs.is_alike(mine) and first.theirs.has_drawn_other(mine):
+        return Selection(
+            first.location,
+            f"the run in {first.location.url} is complete, and this one differs from it in ids or seeds only, which are"
+            f" taken to be drawn anew at each start. If it is another training, nothing of it is trained. {_ADVICE}",
         )
     return Selection(first.location)

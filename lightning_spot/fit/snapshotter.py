@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_spot.capture.attempt import Attempt, RingSettings, open_host
@@ -17,10 +18,10 @@ from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.seams import Seam, Seams
 from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.fit import earlier
+from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.iterations import Iterations
 from lightning_spot.fit.pacing import Pacing
-from lightning_spot.fit.ranks import on_rank_zero
 from lightning_spot.fit.resume import Resume
 from lightning_spot.fit.together import ALONE, Together, checked
 from lightning_spot.fit.train_end import after_train_end
@@ -97,7 +98,7 @@ class Snapshotter(OfTrainer):
         self._host: Host | None = None
         self._found: Survey | None = None
         self._committed: Manifest | None = None
-        self._is_durable = False
+        self._where = ""
         self._skipped = 0
         self._kept: Dump | None = None
         self._seen_step = -1
@@ -120,7 +121,7 @@ class Snapshotter(OfTrainer):
     def open(self) -> None:
         """Open the ring, ask all tiers what they hold, and begin the next attempt of the run."""
         earlier.goes_on_at(self.location)
-        self._found = on_rank_zero(self._trainer, self._look)
+        self._found = Agreement(self._trainer).on_rank_zero(self._look)
         self._resume.when_decided(self._found, self._begin_attempt)
 
     def _look(self) -> Survey:
@@ -150,7 +151,7 @@ class Snapshotter(OfTrainer):
                 sharded_over=trainer.world_size if self.in_shards is not None else 0,
             )
 
-        self.attempt = attempt = on_rank_zero(trainer, begin)
+        self.attempt = attempt = Agreement(trainer).on_rank_zero(begin)
         named = (attempt.number, attempt.info.text) if attempt is not None else (0, "")
         self.number, run = trainer.strategy.broadcast(named)
         self._resume.attempt = self.number
@@ -334,15 +335,18 @@ class Snapshotter(OfTrainer):
         dump = self._dump(seam) if self.begun_step != trainer.global_step else None
         plan = attempt.safety.plan(deadline) if attempt is not None else None
         take = trainer.strategy.broadcast(plan is not None and plan.take)
+        again: Callable[[], None] | None = None
         if dump is not None and take:
             missed = attempt.writer.missed if attempt is not None else 0
             self._write(dump, urgent=True, wait_s=deadline.left_s, how=self.together.how_last(attempt))
             self.together.copied()
-            if self.in_shards is None and attempt is not None and attempt.misses(missed, deadline.left_s):
-                self._store(dump.checkpoint, wait_s=deadline.left_s, ranks=None)
+            if self.in_shards is None and attempt is not None:
+                again = partial(self._store, dump.checkpoint, wait_s=deadline.left_s, ranks=None)
+                if attempt.misses(missed, deadline.left_s):
+                    again()
         if attempt is None or plan is None:
             return ""
-        return attempt.safety.bring(deadline, plan, cut_short)
+        return attempt.safety.bring(deadline, plan, cut_short, again)
 
     def _dump(self, seam: Seam) -> Dump | None:
         """The newest state that a run can resume from exactly: in the middle of a validation, the one before it."""
@@ -384,7 +388,7 @@ class Snapshotter(OfTrainer):
             return None
         durable = attempt.finish(wait_s, complete=complete)
         self._committed, self._skipped = attempt.writer.committed, attempt.skipped
-        self._is_durable = attempt.is_durable
+        self._where = attempt.where
         return durable
 
     def what_is_safe(self) -> str:
@@ -392,9 +396,4 @@ class Snapshotter(OfTrainer):
         newest = self._committed
         if newest is None:
             return "this attempt has committed no snapshot"
-        where = (
-            f"durable in {self.location.url}"
-            if self._is_durable
-            else "committed in memory, and not known to be durable"
-        )
-        return f"its snapshot of step {newest.step} is {where}"
+        return f"its snapshot of step {newest.step} is {self._where}"

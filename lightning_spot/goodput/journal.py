@@ -42,6 +42,7 @@ class Journal:
         snapshots: Iterable[Manifest] = (),
         heartbeat_s: float,
         begun_unix_s: float,
+        replicas: int = 0,
     ) -> None:
         self._url = run_url
         self._heartbeat_s = heartbeat_s
@@ -49,7 +50,9 @@ class Journal:
         previous = self._previous(attempt, list(snapshots))
         self.earlier: Account = account_after(previous)
         number = attempt if attempt is not None else previous.attempt + 1 if previous is not None else 1
-        self.record = AttemptRecord(attempt=number, begun_unix_s=begun_unix_s, unix_s=time.time(), earlier=self.earlier)
+        self.record = AttemptRecord(
+            attempt=number, begun_unix_s=begun_unix_s, unix_s=time.time(), replicas=replicas, earlier=self.earlier
+        )
         self._reached = self._reach()
         self._wake, self._stopping = threading.Event(), False
         self._wake.set()

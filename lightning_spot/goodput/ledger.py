@@ -26,6 +26,7 @@ class AttemptRecord:
         snapshots: step and time of those begun; every other one is left out when there are too many.
         restore_s: of the seconds before training began, those that finding and reading the snapshot took; 0 for a fresh
             start.
+        replicas: at how many memory nodes each of its snapshots was to be kept; 0 where none was named.
         end: ``"running"``, ``"killed"``, ``"preempted"``, ``"complete"`` or ``"failed"``.
         earlier: account of the attempts before it.
     """
@@ -39,6 +40,7 @@ class AttemptRecord:
     stall_s: float = 0.0
     snapshots: list[tuple[int, float]] = field(default_factory=list)
     restore_s: float = 0.0
+    replicas: int = 0
     end: str = "running"
     earlier: Account | None = None
 

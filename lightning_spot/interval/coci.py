@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lightning_spot.config import LARGEST, check_number
 from lightning_spot.errors import SettingsError
 from lightning_spot.interval.adaptive import FIRST_S, Adaptive
 from lightning_spot.interval.costs import Costs
@@ -59,10 +60,15 @@ class COCI(Adaptive):
         if mode == "MANUAL" and (ts is None or theta_1 is None or theta_2 is None):
             raise SettingsError('COCI(mode="MANUAL") needs ts, theta_1 and theta_2; "AUTO" measures them')
         for name, value in (("ts", ts), ("ft_lambda", ft_lambda)):
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise SettingsError(f"COCI({name}={value}): it is more than 0")
-        if fit_interval < 1 or profile_threshold < 2:
-            raise SettingsError("COCI: fit_interval is at least 1 and profile_threshold at least 2")
+            if value is not None:
+                check_number(f"COCI: {name}", value, 0, above=True)
+        for name, value in (("theta_1", theta_1), ("theta_2", theta_2)):
+            if value is not None:
+                check_number(f"COCI: {name}", value, -LARGEST)
+        if theta_1 is not None and not theta_1 < 0:
+            raise SettingsError(f"COCI: theta_1={theta_1!r}: it is less than 0, since the loss falls")
+        check_number("COCI: fit_interval", fit_interval, 1, whole=True)
+        check_number("COCI: profile_threshold", profile_threshold, 2, whole=True)
         self.mode: CociMode = mode
         self.ts, self.ft_lambda = ts, ft_lambda
         self.fit_interval, self.profile_threshold = fit_interval, profile_threshold

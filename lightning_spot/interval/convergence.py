@@ -55,6 +55,8 @@ class ConvergenceAware(YoungDaly):
         super().__init__(max_overhead)
         if mode not in ("min", "max"):
             raise SettingsError(f'ConvergenceAware(mode={mode!r}): it is "min" or "max"')
+        if monitor is not None and not (isinstance(monitor, str) and monitor):
+            raise SettingsError(f"ConvergenceAware(monitor={monitor!r}): it is the name of a logged metric, or None")
         self.monitor = monitor
         self.mode: Mode = mode
         self.max_regret = check_share("max_regret", max_regret)

@@ -250,7 +250,7 @@ class Flusher:
                 if slot.manifest is not manifest:
                     return None  # it has just left memory
                 fresh = time.monotonic() - slot.checked_s < CHECKED_S
-                if not self._intact(image, job, known=fresh or url.startswith("spot://")):
+                if not self._intact(url, image, job, known=fresh or url.startswith("spot://")):
                     return None
                 try:
                     if isinstance(store, NodeTier):
@@ -259,7 +259,7 @@ class Flusher:
                     else:
                         store.put(manifest, image, attempt=attempt)
                 except CorruptSnapshot:
-                    if not self._intact(image, job, known=False):
+                    if not self._intact(url, image, job, known=False):
                         return None
                     raise
         if put is not None and manifest.exact and not put.exact:
@@ -293,10 +293,11 @@ class Flusher:
         except SpotError as error:
             logger.warning("what killed writers left at %s stays for now: %s", store.url, error)
 
-    def _intact(self, image: memoryview, job: Job, *, known: bool) -> bool:
+    def _intact(self, url: str, image: memoryview, job: Job, *, known: bool) -> bool:
         """Whether a slot still holds what was committed; if not it is dropped, never carried further.
 
         Args:
+            url: of the tier that it is about to be put to.
             image: its bytes.
             job: what is to be put.
             known: whether they were just checked, or the receiver checks every part anyway.
@@ -307,6 +308,7 @@ class Flusher:
             job.manifest.verify(image, "memory")
         except CorruptSnapshot as error:
             logger.error("%s. It is dropped; the one before it stands", error)
+            self.health[url].dropped = str(error)
             if job.slot is not None:
                 job.slot.held = ""  # nothing that is in it counts as known
             try:

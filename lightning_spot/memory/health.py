@@ -19,6 +19,7 @@ class TierHealth:
         carried: whether nothing goes there from here at present, because a node behind this one writes there.
         error: what fails there at present, ``""`` while everything works.
         refused: why the tier refused something for good (a later attempt has taken over), ``""`` if it never did.
+        dropped: which snapshot was dropped last instead of being brought there, since it was damaged in memory.
         failures: failures in a row.
         failures_total: failures so far, of every kind.
         flushed: snapshots and files brought there so far.
@@ -33,6 +34,7 @@ class TierHealth:
     carried: bool = False
     error: str = ""
     refused: str = ""
+    dropped: str = ""
     failures: int = 0
     failures_total: int = 0
     flushed: int = 0

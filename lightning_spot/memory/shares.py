@@ -158,19 +158,6 @@ class Shares:
                     raise ShareMissing(f"{name} was overtaken by {joint.shared.name}")
         return None
 
-    def wait_to_join(
-        self, run: str, attempt: int, name: str, share: int, session: str, digest: str = "", wait_s: float = 0.0
-    ) -> Upload:
-        """The same, waiting up to ``wait_s`` seconds for the upload."""
-        deadline_s = time.monotonic() + wait_s
-        with self._changed:
-            while (upload := self.join(run, attempt, name, share, session, digest)) is None:
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    raise self.not_begun(run, name, share, wait_s)
-                self._changed.wait(min(left_s, _LOOK_S))
-        return upload
-
     def not_begun(self, run: str, name: str, share: int, wait_s: float) -> ShareMissing:
         """The error of a rank that has waited in vain: it writes no share of that snapshot, so nobody waits for it."""
         with self._changed:

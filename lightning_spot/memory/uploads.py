@@ -345,11 +345,12 @@ class Uploads:
             self.find(upload.id)  # its trainer may have been killed meanwhile
             self._check(upload, manifest)
             try:
-                self._ring.commit(upload.slot, manifest, places)
+                with self._ring.changed:  # who leases the slot next learns what is in it, and nothing of before
+                    self._ring.commit(upload.slot, manifest, places)
+                    upload.slot.held, upload.slot.held_as = upload.id, manifest
             except BaseException:
                 self.abort(upload.id)
                 raise
-            upload.slot.held, upload.slot.held_as = upload.id, manifest
             self._uploads.pop(upload.id, None)
             upload.ended = True
             self.shares.ended(upload)

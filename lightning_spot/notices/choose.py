@@ -33,9 +33,9 @@ def open_sources(notices: Notices) -> list[NoticeSource]:
         return [source for item in notices for source in open_sources(item)]
     if isinstance(notices, str):
         return _named(notices)
-    if hasattr(notices, "poll"):
+    if hasattr(notices, "poll") and not isinstance(notices, type):
         return [cast(NoticeSource, notices)]
-    if callable(notices):
+    if callable(notices) and not isinstance(notices, type):
         return [CallSource(notices)]
     raise SettingsError(f"notices={notices!r}: give a name, a callable, a notice source, or a list of them")
 

@@ -177,10 +177,10 @@ def parse_spot_url(url: str) -> tuple[Address, str]:
     )
     try:
         parts = urlsplit(url)
-        port = parts.port or DEFAULT_PORT
+        port = DEFAULT_PORT if parts.port is None else parts.port
     except ValueError as error:
         raise SettingsError(f"{help_text} ({error})") from error
-    if parts.scheme != "spot" or not parts.hostname or parts.query or parts.fragment:
+    if parts.scheme != "spot" or not parts.hostname or not port or parts.query or parts.fragment:
         raise SettingsError(help_text)
     if parts.username or parts.password:
         raise SettingsError(f"{parts.hostname}: secrets do not belong into URLs; set LIGHTNING_SPOT_TOKEN instead")

@@ -70,7 +70,12 @@ class Location:
         if memory is None or memory == AUTO:
             nodes: tuple[str, ...] = ()
         else:
-            several = isinstance(memory, Sequence) and not isinstance(memory, str)
+            several = isinstance(memory, Sequence) and not isinstance(memory, str | bytes)
+            if several and not memory:
+                raise SettingsError(
+                    f"memory={memory!r} names no memory node. For none but the one on this host give 'auto', for no"
+                    " node at all None"
+                )
             if several and AUTO in memory:
                 raise SettingsError(
                     f"memory={memory!r}: name memory nodes only; the one on this host, 'auto', is there in any case"
@@ -170,7 +175,10 @@ def memory_limit_bytes(limit: str | int | None) -> int:
 def _node_url(url: object) -> str:
     if not str(url).startswith("spot://"):
         raise SettingsError(f"memory={url!r} is no node URL such as spot://10.0.0.5:7070, nor 'auto' or None")
-    address, path = parse_spot_url(str(url))
+    try:
+        address, path = parse_spot_url(str(url))
+    except SettingsError as error:
+        raise SettingsError(f"memory={url!r}: {error}") from error
     if path:
         raise SettingsError(f"memory={url!r}: name the node only, {address}; the run's name comes from run= or dirpath")
     return str(address)

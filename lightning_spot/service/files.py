@@ -5,36 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import quote
 
 import xxhash
 from aiohttp import hdrs, web
 
-from lightning_spot.client.stores import open_store
-from lightning_spot.config import PART_BYTES, SEND_BYTES
-from lightning_spot.errors import CorruptSnapshot, NodeRefused, SettingsError, SnapshotNotFound, SpotError
+from lightning_spot.config import SEND_BYTES
+from lightning_spot.errors import NodeRefused, SettingsError, SnapshotNotFound, SpotError
 from lightning_spot.image.files import MODEL_FILE, FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.paths import LAST, committed, file_name, resolve
-from lightning_spot.memory.runs import RunInfo, parse_run
+from lightning_spot.memory.paths import LAST, committed, resolve
 from lightning_spot.memory.slots import Slot
-from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.wire import DIGEST_HEADER, LONGEST_DIGESTED_BYTES, WANT_DIGEST_HEADER
 from lightning_spot.service.below import Below, Entry, open_below
-from lightning_spot.service.fields import MOST_BYTES, json_body
+from lightning_spot.service.fields import json_body
+from lightning_spot.service.saving import Lease, Saving
 
 logger = logging.getLogger(__name__)
 
-Lease = Callable[[web.Request, str, int, int, float], Awaitable[Upload]]
-
-WAIT_FOR_SLOT_S = 60.0
-_QUIET_BODY_S = 30.0
-_SLOWEST_BYTES_PER_S = 64 * 1024
 _SEND_TIMEOUT_S = 60.0
 _SENDFILE_BYTES = 16 * 1024 * 1024  # a reader that takes longer than the timeout for so much is hung up on
 
@@ -49,8 +41,7 @@ class Files:
 
     def __init__(self, node: Node, lease: Lease) -> None:
         self._node = node
-        self._lease = lease
-        self._writing: set[tuple[str, str]] = set()
+        self.write = Saving(node, lease, self._manifest).write
 
     # -- listing --------------------------------------------------------------------------------------------------
 
@@ -179,6 +170,10 @@ class Files:
         manifest = await asyncio.to_thread(directory.manifest, path)
         return None, manifest, directory
 
+    async def _manifest(self, text: str, path: str) -> Manifest:
+        _, manifest, _ = await self._find(text, path)
+        return manifest
+
     async def _alias(self, key: str, directory: Below | None) -> str | None:
         """Path of what ``last.ckpt`` stands for; ``None`` if it is a file below, or there is nothing."""
         paths = list(self._in_memory(key))
@@ -219,107 +214,6 @@ class Files:
                 for place in range(0, len(data), SEND_BYTES):
                     await asyncio.wait_for(response.write(data[place : place + SEND_BYTES]), _SEND_TIMEOUT_S)
                 data = await asyncio.to_thread(next, parts, b"")
-
-    # -- writing --------------------------------------------------------------------------------------------------
-
-    async def write(self, request: web.Request) -> web.Response:
-        """``PUT``: whole or not at all; with ``If-None-Match: *`` only where there is none yet."""
-        text, name = request.match_info["run"], file_name(request.match_info["path"])
-        nbytes = request.content_length
-        if nbytes is None or nbytes > MOST_BYTES:
-            raise SettingsError(f"a file needs a Content-Length of at most {MOST_BYTES}")
-        info = await self._writer(text)
-        exclusive = (info.key, name) if request.headers.get(hdrs.IF_NONE_MATCH) == "*" else None
-        if exclusive is not None:
-            if exclusive in self._writing:
-                raise NodeRefused(f"{name} is being created by somebody else", status=412)
-            self._writing.add(exclusive)
-        try:
-            if exclusive is not None:
-                await self._refuse_existing(text, name)
-            digest = await self._store(request, info, name, nbytes, exclusive=exclusive is not None)
-        finally:
-            if exclusive is not None:
-                self._writing.discard(exclusive)
-        return web.json_response({"xxh3_128": digest}, status=201)
-
-    async def _refuse_existing(self, text: str, name: str) -> None:
-        try:
-            _, manifest, _ = await self._find(text, name)
-        except SnapshotNotFound:
-            return
-        if manifest.name == name:
-            raise NodeRefused(f"{name} exists already", status=412)
-
-    async def _writer(self, text: str) -> RunInfo:
-        """The run that a file is written to, made if this node does not know it."""
-        try:
-            return self._node.find_run(text).info
-        except SnapshotNotFound:
-            name, identity = parse_run(text)
-            attempt = max(1, await asyncio.to_thread(self._claimed, text))
-            info = RunInfo(name=name, id=identity, location="", attempt=attempt, token="")
-            await asyncio.to_thread(self._node.open_run, info)
-            return info
-
-    def _claimed(self, text: str) -> int:
-        """Highest attempt of a run that this node does not know, by what it holds and by the tier below."""
-        url = self._node.below(text)
-        return max(self._node.claimed(text), open_store(url).claimed() if url is not None else 0)
-
-    async def _store(self, request: web.Request, info: RunInfo, name: str, nbytes: int, *, exclusive: bool) -> str:
-        upload = await self._lease(request, info.text, info.attempt, nbytes, WAIT_FOR_SLOT_S)
-        try:
-            digest = await self._receive(request, upload)
-            if exclusive:  # again: somebody may have written it meanwhile, not exclusively
-                await self._refuse_existing(info.text, name)
-            manifest = Manifest(
-                run=info.name,
-                run_id=info.id,
-                name=name,
-                file="",
-                step=0,
-                attempt=info.attempt,
-                nbytes=nbytes,
-                created_unix_s=time.time(),
-            )
-            await asyncio.to_thread(self._seal, upload, manifest)
-            return digest
-        except BaseException:
-            self._node.abort(upload.id)
-            raise
-
-    async def _receive(self, request: web.Request, upload: Upload) -> str:
-        """Take a body straight into the slot, unless it comes too slowly; its xxh3-128."""
-        digest = xxhash.xxh3_128()
-        place, deadline_s = 0, time.monotonic() + _QUIET_BODY_S + upload.nbytes / _SLOWEST_BYTES_PER_S
-        with upload.slot.view(upload.nbytes) as view:
-            while place < upload.nbytes:
-                within_s = min(_QUIET_BODY_S, deadline_s - time.monotonic())
-                try:
-                    chunk = await asyncio.wait_for(request.content.readany(), within_s)
-                except asyncio.TimeoutError:
-                    raise NodeRefused(f"only {place} of {upload.nbytes} bytes came in time", status=408) from None
-                if not chunk:
-                    raise CorruptSnapshot(f"the connection broke after {place} of {upload.nbytes} bytes")
-                if self._node.find_upload(upload.id) is not upload:
-                    raise SnapshotNotFound("this upload was given up; begin again")
-                view[place : place + len(chunk)] = chunk
-                digest.update(chunk)
-                place += len(chunk)
-        if request.headers.get(DIGEST_HEADER, digest.hexdigest()) != digest.hexdigest():
-            raise NodeRefused("the file was damaged on its way", status=400)
-        return digest.hexdigest()
-
-    def _seal(self, upload: Upload, manifest: Manifest) -> None:
-        """Commit a file that came in one body: checksum its parts here, but leave its bytes as they came."""
-        with upload.slot.view(upload.nbytes) as view:
-            sealed = manifest.sealed(view)
-        upload.received = {
-            index * PART_BYTES: (min(PART_BYTES, upload.nbytes - index * PART_BYTES), digest)
-            for index, digest in enumerate(sealed.checksums)
-        }
-        self._node.commit(upload.id, sealed)
 
     # -- removing -------------------------------------------------------------------------------------------------
 

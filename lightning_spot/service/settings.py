@@ -8,7 +8,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_spot.config import FLUSH_TIMEOUT_S, IDLE_TIMEOUT_S, format_bytes, parse_bytes, read_environment
+from lightning_spot.config import (
+    FLUSH_TIMEOUT_S,
+    IDLE_TIMEOUT_S,
+    check_number,
+    format_bytes,
+    parse_bytes,
+    read_environment,
+)
 from lightning_spot.errors import SettingsError
 from lightning_spot.memory.prefixes import check_prefix
 from lightning_spot.protocol.record import NodeRecord
@@ -85,14 +92,17 @@ def settings_from(arguments: argparse.Namespace) -> NodeSettings:
     """
     if arguments.slots is not None and arguments.slots < 1:
         raise SettingsError(f"--slots {arguments.slots}: a ring has at least one slot")
-    memory_bytes = parse_bytes(arguments.memory)
+    for flag, value in (("--drain-timeout", arguments.drain_timeout), ("--idle-timeout", arguments.idle_timeout)):
+        check_number(flag, value, 0)
+    memory_bytes = parse_bytes(arguments.memory, "--memory")
     if str(arguments.memory).strip().isdigit() and memory_bytes < _LEAST_WITHOUT_A_UNIT:
         raise SettingsError(
             f"--memory {arguments.memory}: that is {arguments.memory} bytes. Give a unit, such as {arguments.memory}GiB"
         )
+    run_memory = arguments.run_memory
     shared = {
         "memory_bytes": memory_bytes,
-        "run_memory_bytes": parse_bytes(arguments.run_memory) if arguments.run_memory is not None else None,
+        "run_memory_bytes": parse_bytes(run_memory, "--run-memory") if run_memory is not None else None,
         "slots": arguments.slots,
         "idle_timeout_s": arguments.idle_timeout,
         "drain_timeout_s": arguments.drain_timeout,
@@ -114,12 +124,14 @@ def settings_from(arguments: argparse.Namespace) -> NodeSettings:
             f"--listen {arguments.listen}: a node listens beyond this host only with a token. Set LIGHTNING_SPOT_TOKEN"
             " (or LIGHTNING_SPOT_TOKEN_FILE) here and on the trainers, or listen on 127.0.0.1"
         )
-    flush_to = _absolute(arguments.flush_to) if arguments.flush_to is not None else None
-    allow = tuple(check_prefix(_absolute(prefix)) for prefix in arguments.allow)
+    flush_to = _absolute("--flush-to", arguments.flush_to) if arguments.flush_to is not None else None
+    allow = tuple(check_prefix(_absolute("--allow", prefix)) for prefix in arguments.allow)
     return NodeSettings(host=host, port=int(port), flush_to=flush_to, allow=allow, **shared)
 
 
-def _absolute(url: str) -> str:
+def _absolute(flag: str, url: str) -> str:
+    if not url.strip():  # it would be the directory that the node happens to be started in
+        raise SettingsError(f"{flag} {url!r} is empty; give a directory or URL, or leave it out")
     return url if "://" in url else os.path.abspath(url)
 
 

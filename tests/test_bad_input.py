@@ -1,0 +1,136 @@
+"""Whatever a user may set, of every public class: what cannot be used is one error that names it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import lightning_spot
+from lightning_spot import (
+    COCI,
+    AutoResume,
+    ConvergenceAware,
+    EverySeconds,
+    EverySteps,
+    GoodputMonitor,
+    OverheadBudget,
+    PreemptionGuard,
+    RemoteSnapshot,
+    SpotCheckpoint,
+    SpotCheckpointIO,
+    YoungDaly,
+)
+from lightning_spot.errors import SettingsError
+from lightning_spot.notices.aws import AwsSource
+
+NOTHING = object()
+OF_NO_USE = [NOTHING, b"x", {}, {"a"}, int]
+NO_NUMBER = [*OF_NO_USE, "3", [3], True, float("nan"), float("inf"), float("-inf"), 1e300, 10**12]
+
+KINDS: dict[str, list[Any]] = {
+    "flag": [*OF_NO_USE, None, 0, 1, "no", "True", []],
+    "count": [*NO_NUMBER, 1.5, 0, -1],
+    "ring": [*NO_NUMBER, 1.5, 0, -1, 1],
+    "from 0": [*NO_NUMBER, -1, -0.5],
+    "above 0": [*NO_NUMBER, -1, 0],
+    "negative": [*NO_NUMBER, 0, 0.5],
+    "number": NO_NUMBER,
+    "share": [*NO_NUMBER, 0, 1, -0.5, 3],
+    "size": [*OF_NO_USE, True, 0, -1, 1.5, "1.5", "much", "", "8 apples", float("nan"), float("inf"), "1e9", 10**30],
+    "choice": [*OF_NO_USE, True, 3, "other", "", []],
+    "place": [*OF_NO_USE, None, 3, "", " ", [], "spot://h:1/run", "s3:/bucket/run"],
+    "nodes": [*OF_NO_USE, True, 3, "", "atuo", "10.0.0.5:7070", [], (), ["auto"], [None], [3], "spot://", "spot://h:0"],
+    "name": [*OF_NO_USE, 3, "", "a/b", " ", []],
+    "metric": [*OF_NO_USE, 3, "", []],
+    "policy": [*OF_NO_USE, 30, "EverySteps(3)", EverySteps, []],
+    "notices": [NOTHING, b"x", {}, {"a"}, int, 3, True, "", "asw", ["aws", "asw"], [3], AwsSource],
+}
+"""What each kind of setting cannot be."""
+
+RUN = {"dirpath": "place", "memory": "nodes", "run": "name"}
+SNAPSHOTS = {
+    **RUN,
+    "replicas": "count",
+    "interval": "policy",
+    "keep": "count",
+    "slots": "ring",
+    "memory_limit": "size",
+    "on_full": "choice",
+    "durable_every_s": "from 0",
+    "compression": "choice",
+    "flush_timeout_s": "from 0",
+    "idle_timeout_s": "from 0",
+    "max_stall_s": "above 0",
+    "strict": "flag",
+    "partitions": "choice",
+    "device_buffer": "size",
+}
+SETTINGS: dict[type, dict[str, str]] = {
+    RemoteSnapshot: SNAPSHOTS,
+    SpotCheckpoint: {
+        **SNAPSHOTS,
+        "notices": "notices",
+        "grace_s": "above 0",
+        "resume": "flag",
+        "rewind": "choice",
+        "log_goodput": "flag",
+    },
+    AutoResume: {**RUN, "rewind": "choice"},
+    PreemptionGuard: {"notices": "notices", "grace_s": "above 0"},
+    GoodputMonitor: {"dirpath": "place", "log_every_s": "above 0", "heartbeat_s": "above 0"},
+    SpotCheckpointIO: {
+        "memory": "choice",
+        "slots": "ring",
+        "memory_limit": "size",
+        "wait_timeout_s": "from 0",
+        "flush_timeout_s": "from 0",
+        "idle_timeout_s": "from 0",
+    },
+    EverySteps: {"n": "count", "max_overhead": "share"},
+    EverySeconds: {"s": "above 0"},
+    OverheadBudget: {"max_overhead": "share"},
+    YoungDaly: {"max_overhead": "share"},
+    ConvergenceAware: {"monitor": "metric", "mode": "choice", "max_regret": "share", "max_overhead": "share"},
+    COCI: {
+        "mode": "choice",
+        "ts": "above 0",
+        "theta_1": "negative",
+        "theta_2": "number",
+        "ft_lambda": "above 0",
+        "fit_interval": "count",
+        "profile_threshold": "ring",
+    },
+}
+NEEDED: dict[str, Any] = {"dirpath": "checkpoints/run-1", "n": 1, "s": 1.0}
+NONE_IS_ONE = {"GoodputMonitor.dirpath"}
+
+
+def cases() -> Iterator[Any]:
+    for kind, settings in SETTINGS.items():
+        for name, of_what in settings.items():
+            yield pytest.param(kind, name, of_what, id=f"{kind.__name__}-{name}")
+
+
+@pytest.mark.parametrize(("kind", "name", "of_what"), cases())
+def test_what_cannot_be_used_is_one_error_that_names_it(kind: type, name: str, of_what: str) -> None:
+    needed = {key: value for key, value in NEEDED.items() if key in inspect.signature(kind).parameters}
+    assert kind(**needed) is not None
+    for value in KINDS[of_what]:
+        if value is None and f"{kind.__name__}.{name}" in NONE_IS_ONE:
+            continue
+        with pytest.raises(SettingsError) as caught:
+            kind(**{**needed, name: value})
+        said = str(caught.value)
+        assert name in said, (value, said)
+        assert "\n" not in said
+
+
+def test_every_setting_of_every_public_class_is_tried() -> None:
+    for kind, settings in SETTINGS.items():
+        assert settings.keys() == inspect.signature(kind).parameters.keys()
+    public = {name for name in lightning_spot.__all__ if isinstance(getattr(lightning_spot, name), type)}
+    others = {"Costs", "Goodput", "IntervalPolicy", "Notice", "NoticeSource", "Preempted", "SpotError"}  # not to be set
+    assert public - others == {kind.__name__ for kind in SETTINGS}
