@@ -93,7 +93,7 @@ def fill(image: bytearray, written: ShardedImage) -> None:
     for offset, data in written.layout.frame:
         image[offset : offset + len(data)] = data
     for piece in written.layout.pieces:
-        source = torch.empty(0, dtype=torch.uint8).set_(piece.storage)[: piece.nbytes]
+        source = torch.empty(0, dtype=torch.uint8).set_(piece.storage)[piece.start :][: piece.nbytes]
         image[piece.offset : piece.offset + piece.nbytes] = source.numpy().tobytes()
 
 

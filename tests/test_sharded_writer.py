@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
+from lightning_spot.capture.attempt import Attempt, RingSettings
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
+from lightning_spot.capture.tensors import by_storage
 from lightning_spot.client import embedded
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.errors import NodeUnreachable, ShareMissing, SpotError
+from lightning_spot.errors import NodeUnreachable, NotSerialisable, RingFull, ShareMissing, SpotError
+from lightning_spot.exact.dump import Dump
+from lightning_spot.exact.resumable import Outline
+from lightning_spot.fit.in_shards import InShards
+from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.run.location import Location
+from lightning_spot.sharded.consolidate import read_folder
+from lightning_spot.sharded.reader import ImageReader, load_all
+from lightning_spot.staging.schedule import Schedule, Timetable
 from tests.small_trainer import RUN_ID, info_of
 
 LAST_S = 600.0  # of what never takes so long
+
+
+class Noting(Schedule):
+    """Notes what it is to plan."""
+
+    def timetable(self, pieces: Sequence[tuple[int, int]]) -> Timetable | None:
+        self.asked = list(pieces)
+        return super().timetable(pieces)
 
 
 class Desk:
@@ -26,9 +47,13 @@ class Desk:
         self.url = str(root / "run")
         self.first = self.connect()
         self.first.open_run(info_of(self.url, 1))
-        self.writers = [ShardedWriter(self.first, rank=0, world_size=2)]
+        self.looked: list[Any] = []
+        self.schedule = Noting("eager")
+        self.writers = [ShardedWriter(self.first, None, None, self.schedule, self.look, rank=0, world_size=2)]
         self.writers += [ShardedWriter(self.joined(), self.joined, rank=1, world_size=2)]
         self.weights = torch.rand(100)
+        self.frozen = torch.rand(100_000)
+        self.groups: list[Any] = []
         self.pool = ThreadPoolExecutor(1)
 
     def connect(self) -> EmbeddedHost:
@@ -39,10 +64,16 @@ class Desk:
         host.run, host.attempt = self.first.run, 1
         return host
 
-    def begin(self, rank: int, step: int, wait_s: float = LAST_S) -> Future[Manifest]:
+    def begin(self, rank: int, step: int, wait_s: float = LAST_S, **rest: Any) -> Future[Manifest]:
         manifest = Manifest(run="run", run_id=RUN_ID, name=snapshot_name(step, 1), step=step, attempt=1, nbytes=0)
-        checkpoint = ShardedCheckpoint({"state_dict": {"w": self.weights}}, {"rank": rank}, {"epoch": 1})
-        return self.writers[rank].begin(checkpoint, manifest, wait_s=wait_s)
+        state = {"state_dict": {"w": self.weights, "f": self.frozen}, "groups": self.groups}
+        checkpoint = ShardedCheckpoint(state, {"rank": rank}, {"epoch": 1, **rest})
+        owned, kept = by_storage([self.weights]), by_storage([self.frozen])
+        return self.writers[rank].begin(checkpoint, manifest, owned=owned, kept=kept, wait_s=wait_s)
+
+    def look(self, outline: Layout) -> str | None:
+        self.looked.append(torch.load(cast(Any, Outline(outline)), weights_only=True))
+        return None
 
     def take(self, step: int) -> Manifest:
         """A snapshot of both ranks."""
@@ -87,3 +118,104 @@ def test_a_rank_that_does_not_wait_for_the_slot_drops_that_snapshot_only(desk: D
     with pytest.raises(ShareMissing, match="rank 1 has waited for its slot in vain"):
         desk.begin(0, 1).result(120.0)  # not after the ten minutes that a rank may need to write its share
     assert desk.take(2).step == 2
+
+
+def test_other_ranks_hear_at_once_that_rank_0_cannot_begin(desk: Desk) -> None:
+    first = desk.writers[0]
+    desk.first.max_stall_s, usual_s = 0.1, desk.first.max_stall_s
+    first._warming.clear()  # slots are still being made
+    other = desk.pool.submit(desk.begin, 1, 1)
+    with pytest.raises(RingFull, match="still being made"):
+        desk.begin(0, 1, wait_s=0.0)
+    with pytest.raises(ShareMissing, match=r"rank 0 cannot begin it \(the slots of the ring"):
+        other.result(60.0)
+    first._warming.set()
+    desk.first.max_stall_s = usual_s
+
+    other = desk.pool.submit(desk.begin, 1, 2)
+    with pytest.raises(NotSerialisable):
+        desk.begin(0, 2, bad=lambda: 0)
+    with pytest.raises(ShareMissing, match=r"rank 0 cannot begin it .*cannot be serialised"):
+        other.result(60.0)
+    assert desk.take(3).step == 3
+
+
+def test_other_ranks_hear_at_once_that_rank_0_is_fenced(desk: Desk) -> None:
+    other = desk.pool.submit(desk.begin, 1, 1)
+    rank_0 = SimpleNamespace(number=1, writer=desk.writers[0])
+    Attempt.decline(cast(Attempt, rank_0), 1, "a later attempt has taken the run over", complete=False)
+    with pytest.raises(ShareMissing, match="a later attempt has taken the run over"):
+        other.result(60.0)
+
+
+def test_the_rest_of_a_snapshot_is_tried_and_its_tensors_have_their_places_in_the_iteration(desk: Desk) -> None:
+    manifest = desk.take(1)
+    desk.writers[0].settle(60.0)
+    assert desk.looked == [{"epoch": 1}]
+    assert desk.schedule.asked[-1:] == [(desk.weights.untyped_storage().data_ptr(), 400)]
+    assert manifest.files
+
+
+def test_what_no_resume_will_read_is_said_at_the_first_snapshot(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    desk.groups = [{"mean": np.ones(2)}]
+    with caplog.at_level("WARNING", logger="lightning_spot"):
+        desk.take(1)
+    assert "NO RESUME from them will be possible: groups.0.mean holds an object" in caplog.text
+
+
+def test_what_is_frozen_is_copied_again_only_where_it_changed(desk: Desk, tmp_path: Path) -> None:
+    def copied(step: int) -> int:
+        before = desk.writers[0].copied_bytes
+        manifest = desk.take(step)
+        assert desk.first.flush(60.0) == []
+        image, manifest = read_folder(tmp_path / "run" / manifest.name)
+        saved = load_all(ImageReader(image, manifest))["state_dict"]
+        assert torch.equal(saved["w"], desk.weights)
+        assert torch.equal(saved["f"], desk.frozen)
+        return desk.writers[0].copied_bytes - before
+
+    frozen_bytes = 4 * len(desk.frozen)
+    nbytes = []
+    for step in range(1, 7):
+        desk.weights += 1
+        nbytes.append(copied(step))
+    assert nbytes[0] > frozen_bytes > nbytes[-1] > 0  # each slot has it by then
+    desk.frozen.data.add_(1)  # past the counts
+    assert copied(7) > frozen_bytes
+
+
+class Alone(SimpleNamespace):
+    """A trainer of one rank, as far as its snapshots in shards ask it."""
+
+    global_rank, global_step, world_size = 0, 1, 1
+    optimizers: tuple[Any, ...] = ()
+    lightning_module = torch.nn.Module()
+
+
+def dump_of(state: dict[str, Any]) -> Dump:
+    return Dump(checkpoint={}, state=state, validation_progress=None, loggers=[], unsaved=[])
+
+
+def ring(*, strict: bool) -> RingSettings:
+    return RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=strict)
+
+
+def test_a_fenced_rank_0_says_that_there_will_be_no_snapshot() -> None:
+    told: list[Any] = []
+    attempt = SimpleNamespace(fenced=True, decline=lambda step, why, complete: told.append((step, why, complete)))
+    trainer = cast(Any, Alone())
+    in_shards = InShards(trainer, Location.of("/nowhere", "auto", None), ring(strict=False))
+    in_shards.write(cast(Any, attempt), dump_of({}), {}, complete=True, agreed=False, wait_s=0.0)
+    assert told == [(1, "a later attempt has taken the run over", True)]
+
+
+def test_a_state_that_cannot_be_saved_ends_no_training_unless_it_is_to() -> None:
+    said: list[str] = []
+    writer = SimpleNamespace(say_once=lambda key, message, *facts: said.append(message % facts))
+    attempt = cast(Any, SimpleNamespace(fenced=False, writer=writer))
+    trainer, bad = cast(Any, Alone()), dump_of({"bad": lambda: 0})
+    how: dict[str, Any] = {"complete": False, "agreed": False, "wait_s": 0.0}
+    InShards(trainer, Location.of("/nowhere", "auto", None), ring(strict=False)).write(attempt, bad, {}, **how)
+    assert "no snapshot now, training goes on: the state of this rank cannot be serialised" in said[0]
+    with pytest.raises(NotSerialisable):
+        InShards(trainer, Location.of("/nowhere", "auto", None), ring(strict=True)).write(attempt, bad, {}, **how)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -27,8 +30,9 @@ from lightning_spot.errors import (
 )
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_name
-from lightning_spot.tiers import temporaries
+from lightning_spot.tiers import temporaries, writing
 from lightning_spot.tiers.files import tier_errors
+from lightning_spot.tiers.lanes import Lanes
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.store import Holdings, Store, retain
@@ -83,6 +87,59 @@ def fetched(store: Store, manifest: Manifest) -> bytes:
     buffer = bytearray(manifest.nbytes)
     store.fetch(manifest, memoryview(buffer))
     return bytes(buffer)
+
+
+def test_small_files_of_a_snapshot_go_to_s3_at_once_behind_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, data = sharded(5)
+    both, events = threading.Barrier(2), []
+
+    def write(_files: Any, path: str, parts: Any, nbytes: int, *, ready: Callable[[], None], **_: Any) -> None:
+        ready()
+        if not path.endswith(".metadata"):
+            both.wait(60.0)  # broken if one comes after the other
+        events.append((path, bytes(parts)))
+
+    monkeypatch.setattr(writing, "write_object", write)
+    image, lanes = memoryview(data), Lanes()
+    files = SimpleNamespace(protocol=("s3", "s3a"))
+    ready = functools.partial(events.append, "ready")
+    writing.write_files(files, "bucket/run", manifest, image, lanes=lanes, temporary="", ready=ready)
+    wanted = [(f"bucket/run/{manifest.path_of(span)}", data[span.offset : span.stop]) for span in FILES_OF_ONE]
+    assert events[:2] == ["ready", wanted[0]]
+    assert sorted(events[2:]) == wanted[1:]
+
+
+def test_several_files_take_the_place_of_others_of_their_names_all_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path / "run")
+    old, data = sharded(5)
+    store.put(old, memoryview(data), attempt=1)
+    changed = bytearray(data)
+    for span in FILES_OF_ONE[:2]:
+        changed[span.offset] ^= 0xFF
+    new = replace(old, checksums=()).sealed(memoryview(changed))
+    names = sorted(os.listdir(tmp_path / "run" / old.name))
+    as_it_is, moves = os.replace, len(FILES_OF_ONE) + 1
+    for failing in range(moves):
+        left = [failing]
+
+        def move(source: Any, target: Any, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == -1:
+                raise OSError(5, "Input/output error", str(target))
+            as_it_is(source, target)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "replace", move)
+            with pytest.raises(TierError):
+                store.put(new, memoryview(changed), attempt=1)
+        assert left == [-1]
+        assert store.has(old)
+        assert fetched(store, old) == data
+        assert sorted(os.listdir(tmp_path / "run" / old.name)) == names
+    store.put(new, memoryview(changed), attempt=1)
+    assert fetched(store, new) == changed
 
 
 def test_empty(store: Store) -> None:

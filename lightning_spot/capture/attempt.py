@@ -145,7 +145,7 @@ class Attempt:
         reopen = self._reopen if self.location.embedded else None
         topk = settings.compression == "topk"
         self.writer: SnapshotWriter = (
-            ShardedWriter(host, reopen, copier, rank=0, world_size=sharded_over)
+            ShardedWriter(host, reopen, copier, schedule, look, rank=0, world_size=sharded_over)
             if sharded_over
             else SnapshotWriter(host, reopen, look, copier, schedule, approximates=topk)
         )
@@ -214,6 +214,11 @@ class Attempt:
                 reason = str(error)
                 self.writer.link.ask(lambda host: host.decline(manifest.name, reason), None)
             self._not_begun(checkpoint, manifest, error, shared=ranks is not None)
+
+    def decline(self, step: int, why: str, *, complete: bool) -> None:
+        """Of a sharded run: tell the other ranks that there will be no snapshot of a step."""
+        name = snapshot_name(step, self.number, complete=complete)
+        self.writer.link.ask(lambda host: host.decline(name, why), None)
 
     def _not_begun(
         self, checkpoint: dict[str, Any] | ShardedCheckpoint, manifest: Manifest, error: SpotError, *, shared: bool

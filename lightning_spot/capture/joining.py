@@ -14,6 +14,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.host import Host
 from lightning_spot.run.location import Location
 from lightning_spot.staging.copier import Copier
+from lightning_spot.staging.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ class Joining:
         settings: of the ring.
         run: as ``NAME@ID``.
         attempt: that rank 0 has begun.
+        schedule: when what only the optimizer changes is copied.
         rank: this one.
         world_size: number of ranks, all on this host.
 
@@ -34,21 +36,38 @@ class Joining:
     """
 
     def __init__(
-        self, location: Location, settings: RingSettings, run: str, attempt: int, *, rank: int, world_size: int
+        self,
+        location: Location,
+        settings: RingSettings,
+        run: str,
+        attempt: int,
+        schedule: Schedule,
+        *,
+        rank: int,
+        world_size: int,
     ) -> None:
         self._location, self._settings = location, settings
         self._run, self._attempt = run, attempt
         copier = Copier(buffer_bytes=settings.device_buffer_bytes)
-        self._writer = ShardedWriter(self._attach(), self._attach, copier, rank=rank, world_size=world_size)
+        host = self._attach()
+        self._writer = ShardedWriter(host, self._attach, copier, schedule, rank=rank, world_size=world_size)
 
     def write(
-        self, checkpoint: ShardedCheckpoint, *, owned: Owners, step: int, complete: bool = False, wait_s: float
+        self,
+        checkpoint: ShardedCheckpoint,
+        *,
+        owned: Owners,
+        kept: Owners,
+        step: int,
+        complete: bool = False,
+        wait_s: float,
     ) -> None:
         """Begin to write this rank's part. If there is no such snapshot in the end, rank 0 says why.
 
         Args:
             checkpoint: as this rank has it.
             owned: tensors that only the optimizer changes, by the address of their storage.
+            kept: further tensors that seldom change.
             step: Lightning's ``global_step``.
             complete: whether the run is at its end.
             wait_s: how long rank 0 may wait for a slot.
@@ -56,7 +75,7 @@ class Joining:
         name = snapshot_name(step, self._attempt, complete=complete)
         manifest = Manifest(run=self._run, name=name, step=step, attempt=self._attempt, nbytes=0, complete=complete)
         try:
-            self._writer.begin(checkpoint, manifest, owned=owned, wait_s=wait_s)
+            self._writer.begin(checkpoint, manifest, owned=owned, kept=kept, wait_s=wait_s)
         except (ShareMissing, Fenced) as error:
             logger.debug("no part of %s is written: %s", name, error)
         except SpotError as error:

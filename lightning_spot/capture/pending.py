@@ -38,3 +38,11 @@ class Pending:
     plan: Plan
     view: SlotView
     floats: tuple[Floats, ...] = ()
+
+    @property
+    def tried(self) -> Layout:
+        """What of it is tried to be read back: of a sharded one, the rest of the checkpoint, which lies behind."""
+        if not self.manifest.files:
+            return self.outline
+        rest = self.outline.frame[-1][1][: self.manifest.files[-1].nbytes]
+        return Layout(len(rest), ((0, rest),), ())

@@ -9,6 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +23,9 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.joint import Shared
 from lightning_spot.sharded.layout import ShardedImage, ShardedLayouter, state_archive
-from lightning_spot.sharded.plan import State
+from lightning_spot.sharded.plan import Plan, State
 from lightning_spot.staging.copier import Copier, SlotView
+from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,8 @@ class ShardedWriter(SnapshotWriter):
         host: the ring, by a connection of this rank's own.
         reconnect: makes a new connection to the ring.
         copier: that copies.
+        schedule: when what only the optimizer changes is copied; ``None`` for at once.
+        look: see :class:`SnapshotWriter`; on rank 0, it is shown the rest of each checkpoint.
         rank: this one.
         world_size: number of ranks, which are all on this host.
     """
@@ -67,14 +71,19 @@ class ShardedWriter(SnapshotWriter):
         host: Host,
         reconnect: Callable[[], Host] | None = None,
         copier: Copier | None = None,
+        schedule: Schedule | None = None,
+        look: Callable[[Layout], str | None] = lambda _outline: None,
         *,
         rank: int,
         world_size: int,
     ) -> None:
-        super().__init__(host, reconnect, copier=copier)
+        super().__init__(host, reconnect, look, copier, schedule)
         self._rank, self._world_size = rank, world_size
         self._layouter = ShardedLayouter(rank, world_size)
         self._own_bytes = 0
+        self._kept: Owners = {}
+        self._told: tuple[Plan | None, list[int], str] = (None, [], "")
+        self._heard: tuple[str, list[int], list[str]] = ("", [], [])
 
     def store_past_memory(self, checkpoint: Any, manifest: Manifest, store: Store) -> Manifest:
         """Refused: no single process has all of a sharded state."""
@@ -87,6 +96,17 @@ class ShardedWriter(SnapshotWriter):
     def _say_failing(self) -> None:
         if self._rank == 0:  # once is enough
             super()._say_failing()
+
+    def begin(self, checkpoint: Any, manifest: Manifest, **how: Any) -> Future[Manifest]:
+        """See :meth:`SnapshotWriter.begin`. Where rank 0 cannot, the others are told: they do not wait for the slot."""
+        self._kept = how.get("kept", {})
+        try:
+            return super().begin(checkpoint, manifest, **how)
+        except BaseException as error:
+            if self._rank == 0:
+                why = f"rank 0 cannot begin it ({error})"
+                self.link.ask(lambda host: host.decline(manifest.name, why), None)
+            raise
 
     # -- see SnapshotWriter ---------------------------------------------------------------------------------------
 
@@ -115,32 +135,26 @@ class ShardedWriter(SnapshotWriter):
     def _lead(
         self, host: Host, checkpoint: ShardedCheckpoint, manifest: Manifest, wait_s: float
     ) -> tuple[Layout, Lease, Manifest]:
-        """Lay the whole image out and lease its slot, on rank 0; tell the others if that is not possible."""
-        try:
-            image, state_bytes = self._laid_out(checkpoint)
-            plan = self._layouter.plan(checkpoint.state)
-            told = json.dumps([list(state_bytes), plan.lines()])
-            shared = Shared(name=manifest.name, shares=self._world_size, digest=image.digest, layout=told)
-            lease = host.lease(image.layout.nbytes, wait_s, shared=shared)
-        except BaseException as error:
-            self.decline(host, manifest.name, error)
-            raise
+        """Lay the whole image out and lease its slot, on rank 0."""
+        image, state_bytes = self._laid_out(checkpoint)
+        if why := self._layouter.unreadable:
+            self.say_once("unreadable", "snapshots are taken, but NO RESUME from them will be possible: %s", why)
+        if self._told[0] is not image.plan or self._told[1] != state_bytes:
+            self._told = (image.plan, state_bytes, json.dumps([state_bytes, image.plan.lines()]))
+        shared = Shared(name=manifest.name, shares=self._world_size, digest=image.digest, layout=self._told[2])
+        lease = host.lease(image.layout.nbytes, wait_s, shared=shared)
         return image.layout, lease, replace(manifest, nbytes=image.layout.nbytes, files=image.files)
 
-    def decline(self, host: Host, name: str, error: BaseException) -> None:
-        """Tell the other ranks that there will be no snapshot of that name."""
-        try:
-            host.decline(name, f"rank 0 cannot begin it ({error})")
-        except SpotError as problem:
-            logger.debug("the other ranks could not be told: %s", problem)
-
-    def _laid_out(self, checkpoint: ShardedCheckpoint) -> tuple[ShardedImage, Sequence[int]]:
+    def _laid_out(self, checkpoint: ShardedCheckpoint) -> tuple[ShardedImage, list[int]]:
         """The image with room for the ranks' own states: twice what the longest needed."""
-        least = max(checkpoint.most_own_bytes, len(state_archive(checkpoint.own)))
-        if least > self._own_bytes:
-            self._make_room(least)
+        if checkpoint.most_own_bytes > self._own_bytes:
+            self._make_room(checkpoint.most_own_bytes)
+        try:
+            own = state_archive(checkpoint.own, self._own_bytes)
+        except LayoutUnsupported:
+            self._make_room(len(state_archive(checkpoint.own)))
+            own = state_archive(checkpoint.own, self._own_bytes)
         state_bytes = [self._own_bytes] * self._world_size
-        own = state_archive(checkpoint.own, self._own_bytes)
         return self._layouter.lay_out(checkpoint.state, own, state_bytes, checkpoint.rest), state_bytes
 
     def _make_room(self, nbytes: int) -> None:
@@ -150,7 +164,9 @@ class ShardedWriter(SnapshotWriter):
         """Lay out what another rank writes."""
         shared = lease.shared
         assert shared is not None
-        state_bytes, lines = json.loads(shared.layout)
+        if shared.layout != self._heard[0]:
+            self._heard = (shared.layout, *json.loads(shared.layout))
+        _, state_bytes, lines = self._heard
         try:
             own = state_archive(checkpoint.own, state_bytes[self._rank])
         except LayoutUnsupported:
@@ -160,14 +176,16 @@ class ShardedWriter(SnapshotWriter):
         if image.digest != shared.digest:
             raise ShareMissing(
                 f"rank {self._rank} has another model or other optimizers than rank 0:"
-                f" {_first_difference(self._layouter.plan(checkpoint.state).lines(), lines)}. All ranks must build the"
-                " same"
+                f" {_first_difference(image.plan.lines(), lines)}. All ranks must build the same"
             )
         return image
 
     def _plan(self, layout: Layout, lease: Lease, view: SlotView, owners: Owners, *, trusts: bool) -> Any:
-        """Everything that is a tensor: torch does not count all writes to DTensors (those of ``foreach``)."""
-        return super()._plan(layout, lease, view, {}, trusts=trusts)
+        """What is in ``kept`` may be left out, and nothing of the optimizers: theirs may write past the counts.
+
+        (Torch counts writes to a ``DTensor``, but not those of ``foreach``, neither there nor at its local tensor.)
+        """
+        return super()._plan(layout, lease, view, self._kept, trusts=trusts)
 
     def _commit(self, host: Host, pending: Pending) -> None:
         if self._rank:

@@ -29,10 +29,10 @@ def storage_address(tensor: torch.Tensor) -> int:
 
     That of a ``DTensor`` is the storage of what this rank has of it.
     """
+    if type(tensor) not in _PLAIN:
+        tensor = getattr(tensor, "_local_tensor", tensor)  # first: to ask a DTensor for anything else takes long
     if tensor.layout is not _STRIDED:
         return 0
-    if type(tensor) not in _PLAIN:
-        tensor = getattr(tensor, "_local_tensor", tensor)
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):

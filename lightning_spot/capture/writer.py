@@ -357,7 +357,7 @@ class SnapshotWriter:
             pending.done.set_result(pending.manifest)
             if self._leases_ahead and not pending.manifest.complete and pending.lease.shared is None:
                 self._leases.lease_ahead(host, pending.manifest.nbytes)
-            self._look_at(pending.outline)
+            self._look_at(pending.tried)
             if pending.lease.backing != "process":
                 self._say_failing()
 

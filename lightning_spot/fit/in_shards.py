@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 from lightning_spot.capture.attempt import Attempt, RingSettings
 from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint
-from lightning_spot.capture.tensors import optimizer_owned
-from lightning_spot.errors import SettingsError
+from lightning_spot.capture.tensors import by_storage, optimizer_owned
+from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.exact.dump import KEY, Dump
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.sharded import split
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.run.location import Location
 from lightning_spot.sharded.layout import state_archive
+from lightning_spot.staging.schedule import Schedule
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -47,13 +48,14 @@ class InShards(OfTrainer):
                 " is, or give memory='auto', and a dirpath that other processes see"
             )
 
-    def begin(self, attempt: Attempt | None, run: str, number: int) -> None:
+    def begin(self, attempt: Attempt | None, run: str, number: int, schedule: Schedule) -> None:
         """Join the attempt. Every rank calls it; an error of one is an error of all.
 
         Args:
             attempt: on rank 0.
             run: as ``NAME@ID``.
             number: of the attempt.
+            schedule: when what only the optimizer changes is copied.
         """
         trainer = self._trainer
 
@@ -61,7 +63,7 @@ class InShards(OfTrainer):
             if attempt is not None:
                 return None
             rank, world_size = trainer.global_rank, trainer.world_size
-            return Joining(self._location, self._ring, run, number, rank=rank, world_size=world_size)
+            return Joining(self._location, self._ring, run, number, schedule, rank=rank, world_size=world_size)
 
         self._joining = Agreement(trainer).together(join)
 
@@ -90,24 +92,41 @@ class InShards(OfTrainer):
         state, rest = split(dump.apart(trainer))
         most = 0
         if agreed or not self._has_asked:
+            try:
+                most = self._most_own_bytes(dump)
+            except SpotError as error:  # of one rank, and so of all
+                if self._ring.strict:
+                    raise
+                if attempt is not None:
+                    attempt.writer.say_once("own state", "no snapshot now, training goes on: %s", error)
+                return
             self._has_asked = True
-            most = max(Agreement(trainer).gather(len(state_archive(dump.state))))
         checkpoint = ShardedCheckpoint(state, dump.state, rest, most)
         step, owned = trainer.global_step, optimizer_owned(trainer.optimizers)
+        frozen = by_storage(item for item in trainer.lightning_module.parameters() if not item.requires_grad)
+        kept = {address: tensors for address, tensors in frozen.items() if address not in owned}
         if self._joining is not None:
-            self._joining.write(checkpoint, owned=owned, step=step, complete=complete, wait_s=wait_s)
-        elif attempt is not None and not attempt.fenced:
+            self._joining.write(checkpoint, owned=owned, kept=kept, step=step, complete=complete, wait_s=wait_s)
+        elif attempt is not None and attempt.fenced:
+            attempt.decline(step, "a later attempt has taken the run over", complete=complete)
+        elif attempt is not None:
             rest[KEY].update(interval=interval, lineage=attempt.lineage)
             attempt.write(
                 checkpoint,
                 owned=owned,
-                kept={},
+                kept=kept,
                 step=step,
                 epoch=trainer.current_epoch,
                 world_size=trainer.world_size,
                 complete=complete,
                 wait_s=wait_s,
             )
+
+    def _most_own_bytes(self, dump: Dump) -> int:
+        """Length of the longest of the ranks' own states. Every rank calls it."""
+        agreement = Agreement(self._trainer)
+        lengths: list[int] = agreement.gather(agreement.together(lambda: len(state_archive(dump.state))))
+        return max(lengths)
 
     def copied(self) -> None:
         """Wait for what is not copied yet: weights may change now."""

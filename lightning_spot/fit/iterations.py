@@ -34,9 +34,11 @@ class Iterations(OfTrainer):
     def begin(self) -> None:
         """Training begins."""
         trainer = self._trainer
-        watch = GradientWatch(trainer.lightning_module.parameters(), self.schedule.gradient_ready)
-        numbers = {id(parameter): number for number, parameter in enumerate(watch.parameters)}
         device = trainer.strategy.root_device
+        # With a hook at a parameter that it keeps in the memory of the CPU, FSDP waits for each gradient to come there.
+        parameters = (item for item in trainer.lightning_module.parameters() if item.device.type == device.type)
+        watch = GradientWatch(parameters, self.schedule.gradient_ready)
+        numbers = {id(parameter): number for number, parameter in enumerate(watch.parameters)}
         self.schedule.owned = lambda: overwritten(trainer.optimizers, numbers)
         self.schedule.begin(
             watch.nbytes,

@@ -134,13 +134,13 @@ class Snapshotter(OfTrainer):
 
     def _begin_attempt(self) -> None:
         trainer = self._trainer
+        if self.in_shards is not None or trainer.is_global_zero:
+            self.iterations = Iterations(trainer, self.settings.partitions)
 
         def begin() -> Attempt:
             host, self._host = self._host, None
             assert host is not None
             assert self._found is not None
-            if self.in_shards is None:
-                self.iterations = Iterations(trainer, self.settings.partitions)
             return Attempt(
                 self._found,
                 host,
@@ -158,8 +158,8 @@ class Snapshotter(OfTrainer):
         if self.together.begin(attempt, self.location, run, self.number):
             self.iterations = Iterations(trainer, self.settings.partitions)
             self.together.write_with(self.iterations.schedule)
-        if self.in_shards is not None:
-            self.in_shards.begin(attempt, run, self.number)
+        if self.in_shards is not None and self.iterations is not None:
+            self.in_shards.begin(attempt, run, self.number, self.iterations.schedule)
 
     def begin_training(self) -> None:
         """Start counting, and listen for the places at which a snapshot can be taken."""

@@ -6,13 +6,15 @@ At rest it is a directory that ``torch.distributed.checkpoint`` reads, and Light
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lightning_spot.errors import LayoutUnsupported, NotSerialisable
+from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, NotSerialisable
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
 from lightning_spot.image.layout import Layout, Layouter, Piece, filled, lay_out_plain
 from lightning_spot.image.parts import checksum
@@ -21,6 +23,7 @@ from lightning_spot.image.shards import SHARDS_FILE, Archived, Path, Shards, Sto
 from lightning_spot.sharded import metadata
 from lightning_spot.sharded.places import ALIGNMENT, Placed, Places, aligned
 from lightning_spot.sharded.plan import Plan, Planner, State
+from lightning_spot.sharded.reader import load_value
 
 _VALUES_FILE = "__0_1.distcp"
 
@@ -35,11 +38,13 @@ class ShardedImage:
         layout: what this rank writes; on rank 0, its size is that of the whole image.
         files: into which the image is cut at rest; on rank 0 only.
         digest: of all that the ranks must agree on.
+        plan: who writes what; the same object as long as that stays as it is.
     """
 
     layout: Layout
     files: tuple[FileSpan, ...]
     digest: str
+    plan: Plan
 
 
 class ShardedLayouter:
@@ -56,14 +61,15 @@ class ShardedLayouter:
         self._places: Places | None = None
         self._digest = ""
         self._frame: Frame = []
-        self._named: dict[tuple[Path, int], Named] = {}
-        self._numbers = 0
+        self._sources: list[_Source] = []
+        self._numbers = itertools.count(1)
         self._values = _Values()
         self._index: tuple[tuple[Any, ...], tuple[tuple[str, bytes], ...]] = ((), ())
 
-    def plan(self, state: State) -> Plan:
-        """Who writes what of a state; see :meth:`Planner.plan`."""
-        return self._planner.plan(state)[0]
+    @property
+    def unreadable(self) -> str:
+        """Why no resume will read what was laid out, as far as that was found by trying; ``""`` if nothing was."""
+        return self._values.unreadable
 
     def lay_out(
         self, state: State, own: bytes | bytearray, state_bytes: Sequence[int], rest: Any = None
@@ -79,19 +85,18 @@ class ShardedLayouter:
         Raises:
             NotSerialisable: if something of it cannot be saved.
         """
-        plan, items = self._planner.plan(state)
+        plan, tensors, values = self._planner.plan(state)
         places = self._places
         if places is None or places.plan is not plan or places.state_bytes != tuple(state_bytes):
             places = self._places = self._place(plan, state_bytes)
-        pieces = [self._piece(places, placed, items) for placed in places.by_rank[self._rank]]
+        pieces = tuple(source.piece(tensors[source.placed.item]) for source in self._sources)
         frame = list(self._frame)
         span = places.state_of(self._rank)
         frame.append((span.offset, _padded(bytes(own), span)))
         files, end = list(places.files), places.end
         if self._rank == 0:
-            end = self._behind(places, items, rest, frame, files)
-        present = tuple(piece for piece in pieces if piece is not None)
-        return ShardedImage(Layout(end, tuple(frame), present), tuple(files), self._digest)
+            end = self._behind(places, values, rest, frame, files)
+        return ShardedImage(Layout(end, tuple(frame), pieces), tuple(files), self._digest, plan)
 
     def _place(self, plan: Plan, state_bytes: Sequence[int]) -> Places:
         places = Places(plan, state_bytes)
@@ -100,45 +105,18 @@ class ShardedLayouter:
             *before, (last_at, last) = placed.form.frame
             for at, data in (*before, (last_at, last + bytes(placed.pad))):
                 self._frame.append((placed.offset + at, data))
+        self._frame = _joined(self._frame)
         self._digest = checksum(f"{plan.digest} {places.state_bytes}".encode())
-        self._named = {}
+        self._sources = [
+            _Source(self._rank, plan.tensors[placed.item].path, placed, self._numbers)
+            for placed in places.by_rank[self._rank]
+            if placed.form.data_nbytes
+        ]
         return places
 
-    def _piece(self, places: Places, placed: Placed, items: dict[Path, Any]) -> Piece | None:
-        """A box of a tensor, and where its elements go; ``None`` if it has none."""
-        form, tensor = placed.form, places.plan.tensors[placed.item]
-        if not form.data_nbytes:
-            return None
-        local = items[tensor.path]
-        local = getattr(local, "_local_tensor", local)  # to_local() asks autograd, which takes 50 times as long
-        if tuple(local.shape) != placed.chunk.sizes:
-            raise NotSerialisable(
-                f"{metadata.name_of(tensor.path)} has {tuple(local.shape)} elements on rank {self._rank}, and"
-                f" {placed.chunk.sizes} by its placements: it cannot be saved in shards"
-            )
-        if not local.is_contiguous() or local.is_conj() or local.is_neg():
-            local = local.detach().resolve_conj().resolve_neg().contiguous()
-        storage = local.untyped_storage()
-        named = self._name(tensor.path, placed, storage, form.data_nbytes)
-        start = local.storage_offset() * local.element_size()
-        if (start, form.data_nbytes) != (0, storage.nbytes()):
-            storage = storage[start : start + form.data_nbytes]  # which shares its memory
-        crc_at = tuple(placed.offset + at for at in form.crc_at)
-        return Piece(storage, placed.offset + form.data, form.data_nbytes, crc_at, named)
-
-    def _name(self, path: Path, placed: Placed, storage: torch.UntypedStorage, nbytes: int) -> Named:
-        """The storage by name, the same object as long as it is the same storage."""
-        key = (path, placed.offset)
-        named = self._named.get(key)
-        if named is None or not named.is_of(storage):
-            self._numbers += 1
-            named = self._named[key] = Named(self._numbers, storage)
-            named.nbytes = nbytes
-        return named
-
-    def _behind(self, places: Places, items: dict[Path, Any], rest: Any, frame: Frame, files: list[FileSpan]) -> int:
+    def _behind(self, places: Places, found: list[Any], rest: Any, frame: Frame, files: list[FileSpan]) -> int:
         """Lay out what varies in length; the end of the image."""
-        values, data = self._values.archive(places.plan.values, items)
+        values, data = self._values.archive(places.plan.values, found)
         key = (id(places), tuple(value.at for value in values))
         if self._index[0] != key:
             shards = Shards(places.plan.world_size, places.tensors, values)
@@ -154,18 +132,84 @@ class ShardedLayouter:
         return end
 
 
+class _Source:
+    """A box of a tensor that this rank writes, and the memory it was in last.
+
+    Args:
+        rank: this one.
+        path: of the tensor.
+        placed: the box.
+        numbers: for storages that come one after the other.
+
+    Attributes:
+        placed: the box.
+    """
+
+    __slots__ = ("_address", "_local", "_named", "_numbers", "_path", "_place", "_rank", "_sizes", "placed")
+
+    def __init__(self, rank: int, path: Path, placed: Placed, numbers: Iterator[int]) -> None:
+        self.placed = placed
+        self._rank, self._path, self._numbers = rank, path, numbers
+        self._sizes = torch.Size(placed.chunk.sizes)
+        crc_at = tuple(placed.offset + at for at in placed.form.crc_at)
+        self._place: Any = (placed.offset + placed.form.data, placed.form.data_nbytes, crc_at, None, 0)
+        self._address = 0
+        self._local: Callable[[], torch.Tensor | None] = lambda: None
+        self._named: Named | None = None
+
+    def piece(self, tensor: torch.Tensor) -> Piece:
+        """The elements, and where they go.
+
+        Raises:
+            NotSerialisable: if this rank has others than the tensor's placements say.
+        """
+        # to_local() asks autograd, which takes 50 times as long
+        local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+        if (
+            self._local() is not local
+            or local.data_ptr() != self._address
+            or local.shape != self._sizes
+            or not local.is_contiguous()
+        ):
+            local = self._look(local)
+        return Piece(local.untyped_storage(), *self._place)
+
+    def _look(self, local: torch.Tensor) -> torch.Tensor:
+        """Find out where elements lie that are not where they were; or give them a place, in order."""
+        if local.shape != self._sizes:
+            raise NotSerialisable(
+                f"{metadata.name_of(self._path)} has {tuple(local.shape)} elements on rank {self._rank}, and"
+                f" {tuple(self._sizes)} by its placements: it cannot be saved in shards"
+            )
+        if not local.is_contiguous() or local.is_conj() or local.is_neg():
+            local = local.detach().resolve_conj().resolve_neg().contiguous()
+        storage = local.untyped_storage()
+        if self._named is None or not self._named.is_of(storage):
+            self._named = Named(next(self._numbers), storage)
+        start = int(local.storage_offset()) * local.element_size()
+        self._place = (*self._place[:3], self._named, start)
+        self._local, self._address = weakref.ref(local), local.data_ptr()
+        return local
+
+
 class _Values:
-    """Archives of values that are no tensors; those that stay as they are, are not made anew."""
+    """Archives of values that are no tensors; those that stay as they are, are not made anew.
+
+    Attributes:
+        unreadable: why one of them cannot be read back, found by trying; ``""`` if all can.
+    """
 
     def __init__(self) -> None:
+        self.unreadable = ""
         self._known: dict[Path, tuple[str, bytes]] = {}
+        self._tried: set[tuple[Path, type]] = set()
 
-    def archive(self, paths: Sequence[Path], items: dict[Path, Any]) -> tuple[tuple[StoredValue, ...], bytes]:
+    def archive(self, paths: Sequence[Path], found: Sequence[Any]) -> tuple[tuple[StoredValue, ...], bytes]:
         """The file with all of them, and where each lies in it."""
         data = bytearray()
         values = []
-        for path in paths:
-            archive = self._archived(path, items[path])
+        for path, value in zip(paths, found, strict=True):
+            archive = self._archived(path, value)
             data += bytes(-len(data) % ALIGNMENT)
             values.append(StoredValue(path, Archived(_VALUES_FILE, len(data), len(archive))))
             data += archive
@@ -178,7 +222,27 @@ class _Values:
             known = (told or "", serialised(value, metadata.name_of(path)))
             if told is not None:
                 self._known[path] = known
+            elif (path, type(value)) not in self._tried:
+                self._tried.add((path, type(value)))
+                self._try(path, known[1])
         return known[1]
+
+    def _try(self, path: Path, archive: bytes) -> None:
+        try:
+            load_value(io.BytesIO(archive), metadata.name_of(path))
+        except CorruptSnapshot as error:
+            self.unreadable = self.unreadable or str(error)
+
+
+def _joined(frame: Frame) -> Frame:
+    """The same frame in fewer entries: what lies side by side is one."""
+    joined: list[tuple[int, bytearray]] = []
+    for at, data in frame:
+        if joined and joined[-1][0] + len(joined[-1][1]) == at:
+            joined[-1][1].extend(data)
+        else:
+            joined.append((at, bytearray(data)))
+    return [(at, bytes(data)) for at, data in joined]
 
 
 def state_archive(state: Any, nbytes: int | None = None) -> bytearray:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 
 from lightning_spot.errors import NotSerialisable
 from lightning_spot.image.shards import Path
+from lightning_spot.sharded.items import Items
 
 State = dict[str, Any]
 """Nested state: DTensors, tensors and plain values in dicts and lists."""
@@ -85,6 +86,20 @@ class Plan:
         return [*tensors, *map(_name, self.values)]
 
 
+class Planned(NamedTuple):
+    """A state and its plan.
+
+    Attributes:
+        plan: of it.
+        tensors: those of the state, in the order of the plan's.
+        values: everything else, likewise.
+    """
+
+    plan: Plan
+    tensors: list[torch.Tensor]
+    values: list[Any]
+
+
 class Planner:
     """Plans one state after another; a plan is made anew only where the state is put together in another way.
 
@@ -94,45 +109,67 @@ class Planner:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._form: list[Any] = []
+        self._items = Items()
+        self._paths: tuple[Path, ...] = ()
+        self._seen: list[_Seen | None] = []
         self._plan: Plan | None = None
+        self._tensors: list[int] = []
+        self._values: list[int] = []
         self._boxes: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
-    def plan(self, state: State) -> tuple[Plan, dict[Path, Any]]:
+    def plan(self, state: State) -> Planned:
         """Plan a state.
 
         Args:
             state: of this rank, nested.
 
         Returns:
-            the plan, which is the same object as long as nothing has changed, and all items of the state by their
-            paths.
+            what there is; the plan is the same object as long as nothing has changed.
 
         Raises:
-            NotSerialisable: if a tensor is sharded in a way that is not known here.
+            NotSerialisable: if a tensor is sharded in a way that is not known here, or two items have one name.
         """
-        flat, paths = flatten_state_dict(state)
-        items = {paths[name]: value for name, value in flat.items()}
-        form = [(path, _form_of(value)) for path, value in items.items()]
-        if self._plan is None or form != self._form:
-            self._plan, self._form = self._make(items), form
-        return self._plan, items
+        items = self._items.of(state)
+        plan = self._plan
+        if plan is None or self._paths is not self._items.paths or not self._are_alike(items):
+            plan = self._make(items)
+        return Planned(plan, [items[number] for number in self._tensors], [items[number] for number in self._values])
 
-    def _make(self, items: Mapping[Path, Any]) -> Plan:
+    def _are_alike(self, items: list[Any]) -> bool:
+        """Whether all items have the form of those that were planned: most are the same objects."""
+        for number, (seen, item) in enumerate(zip(self._seen, items, strict=True)):
+            if seen is None:
+                if isinstance(item, torch.Tensor):
+                    return False
+                continue
+            known, spec, form = seen
+            if known() is item and (item._spec is spec if spec is not None else (item.dtype, item.shape) == form):
+                continue
+            if form != _form_of(item):
+                return False
+            self._seen[number] = _seen(item)
+        return True
+
+    def _make(self, items: list[Any]) -> Plan:
+        self._plan = None
+        paths = self._items.paths
         tensors: list[TensorItem] = []
         written = [0] * self._world_size
-        for path, value in items.items():
-            if not isinstance(value, torch.Tensor):
-                continue
-            shape = tuple(value.shape)
+        of_tensors = [number for number, item in enumerate(items) if isinstance(item, torch.Tensor)]
+        for number in of_tensors:
+            path, value = paths[number], items[number]
             chunks = []
             for ranks, offsets, sizes in self._boxes_of(path, value):
                 rank = min(ranks, key=lambda rank: (written[rank], rank))
                 written[rank] += prod(sizes) * value.element_size()
                 chunks.append(Chunk(rank, offsets, sizes))
-            tensors.append(TensorItem(path, _dtype_name(value.dtype), shape, tuple(chunks)))
-        values = tuple(path for path, value in items.items() if not isinstance(value, torch.Tensor))
-        return Plan(self._world_size, tuple(tensors), values)
+            tensors.append(TensorItem(path, _dtype_name(value.dtype), tuple(value.shape), tuple(chunks)))
+        self._seen = [_seen(item) if isinstance(item, torch.Tensor) else None for item in items]
+        of_values = [number for number, seen in enumerate(self._seen) if seen is None]
+        self._paths, self._tensors, self._values = paths, of_tensors, of_values
+        values = tuple(paths[number] for number in of_values)
+        self._plan = plan = Plan(self._world_size, tuple(tensors), values)
+        return plan
 
     def _boxes_of(self, path: Path, tensor: torch.Tensor) -> list[tuple[list[int], tuple[int, ...], tuple[int, ...]]]:
         """The boxes of a tensor, each with the ranks that have it."""
@@ -155,6 +192,25 @@ class Planner:
         if len(found) > 1:  # the first rank's may be empty
             found = {offsets: box for offsets, box in found.items() if prod(box[1])}
         return [(ranks, offsets, sizes) for offsets, (ranks, sizes) in found.items()]
+
+
+class _Seen(NamedTuple):
+    """A tensor that was planned.
+
+    Attributes:
+        known: it, as long as it lives.
+        spec: of a ``DTensor``, which says all of how it is sharded; another object if that changes.
+        form: see :func:`_form_of`.
+    """
+
+    known: Callable[[], Any]
+    spec: Any
+    form: Any
+
+
+def _seen(tensor: torch.Tensor) -> _Seen:
+    spec = tensor._spec if isinstance(tensor, DTensor) else None
+    return _Seen(weakref.ref(tensor), spec, _form_of(tensor))
 
 
 def _form_of(value: Any) -> Any:

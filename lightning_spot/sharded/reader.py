@@ -32,6 +32,11 @@ from lightning_spot.sharded.metadata import dtype_of, metadata_of, name_of
 from lightning_spot.sharded.plan import State
 
 _MOST_NAMED = 5
+_SCALARS = [  # of numpy: schedules compute with them
+    getattr(numpy, "_core" if hasattr(numpy, "_core") else "core").multiarray.scalar,
+    numpy.dtype,
+    *{type(numpy.dtype(code)) for code in "?bhilqBHILQefd"},
+]
 
 
 class ImageReader(StorageReader):
@@ -103,7 +108,7 @@ class ImageReader(StorageReader):
         for item in self.shards.values:
             if item.path[: len(path)] == path:
                 data = io.BytesIO(archived(self._image, self._manifest, item.at))
-                yield item.path, _loaded(data, name_of(item.path))
+                yield item.path, load_value(data, name_of(item.path))
 
     def _copy(self, item: ReadItem, planner: LoadPlanner) -> None:
         index = item.storage_index
@@ -202,12 +207,18 @@ class _SafePlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a value in its place."""
         name = read_item.dest_index.fqn
-        set_element(self.original_state_dict, self.mappings[name], _loaded(value, name))
+        set_element(self.original_state_dict, self.mappings[name], load_value(value, name))
 
 
-def _loaded(data: io.BytesIO, name: str) -> Any:
+def load_value(data: io.BytesIO, name: str) -> Any:
+    """Read the archive of a value; nothing in it runs code.
+
+    Raises:
+        CorruptSnapshot: if it holds something else than plain values, tensors and scalars of numpy.
+    """
     try:
-        return torch.load(data, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(_SCALARS):
+            return torch.load(data, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CorruptSnapshot(
             f"{name} holds an object that torch does not load safely ({error}); to load the snapshot's directory with"

@@ -238,6 +238,7 @@ class LocalStore:
         text = memoryview(manifest.to_json().encode())
         noted = files.write_aside(commit.parent, [text], attempt=attempt, run_id=manifest.run_id)
         before: dict[Path, Path] = {}  # manifests of what is there, out of the way: by their places
+        was: dict[Path, Path] = {}  # of several files, those that are there: all of them go back, or none
         try:
             if manifest.is_file:
                 self._check_fences(manifest, attempt)  # again: a large file takes its time
@@ -254,17 +255,23 @@ class LocalStore:
                     files.sync_directory(commit.parent)
             try:
                 for temporary, place in zip(temporaries, places, strict=True):
+                    if len(places) > 1 and files.is_there(place):
+                        aside = commit.parent / temporary_name(attempt, manifest.run_id)
+                        os.rename(place, aside)
+                        was[place] = aside
                     os.replace(temporary, place)
+                files.sync_directory(data.parent)
+                os.replace(noted, commit)
             except OSError:
-                if files.is_there(temporaries[0]):  # nothing was replaced: what was there has its manifest again
+                for place, aside in was.items():
+                    os.rename(aside, place)
+                if len(places) > 1 or files.is_there(temporaries[0]):  # what was there has its manifest again
                     for place, aside in before.items():
                         os.rename(aside, place)
                 raise
-            files.sync_directory(data.parent)
-            os.replace(noted, commit)
         finally:
             files.remove(noted)
-            for aside in before.values():
+            for aside in (*before.values(), *was.values()):
                 files.remove(aside)
         files.sync_directory(commit.parent)
         if not manifest.is_file:

@@ -21,7 +21,7 @@ from lightning_spot.tiers.lanes import Job, Lanes
 from lightning_spot.tiers.multipart import S3, abort_dead_uploads, abort_noted, create_object
 from lightning_spot.tiers.store import ATTEMPTS_DIR, LONGEST_MANIFEST_BYTES, Claim, Holdings, Progress
 from lightning_spot.tiers.temporaries import temporary_name, temporary_owner, writer_has_ended
-from lightning_spot.tiers.writing import Parts, by_file, write_object, write_small
+from lightning_spot.tiers.writing import Parts, write_files, write_small
 
 logger = logging.getLogger(__name__)
 
@@ -309,17 +309,7 @@ class ObjectStore:
             make_parent(self._fs, commit)
             temporary = f"{commit.rpartition('/')[0]}/{temporary_name(attempt, manifest.run_id)}"
             try:
-                for span, of_file in by_file(manifest, parts):
-                    write_object(
-                        self._fs,
-                        self._path(manifest.path_of(span)),
-                        of_file,
-                        span.nbytes,
-                        lanes=self._lanes,
-                        temporary=temporary,
-                        ready=ready if span == manifest.spans[0] else lambda: None,
-                        noted=manifest.is_file,
-                    )
+                write_files(self._fs, self._root, manifest, parts, lanes=self._lanes, temporary=temporary, ready=ready)
                 sealed = seal()
             except BaseException:
                 for place, (text, mark) in before.items():  # if nothing was replaced, it has its manifest again

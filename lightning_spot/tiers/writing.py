@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,13 +13,56 @@ from lightning_spot.config import PART_BYTES
 from lightning_spot.image.files import FileSpan, check_zero, cut, pieces
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.tiers.filesystem import speaks
-from lightning_spot.tiers.lanes import Lanes
-from lightning_spot.tiers.multipart import S3, block_bytes, regrouped, slices_of, upload
+from lightning_spot.tiers.lanes import Job, Lanes
+from lightning_spot.tiers.multipart import BLOCK_BYTES, S3, block_bytes, regrouped, slices_of, upload
 
 Parts = memoryview | Iterable[memoryview]
 """The bytes of an object, whole or part by part."""
 
 _WRITE_BYTES = 32 * 1024 * 1024
+
+
+def write_files(
+    files: Any,
+    root: str,
+    manifest: Manifest,
+    parts: Parts,
+    *,
+    lanes: Lanes,
+    temporary: str,
+    ready: Callable[[], None],
+) -> None:
+    """Write the files of an image, each as by :func:`write_object`; small ones to S3 at once, if the image is whole.
+
+    Args:
+        files: the file system.
+        root: of the run.
+        manifest: of the image.
+        parts: its bytes.
+        lanes: how many at once.
+        temporary: path of the temporary file.
+        ready: called when the first file is about to become visible, before any other is.
+
+    Raises:
+        Exception: whatever failed; no file is being written any more.
+    """
+
+    def write(span: FileSpan, of_file: Parts, ready: Callable[[], None] = lambda: None) -> None:
+        path = f"{root}/{manifest.path_of(span)}"
+        noted = manifest.is_file
+        write_object(files, path, of_file, span.nbytes, lanes=lanes, temporary=temporary, ready=ready, noted=noted)
+
+    others = by_file(manifest, parts)
+    write(*next(others), ready)
+    if isinstance(parts, memoryview) and speaks(files, S3):
+        rest = list(others)
+        small: list[Job] = [
+            (span.nbytes, functools.partial(write, span, data)) for span, data in rest if span.nbytes <= BLOCK_BYTES
+        ]
+        lanes.run(small, BLOCK_BYTES)
+        others = ((span, data) for span, data in rest if span.nbytes > BLOCK_BYTES)  # each of them in many lanes
+    for span, data in others:
+        write(span, data)
 
 
 def by_file(manifest: Manifest, parts: Parts) -> Iterator[tuple[FileSpan, Parts]]:

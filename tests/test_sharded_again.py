@@ -1,0 +1,199 @@
+"""Sharded states that are laid out one after the other: what is kept of the last one never makes a difference."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from lightning_spot.errors import NotSerialisable
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.sharded.items import Items
+from lightning_spot.sharded.layout import ShardedLayouter, state_archive
+from lightning_spot.sharded.plan import Planner
+from lightning_spot.sharded.reader import ImageReader, load_all, load_value
+from tests.sharded_states import Sharded, as_rank, fill, on_rank
+
+OWN = state_archive({}, 4096)
+
+
+def random_item(dice: Random, depth: int) -> Any:
+    kind = dice.randrange(8 if depth else 4)
+    if kind >= 6:
+        return [random_item(dice, depth - 1) for _ in range(dice.randrange(4))]
+    if kind >= 4:
+        return {dice.choice(["a", "b", "c.d", 0, 1]): random_item(dice, depth - 1) for _ in range(dice.randrange(4))}
+    return [1.5, "text", (torch.ones(1), {"x": 1}), torch.ones(2)][kind]
+
+
+def test_items_and_paths_are_those_that_torch_finds() -> None:
+    dice, items, found = Random(3), Items(), 0
+    for _ in range(400):
+        state = {name: random_item(dice, 3) for name in ("model", "optimizer")}
+        flat, paths = flatten_state_dict(state)
+        for _again in range(2):
+            got = items.of(state)
+            assert list(items.paths) == list(paths.values())
+            assert all(one is other for one, other in zip(got, flat.values(), strict=True))
+        found += len(got)
+    assert found > 400
+
+
+def test_two_items_of_one_name_are_named() -> None:
+    with pytest.raises(NotSerialisable, match=r"have the name 'a\.b\.c'.*\['a', 'b\.c'\] and at \['a', 'b', 'c'\]"):
+        Planner(1).plan({"a": {"b.c": 1, "b": {"c": 2}}})
+
+
+def image_of(layouter: ShardedLayouter, state: Any) -> tuple[bytes, str]:
+    """What a layouter makes of a state."""
+    written = layouter.lay_out(state, OWN, [4096, 4096], {"epoch": 3})
+    image = bytearray(written.layout.nbytes)
+    fill(image, written)
+    return bytes(image), written.digest
+
+
+def new_state() -> Any:
+    return {
+        "model": {
+            "rows": Sharded(torch.rand(8, 4), (Shard(0),)),
+            "all": Sharded(torch.rand(6), (Replicate(),)),
+            "plain": torch.rand(3, 2),
+        },
+        "optimizer": {"state": {"rows": {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1, "names": ["rows"]}]},
+    }
+
+
+def local(state: Any, name: str = "rows") -> torch.Tensor:
+    return state["model"][name]._local_tensor  # type: ignore[no-any-return]
+
+
+def other_local(state: Any) -> None:
+    state["model"]["rows"]._local_tensor = torch.rand(4, 4)
+
+
+def other_memory(state: Any) -> None:
+    local(state).data = torch.rand(4, 4)
+
+
+def part_of_other_memory(state: Any) -> None:
+    local(state).set_(torch.rand(100).untyped_storage(), 7, (4, 4))
+
+
+def turned(state: Any) -> None:
+    local(state).data = torch.rand(4, 4).T
+
+
+def reshaped(state: Any) -> None:
+    state["model"]["plain"].data = torch.rand(5)
+
+
+def of_other_dtype(state: Any) -> None:
+    state["model"]["plain"].data = torch.rand(3, 2).to(torch.float16)
+
+
+def another_tensor(state: Any) -> None:
+    state["model"]["all"] = state["model"]["all"].detach() + 1
+
+
+def otherwise_sharded(state: Any) -> None:
+    rows = state["model"]["rows"]
+    state["model"]["rows"] = DTensor.from_local(rows.to_local(), rows.device_mesh, (Replicate(),), run_check=False)
+
+
+def value_to_tensor(state: Any) -> None:
+    state["optimizer"]["param_groups"][0]["lr"] = torch.tensor(0.1)
+
+
+def tensor_to_value(state: Any) -> None:
+    state["optimizer"]["state"]["rows"]["step"] = 4
+
+
+def renamed(state: Any) -> None:
+    state["model"]["columns"] = state["model"].pop("rows")
+
+
+def other_order(state: Any) -> None:
+    state["model"] = dict(reversed(state["model"].items()))
+
+
+def another_group(state: Any) -> None:
+    state["optimizer"]["param_groups"].append({"lr": 0.2})
+
+
+def list_with_a_tensor(state: Any) -> None:
+    state["optimizer"]["param_groups"][0]["names"].append(torch.ones(1))
+
+
+def written(state: Any) -> None:
+    torch._foreach_add_([state["model"]["rows"], state["model"]["all"]], 1.0)  # type: ignore[no-untyped-call]
+
+
+CHANGES: list[Callable[[Any], None]] = [
+    *(other_local, other_memory, part_of_other_memory, turned, reshaped, of_other_dtype, another_tensor),
+    *(otherwise_sharded, value_to_tensor, tensor_to_value, renamed, other_order, another_group, list_with_a_tensor),
+    written,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_whatever_changes_it_is_what_who_sees_it_for_the_first_time_lays_out(change: Callable[[Any], None]) -> None:
+    with as_rank(0, (2,)) as mesh:
+        state = on_rank(new_state(), mesh)
+        layouter = ShardedLayouter(0, 2)
+        before = image_of(layouter, state)
+        assert image_of(layouter, state) == before == image_of(ShardedLayouter(0, 2), state)
+        change(state)
+        after = image_of(layouter, state)
+        assert after == image_of(ShardedLayouter(0, 2), state)
+        assert after != before
+    assert image_of(layouter, state) == after  # kept in turn
+
+
+def test_a_shard_that_is_not_what_its_placements_say_is_named() -> None:
+    with as_rank(0, (2,)) as mesh:
+        state = on_rank(new_state(), mesh)
+        layouter = ShardedLayouter(0, 2)
+        image_of(layouter, state)
+        local(state).data = torch.rand(4, 3)
+        with pytest.raises(NotSerialisable, match=r"model\.rows has \(4, 3\) elements on rank 0, and \(4, 4\)"):
+            image_of(layouter, state)
+
+
+def test_no_tensor_is_kept_alive() -> None:
+    with as_rank(0, (2,)) as mesh:
+        state = on_rank(new_state(), mesh)
+        layouter = ShardedLayouter(0, 2)
+        image_of(layouter, state)
+        named = layouter.lay_out(state, OWN, [4096, 4096], {}).layout.pieces[0].named
+        assert named is not None
+        alive = [named._alive.expired()]
+        state.clear()
+        assert [*alive, named._alive.expired()] == [False, True]
+
+
+def test_numbers_of_numpy_come_back_and_what_will_not_is_said() -> None:
+    layouter = ShardedLayouter(0, 2)
+    state: Any = {"groups": [{"lr": np.float64(0.25), "steps": np.int32(3), "betas": (np.float32(0.5), 0.9)}]}
+    with as_rank(0, (2,)):
+        image, _ = image_of(layouter, state)
+        files = layouter.lay_out(state, OWN, [4096, 4096], {"epoch": 3}).files
+        assert layouter.unreadable == ""
+        state["groups"][0]["mean"] = np.ones(2)
+        image_of(layouter, copy.deepcopy(state))
+    assert "groups.0.mean holds an object that torch does not load" in layouter.unreadable
+    manifest = Manifest(run="r", name="n", step=0, attempt=0, nbytes=len(image), files=files)
+    read = load_all(ImageReader(memoryview(image), manifest))["groups"][0]
+    assert read == {"lr": 0.25, "steps": 3, "betas": (0.5, 0.9)}
+    assert type(read["lr"]) is np.float64
+    data = io.BytesIO()
+    torch.save(np.float64(2.0), data)
+    data.seek(0)
+    assert load_value(data, "lr") == 2.0
