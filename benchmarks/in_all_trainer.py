@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measure import WarmCopy
 from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.staging.modes import Partitions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,7 @@ class Plan:
         every: steps between snapshots.
         early: snapshots before the first mark: slots are made and touched meanwhile.
         snapshots: between the two marks.
+        partitions: how ours copies; the default is what ``"auto"`` comes to here when it has tried all ways.
     """
 
     mode: str
@@ -51,6 +53,7 @@ class Plan:
     every: int = 4
     early: int = 3
     snapshots: int = 5
+    partitions: Partitions = "still"
 
 
 @dataclass
@@ -135,7 +138,7 @@ def train(plan: Plan) -> dict[str, Any]:
     callbacks: list[pl.Callback] = []
     plugins: list[Any] = []
     if plan.mode == "spot":
-        spot = SpotCheckpoint(str(folder / "run"), interval=EverySteps(plan.every))
+        spot = SpotCheckpoint(str(folder / "run"), interval=EverySteps(plan.every), partitions=plan.partitions)
         for name in [name for name in dir(spot) if name.startswith("on_") and callable(getattr(spot, name))]:
             watch.wrap(spot, name)
         callbacks.append(spot)

@@ -46,7 +46,7 @@ class Turns(EverySteps, ModeTrial):
 
     def __init__(self) -> None:
         EverySteps.__init__(self, 1)
-        ModeTrial.__init__(self)
+        ModeTrial.__init__(self, MODES)
         self.step = 0
 
     @property

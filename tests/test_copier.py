@@ -37,6 +37,13 @@ class Fixed(Schedule):
         )
         self.jobs: list[Held] = []
 
+    @classmethod
+    def still(cls) -> Fixed:
+        """One for which training stands still."""
+        schedule = cls([], 0.0)
+        schedule.made = Timetable((), 0.0, stands_still=True)
+        return schedule
+
     def timetable(self, pieces: Sequence[tuple[int, int]]) -> Timetable | None:
         return self.made
 
@@ -161,6 +168,15 @@ def test_a_write_that_is_under_way_when_the_copy_ends_is_noticed(
     waiting.join(30)
     training.join()
     assert bool(job.moved) == writes
+
+
+def test_where_training_stands_still_it_copies_by_itself(desk: Desk) -> None:
+    copier = Copier(threads=0)
+    job = copier.start(desk.pieces, desk.view, schedule=Fixed.still())
+    assert job.stands_still
+    assert job.is_done
+    assert all(map(desk.copied, range(4)))
+    copier.close()
 
 
 @pytest.mark.parametrize("in_background", [True, False])

@@ -6,6 +6,7 @@ import copy
 import io
 import logging
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from lightning_spot.staging.profile import Kind, Profile
 from lightning_spot.staging.schedule import Schedule, Timetable
 from tests.models import Net, Probe, TwoOptimizers, data, equal, state_of, trainer
 
-MODES = ("eager", "asymmetric", "backward", "auto")
+MODES = ("eager", "asymmetric", "backward", "still", "auto")
 
 
 class Seen:
@@ -62,7 +63,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
     def timetable(self: Schedule, pieces: Any) -> Timetable | None:
         made = real_timetable(self, pieces)
-        if made is not None:
+        if made is not None and not made.stands_still:
             assert self._profile is not None
             found.timetables.append((self._profile, made))
         return made
@@ -96,14 +97,55 @@ def test_every_snapshot_is_its_step(tmp_path: Path, seen: Seen, partitions: str)
     trainer(callback, probe).fit(model, data(), data(2))
     assert set(seen.images) == set(range(1, 41))
     seen.check(probe)
-    assert bool(seen.timetables) == (partitions != "eager")
+    beside = partitions not in ("eager", "still")
+    assert bool(seen.timetables) == beside
     assert hooks_of(model) == []
-    assert any(seen.released) == (partitions != "eager")  # while training went on
+    assert any(seen.released) == beside  # while training went on
     for profile, timetable in seen.timetables:
         kinds = {place: point.kind for point, place in profile.places.items()}
         points = [kinds[part.point] for part in timetable.partitions]
         assert partitions == "auto" or len(points) > 1
         assert partitions != "backward" or set(points) == {Kind.GRADIENT}
+
+
+class Watched(pl.Callback):
+    """Notes which snapshot is committed as each step begins."""
+
+    def __init__(self, spot: RemoteSnapshot) -> None:
+        self.spot = spot
+        self.committed: dict[int, int | None] = {}
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.committed[trainer.global_step] = self.spot.last_committed_step
+
+
+def test_training_stands_still_until_a_snapshot_is_committed(tmp_path: Path, seen: Seen) -> None:
+    callback = spot(tmp_path, "still", every=3)
+    watched = Watched(callback)
+    trainer(callback, watched).fit(Net(), data())
+    assert {step: watched.committed[step] for step in range(3, 40)} == {step: step // 3 * 3 for step in range(3, 40)}
+
+
+def test_a_ring_that_does_not_answer_holds_training_up_no_longer_than_it_may(
+    tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, go_on = InProcessHost.seal, threading.Event()
+
+    def seal(self: InProcessHost, *arguments: Any, **named: Any) -> Any:
+        assert go_on.wait(60)
+        return real(self, *arguments, **named)
+
+    class LetsGo(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 5:  # training went on after the first
+                go_on.set()
+
+    monkeypatch.setattr(InProcessHost, "seal", seal)
+    monkeypatch.setattr(InProcessHost, "max_stall_s", 0.05, raising=False)
+    callback = spot(tmp_path, "still", every=3)
+    trainer(callback, LetsGo()).fit(Net(), data())
+    assert go_on.is_set()
+    assert 3 in seen.images
 
 
 class Unused(Net):

@@ -221,6 +221,26 @@ def test_other_threads_go_on_while_a_slot_is_mapped(tmp_path: Path) -> None:
     assert longest[0] < max(0.1, took_s / 4)
 
 
+def test_all_threads_together_map_each_page_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    populate, asked = slot_module.populate, []
+    monkeypatch.setattr(slot_module, "_AT_ONCE_BYTES", 2 * MIB)
+    monkeypatch.setattr(
+        slot_module, "populate", lambda *place, write: asked.append(place[1:]) or populate(*place, write=write)
+    )
+    SlotMemory.create(10 * MIB, tmp_path / "slot").close()
+    assert sorted(asked) == [(start, 2 * MIB) for start in range(0, 10 * MIB, 2 * MIB)]
+
+
+def test_where_the_kernel_fills_no_mappings_memory_is_mapped_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_module, "populate", lambda *_, write: False)
+    memory = SlotMemory.create(2 * MIB, tmp_path / "slot")
+    memory.view(2 * MIB)[-1] = 7
+    assert (tmp_path / "slot").read_bytes()[-1] == 7
+    memory.close()
+
+
 def test_memory_that_cannot_be_had_leaves_no_slot_behind(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.open()
     monkeypatch.setattr(slot_module, "available_bytes", lambda: MIB)

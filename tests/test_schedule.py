@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from lightning_spot.errors import SettingsError
-from lightning_spot.staging.modes import Drift, ModeTrial, check_partitions
+from lightning_spot.staging.modes import Drift, Mode, ModeTrial, check_partitions
 from lightning_spot.staging.partitions import LEAST_BYTES
 from lightning_spot.staging.profile import START, HostClock, Kind, Point, Profiler
 from lightning_spot.staging.schedule import Schedule, Timetable
@@ -20,14 +20,14 @@ PIECES = [(100 + number, 3 * nbytes) for number, nbytes in enumerate(GRADIENTS)]
 class Training:
     """Iterations on a clock that is set: the forward pass takes 1 s a micro-batch, each gradient takes 2 s."""
 
-    def __init__(self, partitions: str = "auto", batches: int = 1) -> None:
+    def __init__(self, partitions: str = "auto", batches: int = 1, *, may_stand: bool = False) -> None:
         self.now_s = self.used_s = 0.0
         self.batches = batches
         self.schedule = Schedule(
             check_partitions(partitions), HostClock(lambda: self.now_s, lambda: self.used_s, processors=2)
         )
         self.schedule.owned = lambda: {100 + number: number for number in range(4)}
-        self.schedule.begin(lambda: GRADIENTS)
+        self.schedule.begin(lambda: GRADIENTS, may_stand=may_stand)
         self.job = Job()
 
     def works(self, seconds: float, processors: float = 1.0) -> None:
@@ -210,24 +210,52 @@ def test_pieces_go_in_the_order_in_which_the_optimizer_overwrites_them() -> None
     assert order == sorted(order, reverse=True)
 
 
-@pytest.mark.parametrize("cheapest", ["eager", "asymmetric", "backward"])
-def test_auto_keeps_the_mode_with_the_shortest_iterations(cheapest: str) -> None:
-    training = Training("auto").profiled()
+COSTS = {"eager": (1.0, 0.5), "asymmetric": (1.1, 0.4), "backward": (1.2, 0.3), "still": (1.3, 0.1)}
+"""Seconds that a snapshot adds to its own iteration, and to the one that follows."""
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+@pytest.mark.parametrize("cheapest", ["eager", "asymmetric", "backward", "still"])
+def test_auto_keeps_the_mode_that_costs_least_in_all(cheapest: Mode, every: int) -> None:
+    costs = {**COSTS, cheapest: (1.25, 0.0)}
+    training = Training("auto", may_stand=cheapest == "still").profiled()
     schedule = training.schedule
     assert schedule.mode is None
-    used = []
-    for _ in range(15):
-        schedule.timetable(PIECES)
-        used.append(schedule._used)
+    used: list[Mode] = []
+    left_s = 0.0
+    for step in range(100 * every):
+        if schedule.mode is not None:
+            break
+        own_s = 0.0
+        if not step % every:
+            schedule.timetable(PIECES)
+            assert schedule._used is not None
+            used.append(schedule._used)
+            own_s, next_s = costs[used[-1]]
+        training.works(0.5 * own_s + left_s)  # in the hook: the snapshot is part of the iteration that it begins
+        left_s = next_s if not step % every else 0.0
         schedule.iteration_begins()
-        training.works(1.0 if used[-1] == cheapest else 1.1)
+        training.works(1.0 + 0.5 * own_s)
         schedule.stepping()
         schedule.iteration_ends()
-    assert used[:6] == ["eager", "asymmetric", "backward"] * 2
+    assert used[:6] == ["eager", "eager", "asymmetric", "asymmetric", "backward", "backward"]
+    assert ("still" in used) == (cheapest == "still")
     assert schedule.mode == cheapest
-    assert schedule.watched == (frozenset() if cheapest == "eager" else frozenset({3, 2, 0}))
+    assert schedule.watched == (frozenset() if cheapest in ("eager", "still") else frozenset({3, 2, 0}))
     for _ in range(5):
-        assert (training.iteration(snapshot=True) is None) == (cheapest == "eager")
+        plan = training.iteration(snapshot=True)
+        assert (plan is None) == (cheapest == "eager")
+        assert plan is None or plan.stands_still == (cheapest == "still")
+
+
+def test_training_stands_still_only_where_it_may() -> None:
+    training = Training("still", may_stand=True)
+    assert training.schedule.watched == frozenset()
+    plan = training.iteration(snapshot=True)
+    assert plan is not None
+    assert plan.stands_still
+    assert training.schedule.timetable([(100, 1000)]) is None  # so little is no matter
+    assert Training("still").iteration(snapshot=True) is None
 
 
 def test_disturbed_iterations_do_not_count() -> None:
@@ -272,11 +300,25 @@ def test_no_drift_where_nothing_changes() -> None:
 def test_one_odd_iteration_decides_nothing() -> None:
     trial = ModeTrial(rounds=3)
     for seconds in (1.0, 50.0, 1.0):
-        trial.add("asymmetric", seconds)
-        trial.add("eager", 2.0)
-        assert trial.best is None or trial.best == "asymmetric"
-        trial.add("backward", 3.0)
+        for mode, took_s in (("asymmetric", seconds), ("eager", 2.0), ("backward", 3.0)):
+            for _ in range(2):
+                trial.add(mode, took_s)
+            assert trial.best is None or trial.best == "asymmetric"
+    trial.add("eager", 1.0)
     assert trial.best == "asymmetric"
+
+
+def test_a_snapshot_in_whose_time_something_else_was_done_is_not_measured() -> None:
+    trial = ModeTrial(["eager"], rounds=1)
+    trial.add("eager", 1.0)
+    trial.add("eager", 1.0)
+    trial.add(None, None)  # a validation
+    trial.add("eager", None)
+    trial.add(None, 1.0)
+    assert trial.best is None
+    trial.add("eager", 1.0)
+    trial.add(None, 1.0)
+    assert trial.best == "eager"
 
 
 def test_a_point_that_few_iterations_reach_is_no_place() -> None:
@@ -296,5 +338,5 @@ def test_a_point_that_few_iterations_reach_is_no_place() -> None:
 
 
 def test_an_unknown_setting_is_named() -> None:
-    with pytest.raises(SettingsError, match=r"partitions='lazy'.*'auto', 'asymmetric', 'backward', 'eager'"):
+    with pytest.raises(SettingsError, match=r"partitions='lazy'.*'auto', 'asymmetric', 'backward', 'eager', 'still'"):
         check_partitions("lazy")

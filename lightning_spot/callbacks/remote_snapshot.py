@@ -68,8 +68,10 @@ class RemoteSnapshot(Part):
             node that does not answer in time is replaced.
         strict: raise where a warning and going on without snapshots would do.
         partitions: how copying is spread over the iteration that follows a snapshot: all ``"eager"`` at once,
-            ``"asymmetric"`` in proportion to measured idle time, or in the ``"backward"`` pass as gradients come;
-            ``"auto"`` tries each, and keeps the one with the shortest iterations.
+            ``"asymmetric"`` in proportion to measured idle time, or in the ``"backward"`` pass as gradients come. With
+            ``"still"`` training waits, and all processors copy and seal: what costs least where it uses them all (one
+            process that trains on a CPU; elsewhere it is ``"eager"``). ``"auto"`` tries each that can be, and keeps
+            the one with the shortest iterations.
         device_buffer: memory on each GPU through which the last bytes leave while the optimizer steps, or ``None``.
 
     Raises:

@@ -176,6 +176,11 @@ class SnapshotWriter:
         pending = Pending(manifest, lease, job, Future(), destinations, outline_of(layout), plan, view, floats)
         self._pending.append(pending)
         self._tasks.put(lambda: self._finish(host, pending))
+        if job.stands_still:
+            self.copied()
+            futures.wait(
+                [pending.done], host.max_stall_s
+            )  # what goes wrong, or takes longer, does so in the background
         return pending.done
 
     def copied(self) -> None:

@@ -44,6 +44,7 @@ class Iterations(OfTrainer):
             watch.nbytes,
             int(getattr(trainer.model, "bucket_bytes_cap", BUCKET_BYTES)),  # DDP's
             DeviceClock(device.index or 0) if device.type == "cuda" else None,
+            may_stand=device.type == "cpu" and trainer.world_size == 1,
         )
         watch.keep(self.schedule.watched)
         self._gradients = watch

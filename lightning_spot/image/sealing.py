@@ -25,8 +25,12 @@ _MOST_THREADS = 4
 
 
 def sealing_threads() -> int:
-    """Threads to seal with: half of this host's processors, so that training keeps the other half."""
-    return max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
+    """Threads to seal with: one for each of this host's processors, up to a few.
+
+    A training that computes on all processors waits for the one that is busy with something else: where one thread
+    seals, it loses the time of that thread, and where all processors seal, their share of it.
+    """
+    return min(_MOST_THREADS, os.cpu_count() or 1)
 
 
 class Sealing(Coming):

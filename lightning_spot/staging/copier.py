@@ -77,7 +77,12 @@ class Copier:
             schedule.timetable([(piece.storage.data_ptr(), piece.nbytes) for piece in pieces]) if schedule else None
         )
         job = CopyJob(pieces, watches, self._notify, self._clock, trains)
+        job.stands_still = timetable is not None and timetable.stands_still
+        if job.stands_still:
+            timetable = None
         self._fill(job, pieces, slot, timetable, buffered=schedule is not None)
+        if job.stands_still:
+            job.copy_here()
         if job.is_done:
             return job
         with self._wake:

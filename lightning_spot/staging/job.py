@@ -80,6 +80,8 @@ class CopyJob:
         """Addresses of storages that changed before they were copied; if any, the copy is worthless."""
         self.pieces = list(pieces)
         """What is copied; emptied when it is done, so that no storage is kept alive."""
+        self.stands_still = False
+        """Whether training stands still until the snapshot is sealed."""
         self._watches = watches
         self._woken, self._clock = woken, clock
         self._tasks: deque[Batch] = deque()
@@ -170,9 +172,14 @@ class CopyJob:
             for task in self._tasks:
                 task.ready_s = NOW
 
+    def copy_here(self) -> None:
+        """Copy all storages on the CPU on this thread, with the team of threads that torch computes with here."""
+        while self._step(Batch.at_once, NEVER):
+            pass
+
     def step_in_background(self) -> None:
         """Copy one batch that is due, if there is one."""
-        self._step(Batch.in_background, self._clock())
+        self._step(Batch.at_once, self._clock())
 
     @property
     def is_done(self) -> bool:
@@ -235,7 +242,7 @@ class Batch:
         self._slot = slot
         self.place, self.after_s, self.ready_s = place, after_s, ready_s
 
-    def in_background(self) -> None:
+    def at_once(self) -> None:
         """Copy all of it without the GIL in between, which the training thread holds for milliseconds at a time."""
         if not hasattr(torch, "_foreach_copy_"):  # a private name; only the time of the training thread depends on it
             self.helping()

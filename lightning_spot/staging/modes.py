@@ -9,12 +9,15 @@ from typing import Literal, get_args
 
 from lightning_spot.errors import SettingsError
 
-Mode = Literal["eager", "asymmetric", "backward"]
-Partitions = Literal["auto", "asymmetric", "backward", "eager"]
+Mode = Literal["eager", "asymmetric", "backward", "still"]
+Partitions = Literal["auto", "asymmetric", "backward", "eager", "still"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)
+BESIDE: tuple[Mode, ...] = tuple(mode for mode in MODES if mode != "still")
+"""The modes in which training goes on beside the copies: all that there are where it cannot stand still."""
 
-_ROUNDS = 5
+_ROUNDS = 4
+_WINDOW = 2  # iterations: what copies leave to do, such as sealing, falls on the next one as well
 _DRIFT = 1.5
 _LATEST = 16
 _FIRST_PATIENCE, _LAST_PATIENCE = 64, 4096
@@ -33,29 +36,55 @@ def check_partitions(value: str) -> Partitions:
 
 
 class ModeTrial:
-    """Tries modes in turn, each for some iterations, and then knows which of them took the least time.
+    """Tries modes in turn, each for some snapshots, and then knows with which of them iterations took the least time.
 
-    In turn, so that what else changes meanwhile touches all alike; the median, so that one odd iteration does not.
+    In turn, so that what else changes meanwhile touches all alike; the median, so that one odd iteration does not. A
+    snapshot is measured by the iteration that it begins, and by the next one if that begins no other. Each mode is
+    used twice in a row, and measured the second time: the iteration after a snapshot pays for what is left of that.
 
     Args:
         modes: to try; of equal ones the first is taken.
-        rounds: iterations of each.
+        rounds: snapshots of each that are measured.
+        usual_s: what an iteration without a snapshot takes, about.
     """
 
-    def __init__(self, modes: Sequence[Mode] = MODES, rounds: int = _ROUNDS) -> None:
+    def __init__(self, modes: Sequence[Mode] = BESIDE, rounds: int = _ROUNDS, usual_s: float = 0.0) -> None:
         self.found: dict[Mode, list[float]] = {mode: [] for mode in modes}
-        self._rounds = rounds
+        self._rounds, self._usual_s = rounds, usual_s
         self._turn = 0
+        self._before: Mode | None = None
+        self._measured: Mode | None = None
+        self._window: list[float] = []
 
     def take(self) -> Mode:
         """The mode whose turn it is."""
-        mode = list(self.found)[self._turn % len(self.found)]
+        mode = list(self.found)[self._turn // 2 % len(self.found)]
         self._turn += 1
         return mode
 
-    def add(self, mode: Mode, seconds: float) -> None:
-        """An iteration with a snapshot in this mode took so long."""
-        self.found[mode].append(seconds)
+    def add(self, mode: Mode | None, seconds: float | None) -> None:
+        """An iteration is over.
+
+        Args:
+            mode: of the snapshot that it began with; ``None`` if it began with none.
+            seconds: that it took; ``None`` if something else than training took time in it.
+        """
+        if mode is not None:
+            self._close()
+            self._measured, self._before = mode if mode == self._before else None, mode
+        if seconds is None:
+            self._measured = None
+            self._window.clear()
+        elif self._measured is not None:
+            self._window.append(seconds - self._usual_s)
+            if len(self._window) == _WINDOW:
+                self._close()
+
+    def _close(self) -> None:
+        if self._measured is not None and self._window:
+            self.found[self._measured].append(sum(self._window))
+        self._measured = None
+        self._window.clear()
 
     @property
     def best(self) -> Mode | None:

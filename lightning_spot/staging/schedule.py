@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from lightning_spot.staging.modes import Drift, Mode, ModeTrial, Partitions
+from lightning_spot.staging.modes import BESIDE, MODES, Drift, Mode, ModeTrial, Partitions
 from lightning_spot.staging.partitions import LEAST_BYTES, Partition, bucket_ends, by_bucket, by_idle_time
 from lightning_spot.staging.profile import Clock, HostClock, Kind, Point, Profile, Profiler
 
@@ -32,10 +32,15 @@ class Timetable:
     Attributes:
         partitions: in the order in which they go; their spans name pieces by number.
         limit_s: when they go at the latest, whatever has been reached, seconds from now.
+        stands_still: whether training waits, instead, until all is copied and sealed, and helps with all processors.
     """
 
     partitions: tuple[Partition, ...]
     limit_s: float
+    stands_still: bool = False
+
+
+_STILL = Timetable((), 0.0, stands_still=True)
 
 
 class Schedule:
@@ -70,7 +75,9 @@ class Schedule:
         self._ends: list[int] = []
         self._last: tuple[Any, tuple[Partition, ...]] | None = None
         self._measured: deque[tuple[Any, Any, Mode | None]] = deque()
-        self._begun: Any = None
+        self._over: Any = None
+        self._is_disturbed = False
+        self._may_stand = False
         self._reached, self._batch, self._is_open = 0, -1, False
         self._jobs: list[Held] = []
         self._drift = Drift()
@@ -78,7 +85,12 @@ class Schedule:
     # -- told by training -----------------------------------------------------------------------------------------
 
     def begin(
-        self, gradient_bytes: Callable[[], Sequence[int]], bucket_bytes: int = BUCKET_BYTES, clock: Clock | None = None
+        self,
+        gradient_bytes: Callable[[], Sequence[int]],
+        bucket_bytes: int = BUCKET_BYTES,
+        clock: Clock | None = None,
+        *,
+        may_stand: bool = False,
     ) -> None:
         """Training begins, with the parameters of a model.
 
@@ -86,9 +98,11 @@ class Schedule:
             gradient_bytes: tells those of each parameter; asked when iterations are known.
             bucket_bytes: what fills a bucket of gradients.
             clock: measures iterations from now on.
+            may_stand: whether training may stand still for a snapshot: on a CPU, and nobody waits for it meanwhile.
         """
         self._gradient_bytes, self._bucket_bytes = gradient_bytes, bucket_bytes
         self._clock = clock if clock is not None else self._clock
+        self._may_stand = may_stand
         self._reached, self._batch, self._is_open = 0, -1, False
         self._jobs.clear()
         self._drift = Drift()
@@ -102,9 +116,6 @@ class Schedule:
     def iteration_begins(self) -> None:
         """The optimizer has stepped, and a snapshot has begun or not."""
         self._reached, self._batch, self._is_open = 0, -1, True
-        if self.setting == "eager":
-            return
-        self._begun = self._clock.mark()
         if self._profiler is not None:
             self._profiler.begin()
 
@@ -134,19 +145,22 @@ class Schedule:
 
     def disturbed(self) -> None:
         """Other work than training took time in this iteration: it does not count."""
-        self._begun = None
+        self._is_disturbed = True
         if self._profiler is not None:
             self._profiler.forget()
 
     def iteration_ends(self) -> None:
-        """The optimizer has stepped; before a snapshot begins."""
-        begun, self._begun = self._begun, None
+        """The optimizer has stepped; before a snapshot begins, which is part of the iteration that follows."""
+        if not self._measures:
+            return
+        begun, self._over = self._over, self._clock.mark()
         used, self._used = self._used, None
+        disturbed, self._is_disturbed = self._is_disturbed, False
         if begun is not None:
-            self._measured.append((begun, self._clock.mark(), used))
+            self._measured.append((None if disturbed else begun, self._over, used))
         while self._measured and self._clock.is_over(self._measured[0][1]):
             first, last, mode = self._measured.popleft()
-            self._learn(self._clock.between(first, last)[0], mode)
+            self._learn(self._clock.between(first, last)[0] if first is not None else None, mode)
         if self._profiler is not None and self._profiler.iterations() > _PROFILED:  # the first one is slow
             self._plan(self._profiler)
 
@@ -162,7 +176,7 @@ class Schedule:
     @property
     def watched(self) -> frozenset[int] | None:
         """Numbers of the parameters of whose gradients it wants to hear; ``None`` for all of them."""
-        if self.setting == "eager" or self._kept == "eager":
+        if self.mode in ("eager", "still"):
             return frozenset()
         return frozenset(self._ends) if self._profile is not None else None
 
@@ -175,10 +189,12 @@ class Schedule:
             pieces: address and bytes of each.
         """
         profile = self._profile
-        if profile is None or sum(nbytes for _, nbytes in pieces) < 2 * LEAST_BYTES:
+        if sum(nbytes for _, nbytes in pieces) < 2 * LEAST_BYTES or (profile is None and self._measures):
             return None
         mode = self._next_mode()
-        if mode == "eager":
+        if mode == "still" and self._may_stand:
+            return _STILL
+        if mode in ("eager", "still") or profile is None:
             return None
         key = (mode, tuple(pieces))
         if self._last is None or self._last[0] != key:
@@ -193,9 +209,14 @@ class Schedule:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
+    @property
+    def _measures(self) -> bool:
+        """Whether iterations are measured."""
+        return self.setting not in ("eager", "still")
+
     def _measure_anew(self) -> None:
-        self._profiler = Profiler(self._clock) if self.setting != "eager" else None
-        self._profile = self._trial = self._kept = self._used = self._begun = self._last = None
+        self._profiler = Profiler(self._clock) if self._measures else None
+        self._profile = self._trial = self._kept = self._used = self._over = self._last = None
         self._buckets, self._ends = {}, []
         self._measured.clear()
 
@@ -225,16 +246,16 @@ class Schedule:
         wanted = frozenset(self._ends)
         self._profile = profiler.profile(lambda point: point.kind is not Kind.GRADIENT or point.gradient in wanted)
         self._profiler = None
-        self._trial = ModeTrial() if self.setting == "auto" else None
+        modes = MODES if self._may_stand else BESIDE
+        self._trial = ModeTrial(modes, usual_s=self._profile.length_s) if self.setting == "auto" else None
 
-    def _learn(self, seconds: float, mode: Mode | None) -> None:
+    def _learn(self, seconds: float | None, mode: Mode | None) -> None:
         trial = self._trial
         if trial is not None:
-            if mode is not None:
-                trial.add(mode, seconds)
+            trial.add(mode, seconds)
             if trial.best is not None:
                 self._kept, self._trial = trial.best, None
-        elif self._profile is not None and self._drift.add(seconds):
+        elif self._profile is not None and seconds is not None and self._drift.add(seconds):
             self._measure_anew()
 
     def _next_mode(self) -> Mode:

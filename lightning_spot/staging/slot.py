@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,8 @@ CGROUPS = Path("/sys/fs/cgroup")
 PROC_CGROUP = Path("/proc/self/cgroup")
 
 _PAGE = 2 * 1024 * 1024
+_AT_ONCE_BYTES = 64 * 1024 * 1024  # of a mapping, filled in one call
+_MOST_THREADS = 4
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _libc = ctypes.CDLL(None)
@@ -35,14 +38,40 @@ def map_shared(fd: int, nbytes: int) -> mmap.mmap:
     """Map ``nbytes`` of an open file for reading and writing, shared, with its page tables filled at once.
 
     Other threads go on meanwhile: ``mmap`` with ``MAP_POPULATE`` would hold Python's lock for the second or two that
-    gigabytes take, and with it the event loop of a node and the training thread of a trainer.
+    gigabytes take, and with it the event loop of a node and the training thread of a trainer. All processors do it:
+    a training that computes on all of them waits for the one that is busy with something else, so that it loses less
+    where all are, for a shorter time.
     """
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     shared = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=protection)
-    if not populate(shared, 0, nbytes, write=False):  # a kernel before 5.14
+    if not _map_pages(shared, nbytes):  # a kernel before 5.14
         shared.close()
         return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | _POPULATE, prot=protection)
     return shared
+
+
+def _map_pages(shared: mmap.mmap, nbytes: int) -> bool:
+    """Fill the page tables of a mapping on several threads; whether that could be done."""
+    todo, taking = iter(range(0, nbytes, _AT_ONCE_BYTES)), threading.Lock()
+    failed = threading.Event()
+
+    def work() -> None:
+        while not failed.is_set():
+            with taking:
+                start = next(todo, None)
+            if start is None:
+                return
+            if not populate(shared, start, min(_AT_ONCE_BYTES, nbytes - start), write=False):
+                failed.set()
+
+    count = min(_MOST_THREADS, os.cpu_count() or 1, -(-nbytes // _AT_ONCE_BYTES))
+    helpers = [threading.Thread(target=work, name="spot-map", daemon=True) for _ in range(count - 1)]
+    for helper in helpers:
+        helper.start()
+    work()
+    for helper in helpers:
+        helper.join()
+    return not failed.is_set()
 
 
 def populate(shared: mmap.mmap, start: int, nbytes: int, *, write: bool) -> bool:
