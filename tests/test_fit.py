@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,15 @@ from lightning_spot.goodput.records import read_records
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.staging.copier import Copier
 from lightning_spot.tiers.local import LocalStore
+from tests import models
 from tests.conftest import RunningNode, new_process, until
-from tests.models import Clipped, EachDurable, Net, Probe, TwoOptimizers, Unsteady, data, equal, state_of, trainer
+from tests.models import Clipped, EachDurable, Net, Probe, TwoOptimizers, Unsteady, equal, state_of, trainer
 from tests.oracle import claim_of
 
 StartNode = Callable[..., RunningNode]
+
+data = partial(models.data, 10)
+"""Epochs of 10 steps; two of them, if a test does not say otherwise."""
 
 
 class Stop(Exception):
@@ -73,12 +78,12 @@ def check_all(root: Path, probe: Probe) -> list[Manifest]:
 @pytest.mark.parametrize("memory", ["auto", None])
 def test_snapshots_are_the_state_of_their_step(tmp_path: Path, memory: str | None) -> None:
     probe, callback = Probe(), spot(tmp_path, memory=memory)
-    trainer(callback, probe, EachDurable(tmp_path / "run-1", 3)).fit(Net(), data(), data(3))
+    trainer(callback, probe, EachDurable(tmp_path / "run-1", 3)).fit(Net(), data(), models.data(3))
     found = check_all(tmp_path, probe)
     assert found[0].complete
-    assert [manifest.step for manifest in found] == [40, *range(39, 0, -3)]
+    assert [manifest.step for manifest in found] == [20, *range(18, 0, -3)]
     assert callback.attempt == 1
-    assert callback.last_committed_step == 40
+    assert callback.last_committed_step == 20
 
 
 @pytest.mark.parametrize(
@@ -97,7 +102,7 @@ def test_ways_to_train(tmp_path: Path, module: type[Net], settings: dict[str, An
     probe = Probe()
     steps = 2 if module is TwoOptimizers else 1
     trainer(spot(tmp_path, interval=EverySteps(3 * steps)), probe, max_epochs=3, **settings).fit(
-        module(), data(), data(3)
+        module(), data(), models.data(3)
     )
     check_all(tmp_path, probe)
 
@@ -112,7 +117,8 @@ def test_compiled_module(tmp_path: Path) -> None:
 def test_weight_averaging(tmp_path: Path) -> None:
     averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
     probe = Probe()
-    trainer(spot(tmp_path), averaging.EMAWeightAveraging(decay=0.9), probe, max_epochs=3).fit(Net(), data(), data(3))
+    callbacks = (spot(tmp_path), averaging.EMAWeightAveraging(decay=0.9), probe)
+    trainer(*callbacks, max_epochs=3).fit(Net(), data(), models.data(3))
     during = [manifest for manifest in manifests(tmp_path) if not manifest.complete]
     assert during
     for manifest in during:
@@ -149,10 +155,10 @@ def test_plain_torch_and_lightning_read_it(tmp_path: Path, warm_python: str) -> 
         "import torch, lightning.pytorch as pl\n"
         "from tests.models import Net, data, trainer\n"
         f"path = {str(path)!r}\n"
-        "assert torch.load(path, weights_only=True)['global_step'] == 40\n"
+        "assert torch.load(path, weights_only=True)['global_step'] == 20\n"
         "Net.load_from_checkpoint(path)\n"
-        "t = trainer(max_epochs=3, enable_checkpointing=False); t.fit(Net(), data(), ckpt_path=path)\n"
-        "assert t.global_step == 60, t.global_step\n"
+        "t = trainer(max_epochs=3, enable_checkpointing=False); t.fit(Net(), data(10), ckpt_path=path)\n"
+        "assert t.global_step == 30, t.global_step\n"
     )
     done = subprocess.run([warm_python, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -163,7 +169,7 @@ def test_plain_torch_and_lightning_read_it(tmp_path: Path, warm_python: str) -> 
 # -- resume -----------------------------------------------------------------------------------------------------------
 
 
-def stopped(root: Path, at: int = 31, *callbacks: pl.Callback, **more: Any) -> SpotCheckpoint:
+def stopped(root: Path, at: int = 16, *callbacks: pl.Callback, **more: Any) -> SpotCheckpoint:
     callback = spot(root, **more)
     with pytest.raises(Stop):
         trainer(callback, StopAt(at), *callbacks).fit(Net(), data())
@@ -173,15 +179,15 @@ def stopped(root: Path, at: int = 31, *callbacks: pl.Callback, **more: Any) -> S
 def test_the_same_line_carries_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     first = stopped(tmp_path)
-    assert first.last_committed_step == 30
+    assert first.last_committed_step == 15
     probe, callback = Probe(), spot(tmp_path)
     again = trainer(callback, probe)
     again.fit(Net(), data())
     assert callback.resumed_from is not None
-    assert (callback.resumed_from.step, callback.resumed_from.tier, callback.attempt) == (30, "memory", 2)
-    assert min(probe.states) == 30
-    assert again.global_step == 40
-    assert "resumes at step 30 (epoch 1) from memory" in caplog.text
+    assert (callback.resumed_from.step, callback.resumed_from.tier, callback.attempt) == (15, "memory", 2)
+    assert min(probe.states) == 15
+    assert again.global_step == 20
+    assert "resumes at step 15 (epoch 1) from memory" in caplog.text
     assert caplog.text.count("starting afresh") == 1  # the first attempt
 
 
@@ -207,7 +213,7 @@ def test_resume_from_the_durable_tier_when_memory_is_gone(tmp_path: Path) -> Non
     callback = spot(tmp_path)
     trainer(callback).fit(Net(), data())
     assert callback.resumed_from is not None
-    assert (callback.resumed_from.step, callback.resumed_from.tier) == (30, "durable")
+    assert (callback.resumed_from.step, callback.resumed_from.tier) == (15, "durable")
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "manifest"])
@@ -254,7 +260,7 @@ def test_resume_false_starts_afresh_and_supersedes(tmp_path: Path) -> None:
     probe, callback = Probe(), spot(tmp_path, resume=False)
     trainer(callback, probe, max_epochs=1).fit(Net(), data())
     assert (callback.resumed_from, min(probe.states)) == (None, 0)
-    assert manifests(tmp_path)[0].order == (2, 20, 2)  # newer than step 30 of the attempt before
+    assert manifests(tmp_path)[0].order == (2, 10, 2)  # newer than step 15 of the attempt before
 
 
 def test_explicit_ckpt_path_wins(tmp_path: Path) -> None:
@@ -272,7 +278,7 @@ def test_ckpt_path_from_a_node(tmp_path: Path, start_node: StartNode) -> None:
     stopped(tmp_path, memory=node.url)
     probe = Probe()
     trainer(probe, enable_checkpointing=False).fit(Net(), data(), ckpt_path=f"{node.url}/run-1/last.ckpt")
-    assert min(probe.states) == 30
+    assert min(probe.states) == 15
     (below,) = (tmp_path / "node").glob("run-1@*")
     assert LocalStore(below).survey().manifests
 
@@ -286,13 +292,13 @@ def test_a_finished_run_says_so(
     new_process()
     model, callback = Net(), spot(tmp_path)
     trainer(callback).fit(model, data())
-    assert "run 'run-1' is complete (epoch 2, step 40): nothing was left to train" in caplog.text
+    assert "run 'run-1' is complete (epoch 2, step 20): nothing was left to train" in caplog.text
     assert manifests(tmp_path) == before
     assert [record["end"] for record in read_records(str(tmp_path / "run-1"))] == ["complete", "complete"]
     capsys.readouterr()
     assert main(["report", str(tmp_path / "run-1")]) == 0
     trained, found_it_complete = re.findall(r"^ *[12] .*complete *$", capsys.readouterr().out, re.MULTILINE)
-    assert "0 to 40" in trained
+    assert "0 to 20" in trained
     assert " none " in found_it_complete
     assert torch.equal(
         model.net[0].weight, load(tmp_path, before[0])["state_dict"]["net.0.weight"]
@@ -301,7 +307,7 @@ def test_a_finished_run_says_so(
     new_process()
     longer = trainer(spot(tmp_path), max_epochs=4)
     longer.fit(Net(), data())
-    assert longer.global_step == 80
+    assert longer.global_step == 40
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SettingsError])
@@ -344,25 +350,25 @@ def test_a_changed_model_is_named(tmp_path: Path) -> None:
 def test_auto_resume_and_remote_snapshot_alone(tmp_path: Path) -> None:
     path = str(tmp_path / "run-1")
     with pytest.raises(Stop):
-        trainer(RemoteSnapshot(path, interval=EverySteps(3), on_full="wait"), StopAt(31)).fit(Net(), data())
+        trainer(RemoteSnapshot(path, interval=EverySteps(3), on_full="wait"), StopAt(16)).fit(Net(), data())
     resume, probe = AutoResume(path), Probe()
     trainer(resume, probe, enable_checkpointing=False).fit(Net(), data())
     assert resume.resumed_from is not None
-    assert min(probe.states) == resume.resumed_from.step == 30
+    assert min(probe.states) == resume.resumed_from.step == 15
 
 
 @pytest.mark.parametrize("memory", ["auto", None])
 def test_s3(tmp_path: Path, s3: str, memory: str | None) -> None:
     def callback() -> SpotCheckpoint:
-        return SpotCheckpoint(f"{s3}/run-1", interval=EverySteps(10), memory=memory, on_full="wait")
+        return SpotCheckpoint(f"{s3}/run-1", interval=EverySteps(5), memory=memory, on_full="wait")
 
     with pytest.raises(Stop):
-        trainer(callback(), StopAt(31), EachDurable(f"{s3}/run-1", 10)).fit(Net(), data())
-    assert [manifest.step for manifest in open_store(f"{s3}/run-1").survey().manifests] == [30, 20]
+        trainer(callback(), StopAt(16), EachDurable(f"{s3}/run-1", 5)).fit(Net(), data())
+    assert [manifest.step for manifest in open_store(f"{s3}/run-1").survey().manifests] == [15, 10]
     again = callback()
     trainer(again).fit(Net(), data())
     assert again.resumed_from is not None
-    assert again.resumed_from.step == 30
+    assert again.resumed_from.step == 15
 
 
 def test_memory_file_system(tmp_path: Path) -> None:
@@ -377,7 +383,7 @@ def test_every_seconds(tmp_path: Path) -> None:
             trainer.should_stop = len(manifests(tmp_path)) > 2
 
     run = trainer(spot(tmp_path, interval=EverySeconds(0.05)), Enough(), max_epochs=1000)
-    run.fit(Net(), data())
+    run.fit(Net(), models.data())
     assert run.global_step < 20_000
 
 
@@ -464,10 +470,10 @@ def test_unwritable_dirpath(tmp_path: Path) -> None:
 
 def test_lightnings_own_checkpoints_stay_as_they_are(tmp_path: Path) -> None:
     run = trainer(spot(tmp_path), enable_checkpointing=True, default_root_dir=tmp_path)
-    run.fit(Net(), data(), data(3))
+    run.fit(Net(), data(), models.data(3))
     assert type(run.checkpoint_callback) is ModelCheckpoint
     assert Path(run.checkpoint_callback.best_model_path).exists()
-    assert run.test(Net(), data(3), ckpt_path="best", verbose=False) == [{}]
+    assert run.test(Net(), models.data(3), ckpt_path="best", verbose=False) == [{}]
     assert manifests(tmp_path)
 
 
@@ -501,7 +507,7 @@ def test_our_hooks_come_last(tmp_path: Path, ours_first: bool) -> None:
 
 
 def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
-    trainer(spot(tmp_path), fast_dev_run=True).fit(Net(), data(), data(3))
+    trainer(spot(tmp_path), fast_dev_run=True).fit(Net(), data(), models.data(3))
     assert not (tmp_path / "run-1").exists()
 
 
@@ -517,12 +523,12 @@ def test_sharded_strategies_are_refused_clearly(tmp_path: Path) -> None:
 def test_ctrl_c_flushes(tmp_path: Path) -> None:
     class Interrupt(pl.Callback):
         def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 31:
+            if trainer.global_step == 16:
                 raise KeyboardInterrupt
 
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         trainer(spot(tmp_path, memory=None), Interrupt()).fit(Net(), data())
-    assert manifests(tmp_path)[0].step == 30
+    assert manifests(tmp_path)[0].step == 15
 
 
 class Thing:
@@ -539,12 +545,12 @@ def test_state_that_is_not_safe_to_load_is_left_alone_until_a_hook_wants_it(tmp_
             checkpoint["thing"].size = 1 + checkpoint["thing"].size
 
     with pytest.raises(Stop):
-        trainer(spot(tmp_path), StopAt(31)).fit(Odd(), data())
+        trainer(spot(tmp_path), StopAt(16)).fit(Odd(), data())
     with pytest.raises(NotSerialisable, match=r"thing of the snapshot is a tests\.test_fit\.Thing.*weights_only=False"):
         trainer(spot(tmp_path)).fit(Wanting(), data())
     callback = spot(tmp_path)
     with pytest.raises(Stop):
-        trainer(callback, StopAt(34)).fit(Odd(), data())
+        trainer(callback, StopAt(19)).fit(Odd(), data())
     assert callback.resumed_from is not None
     if "weights_only" in inspect.signature(pl.Trainer.fit).parameters:  # from Lightning 2.6 on
         callback = spot(tmp_path)
@@ -560,7 +566,7 @@ def test_state_that_cannot_be_pickled_does_not_stop_training(tmp_path: Path, cap
 
     run = trainer(spot(tmp_path))
     run.fit(Odd(), data())
-    assert run.global_step == 40
+    assert run.global_step == 20
     assert caplog.text.count("cannot be serialised") == 1
     assert manifests(tmp_path)[0].step == 9
     with pytest.raises(NotSerialisable):
@@ -599,13 +605,13 @@ def test_two_runs_with_one_name(tmp_path: Path, warm_python: str) -> None:
 def test_a_zombie_is_fenced_and_trains_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Successor(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 20:
+            if trainer.global_step == 10:
                 LocalStore(tmp_path / "run-1").claim(claim_of(2))
 
     run = trainer(spot(tmp_path, flush_timeout_s=5.0), Successor())
     run.fit(Net(), data())
-    assert run.global_step == 40
-    assert max(manifest.step for manifest in manifests(tmp_path)) <= 21
+    assert run.global_step == 20
+    assert max(manifest.step for manifest in manifests(tmp_path)) <= 11
 
 
 def test_the_embedded_node_is_killed_in_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -613,11 +619,11 @@ def test_the_embedded_node_is_killed_in_training(tmp_path: Path, caplog: pytest.
 
     class KillNode(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 20 and callback.snapshots.snapshotter.attempt is not None:
+            if trainer.global_step == 10 and callback.snapshots.snapshotter.attempt is not None:
                 host = callback.snapshots.snapshotter.attempt.writer.host
                 assert isinstance(host, embedded.EmbeddedHost)
                 os.kill(int(host.client.call("GET", "/v1/status")["pid"]), 9)
-            if trainer.global_step == 30:
+            if trainer.global_step == 15:
                 writer = callback.snapshots.snapshotter.attempt.writer
                 assert writer is not None
                 until(lambda: writer.host is not None, "a new node")
@@ -625,7 +631,7 @@ def test_the_embedded_node_is_killed_in_training(tmp_path: Path, caplog: pytest.
     probe, callback = Probe(), spot(tmp_path)
     run = trainer(callback, probe, KillNode())
     run.fit(Net(), data())
-    assert run.global_step == 40
+    assert run.global_step == 20
     assert check_all(tmp_path, probe)[0].complete
     assert "starting a new one" in caplog.text
     assert callback.attempt == 1

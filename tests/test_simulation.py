@@ -14,7 +14,7 @@ from lightning_spot import YoungDaly
 from lightning_spot.cli import main
 from lightning_spot.cli.simulate import seconds
 from lightning_spot.errors import SettingsError
-from lightning_spot.simulation import losses
+from lightning_spot.simulation import engine, losses
 from lightning_spot.simulation.closed_form import FailureClass, expected_total_s
 from lightning_spot.simulation.compare import POLICIES, compare
 from lightning_spot.simulation.engine import places, simulate
@@ -74,7 +74,8 @@ def test_by_hand() -> None:
     assert late.lost_s[0] == 102
 
 
-def test_a_job_that_never_ends_is_given_up() -> None:
+def test_a_job_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "MOST_FAILURES", 500)
     outcome = simulate(Job(work_s=DAY_S), np.array([]), Fleet(Exponential(600.0)), runs=3)
     assert np.isinf(outcome.total_s).all()
 
@@ -203,7 +204,7 @@ def test_command_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--lifetime", "0"], "more than 0"),
         (["--crash-every", "0"], "more than 0"),
         (["--trace", "nothing.csv"], "nothing.csv"),
-        (["--plot", "picture.doc"], "cannot be written"),
+        (["--plot", "picture.doc", "--policy", "YoungDaly"], "cannot be written"),
     ],
 )
 def test_command_refuses(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from typing import Any, Literal
 
@@ -105,8 +106,7 @@ class COCI(Adaptive):
     def taken(self, step: int, now_s: float) -> None:
         """All slots up to now are served."""
         super().taken(step, now_s)
-        served = [slot for slot in self._slots if slot <= self._elapsed_s]
-        self._slots = self._slots[len(served) :]
+        self._slots = self._slots[bisect.bisect_right(self._slots, self._elapsed_s) :]
 
     def learn(self, costs: Costs) -> None:
         """Take over what was measured; the first time makes a plan possible."""
