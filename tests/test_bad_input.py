@@ -128,6 +128,12 @@ def test_what_cannot_be_used_is_one_error_that_names_it(kind: type, name: str, o
         assert "\n" not in said
 
 
+@pytest.mark.parametrize("unused", [{"resume": False, "rewind": "back"}, {"notices": None, "grace_s": -1}])
+def test_what_would_not_be_used_is_checked_all_the_same(unused: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=r"rewind='back'|grace_s=-1"):
+        SpotCheckpoint("checkpoints/run-1", **unused)
+
+
 def test_every_setting_of_every_public_class_is_tried() -> None:
     for kind, settings in SETTINGS.items():
         assert settings.keys() == inspect.signature(kind).parameters.keys()

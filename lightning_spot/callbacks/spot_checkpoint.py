@@ -124,8 +124,11 @@ class SpotCheckpoint(SpotCallback):
             partitions=partitions,
             device_buffer=device_buffer,
         )
-        self._resume = AutoResume(dirpath, memory=memory, run=run, rewind=rewind) if resume else None
-        self._guard = PreemptionGuard(notices, grace_s=grace_s) if notices is not None else None
+        # Both are made in any case: what cannot be used is an error also where it would not be used.
+        resumes = AutoResume(dirpath, memory=memory, run=run, rewind=rewind)
+        guard = PreemptionGuard(notices, grace_s=grace_s)
+        self._resume = resumes if resume else None
+        self._guard = guard if notices is not None else None
         self._goodput = GoodputMonitor(log_every_s=60.0 if log_goodput else None)
         parts = (self._resume, self._guard, self.snapshots, self._goodput)
         self.parts: list[SpotCallback] = [part for part in parts if part is not None]
