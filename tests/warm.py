@@ -18,6 +18,7 @@ that was stopped, outlives a test run that is killed.
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import importlib
 import json
@@ -44,7 +45,7 @@ PRELOADED = {
     NODES: ("lightning_spot.cli", "lightning_spot.service.handlers", "lightning_spot.service.settings", "s3fs"),
     TRAINERS: (
         *("lightning.pytorch", "lightning.pytorch.cli", "sklearn.datasets", "moto.server", "tests.exact_cases"),
-        *("s3fs", "torch._dynamo"),  # Lightning looks for the first
+        "s3fs",  # which Lightning's loggers and checkpoints look for
         *("hypothesis.strategies", "xdist.remote"),  # for the workers
     ),
 }
@@ -365,6 +366,13 @@ def _reseed() -> None:
         torch.manual_seed(seed)
 
 
+def _look_up_once() -> None:
+    """Each Trainer asks all that is installed for callbacks, each worker reads the package for constants to try."""
+    registry = importlib.import_module("lightning.fabric.utilities.registry")
+    registry.entry_points = functools.cache(registry.entry_points)  # type: ignore[attr-defined]
+    getattr(importlib.import_module("hypothesis.internal.conjecture.providers"), "_get_local_constants", int)()
+
+
 def main() -> None:
     """Serve in FOLDER as KIND (of nodes, of trainers) with two sockets.
 
@@ -375,8 +383,7 @@ def main() -> None:
     for module in PRELOADED[kind]:
         importlib.import_module(module)
     if kind == TRAINERS:
-        # Each worker would read the source of the whole package for constants to test with.
-        getattr(importlib.import_module("hypothesis.internal.conjecture.providers"), "_get_local_constants", int)()
+        _look_up_once()
     gc.collect()
     gc.freeze()  # the collector of a fork does not touch, and so copy, what all have in common
     server = Server(folder, listening, *((other, set()) if kind == NODES else (None, {other})))

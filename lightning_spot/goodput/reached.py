@@ -47,6 +47,8 @@ class Reached:
 
     def __init__(self, run_url: str, record: AttemptRecord) -> None:
         self._path = _path(run_url, record.attempt)
+        process = ProcessId.of(os.getpid())
+        self._process = process.to_json() if process is not None else None
         self._counts = {_STEP_AT: 0, _REST_AT: 0}
         rest = self._rest(record)
         self._rest_bytes = max(_LEAST_REST_BYTES, 4 * len(rest))
@@ -80,8 +82,7 @@ class Reached:
         self._path.unlink(missing_ok=True)
 
     def _rest(self, record: AttemptRecord) -> bytes:
-        process = ProcessId.of(os.getpid())
-        return json.dumps({"record": record.as_dict(), "process": process and process.to_json()}).encode()
+        return json.dumps({"record": record.as_dict(), "process": self._process}).encode()
 
     def _write(self, begin: int, size: int, data: bytes) -> None:
         if len(data) > size - _FRAME.size:
