@@ -12,12 +12,16 @@ OLDEST := lightning==2.5.0 pytorch-lightning==2.5.0 torchmetrics==1.4.0 fsspec==
 OLDEST_TESTS := tests/test_exact.py tests/test_exact_guards.py tests/test_exact_table.py tests/test_fit.py \
 	tests/test_loggers.py tests/test_namespaces.py tests/test_private.py tests/test_second_fit.py
 
-.PHONY: demo test test-oldest lint soak bench clean
+.PHONY: demo test tests test-oldest lint soak bench clean
 
 demo: $(VENV)/.ready-examples
 	$(BIN)/python examples/demo.py
 
-test: lint
+# mypy has one core while the tests' first process imports torch with the other.
+test: $(VENV)/.ready-dev
+	$(MAKE) --no-print-directory --jobs=2 lint tests
+
+tests: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-oldest: $(VENV)-oldest/.ready
