@@ -11,6 +11,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 
+from tests import exact_cases
 from tests.exact_cases import Model, loader, train
 
 
@@ -62,6 +63,7 @@ def main() -> int:
             if trainer.fit_loop.total_batch_idx == arguments.kill_at:
                 os._exit(9)
 
+    exact_cases.SAMPLES = 48  # epochs of 6 batches at two ranks
     train(
         lambda: (Model(), loader(num_workers=arguments.workers), {}),
         arguments.root,

@@ -144,11 +144,11 @@ def test_too_large_is_not_a_full_ring(bench: Bench) -> None:
 
 @pytest.mark.parametrize("slots", [3, None])
 def test_memory_limit_holds_over_all_slots(make: Callable[..., Bench], slots: int | None) -> None:
-    bench = make(slots=slots)
+    bench = make(slots=slots, memory_bytes=32 * MIB)
     bench.open()
     for step in (1, 2, 3, 4):
-        bench.save(step, nbytes=30 * MIB, wait_s=30)
-        assert sum(slot.capacity for slot in bench.node.ring.slots) <= 64 * MIB
+        bench.save(step, nbytes=15 * MIB, wait_s=30)
+        assert sum(slot.capacity for slot in bench.node.ring.slots) <= 32 * MIB
     assert bench.flush() == []
     assert len(bench.committed()) == 2
 
