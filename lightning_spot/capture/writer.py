@@ -84,9 +84,8 @@ class SnapshotWriter:
         self.link = HostLink(host, reconnect, self._warm_host)
         self.committed: Manifest | None = None
         self.past_memory: Manifest | None = None
-        self.torn = 0
+        self.torn = self.copied_bytes = 0
         self.together, self.missed, self.missed_because = 0, 0, ""
-        self.copied_bytes = 0
         self._leases = Leases(self.link, self._say_backing)
         self._copier = copier if copier is not None else Copier()
         self._schedule = schedule
