@@ -621,10 +621,15 @@ def test_who_leases_a_slot_that_was_just_committed_learns_what_is_in_it(
     ring, free = bench.node.ring, []
     commit = ring.commit
 
+    def look() -> None:
+        free.append(ring.changed.acquire(blocking=False))
+        if free[0]:
+            ring.changed.release()
+
     def committed(slot: Slot, *more: Any) -> None:
         commit(slot, *more)
         if not slot.held:  # not noted yet: may another thread lease it now?
-            other = threading.Thread(target=lambda: free.append(ring.changed.acquire(blocking=False)))
+            other = threading.Thread(target=look)
             other.start()
             other.join()
 
