@@ -213,7 +213,7 @@ def test_other_threads_go_on_while_a_slot_is_mapped(tmp_path: Path) -> None:
     watching = threading.Thread(target=look)
     watching.start()
     began = time.monotonic()
-    memory = SlotMemory.create(512 * MIB, None)
+    memory = SlotMemory.create(256 * MIB, None)
     took_s = time.monotonic() - began
     done.set()
     watching.join()
