@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing
+from lightning_spot.sharded.flat import FlatShard, ranges_of
 from lightning_spot.sharded.layout import ShardedImage, ShardedLayouter, state_archive
 from lightning_spot.sharded.plan import _box
 
@@ -57,6 +58,27 @@ class Sharded:
             local = local.narrow(dimension, min(offset, local.shape[dimension]), size)
         local = torch.zeros(sizes, dtype=local.dtype) if empty else local.clone().contiguous()
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+@dataclass(frozen=True)
+class Flattened(Sharded):
+    """A tensor that lies in a flat one, which is cut into equal parts.
+
+    Attributes:
+        around: numbers of elements before it and behind it.
+    """
+
+    around: tuple[int, int] = (0, 0)
+
+    def on(self, mesh: DeviceMesh, *, empty: bool = False) -> FlatShard:  # type: ignore[override]
+        """What this rank has of it."""
+        before, behind = self.around
+        numels = (before, self.whole.numel(), behind)
+        ranges = ranges_of(numels, (True, False, True), mesh.size())[0]
+        start, stop = ranges[dist.get_rank()]
+        local = self.whole.reshape(-1)[start:stop]
+        local = torch.zeros_like(local) if empty else local.clone()
+        return FlatShard(local, tuple(self.whole.shape), ranges, dist.get_rank())
 
 
 def on_rank(state: Any, mesh: DeviceMesh, *, empty: bool = False) -> Any:

@@ -26,11 +26,12 @@ from lightning_spot.image.files import check_files
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.shards import SHARDS_FILE, Shards, archived
 from lightning_spot.sharded.consolidate import write_plain
+from lightning_spot.sharded.flat import FlatShard, boxes
 from lightning_spot.sharded.layout import ShardedLayouter, load_state, state_archive
 from lightning_spot.sharded.metadata import metadata_of
 from lightning_spot.sharded.plan import Planner
 from lightning_spot.sharded.reader import ImageReader, load, load_all
-from tests.sharded_states import Shape, Sharded, as_rank, at_rest, fill, on_rank, snapshot, whole, write
+from tests.sharded_states import Flattened, Shape, Sharded, as_rank, at_rest, fill, on_rank, snapshot, whole, write
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.uint8)
 
@@ -50,6 +51,8 @@ def random_state(dice: Random, mesh_dims: int) -> dict[str, Any]:
         kinds: list[Any] = [Replicate(), Shard(0), Shard(len(shape) - 1)]
         placements = tuple(dice.choice(kinds) for _ in range(dice.choice((1, mesh_dims))))
         model[f"layer.{number}"] = Sharded(random_tensor(dice, shape), placements)
+        around = (dice.randrange(9), dice.randrange(40))
+        model[f"flat.{number}"] = Flattened(random_tensor(dice, shape), (), around)
     model["buffer"] = random_tensor(dice, (3,))
     model["scalar"] = torch.tensor(dice.random())
     state = {name: {"step": torch.tensor(4.0), "exp_avg": value} for name, value in model.items()}
@@ -99,8 +102,15 @@ def test_it_is_read_bit_for_bit_by_torch_and_by_us_on_any_number_of_ranks(seed: 
             wanted = on_rank(state, mesh)
             for name, tensor in wanted["state_dict"].items():
                 found = mine["state_dict"][name]
-                assert same(*(t.to_local() if hasattr(t, "to_local") else t for t in (found, tensor))), name
+                assert same(local(found), local(tensor)), name
             assert mine["optimizer_0"]["param_groups"] == wanted["optimizer_0"]["param_groups"]
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """What this rank has."""
+    if isinstance(tensor, FlatShard):
+        return tensor.local
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def on_rank_whole(state: Any) -> Any:
@@ -110,6 +120,21 @@ def on_rank_whole(state: Any) -> Any:
     if isinstance(state, list):
         return [on_rank_whole(value) for value in state]
     return torch.zeros_like(whole(state)) if isinstance(whole(state), torch.Tensor) else "another"
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 4), (1, 7), (4, 1), (2, 3, 4), (3, 1, 2, 2), (2, 2, 2, 3)])
+def test_a_range_of_a_tensor_is_a_few_boxes_without_gaps(shape: Shape) -> None:
+    tensor = torch.arange(int(torch.Size(shape).numel())).view(shape)
+    for start in range(tensor.numel() + 1):
+        for stop in range(start, tensor.numel() + 1):
+            found: list[int] = []
+            for offsets, sizes in boxes(shape, start, stop):
+                box = tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+                assert box.numel() > 0
+                assert box.shape == torch.Size(sizes)
+                found += box.reshape(-1).tolist()  # in the order of rows, as it lies in the range
+            assert found == list(range(start, stop))
+            assert len(boxes(shape, start, stop)) < max(2, 2 * len(shape))
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -284,12 +285,12 @@ class SnapshotWriter:
         """Copy now what forward may change, and let the optimizer's own follow until its next step."""
         now: list[Piece] = []
         later: list[Piece] = []
-        watched: list[torch.Tensor] = []
+        watched: dict[int, Sequence[torch.Tensor]] = {}
         for piece in plan.pieces:
             address = piece.storage.data_ptr()
             if address in owned and address not in self._unsteady:
                 later.append(piece)
-                watched += owned[address]
+                watched[address] = owned[address]  # once, of however many pieces
             else:
                 now.append(piece)
         first = self._copier.start(now, view)
@@ -298,7 +299,7 @@ class SnapshotWriter:
         self.copied_bytes += plan.nbytes
         first.wait_cpu()
         self._copier.fence()  # before what may take longer: a GPU's training would wait for that too
-        job = self._copier.start(later, view, watch(watched), self._schedule)
+        job = self._copier.start(later, view, watch(chain.from_iterable(watched.values())), self._schedule)
         plan.pieces.clear()  # no storage is kept alive longer than its copy takes
         return job
 

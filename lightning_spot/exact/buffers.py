@@ -6,6 +6,7 @@ import torch
 
 from lightning_spot.capture.tensors import storage_address
 from lightning_spot.exact import private
+from lightning_spot.exact.flat import live_state
 
 Values = dict[str, torch.Tensor]
 Mark = tuple[int, int]
@@ -32,7 +33,7 @@ class Buffers:
         if is_first and not self._changed:
             return {}
         buffers = dict(module.named_buffers())
-        in_checkpoint = set(module.state_dict(keep_vars=True)) & set(buffers)
+        in_checkpoint = set(live_state(module)) & set(buffers)
         lacking = self._changed - in_checkpoint
         if not is_first:
             lacking |= in_checkpoint

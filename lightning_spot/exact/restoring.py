@@ -19,6 +19,7 @@ from lightning_spot.exact import buffers, logged_values, loggers, private, progr
 from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.changed_values import ChangedValues
 from lightning_spot.exact.dump import KEY, READABLE, VERSION
+from lightning_spot.exact.flat import live_state
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.other_ranks import OtherRanks
 from lightning_spot.exact.per_trainer import OfTrainer
@@ -222,7 +223,7 @@ class Restoring(OfTrainer):
 
 def _more_precise(module: pl.LightningModule, checkpoint: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Weights that Lightning rounds when it loads them: it converts a module to double precision only after that."""
-    present = module.state_dict(keep_vars=True)
+    present = live_state(module)
     saved = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))  # the first one of averaging ones
     return {
         name: value

@@ -1,4 +1,4 @@
-"""The state of a model and its optimizers in shards, as strategies with DTensors have it: taken and given back.
+"""The state of a model and its optimizers in shards, as FSDP and tensor parallelism have it: taken and given back.
 
 Nothing here calls a collective, and no optimizer steps. (``torch.distributed.checkpoint`` has one step that has not
 stepped yet when it is asked for its state.)
@@ -7,8 +7,8 @@ stepped yet when it is asked for its state.)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
@@ -18,6 +18,8 @@ from torch.nn import Module
 
 from lightning_spot.errors import ModelChanged
 from lightning_spot.exact import namespaces
+from lightning_spot.exact.flat import Flat, Kinds
+from lightning_spot.exact.parameter_names import clean, names_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.shards import ShardedTensor
 from lightning_spot.sharded.metadata import dtype_of
@@ -30,12 +32,119 @@ State = dict[str, Any]
 
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
 _GROUPS, _STATE, _NAMES = "param_groups", "state", "params"
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and activation checkpointing
+
+
+class Holder(Protocol):
+    """How a strategy holds a model, of which each rank has a part.
+
+    Attributes:
+        key: of the model's state in Lightning's sharded checkpoints.
+    """
+
+    key: str
+
+    def names(self, parameter: torch.Tensor) -> list[str]:
+        """The names of the parameters that one of an optimizer's stands for."""
+
+    def model_state(self) -> State:
+        """The live state of the model."""
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
+        """The live state of an optimizer by the names of its parameters; of one that has not stepped yet, none."""
+
+    def kinds(self, state: State) -> Kinds:
+        """What of the optimizers' states the other ranks may have to be told of."""
+
+    def complete(self, state: State, kinds: Iterable[Kinds]) -> None:
+        """Add to a state what its rank knows by the ``kinds`` of all ranks only."""
+
+    def to_load(self) -> State:
+        """The model's state, whose tensors are to be given their values."""
+
+    def load_optimizer(
+        self, optimizer: torch.optim.Optimizer, reader: ImageReader, key: str
+    ) -> dict[int, dict[str, Any]]:
+        """The saved state of an optimizer, as this rank has it, by the numbers of its parameters."""
+
+
+class Dtensors:
+    """How ``ModelParallelStrategy`` holds a model: its parameters are DTensors.
+
+    Args:
+        module: as the strategy has it.
+    """
+
+    key = "state_dict"
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._names = names_of(module)
+
+    def names(self, parameter: torch.Tensor) -> list[str]:
+        """See :class:`Holder`."""
+        return [self._names[id(parameter)]]
+
+    def model_state(self) -> State:
+        """See :class:`Holder`; its own tensors, since to detach a DTensor takes 0.1 ms."""
+        return {clean(name): value for name, value in self._module.state_dict(keep_vars=True).items()}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
+        """See :class:`Holder`."""
+        names = self._names
+        groups = [
+            {**group, _NAMES: [names[id(parameter)] for parameter in group[_NAMES]]} for group in optimizer.param_groups
+        ]
+        return {
+            _STATE: {names[id(parameter)]: values for parameter, values in optimizer.state.items()},
+            _GROUPS: groups,
+        }
+
+    def kinds(self, state: State) -> Kinds:
+        """None: every rank has some of each, if it is nothing but its form."""
+        return {}
+
+    def complete(self, state: State, kinds: Iterable[Kinds]) -> None:
+        """Nothing to do."""
+
+    def to_load(self) -> State:
+        """See :class:`Holder`."""
+        return get_model_state_dict(self._module)
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, reader: ImageReader, key: str) -> dict[int, State]:
+        """See :class:`Holder`."""
+        parameters = {self._names[id(one)]: one for group in optimizer.param_groups for one in group[_NAMES]}
+        state: State = {}
+        for tensor in reader.shards.tensors:
+            if tensor.path[:2] == (key, _STATE):
+                parameter = parameters[str(tensor.path[2])]
+                set_element(state, tensor.path, _empty_like(parameter, tensor))
+        for path in (value.path for value in reader.shards.values if value.path[:2] == (key, _STATE)):
+            set_element(state, path, None)
+        load(state, reader)
+        numbers = {name: number for number, name in enumerate(parameters)}
+        return {numbers[name]: value for name, value in state.get(key, {}).get(_STATE, {}).items()}
 
 
 def is_sharded(trainer: pl.Trainer) -> bool:
     """Whether each rank has a part of the model only."""
-    return isinstance(trainer.strategy, namespaces.classes("strategies", "ModelParallelStrategy"))
+    return isinstance(trainer.strategy, namespaces.classes("strategies", "ModelParallelStrategy")) or is_flat(trainer)
+
+
+def is_flat(trainer: pl.Trainer) -> bool:
+    """Whether FSDP1 has the model, and is to save it in shards."""
+    strategy = trainer.strategy
+    is_fsdp = isinstance(strategy, namespaces.classes("strategies", "FSDPStrategy"))
+    return is_fsdp and getattr(strategy, "_state_dict_type", "full") == "sharded"
+
+
+def holder_of(trainer: pl.Trainer) -> Holder:
+    """How the strategy of a trainer holds its model, once that is set up.
+
+    Raises:
+        SettingsError: if it is not known which rank has what of it.
+    """
+    module: Any = trainer.strategy.model
+    return Flat(module) if is_flat(trainer) else Dtensors(module)
 
 
 @contextlib.contextmanager
@@ -45,9 +154,9 @@ def live_states(trainer: pl.Trainer) -> Iterator[None]:
         yield
         return
     strategy: Any = trainer.strategy
-    module: Module = strategy.model
-    strategy.lightning_module_state_dict = lambda: model_state_of(module)
-    strategy.optimizer_state = lambda optimizer: state_of(module, optimizer)
+    holder = holder_of(trainer)
+    strategy.lightning_module_state_dict = holder.model_state
+    strategy.optimizer_state = holder.optimizer_state
     try:
         yield
     finally:
@@ -55,38 +164,10 @@ def live_states(trainer: pl.Trainer) -> Iterator[None]:
         vars(strategy).pop("optimizer_state", None)
 
 
-def model_state_of(module: Module) -> State:
-    """The live state of a model: its own tensors, since to detach a DTensor takes 0.1 ms."""
-    return {_named(name): value for name, value in module.state_dict(keep_vars=True).items()}
-
-
-def state_of(module: Module, optimizer: torch.optim.Optimizer) -> State:
-    """The live state of an optimizer by the names of its parameters; of one that has not stepped yet, none."""
-    names = _names_of(module)
-    groups = [
-        {**group, _NAMES: [names[id(parameter)] for parameter in group[_NAMES]]} for group in optimizer.param_groups
-    ]
-    return {_STATE: {names[id(parameter)]: values for parameter, values in optimizer.state.items()}, _GROUPS: groups}
-
-
-def _names_of(module: Module) -> dict[int, str]:
-    """Names of parameters as in a state dict, by their identity: without those of wrappers."""
-    names: dict[int, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), _named(name))
-    return names
-
-
-def _named(name: str) -> str:
-    if not any(wrapper in name for wrapper in _WRAPPERS):
-        return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def split(checkpoint: dict[str, Any]) -> tuple[State, dict[str, Any]]:
+def split(checkpoint: dict[str, Any], holder: Holder) -> tuple[State, dict[str, Any]]:
     """What of a checkpoint is in shards, by the keys of Lightning's sharded checkpoints, and the rest."""
     rest = dict(checkpoint)
-    state: State = {MODEL: rest.pop(MODEL, {})}
+    state: State = {holder.key: rest.pop(MODEL, {})}
     state.update({_key(number): item for number, item in enumerate(rest.pop(OPTIMIZERS, []))})
     return state, rest
 
@@ -103,38 +184,30 @@ def put_back(trainer: pl.Trainer, image: memoryview, manifest: Manifest) -> None
         ModelChanged: if it is the snapshot of another model.
     """
     reader = ImageReader(image, manifest)
-    strategy: Any = trainer.strategy
-    module = strategy.model
-    load({MODEL: get_model_state_dict(module)}, reader, whole=(MODEL,))
-    for number, optimizer in enumerate(strategy.optimizers):
-        _put_back_optimizer(module, optimizer, reader, _key(number))
+    holder = holder_of(trainer)
+    saved = {str(path[0]) for path in reader.shards.paths}
+    key = next((kind.key for kind in (Dtensors, Flat) if kind.key in saved), holder.key)  # either reads both
+    load({key: holder.to_load()}, reader, whole=(key,))
+    for number, optimizer in enumerate(trainer.strategy.optimizers):
+        _put_back_optimizer(holder, optimizer, reader, _key(number))
 
 
-def _put_back_optimizer(module: Module, optimizer: torch.optim.Optimizer, reader: ImageReader, key: str) -> None:
-    names = _names_of(module)
-    parameters = {names[id(one)]: one for group in optimizer.param_groups for one in group[_NAMES]}
-    numbers = {name: number for number, name in enumerate(parameters)}
+def _put_back_optimizer(holder: Holder, optimizer: torch.optim.Optimizer, reader: ImageReader, key: str) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group[_NAMES]]
+    numbers = {name: number for number, one in enumerate(parameters) for name in holder.names(one)}
     groups = _groups_of(reader, key)
     saved = [name for group in groups for name in group[_NAMES]]
-    if saved != list(parameters):
+    if saved != list(numbers):
         raise ModelChanged(
             f"the parameters of {key} have changed since snapshot {reader.name}: give each model a dirpath of its own,"
             " or start afresh with resume=False",
             reshaped=[],
-            missing=sorted(parameters.keys() - set(saved)),
-            unexpected=sorted(set(saved) - parameters.keys()),
+            missing=sorted(numbers.keys() - set(saved)),
+            unexpected=sorted(set(saved) - numbers.keys()),
         )
-    state: State = {}
-    for tensor in reader.shards.tensors:
-        if tensor.path[:2] == (key, _STATE):
-            parameter = parameters[str(tensor.path[2])]
-            set_element(state, tensor.path, _empty_like(parameter, tensor))
-    for path in (value.path for value in reader.shards.values if value.path[:2] == (key, _STATE)):
-        set_element(state, path, None)
-    load(state, reader)
-    values = {numbers[name]: value for name, value in state.get(key, {}).get(_STATE, {}).items()}
+    values = holder.load_optimizer(optimizer, reader, key)
     for group in groups:
-        group[_NAMES] = [numbers[name] for name in group[_NAMES]]
+        group[_NAMES] = list(dict.fromkeys(numbers[name] for name in group[_NAMES]))  # a flat one stands for several
     optimizer.load_state_dict({_STATE: values, _GROUPS: groups})
 
 

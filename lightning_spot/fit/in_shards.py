@@ -10,9 +10,11 @@ from lightning_spot.capture.sharded_writer import ShardedCheckpoint
 from lightning_spot.capture.tensors import by_storage, optimizer_owned
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.exact.dump import KEY, Dump
+from lightning_spot.exact.flat import Kinds
 from lightning_spot.exact.per_trainer import OfTrainer
-from lightning_spot.exact.sharded import split
+from lightning_spot.exact.sharded import holder_of, split
 from lightning_spot.fit.agreement import Agreement
+from lightning_spot.fit.together import ALONE, GATHERED
 from lightning_spot.run.location import Location
 from lightning_spot.sharded.layout import state_archive
 from lightning_spot.staging.schedule import Schedule
@@ -34,7 +36,8 @@ class InShards(OfTrainer):
         super().__init__(trainer)
         self._location, self._ring = location, ring
         self._joining: Joining | None = None
-        self._has_asked = False
+        self._kinds: list[Kinds] | None = None
+        self._missed = 0
 
     def check(self) -> None:
         """Refuse a ring that other processes cannot fill.
@@ -60,12 +63,18 @@ class InShards(OfTrainer):
         trainer = self._trainer
 
         def join() -> Joining | None:
+            holder_of(trainer)  # which may refuse the model
             if attempt is not None:
                 return None
             rank, world_size = trainer.global_rank, trainer.world_size
             return Joining(self._location, self._ring, run, number, schedule, rank=rank, world_size=world_size)
 
         self._joining = Agreement(trainer).together(join)
+
+    def how(self, attempt: Attempt) -> str:
+        """On rank 0: how the next snapshot is written. If one was missed, a rank may have more than the others know."""
+        missed, self._missed = self._missed, attempt.writer.missed
+        return GATHERED if self._missed > missed else ALONE
 
     def write(
         self,
@@ -84,23 +93,24 @@ class InShards(OfTrainer):
             dump: the state of this rank.
             interval: what the interval has measured.
             complete: whether the run is at its end.
-            agreed: whether it may not fail for want of room: ranks tell each other how much they need. (So they do for
-                the first one. Later on, rank 0 learns it where one has needed more.)
+            agreed: whether ranks tell each other what they have to save, and how much room it needs. (So they do for
+                the first one. Later on, a snapshot fails where one has more.)
             wait_s: how long to wait for a clean slot.
         """
         trainer = self._trainer
-        state, rest = split(dump.apart(trainer))
+        holder = holder_of(trainer)
+        state, rest = split(dump.apart(trainer), holder)
         most = 0
-        if agreed or not self._has_asked:
+        if agreed or self._kinds is None:
             try:
-                most = self._most_own_bytes(dump)
+                most, self._kinds = self._ask(dump, holder.kinds(state))
             except SpotError as error:  # of one rank, and so of all
                 if self._ring.strict:
                     raise
                 if attempt is not None:
                     attempt.writer.say_once("own state", "no snapshot now, training goes on: %s", error)
                 return
-            self._has_asked = True
+        holder.complete(state, self._kinds)
         checkpoint = ShardedCheckpoint(state, dump.state, rest, most)
         step, owned = trainer.global_step, optimizer_owned(trainer.optimizers)
         frozen = by_storage(item for item in trainer.lightning_module.parameters() if not item.requires_grad)
@@ -122,11 +132,11 @@ class InShards(OfTrainer):
                 wait_s=wait_s,
             )
 
-    def _most_own_bytes(self, dump: Dump) -> int:
-        """Length of the longest of the ranks' own states. Every rank calls it."""
+    def _ask(self, dump: Dump, kinds: Kinds) -> tuple[int, list[Kinds]]:
+        """Length of the longest of the ranks' own states, and what each has of others. Every rank calls it."""
         agreement = Agreement(self._trainer)
-        lengths: list[int] = agreement.gather(agreement.together(lambda: len(state_archive(dump.state))))
-        return max(lengths)
+        everyones = agreement.gather((agreement.together(lambda: len(state_archive(dump.state))), kinds))
+        return max(nbytes for nbytes, _ in everyones), [kinds for _, kinds in everyones]
 
     def copied(self) -> None:
         """Wait for what is not copied yet: weights may change now."""

@@ -40,7 +40,7 @@ def load_shards(trainer: pl.Trainer, image: memoryview, manifest: Manifest, *, t
         raise SettingsError(
             f"snapshot {manifest.name} is sharded, and {type(trainer.strategy).__name__} is not: make one plain file of"
             " it (`lightning-spot pull DIRPATH --consolidate --to FILE`) for fit(ckpt_path=FILE), or go on with"
-            " ModelParallelStrategy"
+            " ModelParallelStrategy or FSDPStrategy(state_dict_type='sharded')"
         )
     data = io.BytesIO(_file(image, manifest, REST_FILE))
     rest: dict[str, Any] = torch.load(data, "cpu", weights_only=False) if trusts else read_checkpoint(data)

@@ -23,7 +23,7 @@ from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.iterations import Iterations
 from lightning_spot.fit.pacing import Pacing
 from lightning_spot.fit.resume import Resume
-from lightning_spot.fit.together import ALONE, Together, checked
+from lightning_spot.fit.together import ALONE, GATHERED, Together, checked
 from lightning_spot.fit.train_end import after_train_end
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.interval.costs import TierPace
@@ -260,7 +260,7 @@ class Snapshotter(OfTrainer):
         attempt, waits = self.attempt, self.settings.on_full == "wait"
         if attempt is None or attempt.fenced or not (attempt.writer.ready or waits):
             return ""
-        return self.together.how(attempt)
+        return self.in_shards.how(attempt) if self.in_shards is not None else self.together.how(attempt)
 
     def _warm(self) -> None:
         """Have slots made in the background as soon as the first step showed how large a snapshot is."""
@@ -288,7 +288,7 @@ class Snapshotter(OfTrainer):
         trainer = self._trainer
         if self.in_shards is not None:
             self.begun_step = trainer.global_step
-            interval, agreed = self.pacing.state_dict(), complete or urgent
+            interval, agreed = self.pacing.state_dict(), complete or urgent or how == GATHERED
             self.in_shards.write(self.attempt, dump, interval, complete=complete, agreed=agreed, wait_s=wait_s)
             return
         checkpoint = self.together.checkpoint(dump, how)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.errors import SettingsError
-from lightning_spot.exact.sharded import is_sharded
+from lightning_spot.exact.sharded import is_flat, is_sharded
 from lightning_spot.exact.shipped import is_tuned
 
 if TYPE_CHECKING:
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 _INSTEAD = {
     "DeepSpeedStrategy": "its engine keeps weights and optimizers to itself. Use ModelParallelStrategy (FSDP2), or DDP",
-    "FSDPStrategy": "it gathers weights before it gives them out. Use ModelParallelStrategy with fully_shard (FSDP2)",
+    "FSDPStrategy": "with state_dict_type='full' it gathers the weights on rank 0. Use state_dict_type='sharded', or"
+    " ModelParallelStrategy with fully_shard (FSDP2)",
 }
 """Strategies that are not supported: why, and what to use."""
 
@@ -28,10 +29,14 @@ def takes_part(trainer: pl.Trainer, stage: str) -> bool:
     if stage != "fit" or getattr(trainer, "fast_dev_run", False) or is_tuned(trainer):
         return False
     for kind in type(trainer.strategy).__mro__:
-        if instead := _INSTEAD.get(kind.__name__):
+        if (instead := _INSTEAD.get(kind.__name__)) and not is_flat(trainer):
             raise SettingsError(
                 f"{kind.__name__} is not supported: {instead}; or Lightning's ModelCheckpoint with this one"
             )
+    if is_flat(trainer) and getattr(getattr(trainer.strategy, "cpu_offload", None), "offload_params", False):
+        raise SettingsError(
+            "FSDPStrategy is not supported with cpu_offload: leave that out, or use ModelParallelStrategy (FSDP2)"
+        )
     if is_sharded(trainer) and trainer.num_nodes > 1:
         raise SettingsError(
             f"{type(trainer.strategy).__name__} is supported on one host yet, and this run has {trainer.num_nodes}: its"

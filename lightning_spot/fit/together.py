@@ -199,6 +199,6 @@ def checked(said: str) -> str:
     Raises:
         ShareMissing: on all ranks, if it ends the training.
     """
-    if said not in ("", ALONE, TOGETHER):
+    if said not in ("", ALONE, TOGETHER, GATHERED):
         raise ShareMissing(said)
     return said

@@ -24,6 +24,7 @@ from lightning_spot.sharded.plan import State
 from lightning_spot.sharded.reader import ImageReader, load_all
 
 _MODEL, _OPTIMIZER = "state_dict", "optimizer_"
+_MODEL_OF_FSDP1 = "model"
 _OWN = "lightning_spot"  # exact state, which is that of the ranks there were
 
 
@@ -63,7 +64,7 @@ def consolidated(image: memoryview, manifest: Manifest) -> dict[str, Any]:
     state = load_all(ImageReader(image, manifest))
     checkpoint = rest_of(image, manifest)
     checkpoint.pop(_OWN, None)
-    checkpoint[_MODEL] = state.pop(_MODEL, {})
+    checkpoint[_MODEL] = state.pop(_MODEL, None) or state.pop(_MODEL_OF_FSDP1, {})
     optimizers = sorted(
         (key for key in state if key.startswith(_OPTIMIZER)), key=lambda key: int(key.rpartition("_")[2])
     )

@@ -21,6 +21,7 @@ from lightning_spot.image.parts import checksum
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.shards import SHARDS_FILE, Archived, Path, Shards, StoredValue
 from lightning_spot.sharded import metadata
+from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.places import ALIGNMENT, Placed, Places, aligned
 from lightning_spot.sharded.plan import Plan, Planner, State
 from lightning_spot.sharded.reader import load_value
@@ -157,12 +158,14 @@ class _Source:
         self._local: Callable[[], torch.Tensor | None] = lambda: None
         self._named: Named | None = None
 
-    def piece(self, tensor: torch.Tensor) -> Piece:
+    def piece(self, tensor: torch.Tensor | FlatShard) -> Piece:
         """The elements, and where they go.
 
         Raises:
             NotSerialisable: if this rank has others than the tensor's placements say.
         """
+        if isinstance(tensor, FlatShard):
+            tensor = tensor.part(self.placed.chunk.offsets, self.placed.chunk.sizes)
         # to_local() asks autograd, which takes 50 times as long
         local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
         if (

@@ -1,7 +1,7 @@
 """Which rank writes which box of which tensor of a sharded training state. Every rank finds the same, by itself.
 
-A ``DTensor`` says of all ranks what they have of it: its placements over a mesh. So no rank has to ask another one,
-and it is enough to compare the digests of what they found.
+A ``DTensor`` says of all ranks what they have of it: its placements over a mesh; so does a ``FlatShard``. No rank has
+to ask another one, and it is enough to compare the digests of what they found.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from lightning_spot.errors import NotSerialisable
 from lightning_spot.image.shards import Path
+from lightning_spot.sharded.flat import FlatShard, Refused, boxes
 from lightning_spot.sharded.items import Items
 
 State = dict[str, Any]
-"""Nested state: DTensors, tensors and plain values in dicts and lists."""
+"""Nested state: DTensors, flat shards, tensors and plain values in dicts and lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class Planned(NamedTuple):
     """
 
     plan: Plan
-    tensors: list[torch.Tensor]
+    tensors: list[torch.Tensor | FlatShard]
     values: list[Any]
 
 
@@ -139,7 +140,7 @@ class Planner:
         """Whether all items have the form of those that were planned: most are the same objects."""
         for number, (seen, item) in enumerate(zip(self._seen, items, strict=True)):
             if seen is None:
-                if isinstance(item, torch.Tensor):
+                if is_tensor(item) or isinstance(item, Refused):
                     return False
                 continue
             known, spec, form = seen
@@ -155,25 +156,32 @@ class Planner:
         paths = self._items.paths
         tensors: list[TensorItem] = []
         written = [0] * self._world_size
-        of_tensors = [number for number, item in enumerate(items) if isinstance(item, torch.Tensor)]
+        for path, item in zip(paths, items, strict=True):
+            if isinstance(item, Refused):
+                raise NotSerialisable(f"{_name(path)} cannot be saved in shards: {item.reason}")
+        of_tensors = [number for number, item in enumerate(items) if is_tensor(item)]
         for number in of_tensors:
             path, value = paths[number], items[number]
             chunks = []
             for ranks, offsets, sizes in self._boxes_of(path, value):
                 rank = min(ranks, key=lambda rank: (written[rank], rank))
-                written[rank] += prod(sizes) * value.element_size()
+                written[rank] += prod(sizes) * value.dtype.itemsize
                 chunks.append(Chunk(rank, offsets, sizes))
             tensors.append(TensorItem(path, _dtype_name(value.dtype), tuple(value.shape), tuple(chunks)))
-        self._seen = [_seen(item) if isinstance(item, torch.Tensor) else None for item in items]
+        self._seen = [_seen(item) if is_tensor(item) else None for item in items]
         of_values = [number for number, seen in enumerate(self._seen) if seen is None]
         self._paths, self._tensors, self._values = paths, of_tensors, of_values
         values = tuple(paths[number] for number in of_values)
         self._plan = plan = Plan(self._world_size, tuple(tensors), values)
         return plan
 
-    def _boxes_of(self, path: Path, tensor: torch.Tensor) -> list[tuple[list[int], tuple[int, ...], tuple[int, ...]]]:
+    def _boxes_of(
+        self, path: Path, tensor: torch.Tensor | FlatShard
+    ) -> list[tuple[list[int], tuple[int, ...], tuple[int, ...]]]:
         """The boxes of a tensor, each with the ranks that have it."""
         shape = tuple(tensor.shape)
+        if isinstance(tensor, FlatShard):
+            return _flat_boxes(tensor)
         if not isinstance(tensor, DTensor):
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
                 raise NotSerialisable(
@@ -208,13 +216,31 @@ class _Seen(NamedTuple):
     form: Any
 
 
-def _seen(tensor: torch.Tensor) -> _Seen:
+def _seen(tensor: torch.Tensor | FlatShard) -> _Seen:
+    if isinstance(tensor, FlatShard):  # made anew each time
+        return _Seen(lambda: None, None, _form_of(tensor))
     spec = tensor._spec if isinstance(tensor, DTensor) else None
     return _Seen(weakref.ref(tensor), spec, _form_of(tensor))
 
 
+def is_tensor(value: Any) -> bool:
+    """Whether an item of a state is a tensor, or what this rank has of one."""
+    return isinstance(value, (torch.Tensor, FlatShard))
+
+
+def _flat_boxes(tensor: FlatShard) -> list[tuple[list[int], tuple[int, ...], tuple[int, ...]]]:
+    owners: dict[tuple[int, int], list[int]] = {}
+    for rank, (start, stop) in enumerate(tensor.ranges):
+        if start < stop:
+            owners.setdefault((start, stop), []).append(rank)
+    found = [(ranks, *box) for part, ranks in owners.items() for box in boxes(tensor.shape, *part)]
+    return found or [([0], (0,) * len(tensor.shape), tensor.shape)]  # it has no elements
+
+
 def _form_of(value: Any) -> Any:
     """What has to be the same for a plan to stay as it is."""
+    if isinstance(value, FlatShard):
+        return (value.dtype, value.shape, value.ranges)
     if isinstance(value, DTensor):
         return (value.dtype, value.shape, value.placements, value.device_mesh)
     return (value.dtype, value.shape) if isinstance(value, torch.Tensor) else None

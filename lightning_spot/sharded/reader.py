@@ -10,7 +10,7 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -27,9 +27,10 @@ from torch.futures import Future
 
 from lightning_spot.errors import CorruptSnapshot, ModelChanged, SpotError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.shards import Path, Shard, Shards, archived
+from lightning_spot.image.shards import Path, Shard, ShardedTensor, Shards, archived
+from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.metadata import dtype_of, metadata_of, name_of
-from lightning_spot.sharded.plan import State
+from lightning_spot.sharded.plan import State, is_tensor
 
 _MOST_NAMED = 5
 _SCALARS = [  # of numpy: schedules compute with them
@@ -60,6 +61,7 @@ class ImageReader(StorageReader):
         self.read_bytes = 0
         self.name = manifest.name
         self._image, self._manifest = image, manifest
+        self._tensors = {tensor.path: tensor for tensor in self.shards.tensors}
         self._dtypes = {name_of(tensor.path): dtype_of(tensor) for tensor in self.shards.tensors}
         self._boxes: dict[MetadataIndex, Shard] = {
             MetadataIndex(name_of(tensor.path), shard.offsets): shard
@@ -110,6 +112,27 @@ class ImageReader(StorageReader):
                 data = io.BytesIO(archived(self._image, self._manifest, item.at))
                 yield item.path, load_value(data, name_of(item.path))
 
+    def tensor(self, path: Path) -> ShardedTensor | None:
+        """The tensor of that path; ``None`` if it is no tensor, or not there."""
+        return self._tensors.get(path)
+
+    def fill(self, path: Path, flat: FlatShard) -> None:
+        """Give what this rank has of a tensor its values. The tensor is in the snapshot, and of the same shape."""
+        saved = self._tensors[path]
+        dtype = dtype_of(saved)
+        for offsets, sizes in flat.boxes():
+            target = flat.part(offsets, sizes)
+            for shard in saved.shards:
+                if (found := _overlap(offsets, sizes, shard)) is None:
+                    continue
+                source = self._elements(shard, dtype)
+                there = target
+                for dimension, (start, stop) in enumerate(found):
+                    source = source.narrow(dimension, start - shard.offsets[dimension], stop - start)
+                    there = there.narrow(dimension, start - offsets[dimension], stop - start)
+                there.copy_(source)
+                self.read_bytes += source.numel() * source.element_size()
+
     def _copy(self, item: ReadItem, planner: LoadPlanner) -> None:
         index = item.storage_index
         source = self._elements(self._boxes[MetadataIndex(index.fqn, index.offset)], self._dtypes[index.fqn])
@@ -150,7 +173,24 @@ def load(state: State, reader: ImageReader, whole: Path | None = None) -> None:
         ModelChanged: if something is not there, or of another shape.
         CorruptSnapshot: if a value cannot be read.
     """
-    _check(state, reader, whole)
+    flat, paths = flatten_state_dict(state)
+    _check(flat, reader, whole)
+    rest: State = {}
+    for name, value in flat.items():
+        if isinstance(value, FlatShard):
+            reader.fill(paths[name], value)
+        else:
+            set_element(rest, paths[name], value)
+    _load_rest(rest, reader)
+    for name, value in flatten_state_dict(rest)[0].items():
+        if not is_tensor(value):
+            set_element(state, paths[name], value)
+
+
+def _load_rest(state: State, reader: ImageReader) -> None:
+    """What is no flat shard, as torch does it."""
+    if not state:
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is as it should be
         try:
@@ -162,9 +202,8 @@ def load(state: State, reader: ImageReader, whole: Path | None = None) -> None:
             ) from None
 
 
-def _check(state: State, reader: ImageReader, whole: Path | None) -> None:
+def _check(flat: State, reader: ImageReader, whole: Path | None) -> None:
     """Refuse the state of another model before half of it is loaded."""
-    flat, _ = flatten_state_dict(state)
     saved = {name_of(tensor.path): tensor.shape for tensor in reader.shards.tensors}
     names = saved.keys() | {name_of(value.path) for value in reader.shards.values}
     missing = sorted(flat.keys() - names)
@@ -176,7 +215,7 @@ def _check(state: State, reader: ImageReader, whole: Path | None) -> None:
     reshaped = [
         f"{name} {saved[name]}→{tuple(value.shape)}"
         for name, value in flat.items()
-        if isinstance(value, torch.Tensor) and name in saved and tuple(value.shape) != saved[name]
+        if is_tensor(value) and name in saved and tuple(value.shape) != saved[name]
     ]
     if missing or unexpected or reshaped:
         parts = [("new in the model", missing), ("gone from the model", unexpected), ("changed shape", reshaped)]
@@ -188,6 +227,15 @@ def _check(state: State, reader: ImageReader, whole: Path | None) -> None:
             unexpected=unexpected,
             reshaped=reshaped,
         )
+
+
+def _overlap(offsets: Sequence[int], sizes: Sequence[int], shard: Shard) -> list[tuple[int, int]] | None:
+    """What a box and a shard have in common, first and last place in each dimension; ``None`` for nothing."""
+    found = [
+        (max(one, other), min(one + size, other + length))
+        for one, size, other, length in zip(offsets, sizes, shard.offsets, shard.sizes, strict=True)
+    ]
+    return found if all(start < stop for start, stop in found) else None
 
 
 def load_all(reader: ImageReader) -> State:
