@@ -190,6 +190,7 @@ class Alone(SimpleNamespace):
     global_rank, global_step, world_size = 0, 1, 1
     optimizers: tuple[Any, ...] = ()
     lightning_module = torch.nn.Module()
+    strategy = SimpleNamespace(model=lightning_module)
 
 
 def dump_of(state: dict[str, Any]) -> Dump:

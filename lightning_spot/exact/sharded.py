@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -193,21 +194,22 @@ def put_back(trainer: pl.Trainer, image: memoryview, manifest: Manifest) -> None
 
 
 def _put_back_optimizer(holder: Holder, optimizer: torch.optim.Optimizer, reader: ImageReader, key: str) -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group[_NAMES]]
-    numbers = {name: number for number, one in enumerate(parameters) for name in holder.names(one)}
     groups = _groups_of(reader, key)
-    saved = [name for group in groups for name in group[_NAMES]]
-    if saved != list(numbers):
+    saved = [sorted(group[_NAMES]) for group in groups]
+    present = [[name for one in group[_NAMES] for name in holder.names(one)] for group in optimizer.param_groups]
+    if saved != [sorted(names) for names in present]:
+        before, now = set(chain.from_iterable(saved)), set(chain.from_iterable(present))
         raise ModelChanged(
             f"the parameters of {key} have changed since snapshot {reader.name}: give each model a dirpath of its own,"
             " or start afresh with resume=False",
             reshaped=[],
-            missing=sorted(numbers.keys() - set(saved)),
-            unexpected=sorted(set(saved) - numbers.keys()),
+            missing=sorted(now - before),
+            unexpected=sorted(before - now),
         )
     values = holder.load_optimizer(optimizer, reader, key)
-    for group in groups:
-        group[_NAMES] = list(dict.fromkeys(numbers[name] for name in group[_NAMES]))  # a flat one stands for several
+    numbers = count()
+    for group, own in zip(groups, optimizer.param_groups, strict=True):
+        group[_NAMES] = list(islice(numbers, len(own[_NAMES])))  # FSDP1 may have several in one
     optimizer.load_state_dict({_STATE: values, _GROUPS: groups})
 
 
