@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_spot.errors import NotSerialisable
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.sharded import plan
 from lightning_spot.sharded.items import Items
 from lightning_spot.sharded.layout import ShardedLayouter, state_archive
 from lightning_spot.sharded.plan import Planner
@@ -155,6 +156,23 @@ def test_whatever_changes_it_is_what_who_sees_it_for_the_first_time_lays_out(cha
         assert after == image_of(ShardedLayouter(0, 2), state)
         assert after != before
     assert image_of(layouter, state) == after  # kept in turn
+
+
+def test_tensors_that_are_sharded_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[list[int]] = []
+    as_it_is = plan._box
+
+    def box(tensor: DTensor, coordinate: list[int]) -> Any:
+        looked.append(coordinate)
+        return as_it_is(tensor, coordinate)
+
+    monkeypatch.setattr(plan, "_box", box)
+    with as_rank(0, (2, 2)) as mesh:
+        state = on_rank({f"w{number}": Sharded(torch.rand(8, 2), (Shard(0),)) for number in range(5)}, mesh)
+        made = Planner(4).plan(state).plan
+    assert looked == [[0], [1]]  # of the first dimension only
+    assert [[chunk.sizes for chunk in tensor.chunks] for tensor in made.tensors] == [[(4, 2), (4, 2)]] * 5
+    assert {chunk.rank for tensor in made.tensors for chunk in tensor.chunks} == {0, 1, 2, 3}  # all write some
 
 
 def test_a_shard_that_is_not_what_its_placements_say_is_named() -> None:

@@ -62,7 +62,7 @@ class ShardedLayouter:
         self._places: Places | None = None
         self._digest = ""
         self._frame: Frame = []
-        self._sources: list[_Source] = []
+        self._sources: list[tuple[int, _Source]] = []
         self._numbers = itertools.count(1)
         self._values = _Values()
         self._index: tuple[tuple[Any, ...], tuple[tuple[str, bytes], ...]] = ((), ())
@@ -90,7 +90,7 @@ class ShardedLayouter:
         places = self._places
         if places is None or places.plan is not plan or places.state_bytes != tuple(state_bytes):
             places = self._places = self._place(plan, state_bytes)
-        pieces = tuple(source.piece(tensors[source.placed.item]) for source in self._sources)
+        pieces = tuple([source.piece(tensors[number]) for number, source in self._sources])
         frame = list(self._frame)
         span = places.state_of(self._rank)
         frame.append((span.offset, _padded(bytes(own), span)))
@@ -109,7 +109,7 @@ class ShardedLayouter:
         self._frame = _joined(self._frame)
         self._digest = checksum(f"{plan.digest} {places.state_bytes}".encode())
         self._sources = [
-            _Source(self._rank, plan.tensors[placed.item].path, placed, self._numbers)
+            (placed.item, _Source(self._rank, plan.tensors[placed.item].path, placed, self._numbers))
             for placed in places.by_rank[self._rank]
             if placed.form.data_nbytes
         ]
@@ -141,17 +141,13 @@ class _Source:
         path: of the tensor.
         placed: the box.
         numbers: for storages that come one after the other.
-
-    Attributes:
-        placed: the box.
     """
 
-    __slots__ = ("_address", "_local", "_named", "_numbers", "_path", "_place", "_rank", "_sizes", "placed")
+    __slots__ = ("_address", "_chunk", "_local", "_named", "_numbers", "_path", "_place", "_rank", "_sizes")
 
     def __init__(self, rank: int, path: Path, placed: Placed, numbers: Iterator[int]) -> None:
-        self.placed = placed
         self._rank, self._path, self._numbers = rank, path, numbers
-        self._sizes = torch.Size(placed.chunk.sizes)
+        self._chunk, self._sizes = placed.chunk, torch.Size(placed.chunk.sizes)
         crc_at = tuple(placed.offset + at for at in placed.form.crc_at)
         self._place: Any = (placed.offset + placed.form.data, placed.form.data_nbytes, crc_at, None, 0)
         self._address = 0
@@ -165,7 +161,7 @@ class _Source:
             NotSerialisable: if this rank has others than the tensor's placements say.
         """
         if isinstance(tensor, FlatShard):
-            tensor = tensor.part(self.placed.chunk.offsets, self.placed.chunk.sizes)
+            tensor = tensor.part(self._chunk.offsets, self._chunk.sizes)
         # to_local() asks autograd, which takes 50 times as long
         local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
         if (
@@ -175,7 +171,7 @@ class _Source:
             or not local.is_contiguous()
         ):
             local = self._look(local)
-        return Piece(local.untyped_storage(), *self._place)
+        return tuple.__new__(Piece, (local.untyped_storage(), *self._place))  # saves a call for each of thousands
 
     def _look(self, local: torch.Tensor) -> torch.Tensor:
         """Find out where elements lie that are not where they were; or give them a place, in order."""

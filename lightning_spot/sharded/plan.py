@@ -10,7 +10,7 @@ import hashlib
 import json
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -24,6 +24,9 @@ from lightning_spot.sharded.items import Items
 
 State = dict[str, Any]
 """Nested state: DTensors, flat shards, tensors and plain values in dicts and lists."""
+
+_Box = tuple[list[int], tuple[int, ...], tuple[int, ...]]
+"""Ranks that have some of a tensor, the offsets of its first element, and its sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,11 @@ class Plan:
 
     def to_json(self) -> str:
         """As plain JSON, the same on all ranks whose state is sharded alike."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        tensors = [
+            [item.path, item.dtype, item.shape, [[chunk.rank, chunk.offsets, chunk.sizes] for chunk in item.chunks]]
+            for item in self.tensors
+        ]
+        return json.dumps([self.world_size, tensors, self.values], separators=(",", ":"))
 
     @property
     def digest(self) -> str:
@@ -116,7 +123,7 @@ class Planner:
         self._plan: Plan | None = None
         self._tensors: list[int] = []
         self._values: list[int] = []
-        self._boxes: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._boxes: dict[Any, list[_Box]] = {}
 
     def plan(self, state: State) -> Planned:
         """Plan a state.
@@ -175,9 +182,7 @@ class Planner:
         self._plan = plan = Plan(self._world_size, tuple(tensors), values)
         return plan
 
-    def _boxes_of(
-        self, path: Path, tensor: torch.Tensor | FlatShard
-    ) -> list[tuple[list[int], tuple[int, ...], tuple[int, ...]]]:
+    def _boxes_of(self, path: Path, tensor: torch.Tensor | FlatShard) -> list[_Box]:
         """The boxes of a tensor, each with the ranks that have it."""
         shape = tuple(tensor.shape)
         if isinstance(tensor, FlatShard):
@@ -189,17 +194,10 @@ class Planner:
                     " and the DTensors of FSDP2 and tensor parallelism"
                 )
             return [([0], (0,) * len(shape), shape)]
-        found: dict[tuple[int, ...], tuple[list[int], tuple[int, ...]]] = {}
-        for rank, coordinate in _coordinates(path, tensor):
-            key = (tensor.shape, tensor.placements, tensor.device_mesh, *coordinate)
-            if key not in self._boxes:
-                self._boxes[key] = _box(tensor, coordinate)
-            sizes, offsets = self._boxes[key]
-            if prod(sizes) or not found:
-                found.setdefault(offsets, ([], sizes))[0].append(rank)
-        if len(found) > 1:  # the first rank's may be empty
-            found = {offsets: box for offsets, box in found.items() if prod(box[1])}
-        return [(ranks, offsets, sizes) for offsets, (ranks, sizes) in found.items()]
+        key = (shape, tensor.placements, tensor.device_mesh)
+        if key not in self._boxes:
+            self._boxes[key] = _boxes(path, tensor)
+        return self._boxes[key]
 
 
 class _Seen(NamedTuple):
@@ -228,7 +226,7 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, FlatShard))
 
 
-def _flat_boxes(tensor: FlatShard) -> list[tuple[list[int], tuple[int, ...], tuple[int, ...]]]:
+def _flat_boxes(tensor: FlatShard) -> list[_Box]:
     owners: dict[tuple[int, int], list[int]] = {}
     for rank, (start, stop) in enumerate(tensor.ranges):
         if start < stop:
@@ -267,8 +265,9 @@ def _coordinates(path: Path, tensor: DTensor) -> Iterator[tuple[int, list[int]]]
                 " mesh that Lightning made"
             )
         dims = [names.index(name) for name in mesh.mesh_dim_names or ()]
-    for place in torch.nonzero(torch.ones_like(root.mesh)).tolist():
-        yield int(root.mesh[tuple(place)]), [place[dim] for dim in dims]
+    places = torch.nonzero(torch.ones_like(root.mesh)).tolist()
+    for rank, place in zip(root.mesh.flatten().tolist(), places, strict=True):
+        yield rank, [place[dim] for dim in dims]
 
 
 def _root_of(mesh: Any) -> Any:
@@ -276,6 +275,22 @@ def _root_of(mesh: Any) -> Any:
     from torch.distributed.device_mesh import _mesh_resources
 
     return _mesh_resources.get_root_mesh(mesh)
+
+
+def _boxes(path: Path, tensor: DTensor) -> list[_Box]:
+    """The boxes of a tensor, each with the ranks that have it; the same for all that are sharded alike."""
+    found: dict[tuple[int, ...], tuple[list[int], tuple[int, ...]]] = {}
+    known: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for rank, coordinate in _coordinates(path, tensor):
+        place = tuple(coordinate)
+        if place not in known:
+            known[place] = _box(tensor, coordinate)
+        sizes, offsets = known[place]
+        if prod(sizes) or not found:
+            found.setdefault(offsets, ([], sizes))[0].append(rank)
+    if len(found) > 1:  # the first rank's may be empty
+        found = {offsets: box for offsets, box in found.items() if prod(box[1])}
+    return [(ranks, offsets, sizes) for offsets, (ranks, sizes) in found.items()]
 
 
 def _box(tensor: DTensor, coordinate: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
