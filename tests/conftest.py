@@ -142,7 +142,7 @@ def runtime_dir(own_folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.delenv("LIGHTNING_SPOT_TOKEN", raising=False)
     monkeypatch.delenv("LIGHTNING_SPOT_TOKEN_FILE", raising=False)
     yield folder
-    for alive in folder.glob("*.alive"):
+    for alive in folder.rglob("*.alive"):  # also of hosts that a test has made
         node = ProcessId.from_json(alive.read_bytes())
         if node is not None:
             node.kill(DEADLINE_S)

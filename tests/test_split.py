@@ -9,22 +9,25 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_spot.capture.share import ShareWriter
-from lightning_spot.capture.split import ALIKE, Divider, Ranks, Split, held_by, sample
+from lightning_spot.capture.split import ALIKE, Divider, Number, Ranks, Split, held_by, sample
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import embedded
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.errors import ShareMissing
 from lightning_spot.exact.rank_states import Rooms, packed, unpacked
-from lightning_spot.fit.together import ALONE, TOGETHER, Together
+from lightning_spot.fit.hosts import Hosts
+from lightning_spot.fit.together import ACROSS, ALONE, TOGETHER, Together, checked
 from lightning_spot.image.layout import lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.portion import Portion, Portions
 from tests.small_trainer import RUN_ID, info_of
 
 LAST_S = 600.0  # of what never takes so long
@@ -122,7 +125,7 @@ class Desk:
         self.rooms = Rooms()
         for rank in range(1, ranks):
             self.rooms.put(rank, packed(self.ranks[rank].state))
-        self.shares = [ShareWriter(self.joined(), self.joined, rank) for rank in range(1, ranks)]
+        self.shares = [ShareWriter(self.joined(), self.joined, Number(rank, here=rank)) for rank in range(1, ranks)]
 
     def connect(self) -> EmbeddedHost:
         settings = {"slots": 3, "memory_bytes": 2**26, "idle_timeout_s": 30.0}
@@ -308,6 +311,9 @@ class Fit:
         self.together += taken
         return self.deciding.how(self)  # type: ignore[arg-type]
 
+    def say_once(self, *_: Any) -> None:
+        """What a writer says."""
+
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_ranks_go_on_together_after_what_passes(strict: bool) -> None:
@@ -321,6 +327,75 @@ def test_ranks_go_on_together_after_what_passes(strict: bool) -> None:
     with pytest.warns(UserWarning, match="rank 1 was late. From now on rank 0 writes them alone"):
         assert fit.how(missed="rank 1 was late") == ALONE
     assert fit.how(taken=1) == ALONE
+
+
+def test_hosts_bring_snapshots_together_while_a_memory_node_carries_the_run_on() -> None:
+    at, fit = ACROSS + "spot://a:7070/run", Fit()
+    fit.deciding._members, fit.deciding._hosts = [], Hosts(((0,), (1,)), can_bring=True)
+    fit.across = SimpleNamespace(carrier="", is_under_way=False)  # type: ignore[attr-defined]
+    assert fit.how() == ALONE
+    fit.across.carrier = "spot://a:7070/run"  # type: ignore[attr-defined]
+    assert fit.how() == checked(at) == at
+    ranks = fit.deciding.ranks(at)
+    assert ranks is not None
+    assert (ranks.shares, list(ranks.states), ranks.hosts, ranks.at) == (2, [1], (1, 1), "spot://a:7070/run")
+    assert fit.deciding.how(fit, across=False) == ALONE  # type: ignore[arg-type] # an urgent one
+    fit.across.is_under_way = True  # type: ignore[attr-defined]
+    assert fit.how() == ""
+    assert fit.deciding.how(fit, waits=True) == at  # type: ignore[arg-type]
+    fit.across.is_under_way = False  # type: ignore[attr-defined]
+    assert [fit.how(missed="late"), fit.how(), fit.how(taken=1), fit.how(missed="late"), fit.how()] == [
+        *(ALONE, at, at, ALONE, at)
+    ]
+    fit.across.is_under_way = True  # type: ignore[attr-defined]
+    assert fit.how() == ""
+    with pytest.warns(UserWarning, match="the hosts cannot bring snapshots together: late"):
+        assert fit.how(missed="late") == ALONE
+    fit.across.is_under_way = False  # type: ignore[attr-defined]
+    assert fit.how() == ALONE  # for a while
+    fit.deciding._across_from_s = 0.0
+    assert fit.how() == at
+    with pytest.warns(UserWarning, match="From now on rank 0 writes them alone"):
+        assert fit.how(missed=f"rank 1: it has another model. {ALIKE}") == ALONE
+    assert fit.how() == ALONE
+
+
+@pytest.mark.parametrize("hosts", [(1, 1), (2, 1, 2), (1, 4)])
+def test_every_byte_is_brought_by_one_host(hosts: tuple[int, ...]) -> None:
+    weights, rooms, shares = [torch.rand(20_000) for _ in range(8)], Rooms(), sum(hosts)
+    for share in range(1, shares):
+        rooms.put(share, packed({"rank": share}))
+    layout = lay_out({"w": weights, "b": torch.zeros(50_000), "r": list(rooms.known.values())})
+    divider = Divider()
+    ranks = Ranks(shares, rooms.known, hosts, "spot://a:7070/run")
+    shared, mine = divider.divide(layout, snapshot_name(1, 1), by_storage(weights), {}, ranks)
+    assert shared is not None
+    assert (shared.shares, shared.at) == (hosts[0], "spot://a:7070/run")
+    portions, split = Portions.read(shared.layout, layout.nbytes), Split.from_json(shared.layout)
+    assert portions.ranks == hosts[1:]
+    rest = portions.rest(layout.nbytes)
+    assert sum(nbytes for each in (rest, *portions.ranges) for _, nbytes in each) == layout.nbytes
+    numbers = [Number.of_hosts(hosts_of(hosts), rank) for rank in range(shares)]
+    for number in numbers[hosts[0] :]:
+        portion = Portion(portions.ranges[number.host - 1])
+        assert portion.ranges == split.portion(number.host)
+        for index, start, nbytes in split.share(number.share):
+            first, last = (portion.place(split.places[index] + at) for at in (start, start + nbytes - 1))
+            assert last - first == nbytes - 1
+        portion.place(split.states[number.share][0])
+    assert [number.here for number in numbers] == [
+        here + bool(host) for host, count in enumerate(hosts) for here in range(count)
+    ]
+    whole = bytearray(layout.nbytes)
+    for piece in mine.pieces:
+        whole[piece.offset : piece.offset + piece.nbytes] = b"\1" * piece.nbytes
+    assert not any(any(whole[start : start + nbytes]) for each in portions.ranges for start, nbytes in each)
+
+
+def hosts_of(counts: tuple[int, ...]) -> list[list[int]]:
+    """Ranks, dealt to hosts one after another."""
+    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
+    return [list(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
 
 
 def test_ranks_that_differ_never_write_together_again() -> None:

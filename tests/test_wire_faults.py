@@ -35,8 +35,8 @@ def test_a_receiver_that_claims_what_it_has_not_gets_it_whole(
     image = state(1, MIB)
     pair.near.bring(1, bytes(image))
     image[:1000] = bytes(1000)
-    of = handlers._base_info
-    monkeypatch.setattr(handlers, "_base_info", lambda manifest: replace(of(manifest), checksums=(checksum(image),)))
+    of = handlers.base_info
+    monkeypatch.setattr(handlers, "base_info", lambda upload: {**(of(upload) or {}), "checksums": [checksum(image)]})
     pair.near.bring(2, bytes(image))
     assert kinds == {"SAME": 1, "WHOLE": 2}
     pair.check(2, bytes(image))
@@ -49,7 +49,7 @@ def test_a_receiver_that_answers_nonsense_gets_everything_whole(
     pair.open()
     image = bytes(state(1, 1000))
     pair.near.bring(1, image)
-    monkeypatch.setattr(handlers, "asdict", lambda _info: answer)
+    monkeypatch.setattr(handlers, "base_info", lambda _upload: answer)
     pair.near.bring(2, image)
     assert kinds == {"WHOLE": 2}
     pair.check(2, image)

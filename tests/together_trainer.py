@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lightning_spot import EverySteps, SpotCheckpoint
+from tests.conftest import until
 from tests.exact_cases import loader
 from tests.test_every_step import digest
 
@@ -52,8 +53,21 @@ class Account(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if trainer.is_global_zero:
+            self.wait_for_carrier(trainer.global_step)
             with open(self.root / "steps", "a") as file:
                 file.write(f"{trainer.global_step} {digest(module.state_dict())}\n")
+
+    def wait_for_carrier(self, step: int) -> None:
+        """Where there are other hosts, begin when a memory node carries the run on, and that is known."""
+        snapshotter = self.spot.snapshots.snapshotter
+        attempt = snapshotter.attempt if snapshotter is not None else None
+        assert attempt is not None
+        writer = attempt.writer
+        if not writer.across.wanted or step > 2:
+            return
+        until(lambda: writer.host is not None and writer.host.carrier(), "a node to carry the run on")
+        if step == 2:
+            writer.settle(60.0)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
         # Its share of the snapshot of the step before is not copied when this comes, or is not reported.
@@ -66,12 +80,23 @@ class Account(pl.Callback):
         snapshotter = self.spot.snapshots.snapshotter
         assert snapshotter is not None
         writer = snapshotter.attempt.writer if snapshotter.attempt is not None else snapshotter.together.writer
+        if snapshotter.attempt is not None:
+            snapshotter.attempt.writer.settle(60.0)
         told = {
             "copied": writer.copied_bytes if writer is not None else 0,
             "missed": getattr(writer, "missed", 0),
+            "brought": writer.across.brought if snapshotter.attempt is not None else 0,
             "stall_s": snapshotter.pacing.stall_s,
         }
         (self.root / f"rank-{trainer.global_rank}.json").write_text(json.dumps(told))
+
+
+def be_on_host(number: int) -> None:
+    """Have this rank find, or start, another node than those of other hosts."""
+    for name in ("LIGHTNING_SPOT_RUNTIME_DIR", "LIGHTNING_SPOT_SHM_DIR") if number else ():
+        folder = Path(os.environ[name]) / f"h{number}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        os.environ[name] = str(folder)
 
 
 def main() -> int:
@@ -82,11 +107,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--memory", default="auto")
+    parser.add_argument("--hosts", type=int, default=1, help="ranks believe to be on so many hosts")
+    parser.add_argument("--nodes", type=int, default=1, help="machines, on each of which this was started")
     parser.add_argument("--unlike", action="store_true", help="rank 1 has another optimizer")
     parser.add_argument("--strict", action="store_true")
     parser.add_argument("--kill", type=int, nargs=2, default=(-1, -1), help="rank and step")
     parser.add_argument("--notice", type=int, nargs=2, default=(-1, -1), help="rank and step of a SIGTERM")
     arguments = parser.parse_args()
+    be_on_host(int(os.environ.get("LOCAL_RANK", "0")) * arguments.hosts // arguments.ranks)
     torch.set_num_threads(1)
     pl.seed_everything(11, verbose=False)
     spot = SpotCheckpoint(
@@ -101,7 +129,8 @@ def main() -> int:
     trainer = pl.Trainer(
         max_steps=arguments.steps,
         accelerator="cpu",
-        devices=arguments.ranks,
+        devices=arguments.ranks // arguments.nodes,
+        num_nodes=arguments.nodes,
         strategy=DDPStrategy(process_group_backend="gloo", broadcast_buffers=False),
         enable_progress_bar=False,
         enable_model_summary=False,

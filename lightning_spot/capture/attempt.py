@@ -211,8 +211,8 @@ class Attempt:
             self.writer.begin(checkpoint, manifest, owned=owned, kept=kept, wait_s=wait_s, ranks=ranks)
         except SpotError as error:
             if ranks is not None:
-                reason = str(error)
-                self.writer.link.ask(lambda host: host.decline(manifest.name, reason), None)
+                reason, at = str(error), ranks.at
+                self.writer.link.ask(lambda host: host.decline(manifest.name, reason, at), None)
             self._not_begun(checkpoint, manifest, error, shared=ranks is not None)
 
     def decline(self, step: int, why: str, *, complete: bool) -> None:

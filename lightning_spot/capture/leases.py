@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from lightning_spot.capture.host_link import HostLink
+from lightning_spot.config import read_environment
 from lightning_spot.errors import NodeUnreachable, RingFull, SpotError
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.joint import Shared
@@ -106,3 +107,14 @@ def give_back(host: Host, lease: Lease) -> None:
         host.abort(lease)
     except SpotError as error:
         logger.debug("a slot could not be given back: %s", error)
+
+
+def say_backing(say_once: Callable[..., None], lease: Lease) -> None:
+    """Warn if a slot is a memory file, since tmpfs was too small for it."""
+    if lease.backing == "memfd" and (shm_dir := read_environment().shm_dir) is not None:
+        say_once(
+            "memfd",
+            "%s is too small for the slots; they are memory files held by the node instead. Same speed; a new"
+            " node cannot take them over if the node itself is killed (docker: give it --shm-size)",
+            shm_dir,
+        )

@@ -65,7 +65,12 @@ class PastMemory:
     @property
     def is_at_a_node(self) -> bool:
         """Whether the newest such snapshot went to a memory node, which may have lost it since."""
-        return self._at is not None
+        return self._there is not None
+
+    @property
+    def _there(self) -> NodeStore | None:
+        """The node that has it: it was written there, or several hosts have brought it."""
+        return NodeStore(self._writer.across.at) if self._writer.across.at else self._at
 
     def flush(self, wait_s: float) -> list[str]:
         """Wait until the node that has the newest such snapshot has made it durable.
@@ -73,10 +78,11 @@ class PastMemory:
         Returns:
             what was not reached in time, one line each.
         """
-        if self._at is None:
+        there = self._there
+        if there is None:
             return []
         try:
-            return self._at.flush(wait_s)
+            return there.flush(wait_s)
         except SpotError as error:
             return [f"the memory node that has the newest snapshot cannot be asked: {error}"]
 

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_spot.capture.contents import Known, Owners, Plan, Unchanged, owners_of
-from lightning_spot.capture.split import ALIKE, Held, Split, held_by, sample
+from lightning_spot.capture.host_link import leave
+from lightning_spot.capture.split import ALIKE, Held, Number, Split, held_by, sample
 from lightning_spot.capture.views import SlotViews
 from lightning_spot.errors import NodeUnreachable, ShareMissing, SpotError, TornSnapshot
 from lightning_spot.image.layout import Layout, Piece
 from lightning_spot.image.pickling import Named
+from lightning_spot.image.portion import Portion
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.staging.copier import Copier, CopyJob, SlotView, Watch
 from lightning_spot.staging.schedule import Schedule
@@ -36,6 +38,8 @@ class _Task:
 
     Attributes:
         name: of the snapshot.
+        number: which share of it is this rank's.
+        at: URL of the run at the memory node to which several hosts bring it; ``""`` if one host writes it.
         owned: the tensors of which this rank writes some, as at the seam.
         held: what they are.
         versions: torch's counts of the writes to them.
@@ -50,6 +54,8 @@ class _Task:
     """
 
     name: str
+    number: Number
+    at: str
     owned: Owners
     held: tuple[Held, ...]
     versions: list[list[int]]
@@ -70,7 +76,8 @@ class ShareWriter:
     Args:
         host: connection to the node of this host, with run and attempt; closed with the writer.
         connect: makes another one when it was lost.
-        share: number of this rank's share, from 1.
+        number: which share is this rank's where the ranks of rank 0's host write; ``None`` if it is on another one.
+        across: likewise where all hosts do; ``None`` if they never do.
         copier: that copies; closed with the writer.
         schedule: when each part is copied; ``None`` for at once.
 
@@ -83,13 +90,14 @@ class ShareWriter:
         self,
         host: Host,
         connect: Callable[[], Host],
-        share: int,
+        number: Number | None,
         copier: Copier | None = None,
         schedule: Schedule | None = None,
+        across: Number | None = None,
     ) -> None:
         self.copied_bytes = 0
         self.torn = 0
-        self._connect, self._share = connect, share
+        self._connect, self._number, self._across = connect, number, across
         self._copier = copier if copier is not None else Copier()
         self._schedule = schedule
         self._max_stall_s = host.max_stall_s
@@ -97,7 +105,7 @@ class ShareWriter:
         self._views = SlotViews(self._copier)
         self._unchanged = Unchanged()
         self._unsteady: frozenset[int] = frozenset()
-        self._split: tuple[str, Split] = ("", Split((), (), (), {}))
+        self._split: tuple[str, Split, Portion | None] = ("", Split((), (), (), {}), None)
         self._named: dict[int, Named] = {}
         self._pending: list[_Task] = []
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
@@ -106,8 +114,8 @@ class ShareWriter:
 
     # -- on the training thread -----------------------------------------------------------------------------------
 
-    def begin(self, name: str, owned: Owners, state: bytes, wait_s: float = 0.0) -> None:
-        """Begin this rank's share of a snapshot.
+    def begin(self, name: str, owned: Owners, state: bytes, wait_s: float = 0.0, at: str = "") -> None:
+        """Begin this rank's share of a snapshot; nothing happens if it has none.
 
         Args:
             name: of the snapshot.
@@ -115,9 +123,15 @@ class ShareWriter:
                 until :meth:`copied` returned.
             state: what only this rank knows, for the room that rank 0 has kept for it.
             wait_s: how long rank 0 may wait for a clean slot, seconds: :meth:`copied` waits as long.
+            at: URL of the run at the memory node to which all hosts bring it; ``""`` if rank 0's host writes it.
         """
+        number = self._across if at else self._number
+        if number is None:
+            return
         task = _Task(
             name=name,
+            number=number,
+            at=at if number.host else "",
             owned=owned,
             held=held_by(owned),
             versions=[
@@ -152,8 +166,12 @@ class ShareWriter:
             job.settle()
         self._pending.clear()
 
-    def close(self) -> None:
-        """Stop the threads, and leave the node."""
+    def close(self, *, complete: bool = False) -> None:
+        """Stop the threads, and leave the node.
+
+        Args:
+            complete: whether nobody needs the node of this host any more.
+        """
         self.copied()
         self._tasks.put(None)
         self._thread.join(_CLOSE_S)
@@ -161,7 +179,12 @@ class ShareWriter:
             self._host.disconnect()  # what it waits for breaks off
             self._thread.join(_CLOSE_S)
         self._copier.close()
-        self._leave()
+        host, self._host = self._host, None
+        if host is not None:
+            self._views.drop(host)
+            if complete:
+                leave(host, complete=True)
+            host.disconnect()
 
     # -- on the background thread ---------------------------------------------------------------------------------
 
@@ -179,15 +202,15 @@ class ShareWriter:
         lease: Lease | None = None
         torn = ""
         try:
-            host, lease = self._join(task.name)
+            host, lease = self._join(task)
             self._fill(host, lease, task)
         except SpotError as error:
             logger.debug("the share of %s: %s", task.name, error)
-            torn = f"rank {self._share}: {error}"
+            torn = f"rank {task.number.share}: {error}"
             if isinstance(error, NodeUnreachable):
                 self._leave()
         except BaseException as error:
-            torn = f"rank {self._share}: {type(error).__name__}: {error}"
+            torn = f"rank {task.number.share}: {type(error).__name__}: {error}"
             raise
         finally:
             task.begun.set()
@@ -196,16 +219,20 @@ class ShareWriter:
             if lease is not None and self._host is not None:
                 self._say(self._host, lease, torn)
 
-    def _join(self, name: str) -> tuple[Host, Lease]:
+    def _join(self, task: _Task) -> tuple[Host, Lease]:
         """Wait for the slot of a snapshot; through another connection, if the last one was lost."""
         try:
             if self._host is not None:
-                return self._host, self._host.join(name, share=self._share, wait_s=_JOIN_S)
+                return self._host, self._ask(self._host, task)
         except NodeUnreachable as error:
             logger.debug("another connection is made: %s", error)
             self._leave()
         self._host = self._connect()
-        return self._host, self._host.join(name, share=self._share, wait_s=_JOIN_S)
+        return self._host, self._ask(self._host, task)
+
+    def _ask(self, host: Host, task: _Task) -> Lease:
+        number = task.number
+        return host.join(task.name, share=number.here, wait_s=_JOIN_S, at=task.at, host=number.host)
 
     def _say(self, host: Host, lease: Lease, torn: str) -> None:
         try:
@@ -215,12 +242,12 @@ class ShareWriter:
 
     def _fill(self, host: Host, lease: Lease, task: _Task) -> None:
         """Copy this rank's bytes into the slot; raises if they are not what they should be."""
-        split = self._check(lease, task)
-        room = split.states.get(self._share)
+        split, portion = self._check(lease, task)
+        room = split.states.get(task.number.share)
         if room is not None and len(task.state) > room[1]:
             raise ShareMissing(f"its own state has {len(task.state)} bytes, there is room for {room[1]}")
         view = self._views.of(host, lease)
-        pieces, watches = self._pieces(split, task)
+        pieces, watches = self._pieces(split, portion, task)
         known = self._views.content(view).take(lease.held)
         plan = self._unchanged.plan(Layout(lease.nbytes, (), tuple(pieces)), owners_of(task.owned, {}), known, view)
         with task.lock:
@@ -234,40 +261,44 @@ class ShareWriter:
         task.begun.set()
         plan.pieces.clear()
         if room is not None:
-            view.map[room[0] : room[0] + len(task.state)] = task.state
+            place = portion.place(room[0]) if portion is not None else room[0]
+            view.map[place : place + len(task.state)] = task.state
         self.copied_bytes += sum(piece.nbytes for piece in kept) + len(task.state)
         kept.clear()
         job.wait()
         self._check_steady(job, plan, view)
         self._views.content(view).sealed(Known(lease.id, (), plan.marks))
 
-    def _check(self, lease: Lease, task: _Task) -> Split:
-        """What rank 0 said of the file, if its tensors are those of this rank."""
+    def _check(self, lease: Lease, task: _Task) -> tuple[Split, Portion | None]:
+        """What rank 0 said of the file, if its tensors are those of this rank; what the slot has of it, if not all."""
         shared = lease.shared
         assert shared is not None
         if shared.layout != self._split[0]:
-            self._split = (shared.layout, Split.from_json(shared.layout))
-        split = self._split[1]
-        if difference := split.difference(task.held, self._share):
+            split, host = Split.from_json(shared.layout), task.number.host
+            self._split = (shared.layout, split, Portion(split.portion(host)) if host else None)
+        _, split, portion = self._split
+        if difference := split.difference(task.held, task.number.share):
             raise ShareMissing(f"{difference}. {ALIKE}")
         if shared.digest != task.sample:
             raise ShareMissing(
                 "its parameters, or the states of its optimizers, are not those of rank 0; a snapshot of both would be"
                 f" of neither. {ALIKE}"
             )
-        return split
+        return split, portion
 
-    def _pieces(self, split: Split, task: _Task) -> tuple[list[Piece], list[Watch]]:
+    def _pieces(self, split: Split, portion: Portion | None, task: _Task) -> tuple[list[Piece], list[Watch]]:
         """What of the file is this rank's to write, and the tensors that must not change meanwhile."""
         owned, named = list(task.owned.values()), {}
         pieces, watches = [], []
-        for index, start, nbytes in split.share(self._share):
+        for index, start, nbytes in split.share(task.number.share):
             storage = owned[index][0].untyped_storage()
             known = self._named.get(index)
             if known is None or not known.is_of(storage) or known.nbytes != storage.nbytes():
                 known = Named(index, storage)
             named[index] = known
-            pieces.append(Piece(storage, split.places[index] + start, nbytes, (), known, start))
+            place = split.places[index] + start
+            at = portion.place(place) if portion is not None else place
+            pieces.append(Piece(storage, at, nbytes, (), known, start))
             if storage.data_ptr() in task.copies:
                 self._unchanged.distrusted.add(known)  # its count may be that of a later write
             else:

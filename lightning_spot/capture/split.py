@@ -18,6 +18,8 @@ import torch
 
 from lightning_spot.errors import ShareMissing
 from lightning_spot.image.layout import Layout
+from lightning_spot.image.portion import Portions, joined
+from lightning_spot.image.written import Ranges
 from lightning_spot.memory.joint import Shared
 
 _GRAIN = 64
@@ -44,15 +46,42 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks of this host that fill one snapshot together.
+    """The ranks that fill one snapshot together.
 
     Attributes:
         shares: how many, rank 0 among them.
-        states: room in the checkpoint for what only one rank knows, of each rank from 1 on that writes it by itself.
+        states: room in the checkpoint for what only one rank knows, by the share of each rank, from 1 on, that writes
+            it by itself.
+        hosts: how many ranks each host has, if several bring it to a memory node; shares are numbered host by host.
+        at: URL of the run at that node.
     """
 
     shares: int
     states: Mapping[int, torch.Tensor]
+    hosts: tuple[int, ...] = ()
+    at: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """Which share is a rank's.
+
+    Attributes:
+        share: of the whole.
+        host: number of its host, 0 for that of rank 0.
+        here: the share's number at the node of its host.
+    """
+
+    share: int
+    host: int = 0
+    here: int = 0
+
+    @classmethod
+    def of_hosts(cls, hosts: Sequence[Sequence[int]], rank: int) -> Number:
+        """That of a rank, where the ranks of each host are given."""
+        host = next(index for index, ranks in enumerate(hosts) if rank in ranks)
+        here = hosts[host].index(rank)
+        return cls(sum(map(len, hosts[:host])) + here, host, here + bool(host))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +92,15 @@ class Split:
         held: the tensors, in the order in which the optimizers hold them.
         places: of each in the file, -1 for one that is not there.
         ends: share ``k`` has the bytes from ``ends[k]`` to ``ends[k + 1]``, counted over these tensors as they lie.
-        states: first byte and length of the room for each rank's own state.
+        states: first byte and length of the room for each rank's own state, by its share.
+        hosts: see :class:`Ranks`.
     """
 
     held: tuple[Held, ...]
     places: tuple[int, ...]
     ends: tuple[int, ...]
     states: Mapping[int, tuple[int, int]]
+    hosts: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, layout: Layout, owned: Owners, kept: Owners, ranks: Ranks) -> Split:
@@ -98,12 +129,17 @@ class Split:
         total = sum(pieces[address].nbytes for address in owned if address in pieces)
         ends = _ends(total, -(-extra // _EXTRA_BYTES) * _EXTRA_BYTES, ranks.shares)
         states = {rank: (piece.offset, piece.nbytes) for rank, piece in rooms.items()}
-        return cls(held_by(owned), places, ends, states)
+        return cls(held_by(owned), places, ends, states, ranks.hosts)
 
     def to_json(self) -> str:
-        """As text, for the other ranks."""
+        """As text, for the other ranks, and for the nodes of their hosts."""
         states = {str(rank): room for rank, room in self.states.items()}
-        return json.dumps({"held": self.held, "places": self.places, "ends": self.ends, "states": states})
+        fields: dict[str, object] = {"held": self.held, "places": self.places, "ends": self.ends}
+        fields |= {"states": states, "hosts": self.hosts}
+        if self.hosts:
+            others = tuple(self.portion(host) for host in range(1, len(self.hosts)))
+            fields |= Portions(others, self.hosts[1:]).to_dict()
+        return json.dumps(fields)
 
     @classmethod
     def from_json(cls, text: str) -> Split:
@@ -111,7 +147,16 @@ class Split:
         fields = json.loads(text)
         states = {int(rank): (int(start), int(nbytes)) for rank, (start, nbytes) in fields["states"].items()}
         held = tuple(Held(str(dtype), int(nbytes)) for dtype, nbytes in fields["held"])
-        return cls(held, tuple(fields["places"]), tuple(fields["ends"]), states)
+        return cls(held, tuple(fields["places"]), tuple(fields["ends"]), states, tuple(fields["hosts"]))
+
+    def portion(self, host: int) -> Ranges:
+        """What the ranks of a host write."""
+        first = sum(self.hosts[:host])
+        shares = range(first, first + self.hosts[host])
+        cuts = [
+            (self.places[index] + start, nbytes) for number in shares for index, start, nbytes in self.share(number)
+        ]
+        return joined([*cuts, *(self.states[share] for share in shares if share in self.states)])
 
     def share(self, number: int) -> list[tuple[int, int, int]]:
         """The bytes of a share: number of the tensor, first byte in it, length; in the order of the file."""
@@ -170,7 +215,8 @@ class Divider:
         split = Split.of(layout, owned, kept, ranks)
         if self._last is None or split != self._last[0]:
             self._last = (split, split.to_json())
-        shared = Shared(name=name, shares=ranks.shares, digest=sample(owned, name), layout=self._last[1])
+        here = ranks.hosts[0] if ranks.hosts else ranks.shares
+        shared = Shared(name=name, shares=here, digest=sample(owned, name), layout=self._last[1], at=ranks.at)
         return shared, split.left_to_rank_0(layout)
 
 

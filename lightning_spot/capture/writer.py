@@ -20,17 +20,17 @@ from typing import Any
 
 import torch
 
+from lightning_spot.capture.across import Across
 from lightning_spot.capture.contents import CHECK_EVERY, Known, Owners, Plan, Unchanged, owners_of
 from lightning_spot.capture.floating import floats_of
 from lightning_spot.capture.host_link import HostLink
-from lightning_spot.capture.leases import Leases, give_back
+from lightning_spot.capture.leases import Leases, give_back, say_backing
 from lightning_spot.capture.outline import Outliner
 from lightning_spot.capture.pending import Pending
 from lightning_spot.capture.split import Divider, Ranks
 from lightning_spot.capture.streaming import store_streamed
 from lightning_spot.capture.views import SlotViews
 from lightning_spot.capture.warming import make_slots
-from lightning_spot.config import read_environment
 from lightning_spot.errors import NodeUnreachable, RingFull, ShareMissing, SpotError, TornSnapshot
 from lightning_spot.image.layout import Layout, Piece, outline_of
 from lightning_spot.image.manifest import Manifest
@@ -60,8 +60,9 @@ class SnapshotWriter:
 
     Attributes:
         link: to the ring, which may be lost and found again.
+        across: of what several hosts bring to a memory node.
         committed: manifest of the newest snapshot that is committed in memory, or was stored past it.
-        past_memory: manifest of the newest that was stored past it, and is therefore safe outside this process.
+        past_memory: manifest of the newest that was stored past it, and is therefore safe outside this host.
         torn: snapshots dropped because a tensor changed while it was copied.
         together: committed snapshots of which other ranks have written a share.
         missed: snapshots dropped because another rank's share of them did not come, and why the last one was.
@@ -83,11 +84,12 @@ class SnapshotWriter:
         self._look = look
         self._approximates = approximates
         self.link = HostLink(host, reconnect, self._warm_host)
+        self.across = Across(self.link)
         self.committed: Manifest | None = None
         self.past_memory: Manifest | None = None
         self.torn = self.copied_bytes = 0
         self.together, self.missed, self.missed_because = 0, 0, ""
-        self._leases = Leases(self.link, self._say_backing)
+        self._leases = Leases(self.link, functools.partial(say_backing, self.say_once))
         self._copier = copier if copier is not None else Copier()
         self._schedule = schedule
         self._views = SlotViews(self._copier)
@@ -159,6 +161,7 @@ class SnapshotWriter:
         if host is None:
             raise NodeUnreachable("the memory node on this host is lost; a new one is being started")
         self._wait_warm(host, wait_s)
+        self.across.make_way(host, ranks.at if ranks is not None else "", wait_s)
         if lost := self._views.others(host):
             self.copied()
             for other in lost:
@@ -175,12 +178,11 @@ class SnapshotWriter:
         floats = floats_of(whole, owned) if self._approximates else ()
         pending = Pending(manifest, lease, job, Future(), destinations, outline_of(layout), plan, view, floats)
         self._pending.append(pending)
+        self.across.begun(pending)
         self._tasks.put(lambda: self._finish(host, pending))
-        if job.stands_still:
+        if job.stands_still and not self.across.is_under_way:  # that would be to wait for other hosts
             self.copied()
-            futures.wait(
-                [pending.done], host.max_stall_s
-            )  # what goes wrong, or takes longer, does so in the background
+            futures.wait([pending.done], host.max_stall_s)  # what goes wrong, or takes longer, does so meanwhile
         return pending.done
 
     def copied(self) -> None:
@@ -312,15 +314,6 @@ class SnapshotWriter:
             CHECK_EVERY,
         )
 
-    def _say_backing(self, lease: Lease) -> None:
-        if lease.backing == "memfd" and (shm_dir := read_environment().shm_dir) is not None:
-            self.say_once(
-                "memfd",
-                "%s is too small for the slots; they are memory files held by the node instead. Same speed; a new"
-                " node cannot take them over if the node itself is killed (docker: give it --shm-size)",
-                shm_dir,
-            )
-
     # -- on the background thread ---------------------------------------------------------------------------------
 
     def _run_tasks(self) -> None:
@@ -358,6 +351,8 @@ class SnapshotWriter:
         else:
             if self.committed is None or pending.manifest.order >= self.committed.order:
                 self.committed = pending.manifest
+            if self.across.committed(pending):
+                self.past_memory = pending.manifest
             self.together += pending.lease.shared is not None
             pending.done.set_result(pending.manifest)
             if self._leases_ahead and not pending.manifest.complete and pending.lease.shared is None:
@@ -371,6 +366,9 @@ class SnapshotWriter:
             self.link.lose(host, error)
         else:
             self._give_up(host, pending.lease, error)
+        if self.across.has_given_way(pending):
+            pending.done.set_exception(error)
+            return
         if isinstance(error, ShareMissing):
             self.miss(error)
         if isinstance(error, TornSnapshot):

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,10 @@ from lightning_spot.config import MAX_STALL_S, read_environment
 from lightning_spot.errors import NodeUnreachable, SpotError
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.parts import checksum
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import Lease, newest_safe_step
-from lightning_spot.memory.joint import Shared
+from lightning_spot.memory.joint import KnownLayout, Shared
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.protocol.record import NodeRecord, find_record
 from lightning_spot.protocol.wire import Address
@@ -164,28 +163,6 @@ def _python_path() -> list[str]:
     return [os.path.abspath(item) for item in os.environ.get("PYTHONPATH", "").split(os.pathsep) if item]
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The layout that was sent or received last; it is not sent again.
-
-    Attributes:
-        id: its checksum, ``""`` for none.
-        text: what it is.
-    """
-
-    id: str = ""
-    text: str = ""
-
-    @classmethod
-    def of(cls, text: str) -> Layout:
-        """The layout of a text."""
-        return cls(checksum(text.encode()), text) if text else cls()
-
-    def to_send(self, text: str) -> dict[str, str]:
-        """What a request says of a layout."""
-        return {"layout_id": self.id} if text and text == self.text else {"layout": text}
-
-
 class EmbeddedHost:
     """The embedded node as its trainer sees it; implements :class:`~lightning_spot.memory.host.Host`.
 
@@ -209,7 +186,7 @@ class EmbeddedHost:
         self.released: Callable[[mmap.mmap], None] | None = None
         self.client = NodeClient(Address(socket_path=str(record.http)))
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
-        self._layout = Layout()
+        self._layout = KnownLayout()
         self.session = Session(record.fds, read_environment().token, max_stall_s)
         try:
             self._ping()  # the session is served by a thread: this asks whether the event loop turns, too
@@ -228,22 +205,22 @@ class EmbeddedHost:
         """See :meth:`Host.lease`."""
         body = {"attempt": self.attempt, "nbytes": nbytes, "wait_s": wait_s, "session": self.session.id}
         if shared is not None:
-            body |= {"name": shared.name, "shares": shared.shares, "digest": shared.digest}
+            body |= {"name": shared.name, "shares": shared.shares, "digest": shared.digest, "at": shared.at}
             body |= self._layout.to_send(shared.layout)
         path = f"/v1/runs/{quoted(self.run)}/uploads"
         leased = self._call("POST", path, body, limit_s=wait_s + (limit_s or self.max_stall_s))
         if shared is not None:
-            self._layout = Layout.of(shared.layout)
+            self._layout = KnownLayout.of(shared.layout)
         return self._mapped(leased, nbytes, 0, shared)
 
-    def join(self, name: str, *, share: int, digest: str = "", wait_s: float) -> Lease:
+    def join(self, name: str, *, share: int, digest: str = "", wait_s: float, at: str = "", host: int = 0) -> Lease:
         """See :meth:`Host.join`."""
         body = {"attempt": self.attempt, "name": name, "share": share, "digest": digest, "wait_s": wait_s}
-        body |= {"session": self.session.id, "layout_id": self._layout.id}
+        body |= {"session": self.session.id, "layout_id": self._layout.id, "at": at, "host": host}
         path = f"/v1/runs/{quoted(self.run)}/shares"
         joined = self._call("POST", path, body, limit_s=wait_s + self.max_stall_s)
         if joined["layout"] is not None:
-            self._layout = Layout(str(joined["layout_id"]), str(joined["layout"]))
+            self._layout = KnownLayout(str(joined["layout_id"]), str(joined["layout"]))
         shares, agreed = int(joined["shares"]), str(joined["digest"])
         shared = Shared(name=name, shares=shares, digest=agreed, layout=self._layout.text)
         try:
@@ -262,9 +239,9 @@ class EmbeddedHost:
     def _place(self, upload: str, share: int, torn: str) -> None:
         self._call("POST", f"/v1/uploads/{upload}/placed", {"share": share, "torn": torn[:_LONGEST_REASON]})
 
-    def decline(self, name: str, why: str) -> None:
+    def decline(self, name: str, why: str, at: str = "") -> None:
         """See :meth:`Host.decline`."""
-        body = {"attempt": self.attempt, "name": name, "why": why[:_LONGEST_REASON]}
+        body = {"attempt": self.attempt, "name": name, "why": why[:_LONGEST_REASON], "at": at}
         self._call("POST", f"/v1/runs/{quoted(self.run)}/decline", body, again=True)
 
     def _mapped(self, leased: dict[str, Any], nbytes: int, share: int, shared: Shared | None) -> Lease:
@@ -311,6 +288,11 @@ class EmbeddedHost:
     def tiers(self) -> dict[str, TierHealth]:
         """See :meth:`Host.tiers`."""
         return {url: TierHealth(**health) for url, health in self._call("GET", "/v1/status")["tiers"].items()}
+
+    def carrier(self) -> str:
+        """See :meth:`Host.carrier`."""
+        runs = self._call("GET", "/v1/status")["runs"]
+        return str(runs.get(self.run, {}).get("carrier", ""))
 
     def refused(self) -> list[Manifest]:
         """See :meth:`Host.refused`."""

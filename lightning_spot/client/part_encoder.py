@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from lightning_spot.client.compression import LEAST_BYTES, PROBE_BYTES, CompressionRule
 from lightning_spot.image.packing import can_pack
+from lightning_spot.image.portion import Image
 from lightning_spot.memory.bases import Glance
 from lightning_spot.protocol.wire import BaseInfo, PartKind
 
@@ -64,7 +65,7 @@ class PartEncoder:
     """Encodes the parts of one snapshot. May be used from any thread.
 
     Args:
-        image: the whole file.
+        image: the whole file, or the ranges of it that are sent.
         part_bytes: size of its parts.
         base: the snapshot that the receiver holds, as it said; ``None`` for none.
         earlier: the same snapshot here, if it still is.
@@ -75,7 +76,7 @@ class PartEncoder:
 
     def __init__(
         self,
-        image: memoryview,
+        image: Image,
         part_bytes: int,
         base: BaseInfo | None,
         earlier: Glance | None,

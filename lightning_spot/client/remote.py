@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_spot.client.approximation import ApproximateEncoder, Approximation
 from lightning_spot.client.compression import CompressionRule
+from lightning_spot.client.joint import JointUploads
 from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.client.part_encoder import OutgoingPart, PartEncoder, packers
 from lightning_spot.client.part_lanes import CONNECTIONS, PartLanes
@@ -169,6 +170,11 @@ class NodeStore:
                 host=claim.host,
             )
         )
+
+    @functools.cached_property
+    def joint(self) -> JointUploads:
+        """See :class:`~lightning_spot.memory.tier.HasJoint`."""
+        return JointUploads(self.client, self.url, self.run)
 
     # -- as the next node of a chain ------------------------------------------------------------------------------
 

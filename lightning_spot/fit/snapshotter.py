@@ -260,7 +260,8 @@ class Snapshotter(OfTrainer):
         attempt, waits = self.attempt, self.settings.on_full == "wait"
         if attempt is None or attempt.fenced or not (attempt.writer.ready or waits):
             return ""
-        return self.in_shards.how(attempt) if self.in_shards is not None else self.together.how(attempt)
+        shards = self.in_shards
+        return shards.how(attempt) if shards is not None else self.together.how(attempt, waits=waits)
 
     def _warm(self) -> None:
         """Have slots made in the background as soon as the first step showed how large a snapshot is."""

@@ -1,29 +1,31 @@
 """The ranks of one ``fit`` that write its snapshots together: who takes part, and whether the next one is written so.
 
 Where all ranks hold the same parameters (DDP), those on the host of rank 0 write a share each, through the node there,
-and each writes what only it knows. Rank 0 decides for each snapshot, and its word comes with the agreement that one is
-due. It writes alone where that cannot be: the first snapshot, which shows how much room the others need, and the one
-after a share was missing. For an urgent one and that of the end, what only one rank knows is gathered: should a share
-of these be missing, rank 0 has all that it needs to write them alone.
+and each writes what only it knows. With other hosts, and a memory node that carries the run on, the ranks of all hosts
+do, and each host's node sends what its ranks have written. Rank 0 decides for each snapshot, and its word comes with
+the agreement that one is due. It writes alone where that cannot be: the first snapshot, which shows how much room the
+others need, and the one after a share was missing. Urgent ones and that of the end are its host's alone, and what only
+one rank knows is gathered: should a share of these be missing, rank 0 has all that it needs to write them alone.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_spot.capture.attempt import Attempt, RingSettings
 from lightning_spot.capture.share import ShareWriter
-from lightning_spot.capture.split import ALIKE, Owners, Ranks
-from lightning_spot.client.embedded import EmbeddedHost, attach
-from lightning_spot.errors import NodeUnreachable, ShareMissing, SpotError
+from lightning_spot.capture.split import ALIKE, Number, Owners, Ranks
+from lightning_spot.errors import ShareMissing
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.rank_states import Rooms, packed
 from lightning_spot.fit.agreement import Agreement
+from lightning_spot.fit.hosts import Hosts
 from lightning_spot.run.location import Location
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
@@ -34,7 +36,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ALONE, TOGETHER, GATHERED = "alone", "together", "together, with the states of all ranks gathered"
+ACROSS = "together with the ranks of all hosts, at "
+"""Begins the word that all hosts bring a snapshot to a memory node, whose URL follows."""
+
 _MOST_FAILURES = 2
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 60.0, 3600.0
 
 
 class Together(OfTrainer):
@@ -54,8 +60,10 @@ class Together(OfTrainer):
         self.rooms = Rooms()
         self.writer: ShareWriter | None = None
         self._settings = settings
+        self._hosts = Hosts()
         self._members: list[int] = []
         self._failures, self._missed, self._taken = 0, 0, 0
+        self._how, self._across_from_s, self._pause_s = "", 0.0, _FIRST_PAUSE_S
 
     # -- begin and end --------------------------------------------------------------------------------------------
 
@@ -75,76 +83,95 @@ class Together(OfTrainer):
         is_ddp = isinstance(trainer.strategy, namespaces.classes("strategies", "DDPStrategy"))
         if trainer.world_size == 1 or not location.embedded or not is_ddp:
             return False
-        host = self._connect(location, run, number) if attempt is None else None
-        there = isinstance(attempt.writer.host, EmbeddedHost) if attempt is not None else host is not None
-        everyones = Agreement(trainer).gather(there)
-        self._members = [rank for rank, is_there in enumerate(everyones) if is_there]
-        if not everyones[0] or len(self._members) == 1:
-            self._members = []
-        if host is None:
-            return False
-        if not self._members:
-            host.disconnect()
-            return False
-
-        def reconnect() -> EmbeddedHost:
-            found = self._connect(location, run, number)
-            if found is None:
-                raise NodeUnreachable("there is no memory node on this host at present")
-            return found
-
-        self._hold = (host, reconnect)
-        return True
+        self._hosts = hosts = Hosts.meet(Agreement(trainer), location, self._settings, attempt, run, number)
+        self._members = list(hosts.ranks[0]) if len(hosts.ranks[0]) > 1 else []
+        if attempt is not None:
+            attempt.writer.across.wanted = hosts.can_bring
+        if hosts.mine is None or trainer.global_rank in (0, *self._members) or hosts.can_bring:
+            return attempt is None and hosts.mine is not None
+        hosts.leave()
+        return False
 
     def write_with(self, schedule: Schedule) -> None:
         """On a rank beside rank 0: write shares from now on, each part at its time."""
         copier = Copier(buffer_bytes=self._settings.device_buffer_bytes)
-        host, reconnect = self._hold
-        self.writer = ShareWriter(host, reconnect, self._members.index(self._trainer.global_rank), copier, schedule)
+        rank, hosts = self._trainer.global_rank, self._hosts
+        number = Number.of_hosts([self._members], rank) if rank in self._members else None
+        across = Number.of_hosts(hosts.ranks, rank) if hosts.can_bring else None
+        assert hosts.mine is not None
+        self.writer = ShareWriter(hosts.mine, hosts.connect, number, copier, schedule, across)
 
     def close(self) -> None:
         """Write no more shares. A second call does nothing."""
         writer, self.writer = self.writer, None
         if writer is not None:
-            writer.close()
-
-    def _connect(self, location: Location, run: str, number: int) -> EmbeddedHost | None:
-        try:
-            host = attach(location.url, location.name, self._settings.max_stall_s, revive=False)
-        except SpotError as error:
-            logger.debug("no share of snapshots is written here: %s", error)
-            return None
-        if host is not None:
-            host.run, host.attempt = run, number
-        return host
+            writer.close(complete=self._hosts.is_guest)
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 
-    def how(self, attempt: Attempt) -> str:
-        """On rank 0: how the next snapshot is written, or why training ends, for all ranks."""
+    def how(self, attempt: Attempt, *, waits: bool = False, across: bool = True) -> str:
+        """On rank 0: how the next snapshot is written, or why training ends, for all ranks.
+
+        Args:
+            attempt: that writes it.
+            waits: whether what is on its way to a memory node is waited for; else there is none now: ``""``.
+            across: whether other hosts may take part.
+        """
         writer = attempt.writer
-        if not self._members:
+        if not (self._members or self._hosts.can_bring):
             return ALONE
         if self._hold_their_own:
-            self._members = []
+            self._end()
             return ALONE
         if writer.together > self._taken:
             self._taken, self._failures = writer.together, 0
+            if self._how.startswith(ACROSS):
+                self._pause_s = _FIRST_PAUSE_S
         if writer.missed > self._missed:
             self._missed = writer.missed
-            self._failures += 1
-            differ = ALIKE in writer.missed_because
-            if self._failures < _MOST_FAILURES and not differ:
-                return ALONE
-            self._members = []
-            problem = f"ranks cannot write snapshots together: {writer.missed_because}"
-            if self._settings.strict and differ:
-                return problem
-            rank_zero_warn(f"lightning_spot: {problem}. From now on rank 0 writes them alone")
+            return self._after_miss(writer.missed_because)
+        how = self._usual(attempt, waits=waits, across=across)
+        self._how = how or self._how  # that of the last one, which may still be missed
+        return how
+
+    def _usual(self, attempt: Attempt, *, waits: bool, across: bool) -> str:
+        """How a snapshot is written if nothing speaks against it."""
+        known = len(self.rooms.known) >= self._trainer.world_size - 1
+        if across and self._hosts.can_bring and time.monotonic() >= self._across_from_s:
+            state = attempt.writer.across
+            if state.is_under_way and not waits:
+                attempt.writer.say_once(
+                    "under way",
+                    "a snapshot that is due while the one before is on its way to the memory node is skipped",
+                )
+                return ""
+            if state.carrier and known:
+                return ACROSS + state.carrier
+        return TOGETHER if self._members and (known or not self._writes_own_states) else ALONE
+
+    def _after_miss(self, because: str) -> str:
+        self._failures += 1
+        differ = ALIKE in because
+        if self._failures < _MOST_FAILURES and not differ:
             return ALONE
-        if self._writes_own_states and len(self.rooms.known) < self._trainer.world_size - 1:
+        if self._how.startswith(ACROSS) and not differ:
+            self._failures, self._across_from_s = 0, time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
+            rank_zero_warn(
+                f"lightning_spot: the hosts cannot bring snapshots together: {because}. For now the host of rank 0"
+                " brings them by itself; it is tried again later",
+                stacklevel=2,
+            )
             return ALONE
-        return TOGETHER
+        self._end()
+        problem = f"ranks cannot write snapshots together: {because}"
+        if self._settings.strict and differ:
+            return problem
+        rank_zero_warn(f"lightning_spot: {problem}. From now on rank 0 writes them alone")
+        return ALONE
+
+    def _end(self) -> None:
+        self._members, self._hosts = [], Hosts(mine=self._hosts.mine, is_guest=self._hosts.is_guest)
 
     def how_last(self, attempt: Attempt | None) -> str:
         """How an urgent snapshot is written, or that of the end; every rank calls this at the same place.
@@ -152,12 +179,12 @@ class Together(OfTrainer):
         Args:
             attempt: on rank 0.
         """
-        together = attempt is not None and not attempt.fenced and self.how(attempt) == TOGETHER
+        together = attempt is not None and not attempt.fenced and self.how(attempt, across=False) == TOGETHER
         return GATHERED if self._trainer.strategy.broadcast(together) else ALONE
 
     def checkpoint(self, dump: Dump, how: str) -> dict[str, Any]:
         """The checkpoint of a snapshot, on rank 0; every rank calls this at the same place."""
-        if how == TOGETHER and self._writes_own_states:
+        if self._by_themselves(how):
             return dump.shared(self._trainer, self.rooms) if self._trainer.is_global_zero else dump.checkpoint
         return dump.gathered(self._trainer, self.rooms)
 
@@ -165,13 +192,19 @@ class Together(OfTrainer):
         """On rank 0: who fills the snapshot; ``None`` if it does so alone."""
         if how == ALONE:
             return None
-        return Ranks(len(self._members), self.rooms.known if how == TOGETHER and self._writes_own_states else {})
+        if how.startswith(ACROSS):
+            numbers = {rank: Number.of_hosts(self._hosts.ranks, rank).share for rank in self.rooms.known}
+            rooms = {numbers[rank]: room for rank, room in self.rooms.known.items()}
+            hosts = tuple(map(len, self._hosts.ranks))
+            return Ranks(sum(hosts), rooms, hosts, how.removeprefix(ACROSS))
+        return Ranks(len(self._members), self.rooms.known if self._by_themselves(how) else {})
 
     def share(self, dump: Dump, how: str, owned: Owners, name: str, wait_s: float) -> None:
         """On another rank: begin its share of a snapshot that is written together."""
         if self.writer is not None:
-            writes_state = how == TOGETHER and self._writes_own_states
-            self.writer.begin(name, owned, packed(dump.state) if writes_state else b"", wait_s)
+            state = packed(dump.state) if self._by_themselves(how) else b""
+            at = how.removeprefix(ACROSS) if how.startswith(ACROSS) else ""
+            self.writer.begin(name, owned, state, wait_s, at)
 
     def copied(self) -> None:
         """Wait for what is not copied yet: weights may change now."""
@@ -188,6 +221,10 @@ class Together(OfTrainer):
         names = ("consolidate_state_dict", "averager")
         return any(hasattr(optimizer, name) for optimizer in trainer.optimizers for name in names)
 
+    def _by_themselves(self, how: str) -> bool:
+        """Whether each rank writes what only it knows."""
+        return how.startswith(ACROSS) or (how == TOGETHER and self._writes_own_states)
+
     @property
     def _writes_own_states(self) -> bool:
         return len(self._members) == self._trainer.world_size
@@ -199,6 +236,6 @@ def checked(said: str) -> str:
     Raises:
         ShareMissing: on all ranks, if it ends the training.
     """
-    if said not in ("", ALONE, TOGETHER, GATHERED):
+    if said not in ("", ALONE, TOGETHER, GATHERED) and not said.startswith(ACROSS):
         raise ShareMissing(said)
     return said

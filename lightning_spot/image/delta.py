@@ -29,6 +29,7 @@ import numpy.typing as npt
 from lightning_spot.errors import CorruptSnapshot
 from lightning_spot.image.packing import zstd
 from lightning_spot.image.picked import put
+from lightning_spot.image.portion import Image
 
 Range = tuple[int, int]
 Buffer = memoryview | bytes | bytearray
@@ -58,7 +59,7 @@ class Coding(enum.IntEnum):
     PICKED = 2
 
 
-def part_of(image: memoryview, start: int, stop: int) -> memoryview:
+def part_of(image: Image, start: int, stop: int) -> memoryview:
     """The part of an earlier file at the place of a part of a new one; beyond its end it is zeros."""
     end = min(stop, len(image))
     return image[start:stop] if end == stop else memoryview(bytes(image[start:end]) + bytes(stop - end))

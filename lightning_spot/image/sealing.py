@@ -19,7 +19,9 @@ from lightning_spot.image.parts import checksum, part_ranges
 from lightning_spot.image.shards import records_of
 from lightning_spot.image.written import CHECK_EVERY, Before, Written
 
-_CRC_BYTES = 4
+CRC_BYTES = 4
+"""Length of a CRC field in a zip."""
+
 _CHUNK_BYTES = 256 * 1024  # stays in the processor's cache between its CRC and its checksum
 _MOST_THREADS = 4
 
@@ -168,7 +170,7 @@ class _Plan:
         self._left = [record.nbytes for record in records]  # bytes without a CRC yet
         for number, record in enumerate(records):
             end = record.offset + record.nbytes
-            if max(end, *(place + _CRC_BYTES for place in record.crc_at)) > (parts[-1][1] if parts else 0):
+            if max(end, *(place + CRC_BYTES for place in record.crc_at)) > (parts[-1][1] if parts else 0):
                 raise LayoutUnsupported(f"record {record.name!r} reaches beyond the end of the checkpoint file")
             if record.nbytes and not (written is not None and self._is_kept(record, written)):
                 # A field of an empty record holds zero already.
@@ -232,22 +234,20 @@ class _Plan:
     def _is_kept(self, record: ZipEntry, written: Written) -> bool:
         """Whether a record was not written to, nor the CRC behind it; then that is written where else it belongs."""
         *others, behind = record.crc_at
-        if written.touches(record.offset, record.offset + record.nbytes) or written.touches(
-            behind, behind + _CRC_BYTES
-        ):
+        if written.touches(record.offset, record.offset + record.nbytes) or written.touches(behind, behind + CRC_BYTES):
             return False
-        crc = bytes(self._image[behind : behind + _CRC_BYTES])
+        crc = bytes(self._image[behind : behind + CRC_BYTES])
         for place in others:
-            if self._image[place : place + _CRC_BYTES] != crc:
-                if not written.touches(place, place + _CRC_BYTES):
+            if self._image[place : place + CRC_BYTES] != crc:
+                if not written.touches(place, place + CRC_BYTES):
                     return False
-                self._image[place : place + _CRC_BYTES] = crc
+                self._image[place : place + CRC_BYTES] = crc
         return True
 
     def _fields_of(self, record: ZipEntry) -> Iterator[tuple[int, _Part]]:
         """Each CRC field of a record, with each part in which some of it lies."""
         for place in record.crc_at:
-            for part in self._parts[place // self._part_bytes : -(-(place + _CRC_BYTES) // self._part_bytes)]:
+            for part in self._parts[place // self._part_bytes : -(-(place + CRC_BYTES) // self._part_bytes)]:
                 yield place, part
 
 
@@ -273,6 +273,17 @@ class NotedParts:
     def sealed(self) -> Manifest:
         """The manifest, once all parts have passed; see :func:`seal_parts`."""
         return seal_parts(self._manifest, self._checksums, self._sizes)
+
+
+def crc_fields(image: memoryview, manifest: Manifest) -> tuple[tuple[int, bytes], ...]:
+    """Place and content of every CRC field of a filled file, in their order.
+
+    Raises:
+        LayoutUnsupported: see :meth:`Sealing.run`.
+        CorruptSnapshot: likewise.
+    """
+    places = sorted(place for record in records_of(image, manifest) for place in record.crc_at)
+    return tuple((place, bytes(image[place : place + CRC_BYTES])) for place in places)
 
 
 def seal_parts(manifest: Manifest, checksums: Sequence[str], sizes: Sequence[int]) -> Manifest:

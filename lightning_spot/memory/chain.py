@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from lightning_spot.errors import NodeUnreachable, SpotError
 from lightning_spot.memory.next_node import NextNode
+from lightning_spot.memory.portions import fall_back
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Tiers
@@ -221,6 +222,7 @@ class Chain:
             said, node.why, node.why_not = bool(node.why) and not was_used, str(error), ""
             if was_used:
                 replica.node, replica.doubted = None, False
+                fall_back(self._ring, self.info.key)
             if before is node or not any(other.node is not None for other in self._replicas):
                 self._carrier, self.why_not = None, f"{node.url}: {error}"
             self._apply()

@@ -22,7 +22,7 @@ from lightning_spot.memory.bases import glance
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo, key_of
-from lightning_spot.memory.tier import NodeTier
+from lightning_spot.memory.tier import NodeTier, Sent
 from lightning_spot.memory.work import Job, Kind, Work
 from lightning_spot.tiers.store import SETTLED_S, Store, retain
 
@@ -88,6 +88,11 @@ class Flusher:
                 if url not in self._threads:
                     self.health.pop(url, None)
                     self._stores.pop(url, None)
+
+    def took(self, url: str, put: Manifest, seconds: float, sent: Sent | None) -> None:
+        """Note that something was brought to a tier in another way: how fast it is."""
+        with self._ring.changed:
+            self.health.setdefault(url, TierHealth(kind="node")).took(put, seconds, sent)
 
     def keep(self, run: str, name: str) -> None:
         """Delete nothing of that name any more: it is committed anew, and will be written over."""

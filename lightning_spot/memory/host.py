@@ -82,7 +82,7 @@ class Host(Protocol):
             shared: if other ranks of this host, each with a connection of its own, will fill it too.
         """
 
-    def join(self, name: str, *, share: int, digest: str = "", wait_s: float) -> Lease:
+    def join(self, name: str, *, share: int, digest: str = "", wait_s: float, at: str = "", host: int = 0) -> Lease:
         """Take a share of a snapshot whose slot another rank leases; it may be asked for before.
 
         Args:
@@ -90,6 +90,9 @@ class Host(Protocol):
             share: from 1; 0 is the rank's that leases the slot.
             digest: must be the one that rank has given; ``""`` if the caller compares it.
             wait_s: how long to wait until the slot is leased.
+            at: if another host leads it: URL of the run at the memory node to which the hosts bring it. The slot then
+                holds the portion of this host.
+            host: number of this host among these, from 1.
 
         Raises:
             ShareMissing: if there will be no such snapshot: given up, declined, overtaken by a later one, begun with
@@ -103,8 +106,14 @@ class Host(Protocol):
         Nothing may be written into it any more.
         """
 
-    def decline(self, name: str, why: str) -> None:
-        """Say that there will be no snapshot of that name, so that no rank waits for its share."""
+    def decline(self, name: str, why: str, at: str = "") -> None:
+        """Say that there will be no snapshot of that name, so that no rank waits for its share.
+
+        Args:
+            name: of the snapshot.
+            why: for people.
+            at: URL of the run at the memory node to which other hosts would have brought their portions.
+        """
 
     def seal(
         self,
@@ -138,6 +147,9 @@ class Host(Protocol):
 
     def tiers(self) -> dict[str, TierHealth]:
         """How each tier below is doing, by its URL."""
+
+    def carrier(self) -> str:
+        """URL of the run at the memory node that carries it on to its durable tier; ``""`` while none does."""
 
     def refused(self) -> list[Manifest]:
         """Files of the run that a tier has refused for good, since a newer one is at their place."""
@@ -191,14 +203,14 @@ class InProcessHost:
 
     def lease(self, nbytes: int, wait_s: float, *, limit_s: float | None = None, shared: Shared | None = None) -> Lease:
         """See :meth:`Host.lease`. No other process gets at this ring."""
-        if shared is not None and shared.shares > 1:
+        if shared is not None and (shared.shares > 1 or shared.at):
             raise SettingsError("a ring inside the trainer (memory=None) cannot be filled by several ranks")
         upload = self._node.lease(self.run, self.attempt, nbytes, wait_s=wait_s, session=IN_PROCESS)
         memory = upload.slot.memory
         assert memory is not None
         return Lease(upload.id, memory.map, nbytes, "process", upload.slot.index, upload.held, 0, shared)
 
-    def join(self, name: str, *, share: int, digest: str = "", wait_s: float) -> Lease:
+    def join(self, name: str, *, share: int, digest: str = "", wait_s: float, at: str = "", host: int = 0) -> Lease:
         """See :meth:`Host.join`."""
         raise ShareMissing(f"there is no share of {name} to write: its slot is in another process' memory")
 
@@ -206,8 +218,12 @@ class InProcessHost:
         """See :meth:`Host.placed`."""
         raise ShareMissing("a ring inside the trainer (memory=None) has no shares")
 
-    def decline(self, name: str, why: str) -> None:
+    def decline(self, name: str, why: str, at: str = "") -> None:
         """See :meth:`Host.decline`; nobody waits."""
+
+    def carrier(self) -> str:
+        """See :meth:`Host.carrier`; it is not asked for, since other ranks cannot fill this ring."""
+        return ""
 
     def seal(
         self,

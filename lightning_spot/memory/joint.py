@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from lightning_spot.errors import SettingsError
 from lightning_spot.image.manifest import snapshot_order
+from lightning_spot.image.parts import checksum
 
 MOST_SHARES = 1024
 
@@ -19,16 +20,43 @@ class Shared:
         shares: how many ranks fill it.
         digest: what all of them must agree on, such as a checksum of the layout; ``""`` if they see to it themselves.
         layout: what the other ranks have to know of it, a text of any form; kept until another one is given.
+        at: URL of the run at the memory node to which several hosts send it, each its portion, which the layout names
+            (see :class:`~lightning_spot.image.portion.Portions`); ``""`` if the ranks of one host have all of it.
+        by_hosts: at that node: whether the shares are hosts', and come over the network.
     """
 
     name: str
     shares: int
     digest: str = ""
     layout: str = ""
+    at: str = ""
+    by_hosts: bool = False
 
     def __post_init__(self) -> None:
         if snapshot_order(self.name) is None or not 1 <= self.shares <= MOST_SHARES:
             raise SettingsError(f"{self.name!r} in {self.shares} shares is no snapshot that ranks can fill together")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownLayout:
+    """The layout that was sent or received last; it is not sent again.
+
+    Attributes:
+        id: its checksum, ``""`` for none.
+        text: what it is.
+    """
+
+    id: str = ""
+    text: str = ""
+
+    @classmethod
+    def of(cls, text: str) -> KnownLayout:
+        """The layout of a text."""
+        return cls(checksum(text.encode()), text) if text else cls()
+
+    def to_send(self, text: str) -> dict[str, str]:
+        """What a request says of a layout."""
+        return {"layout_id": self.id} if text and text == self.text else {"layout": text}
 
 
 @dataclass(slots=True)

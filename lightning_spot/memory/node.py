@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spot.config import KEEP, check_run_name
-from lightning_spot.errors import SettingsError, SnapshotNotFound, TierError
+from lightning_spot.errors import NodeUnreachable, SettingsError, SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_order
+from lightning_spot.memory.commits import Commits
 from lightning_spot.memory.flusher import Flusher
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.paths import file_name
@@ -25,7 +26,7 @@ from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.route import Routes
 from lightning_spot.memory.runs import Opened, Run, RunInfo
 from lightning_spot.memory.slots import Slot
-from lightning_spot.memory.tier import NodeTier
+from lightning_spot.memory.tier import NodeTier, Sent
 from lightning_spot.memory.uploads import Uploads
 from lightning_spot.tiers.store import Store, check_fence
 
@@ -70,10 +71,11 @@ class Node:
         self.id = uuid.uuid4().hex
         self.draining = False
         self._not_needed = False  # a trainer has come and gone whose attempt could not begin
-        self.uploads = Uploads(self.ring, self.registry, self._committed)
+        self.uploads = Uploads(self.ring, self.registry, open_store, self._brought)
         # Uploads are part of what a node does; see the methods of Uploads.
         self.lease, self.find_upload = self.uploads.lease, self.uploads.find
-        self.seal, self.commit, self.abort = self.uploads.seal, self.uploads.commit, self.uploads.abort
+        commits = Commits(self.uploads, self.ring, self.registry, self._committed)
+        self.seal, self.commit, self.abort = commits.seal, commits.commit, self.uploads.abort
         self.streaming = self.uploads.streaming
         self._lock = self.registry.lock
         self._noted: set[str] = set()  # runs of which deletions are noted in the area
@@ -331,6 +333,13 @@ class Node:
         self.flusher.keep(key, manifest.name)  # a file of that name may have been removed just before
         info = self.registry.info(key)
         self.ring.trim(key, info.keep if info is not None else KEEP)
+
+    def _brought(self, url: str, portion: Manifest, seconds: float, sent: Sent | None, error: Exception | None) -> None:
+        """Several hosts have put a snapshot together at a memory node, or have not; this one has led."""
+        if error is None:
+            self.flusher.took(url, portion, seconds, sent)
+        if error is None or isinstance(error, NodeUnreachable):
+            self._heard(url, error)
 
     def _forget(self, key: str) -> None:
         """A run of which nothing is held has not been opened for long: keep nothing of it."""

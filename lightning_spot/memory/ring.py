@@ -115,7 +115,7 @@ class Ring:
             slot = found.slot or self._new_slot()
             if slot.state is SlotState.COMMITTED:
                 self._forget(slot)
-            slot.state, slot.run = SlotState.FILLING, run
+            slot.state, slot.run, slot.portion = SlotState.FILLING, run, None
             slot.reserved_bytes = capacity if slot.memory is None else 0
             if found.forget:
                 self.notify()
@@ -164,7 +164,7 @@ class Ring:
                 self.area.record(slot)
             for other in older:  # only now: killed between the two, both are left, never none
                 self._forget(other)
-            self._refresh(slot.run)
+            self.refresh(slot.run)
             self.notify()
 
     def abort(self, slot: Slot) -> None:
@@ -183,7 +183,7 @@ class Ring:
                 self._tiers.pop(run, None)
                 if tiers is not None:
                     self._tiers[run] = tiers
-                self._refresh(run)
+                self.refresh(run)
                 self.notify()
 
     def tiers(self, run: str) -> Tiers:
@@ -258,7 +258,7 @@ class Ring:
                 below = slot.places if slot.places is not None else (*tiers.own, *tiers.carried)
                 manifest, urls = slot.manifest, list(dict.fromkeys([*below, *slot.safe]))
                 self._forget(slot)
-                self._refresh(run)
+                self.refresh(run)
                 self.notify()
                 return manifest, urls
             raise SnapshotNotFound(f"no snapshot {name!r} of run {run!r} in memory")
@@ -352,8 +352,8 @@ class Ring:
         self.slots.append(slot)
         return slot
 
-    def _refresh(self, run: str) -> None:
-        """Work out anew what is owed of a run."""
+    def refresh(self, run: str) -> None:
+        """Work out anew what is owed of a run. Call it under the lock."""
         newest = newest_of_lineages(slot for slot in self.slots if slot.run == run)
         for slot in self.slots:
             if slot.run == run and slot.manifest is not None:
@@ -366,7 +366,7 @@ class Ring:
                 self._written(slot)
 
     def _written(self, slot: Slot) -> None:
-        self._refresh(slot.run)
+        self.refresh(slot.run)
         if self.area is not None:
             self.area.record(slot)
         self.notify()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import SnapshotTooLarge
+from lightning_spot.image.manifest import Order, snapshot_order
 from lightning_spot.memory.slots import Slot, SlotState, reusable
 from lightning_spot.staging.slot import slot_capacity
 
@@ -141,12 +142,20 @@ def _within_quota(slots: list[Slot], idle: list[Slot], run: str, capacity: int, 
 
 def _free_first(slots: list[Slot], free: list[Slot], nbytes: int, limits: Limits) -> list[Slot | None]:
     """Free slots that fit, a new one, then those that must be made anew; a small file leaves large slots alone."""
-    fitting = sorted((slot for slot in free if slot.capacity >= nbytes), key=lambda slot: slot.capacity)
+    fitting = sorted((slot for slot in free if slot.capacity >= nbytes), key=lambda slot: (slot.capacity, _kept(slot)))
     wasted = [slot for slot in fitting if slot.capacity > _MUCH_LARGER * nbytes + _SMALL_BYTES]
     new: list[Slot | None] = [None] if limits.slots is None or len(slots) < limits.slots else []
     without = [slot for slot in free if not slot.capacity]
     unfit = [slot for slot in free if 0 < slot.capacity < nbytes]
-    return [*(slot for slot in fitting if slot not in wasted), *without, *new, *unfit, *wasted]
+    base = max((slot for slot in fitting if slot.portion is not None), key=_kept, default=None)
+    last = [slot for slot in fitting if slot is base]  # of the next snapshot, only what changed since it is sent
+    rest = [slot for slot in fitting if slot not in wasted and slot is not base]
+    return [*rest, *without, *new, *last, *unfit, *(slot for slot in wasted if slot is not base)]
+
+
+def _kept(slot: Slot) -> Order:
+    """Sort key: the portion of the newest snapshot is missed most, if its slot is taken."""
+    return (snapshot_order(slot.portion.name) if slot.portion is not None else None) or (0, 0, 0)
 
 
 def _try(

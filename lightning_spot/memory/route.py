@@ -121,6 +121,7 @@ class Routes:
             "destinations": [*tiers.own, *tiers.carried],
             "carried": list(tiers.carried),
             "node": chain.active if chain is not None else "",
+            "carrier": chain.active if chain is not None and chain.carries else "",
             "nodes": chain.status() if chain is not None else {},
             "why_not": chain.why_not if chain is not None else self._refusals.get(key, ""),
         }

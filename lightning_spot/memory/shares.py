@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from lightning_spot.errors import NodeUnreachable, SettingsError, ShareMissing, SnapshotNotFound
 from lightning_spot.image.manifest import Order, snapshot_order
@@ -24,6 +25,9 @@ SHARES_WAIT_S = 600.0
 RECONNECT_S = 5.0
 """A rank whose connection has closed, and that has not asked for its share, is given so long to connect again."""
 
+HOST_SILENT_S = 60.0
+"""Where hosts fill it, it is given up if none of them has sent anything for so long, once the first one is done."""
+
 _LOOK_S = 1.0
 
 
@@ -38,10 +42,11 @@ class Shares:
     Attributes:
         wait_s: see :data:`SHARES_WAIT_S`.
         reconnect_s: see :data:`RECONNECT_S`.
+        silent_s: see :data:`HOST_SILENT_S`.
     """
 
     def __init__(self, registry: Registry, notify: Callable[[], None], free: Callable[[Upload], None]) -> None:
-        self.wait_s, self.reconnect_s = SHARES_WAIT_S, RECONNECT_S
+        self.wait_s, self.reconnect_s, self.silent_s = SHARES_WAIT_S, RECONNECT_S, HOST_SILENT_S
         self._registry = registry
         self._notify, self._free = notify, free
         self._changed = threading.Condition(registry.lock)
@@ -69,7 +74,7 @@ class Shares:
                 known_id, layout = self._layouts.get(key, ("", ""))
                 if known_id != layout_id:
                     raise SettingsError(f"the layout of {shared.name} is not known here; give it once more")
-                shared = Shared(name=shared.name, shares=shared.shares, digest=shared.digest, layout=layout)
+                shared = replace(shared, layout=layout)
             layout_id = checksum(shared.layout.encode()) if shared.layout else ""
             self._layouts[key] = (layout_id, shared.layout)
             return Joint(shared, layout_id)
@@ -101,7 +106,7 @@ class Shares:
         if joint is None:
             return
         begun_s = time.monotonic()
-        deadline_s = begun_s + self.wait_s
+        deadline_s = begun_s + self.wait_s if not upload.is_gathered else float("inf")  # as long as something comes
         with self._changed:
             while joint.missing:
                 if upload.ended:
@@ -109,12 +114,25 @@ class Shares:
                 if time.monotonic() - begun_s >= self.reconnect_s:
                     self._look(upload.run, joint)
                 left_s = deadline_s - time.monotonic()
+                late = ", ".join(map(str, joint.missing))
+                if not joint.failed and self.is_silent(upload):
+                    joint.failed = f"host {late} has brought no portion, and nothing came for {self.silent_s:.0f} s"
                 if not joint.failed and left_s <= 0:
-                    late = ", ".join(map(str, joint.missing))
                     joint.failed = f"the bytes of rank {late} did not come within {self.wait_s:.0f} s"
                 if joint.failed:
                     raise ShareMissing(joint.failed)
                 self._changed.wait(min(left_s, _LOOK_S))
+
+    def is_silent(self, upload: Upload) -> bool:
+        """Whether hosts fill it, and nothing was heard of them for long."""
+        return upload.is_gathered and time.monotonic() - upload.touched_s >= self.silent_s
+
+    def fail(self, upload: Upload, why: str) -> None:
+        """An upload cannot become a snapshot any more: nobody waits for its shares."""
+        with self._changed:
+            if upload.joint is not None:
+                upload.joint.failed = upload.joint.failed or why
+            self._wake()
 
     def ended(self, upload: Upload) -> None:
         """An upload was committed or given up. Call it under the registry's lock."""
@@ -125,7 +143,9 @@ class Shares:
 
     # -- the other ranks ------------------------------------------------------------------------------------------
 
-    def join(self, run: str, attempt: int, name: str, share: int, session: str, digest: str = "") -> Upload | None:
+    def join(
+        self, run: str, attempt: int, name: str, share: int, session: str | None, digest: str = ""
+    ) -> Upload | None:
         """Take a share of a snapshot; ``None`` if its upload is not there yet.
 
         Args:
@@ -133,7 +153,7 @@ class Shares:
             attempt: that writes.
             name: of the snapshot.
             share: from 1.
-            session: live connection of the rank. When it closes, the rank counts as ended.
+            session: live connection of the rank. When it closes, the rank counts as ended. ``None`` for another host.
             digest: must be that of the first rank; ``""`` for whatever it is.
 
         Raises:
@@ -144,10 +164,9 @@ class Shares:
         key = self._admit(run, attempt)
         order = _order_of(name)
         with self._changed:
-            self._sessions[key, share] = session  # also one that has closed: nobody waits long for a rank without one
-            if session not in self._registry.sessions:
-                raise NodeUnreachable(f"the connection of who asks for a share of {name} has closed")
             self._check_awaited(key, name, order)
+            if session is not None:
+                self._check_connected(key, name, share, session)
             for upload in self._open.values():
                 joint = upload.joint
                 if joint is None or upload.run != key or upload.ended:
@@ -231,24 +250,32 @@ class Shares:
         over, why = self._over.get(key, ((0, 0, False), ""))
         if order <= over:
             raise ShareMissing(f"there is no share of {name} to write: {why}")
+
+    def _check_connected(self, key: str, name: str, share: int, session: str) -> None:
+        """Raise if a rank of this host, or the one that it waits for, has ended."""
+        self._sessions[key, share] = session  # also one that has closed: nobody waits long for a rank without one
+        if session not in self._registry.sessions:
+            raise NodeUnreachable(f"the connection of who asks for a share of {name} has closed")
         info = self._registry.info(key)
         if info is None or info.session not in self._registry.sessions:
             raise ShareMissing(f"there is no share of {name} to write: the rank that leases its slot has ended")
 
-    def _take(self, upload: Upload, joint: Joint, share: int, session: str, digest: str) -> Upload:
+    def _take(self, upload: Upload, joint: Joint, share: int, session: str | None, digest: str) -> Upload:
         name = joint.shared.name
+        if joint.shared.by_hosts != (session is None):
+            raise SettingsError(f"{name} is filled by {'hosts' if joint.shared.by_hosts else 'ranks of one host'}")
         if joint.failed:
             raise ShareMissing(f"{name} is not committed: {joint.failed}")
         if not 1 <= share < joint.shared.shares:
             raise SettingsError(f"{name} has {joint.shared.shares} shares; {share} is none of the other ranks'")
-        if joint.joined.get(share, session) != session:
+        if joint.joined.get(share, session or "") != (session or ""):
             raise SettingsError(f"share {share} of {name} is another rank's")
         if digest and digest != joint.shared.digest:
             joint.failed = f"rank {share} has another layout than rank 0"
             self._wake()
             raise ShareMissing(f"{name} is not committed: {joint.failed}")
         if share not in joint.joined:
-            joint.joined[share] = session
+            joint.joined[share] = session or ""
             joint.writing.add(share)
         return upload
 
@@ -275,7 +302,7 @@ class Shares:
         self._free(upload)
 
     def _close(self, upload: Upload, joint: Joint) -> None:
-        if upload.ended and not joint.writing:
+        if upload.ended and (upload.is_gathered or not joint.writing):
             self._open.pop(upload.id, None)
 
     def _wake(self) -> None:

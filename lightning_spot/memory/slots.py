@@ -10,6 +10,7 @@ from typing import Any
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.written import Ranges
 from lightning_spot.staging.slot import SlotMemory
 
 
@@ -32,6 +33,21 @@ class Tiers:
 
     own: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPortion:
+    """What of a snapshot lies in a free slot.
+
+    Attributes:
+        run: key of its run.
+        name: of the snapshot.
+        ranges: of its image.
+    """
+
+    run: str
+    name: str
+    ranges: Ranges
 
 
 @dataclass(eq=False, slots=True)
@@ -60,6 +76,9 @@ class Slot:
         checked_s: when its bytes were read last, and had the checksums of its manifest (monotonic).
         floats: where in it numbers lie that may be approximated on their way to a node behind.
         inexact_at: URLs at which an approximation of the snapshot is.
+        surpassed: whether a memory node has a newer snapshot of the lineage, of which this host has a portion only.
+        portion: the ranges of a snapshot at a memory node that the memory holds; all else in it is something else.
+        sent_crcs: place and content of the CRC fields as they came, if several hosts sent the snapshot.
     """
 
     index: int
@@ -83,6 +102,9 @@ class Slot:
     checked_s: float = float("-inf")
     floats: tuple[Floats, ...] = ()
     inexact_at: list[str] = field(default_factory=list)
+    surpassed: bool = False
+    portion: HeldPortion | None = None
+    sent_crcs: tuple[tuple[int, bytes], ...] = ()
 
     @property
     def capacity(self) -> int:
@@ -116,15 +138,18 @@ class Slot:
         """Hold nothing any more; the memory stays."""
         self.state, self.run, self.manifest, self.places = SlotState.FREE, "", None, None
         self.dirty, self.safe, self.refused, self.settled = [], [], [], False
-        self.floats, self.inexact_at = (), []
+        self.floats, self.inexact_at, self.surpassed, self.sent_crcs = (), [], False, ()
 
 
 def newest_of_lineages(slots: Iterable[Slot]) -> set[Slot]:
-    """The slots that hold the newest exact snapshot of each lineage of each run, or a newer one that is not exact."""
+    """The slots that hold the newest exact snapshot of each lineage of each run, or a newer one that is not exact.
+
+    Where a memory node has a newer one, this host has none of these.
+    """
     newest: dict[tuple[str, str], Slot] = {}
     newest_exact: dict[tuple[str, str], Slot] = {}
     for slot in slots:
-        if (manifest := slot.snapshot) is not None:
+        if (manifest := slot.snapshot) is not None and not slot.surpassed:
             key = (slot.run, manifest.lineage)
             for found in (newest, newest_exact) if manifest.exact else (newest,):
                 other = found.get(key)

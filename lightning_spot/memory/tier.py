@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.bases import FindEarlier, nothing_earlier
+from lightning_spot.image.packing import Compression
+from lightning_spot.image.portion import Image
+from lightning_spot.image.written import Ranges
+from lightning_spot.memory.bases import FindEarlier, Glance, nothing_earlier
+from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.runs import Opened, RunInfo
+from lightning_spot.protocol.wire import BaseInfo
 
 
 @dataclass(slots=True)
@@ -94,3 +99,83 @@ class NodeTier(Protocol):
 
     def flush(self, wait_s: float) -> list[str]:
         """Have everything of the run brought further down; what was not reached in time, one line each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """An upload at a memory node to which several hosts send.
+
+    Attributes:
+        upload: its id.
+        nbytes: size of the image.
+        base: the snapshot that the node has, and from which it can make ranges of this one.
+        shared: what the first host has said of it.
+    """
+
+    upload: str
+    nbytes: int
+    base: BaseInfo | None
+    shared: Shared
+
+
+class JointTier(Protocol):
+    """A memory node at which several hosts put one snapshot together. Methods may be called from any thread."""
+
+    def begin(self, shared: Shared, nbytes: int, *, attempt: int, hosts: int) -> Gathering:
+        """Begin a snapshot that so many hosts will send; called by the first of them.
+
+        Raises:
+            TierError: if the node does not answer, has no slot, or cannot do it.
+        """
+
+    def join(self, name: str, *, attempt: int, host: int, wait_s: float) -> Gathering:
+        """Take part in one, as host number ``host`` from 1 on, once it has begun.
+
+        Raises:
+            ShareMissing: if there will be none, or not within ``wait_s`` seconds.
+        """
+
+    def bring(
+        self,
+        gathering: Gathering,
+        image: Image,
+        ranges: Ranges,
+        earlier: Glance | None,
+        goes_on: Callable[[], None],
+        compression: Compression = "auto",
+    ) -> Sent:
+        """Send ranges of the image; how these, and all that was brought before, went.
+
+        Args:
+            gathering: where to.
+            image: of which these ranges are here.
+            ranges: what to send.
+            earlier: the base, as far as it is here.
+            goes_on: called now and then; what it raises ends this.
+            compression: how what changed is sent, see :class:`RunInfo`.
+        """
+
+    def placed(self, gathering: Gathering, host: int, torn: str = "") -> None:
+        """Say that all a host brings is there, or, with ``torn``, why it never will be."""
+
+    def seal(self, gathering: Gathering, manifest: Manifest, goes_on: Callable[[], None]) -> Manifest:
+        """Commit it there once all hosts have said so; called by the first host. The sealed manifest.
+
+        Raises:
+            ShareMissing: if what another host brings will not come.
+        """
+
+    def give_up(self, gathering: Gathering) -> None:
+        """There will be no such snapshot. Nothing happens if the node does not answer: it notices by itself."""
+
+    def decline(self, name: str, *, attempt: int, why: str) -> None:
+        """Say that none of that name will begin."""
+
+
+@runtime_checkable
+class HasJoint(Protocol):
+    """A tier at which several hosts can put a snapshot together."""
+
+    @property
+    def joint(self) -> JointTier:
+        """Where they do."""

@@ -56,9 +56,15 @@ class Upload:
     given_up: bool = False
 
     @property
+    def is_gathered(self) -> bool:
+        """Whether several hosts send it."""
+        return self.joint is not None and self.joint.shared.by_hosts
+
+    @property
     def in_use(self) -> bool:
-        """Whether something still writes into the slot."""
-        return self.sealing or bool(self.streams) or (self.joint is not None and bool(self.joint.writing))
+        """Whether something still writes into the slot; other hosts do so by streams only."""
+        writing = self.joint is not None and bool(self.joint.writing) and not self.is_gathered
+        return self.sealing or bool(self.streams) or writing
 
     def before(self, manifest: Manifest, written: Ranges | None) -> Before | None:
         """What is known of the slot, which is about to be sealed; ``None`` if nothing is.

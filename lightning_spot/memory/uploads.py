@@ -12,28 +12,24 @@ from dataclasses import replace
 
 from lightning_spot.config import KEEP
 from lightning_spot.errors import (
-    CorruptSnapshot,
     SettingsError,
-    ShareMissing,
     SnapshotNotFound,
     SpotError,
     TierError,
 )
 from lightning_spot.image.coming import Coming
-from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.sealing import Sealing, sealing_threads
-from lightning_spot.image.written import Ranges
+from lightning_spot.memory.abroad import Abroad, Heard
 from lightning_spot.memory.ahead import SlotsAhead
 from lightning_spot.memory.bases import Base
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import key_of
-from lightning_spot.memory.shares import Shares
+from lightning_spot.memory.shares import SHARES_WAIT_S, Shares
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.upload import Upload
-from lightning_spot.tiers.store import check_fence
+from lightning_spot.tiers.store import Store, check_fence
 
 logger = logging.getLogger(__name__)
 
@@ -47,22 +43,30 @@ class Uploads:
     Args:
         ring: gives the slots.
         registry: tells who may write.
-        committed: called with each snapshot that was committed.
+        open_store: makes the stores of memory nodes to which several hosts bring a snapshot together.
+        heard: see :data:`~lightning_spot.memory.abroad.Heard`.
 
     Attributes:
         closing: whether the node is shutting down, and takes no new snapshots.
         shares: of uploads that several ranks fill.
+        abroad: of uploads that several hosts bring to a memory node.
     """
 
-    def __init__(self, ring: Ring, registry: Registry, committed: Callable[[str, Manifest], None]) -> None:
+    def __init__(
+        self,
+        ring: Ring,
+        registry: Registry,
+        open_store: Callable[[str], Store],
+        heard: Heard,
+    ) -> None:
         self.closing = False
         self._uploads: dict[str, Upload] = {}
         self._ring = ring
         self._registry = registry
-        self._committed = committed
         self._lock = registry.lock
         self._ahead = SlotsAhead(ring)
-        self.shares = Shares(registry, self._notify, self._free_if_given_up)
+        self.shares = Shares(registry, self._notify, self.free_if_given_up)
+        self.abroad = Abroad(self, ring, registry, open_store, heard)
 
     def __len__(self) -> int:
         return len(self._uploads)
@@ -133,7 +137,9 @@ class Uploads:
         if manifest is not None and (manifest.nbytes, manifest.name, key_of(manifest)) != (nbytes, name, key):
             raise SettingsError(f"{manifest.name} is not what is asked for a slot: {name} of {nbytes} bytes of {key!r}")
         joint = self.shares.joint(key, shared, layout_id) if shared is not None else None
-        if manifest is not None:
+        if shared is not None and shared.by_hosts:
+            self._overtake(key)
+        if manifest is not None or (shared is not None and shared.by_hosts):
             self._ahead.wait(key)
         slot = self._ring.lease(key, nbytes, wait_s, cancelled=gone)
         upload = Upload(upload_id or uuid.uuid4().hex, key, attempt, slot, nbytes, name, session, time.monotonic())
@@ -142,10 +148,17 @@ class Uploads:
         if manifest is not None and not manifest.is_file:
             if not self._ring.find(key, name):
                 upload.coming = Coming(replace(manifest, checksums=()), slot.view(nbytes))
-            upload.base = Base.newest(self._ring, key)
-            info = self._registry.info(key)
-            self._ahead.make(key, nbytes, 1 + max(1, info.keep if info is not None else KEEP))
-        return self._begin(upload, gone)
+            self._prepare(upload)
+        elif upload.is_gathered:
+            self._prepare(upload)
+        begun = self._begin(upload, gone)
+        if begun is upload and shared is not None and shared.at:
+            try:
+                self.abroad.begin(upload)
+            except SpotError:
+                self.abort(upload.id)
+                raise
+        return begun
 
     def find(self, upload_id: str) -> Upload:
         """The upload of that id, marked as alive.
@@ -161,6 +174,8 @@ class Uploads:
 
     def arriving(self, upload: Upload, start: int, stop: int) -> None:
         """Bytes are about to be received into the slot."""
+        if upload.is_gathered and upload.sealing:
+            raise SnapshotNotFound(f"{upload.name} is being sealed: nothing more may come")
         if upload.coming is not None:
             upload.coming.arriving(start, stop)
 
@@ -172,98 +187,18 @@ class Uploads:
         upload.coming.arrived(start, digest)
         with self._lock:
             if upload.slot.coming is None and self._uploads.get(upload.id) is upload:
-                self._offer(upload.slot, upload.coming)
-
-    def seal(
-        self,
-        upload_id: str,
-        manifest: Manifest,
-        destinations: list[str] | None = None,
-        floats: tuple[Floats, ...] = (),
-        written: Ranges | None = None,
-    ) -> Manifest:
-        """Commit a slot that was filled on this host: write the zip's CRCs, checksum every part, commit.
-
-        Its parts go on to the next node as they are sealed. Where several ranks fill it, all are waited for first.
-
-        Args:
-            upload_id: the lease.
-            manifest: without checksums.
-            destinations: URLs of the directories that a user's file goes to, instead of the run's tiers.
-            floats: where in it numbers lie that may be approximated on their way to a node behind.
-            written: what was written since the slot was filled as :attr:`Upload.held`, ``None`` for all.
-
-        Returns:
-            the sealed manifest.
-
-        Raises:
-            ShareMissing: if a rank's bytes are not there in the end; the slot is freed.
-        """
-        try:
-            self.shares.wait(self.find(upload_id))
-        except ShareMissing:
-            self.abort(upload_id)
-            raise
-        with self._lock:
-            upload = self.find(upload_id)
-            self._check(upload, manifest)
-            if manifest.nbytes > upload.slot.capacity:
-                raise CorruptSnapshot(f"{manifest.name} has {manifest.nbytes} bytes, its slot {upload.slot.capacity}")
-            upload.sealing, upload.slot.floats = True, floats
-        # The view lives as long as the sealing: who sends its parts on may be at it when this call is done.
-        before = upload.before(manifest, written)
-        sealing = Sealing(replace(manifest, checksums=()), upload.slot.view(manifest.nbytes), before)
-        try:
-            if not manifest.is_file:
-                self._offer(upload.slot, sealing)
-            began_s = time.monotonic()
-            sealed = sealing.run(sealing_threads())
-            upload.slot.checked_s = began_s if before is None else float("-inf")
-            committed = self._commit(upload, sealed, tuple(destinations) if destinations is not None else None)
-            sealing.commit(committed)
-        finally:
-            sealing.give_up()
-            with self._lock:
-                self._offer(upload.slot, None)
-                upload.sealing = False
-                self._free_if_given_up(upload)
-        return committed
-
-    def commit(self, upload_id: str, manifest: Manifest) -> Manifest:
-        """Commit a slot that was received in parts: every part must be there with the checksum of the manifest.
-
-        Raises:
-            CorruptSnapshot: if a part is missing or differs; the slot is freed.
-        """
-        upload = self.find(upload_id)
-        if manifest.nbytes != upload.nbytes:
-            self.abort(upload_id)
-            raise SettingsError(
-                f"{manifest.name} has {manifest.nbytes} bytes, this upload was opened for {upload.nbytes}"
-            )
-        if not manifest.checksums and manifest.nbytes:
-            manifest = replace(
-                manifest, checksums=tuple(upload.received[start][1] for start in sorted(upload.received))
-            )
-        for index, start in enumerate(range(0, manifest.nbytes, manifest.part_bytes)):
-            nbytes = min(manifest.part_bytes, manifest.nbytes - start)
-            if upload.received.get(start) != (nbytes, manifest.checksums[index]):
-                self.abort(upload_id)
-                raise CorruptSnapshot(
-                    f"part {index} of {manifest.name} was lost or damaged on its way; it is sent again", part=index
-                )
-        committed = self._commit(upload, manifest, None)
-        if upload.coming is not None:
-            upload.coming.commit(committed)
-            self._offer(upload.slot, None)
-        return committed
+                self.offer(upload.slot, upload.coming)
 
     def fence(self, run: str, attempt: int) -> None:
         """Send nothing on that earlier attempts are still sending: it will not be committed."""
         with self._lock:
             for upload in self._uploads.values():
-                if upload.run == run and upload.attempt < attempt and upload.coming is not None:
+                if upload.run != run or upload.attempt >= attempt:
+                    continue
+                if upload.coming is not None:
                     upload.coming.give_up()
+                if upload.is_gathered:
+                    self.shares.fail(upload, f"attempt {attempt} has begun")
 
     def abort(self, upload_id: str) -> None:
         """Give an upload up; its slot becomes free. Nothing happens if it is gone."""
@@ -274,12 +209,39 @@ class Uploads:
             upload.ended = upload.given_up = True
             if upload.coming is not None:
                 upload.coming.give_up()
-                self._offer(upload.slot, None)
+                self.offer(upload.slot, None)
             for connection in upload.streams:
                 with contextlib.suppress(OSError):  # it has broken already
                     connection.shutdown(socket.SHUT_RDWR)
             self.shares.ended(upload)
-            self._free_if_given_up(upload)
+            self.abroad.end(upload)
+            self.free_if_given_up(upload)
+
+    def end(self, upload: Upload) -> None:
+        """An upload has become a snapshot. Call it under the registry's lock."""
+        self._uploads.pop(upload.id, None)
+        upload.ended = True
+        self.shares.ended(upload)
+        self.abroad.end(upload)
+
+    def bring(self, upload: Upload) -> None:
+        """What ranks have put into a slot is about to be sent on: nobody else gets the slot meanwhile."""
+        with self._lock:
+            self.find(upload.id)
+            upload.sealing = True
+
+    def brought(self, upload: Upload, *, whole: bool) -> bool:
+        """It was sent on, or (``whole=False``) never will be; whether the slot is still there for it."""
+        with self._lock:
+            was_sealing, upload.sealing = upload.sealing, False
+            if not upload.ended and whole:
+                self.end(upload)
+                return True
+            if not upload.ended:
+                self.abort(upload.id)
+            elif was_sealing:
+                self.free_if_given_up(upload)
+            return False
 
     @contextlib.contextmanager
     def streaming(self, upload: Upload, connection: socket.socket) -> Iterator[None]:
@@ -296,7 +258,7 @@ class Uploads:
         finally:
             with self._lock:
                 upload.streams.discard(connection)
-                self._free_if_given_up(upload)
+                self.free_if_given_up(upload)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -308,6 +270,12 @@ class Uploads:
         check_fence(known.info.name, attempt, self._registry.highest(known.info.key))
         self._expire()
         return known.info.key
+
+    def _prepare(self, upload: Upload) -> None:
+        """It comes over the network: from what it may be made, and where the next one goes."""
+        upload.base = Base.newest(self._ring, upload.run)
+        info = self._registry.info(upload.run)
+        self._ahead.make(upload.run, upload.nbytes, 1 + max(1, info.keep if info is not None else KEEP))
 
     def _begin(self, upload: Upload, gone: Callable[[], bool]) -> Upload:
         """Note an upload whose slot was leased, unless who asked for it has ended, or has asked twice, meanwhile."""
@@ -330,7 +298,7 @@ class Uploads:
             raise SettingsError(f"upload {known.id} was begun for something else")
         return known
 
-    def _offer(self, slot: Slot, coming: Coming | None) -> None:
+    def offer(self, slot: Slot, coming: Coming | None) -> None:
         """Let the parts of a snapshot that is coming in go on to the tiers below, or no longer."""
         with self._ring.changed:
             slot.coming = coming
@@ -340,52 +308,25 @@ class Uploads:
         with self._ring.changed:
             self._ring.notify()
 
-    def _commit(self, upload: Upload, manifest: Manifest, places: tuple[str, ...] | None) -> Manifest:
-        with self._lock:
-            self.find(upload.id)  # its trainer may have been killed meanwhile
-            self._check(upload, manifest)
-            try:
-                with self._ring.changed:  # who leases the slot next learns what is in it, and nothing of before
-                    self._ring.commit(upload.slot, manifest, places)
-                    upload.slot.held, upload.slot.held_as = upload.id, manifest
-            except BaseException:
-                self.abort(upload.id)
-                raise
-            self._uploads.pop(upload.id, None)
-            upload.ended = True
-            self.shares.ended(upload)
-            upload.let_go()
-        self._committed(upload.run, manifest)
-        return manifest
-
-    def _check(self, upload: Upload, manifest: Manifest) -> None:
-        """Refuse what the upload was not opened for, and a writer that is no longer the latest; its slot is freed."""
-        try:
-            check_fence(manifest.run, upload.attempt, self._registry.highest(upload.run))
-            if (
-                key_of(manifest) != upload.run
-                or manifest.attempt > upload.attempt
-                or upload.name not in ("", manifest.name)
-                or (upload.coming is not None and replace(manifest, checksums=()) != upload.coming.manifest)
-            ):
-                raise SettingsError(
-                    f"{manifest.name} of attempt {manifest.attempt} of run {manifest.run!r} is not what this upload was"
-                    f" opened for: {upload.name or 'a snapshot'} of attempt {upload.attempt} of {upload.run!r}"
-                )
-        except SpotError:
-            self.abort(upload.id)
-            raise
-
-    def _free_if_given_up(self, upload: Upload) -> None:
+    def free_if_given_up(self, upload: Upload) -> None:
         """Free the slot of a given-up upload, but not while late bytes could still reach the next snapshot in it."""
         upload.let_go()
         if upload.given_up and not upload.in_use:
             self._ring.abort(upload.slot)
 
+    def _overtake(self, key: str) -> None:
+        """Hosts bring one snapshot of a run at a time: one that was not given up was led by somebody who has gone."""
+        with self._lock:
+            for upload in list(self._uploads.values()):
+                if upload.run == key and upload.is_gathered and not upload.sealing:
+                    self.shares.fail(upload, "another one was begun")
+                    self.abort(upload.id)
+
     def _expire(self) -> None:
         """Free slots of network uploads whose sender fell silent."""
         now = time.monotonic()
         for upload in list(self._uploads.values()):
-            if not upload.session and now - upload.touched_s > UPLOAD_IDLE_S:
-                logger.warning("an upload for run %s received nothing for %.0f s; given up", upload.run, UPLOAD_IDLE_S)
+            idle_s = SHARES_WAIT_S if upload.joint is not None else UPLOAD_IDLE_S  # ranks take their time to fill it
+            if not upload.session and now - upload.touched_s > idle_s:
+                logger.warning("an upload for run %s received nothing for %.0f s; given up", upload.run, idle_s)
                 self.abort(upload.id)

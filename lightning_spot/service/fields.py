@@ -24,7 +24,7 @@ MANIFEST_BODY_BYTES = 64 * 1024 * 1024
 """Longest JSON body of a request that carries a checksum for each part."""
 
 LAYOUT_BODY_BYTES = 32 * 1024 * 1024
-"""Longest JSON body of a request, of a trainer on this host, that may carry a layout."""
+"""Longest JSON body of a request that may carry a layout."""
 
 MOST_BYTES = 2**46
 MOST_ATTEMPTS = 10**9

@@ -16,6 +16,7 @@ POST       /v1/runs/RUN/uploads                take a slot
 POST       /v1/runs/RUN/shares                 take a share of one that several ranks fill (this host only)
 POST       /v1/runs/RUN/decline                there will be no such snapshot to share (this host only)
 POST       /v1/uploads/ID/placed               the bytes of a share are in place (this host only)
+POST       /v1/…/joint…                        one that several hosts bring together: see :mod:`.hosts`
 POST       /v1/uploads/ID/stream               fill it, over a connection of its own: see :mod:`.wire`
 POST       /v1/uploads/ID/commit               make it a snapshot
 POST       /v1/uploads/ID/seal                 the same for a slot filled through shared memory (this host only)
@@ -50,7 +51,6 @@ from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import NodeRefused, ProtocolMismatch, SettingsError, SpotError, TooManyStreams
 from lightning_spot.image.floats import read_floats
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.packing import can_pack
 from lightning_spot.image.parts import checksum
 from lightning_spot.image.written import read_ranges
 from lightning_spot.memory.node import Node
@@ -61,7 +61,6 @@ from lightning_spot.protocol.wire import (
     PROTOCOL_HEADER,
     TARGET_HEADER,
     UPGRADE,
-    BaseInfo,
     error_body,
     error_status,
     target_of,
@@ -83,9 +82,10 @@ from lightning_spot.service.fields import (
     texts,
 )
 from lightning_spot.service.files import Files
+from lightning_spot.service.hosts import HostRequests
 from lightning_spot.service.part_receiver import receive_parts
 from lightning_spot.service.readiness import not_ready
-from lightning_spot.service.shares import ShareRequests, leased, shared_body, shared_of
+from lightning_spot.service.shares import ShareRequests, base_info, leased, shared_body, shared_of
 from lightning_spot.service.waiting import Waiting
 
 logger = logging.getLogger(__name__)
@@ -128,6 +128,7 @@ class Service:
         """The aiohttp application."""
         files = Files(self.node, self._wait_for_slot)
         shares = ShareRequests(self.node, self._wait_to_join)
+        hosts = HostRequests(self.node, self._wait_for_slot, self._wait_to_join, self._wait_for_hosts)
         app = web.Application(middlewares=[self._guard])
         app.on_response_prepare.append(_name_protocol)
         app.add_routes(
@@ -145,6 +146,7 @@ class Service:
                 web.post("/v1/runs/{run}/shares", shares.join),
                 web.post("/v1/runs/{run}/decline", shares.decline),
                 web.post("/v1/uploads/{upload}/placed", shares.placed),
+                *hosts.routes(),
                 web.post("/v1/uploads/{upload}/stream", self._stream),
                 web.post("/v1/uploads/{upload}/commit", self._commit),
                 web.post("/v1/uploads/{upload}/seal", self._seal),
@@ -300,8 +302,7 @@ class Service:
             shared=shared_of(body) if near else None,
             layout_id=identifier(body, "layout_id"),
         )
-        base = asdict(_base_info(upload.base.manifest)) if upload.base is not None else None
-        return web.json_response({**leased(self.node, upload), "base": base})
+        return web.json_response({**leased(self.node, upload), "base": base_info(upload)})
 
     async def _wait_for_slot(
         self, request: web.Request, run: str, attempt: int, nbytes: int, wait_s: float, **more: Any
@@ -310,6 +311,9 @@ class Service:
 
     async def _wait_to_join(self, request: web.Request, *what: Any, wait_s: float) -> Upload:
         return await self._queue().join(self._gone(request), *what, wait_s=wait_s)
+
+    async def _wait_for_hosts(self, request: web.Request, upload: Upload) -> None:
+        await self._queue().all_there(self._gone(request), upload)
 
     def _gone(self, request: web.Request) -> asyncio.Future[None]:
         """Done once whoever asks has hung up."""
@@ -346,7 +350,8 @@ class Service:
     def _check_streams(self, upload: Upload) -> None:
         """Refuse a stream beyond an upload's part of them; the first one of an upload never."""
         mine, uploads = self._streams[upload.id], len(self._streams | Counter([upload.id]))
-        most = min(_MOST_STREAMS_OF_AN_UPLOAD, MOST_STREAMS // uploads)
+        hosts = upload.joint.shared.shares if upload.joint is not None else 1
+        most = min(_MOST_STREAMS_OF_AN_UPLOAD * hosts, max(hosts, MOST_STREAMS // uploads))
         if mine and (mine >= most or self._streams.total() >= MOST_STREAMS):
             raise TooManyStreams("this upload has its part of the streams that this node serves at once")
 
@@ -371,10 +376,6 @@ class Service:
     async def _abort(self, request: web.Request) -> web.Response:
         self.node.abort(request.match_info["upload"])
         return web.json_response({})
-
-
-def _base_info(manifest: Manifest) -> BaseInfo:
-    return BaseInfo(manifest.name, manifest.nbytes, manifest.part_bytes, manifest.checksums, can_pack())
 
 
 async def _name_protocol(_request: web.Request, response: web.StreamResponse) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
 
+from lightning_spot.image.packing import can_pack
 from lightning_spot.memory.joint import MOST_SHARES, Shared
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.upload import Upload
+from lightning_spot.protocol.wire import BaseInfo
 from lightning_spot.service.fields import (
     LAYOUT_BODY_BYTES,
     LONGEST_WAIT_S,
@@ -42,11 +45,16 @@ class ShareRequests:
         """Take a share of a snapshot, as soon as its slot is leased."""
         only_same_host(request)
         body = await json_body(request)
+        run, name = request.match_info["run"], text(body, "name")
+        attempt = integer(body, "attempt", None, 0, MOST_ATTEMPTS)
+        if at := text(body, "at"):
+            host = integer(body, "host", None, 1, MOST_SHARES)
+            await asyncio.to_thread(self._node.uploads.abroad.join, run, attempt, name, at, host)
         upload = await self._join(
             request,
-            request.match_info["run"],
-            integer(body, "attempt", None, 0, MOST_ATTEMPTS),
-            text(body, "name"),
+            run,
+            attempt,
+            name,
             integer(body, "share", None, 1, MOST_SHARES),
             text(body, "session"),
             text(body, "digest"),
@@ -73,9 +81,10 @@ class ShareRequests:
         only_same_host(request)
         body = await json_body(request)
         attempt = integer(body, "attempt", None, 0, MOST_ATTEMPTS)
-        await asyncio.to_thread(
-            self._shares.decline, request.match_info["run"], attempt, text(body, "name"), text(body, "why")
-        )
+        name, why, at = text(body, "name"), text(body, "why"), text(body, "at")
+        await asyncio.to_thread(self._shares.decline, request.match_info["run"], attempt, name, why)
+        if at:
+            self._node.uploads.abroad.decline(at, name, attempt, why)
         return web.json_response({})
 
 
@@ -93,7 +102,16 @@ def shared_of(body: dict[str, Any]) -> Shared | None:
         shares=integer(body, "shares", None, 1, MOST_SHARES),
         digest=text(body, "digest"),
         layout=long_text(body, "layout"),
+        at=text(body, "at"),
     )
+
+
+def base_info(upload: Upload) -> dict[str, Any] | None:
+    """What a sender has to know of the snapshot from which parts of an upload can be made; ``None`` for none."""
+    if upload.base is None:
+        return None
+    manifest = upload.base.manifest
+    return asdict(BaseInfo(manifest.name, manifest.nbytes, manifest.part_bytes, manifest.checksums, can_pack()))
 
 
 def leased(node: Node, upload: Upload) -> dict[str, Any]:

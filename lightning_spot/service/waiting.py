@@ -111,7 +111,7 @@ class Waiting:
         attempt: int,
         name: str,
         share: int,
-        session: str,
+        session: str | None,
         digest: str,
         *,
         wait_s: float,
@@ -139,6 +139,30 @@ class Waiting:
                 if left_s <= 0:
                     raise await asyncio.to_thread(shares.not_begun, run, name, share, wait_s)
                 await asyncio.wait([gone, changed], timeout=min(left_s, _LOOK_S), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._count -= 1
+
+    async def all_there(self, gone: asyncio.Future[None], upload: Upload) -> None:
+        """Return when all hosts have brought their portions, or it shows that one will not.
+
+        Args:
+            gone: done once the first host has hung up.
+            upload: that they fill.
+
+        Raises:
+            ConnectionResetError: if the first host is gone; then the upload is given up.
+        """
+        shares, joint = self._node.uploads.shares, upload.joint
+        self._count += 1
+        try:
+            while joint is not None and joint.missing and not (joint.failed or upload.ended):
+                if shares.is_silent(upload):
+                    return
+                changed = self._changed
+                await asyncio.wait([gone, changed], timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                if gone.done():
+                    await asyncio.to_thread(self._node.abort, upload.id)
+                    raise ConnectionResetError("the first host has gone")
         finally:
             self._count -= 1
 

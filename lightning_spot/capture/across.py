@@ -1,0 +1,90 @@
+"""The snapshots of a writer that several hosts bring to a memory node: one at a time, and where the newest is."""
+
+from __future__ import annotations
+
+import logging
+from concurrent import futures
+
+from lightning_spot.capture.host_link import HostLink
+from lightning_spot.capture.leases import give_back
+from lightning_spot.capture.pending import Pending
+from lightning_spot.errors import RingFull, SpotError
+from lightning_spot.memory.host import Host
+
+logger = logging.getLogger(__name__)
+
+
+class Across:
+    """What a writer knows of them. It is asked on the training thread, and told on the writer's own.
+
+    Args:
+        link: to the ring of this host.
+
+    Attributes:
+        wanted: whether there are other hosts.
+        carrier: URL of the run at the memory node that carried it on when the last snapshot was committed.
+        brought: snapshots that hosts have brought together.
+        at: URL of the run at the memory node that has the newest snapshot; ``""`` if this host has it.
+    """
+
+    def __init__(self, link: HostLink) -> None:
+        self.wanted = False
+        self.carrier = ""
+        self.brought = 0
+        self.at = ""
+        self._link = link
+        self._last: Pending | None = None
+        self._gave_way: Pending | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether one is not committed yet."""
+        return self._last is not None and not self._last.done.done()
+
+    def has_given_way(self, pending: Pending) -> bool:
+        """Whether a snapshot was given up for one that does not wait for other hosts: then nothing is wrong."""
+        return self._gave_way is pending
+
+    def begun(self, pending: Pending) -> None:
+        """A snapshot is under way."""
+        if _at(pending):
+            self._last = pending
+
+    def make_way(self, host: Host, at: str, wait_s: float) -> None:
+        """Have no other one under way. What this host writes by itself does not wait for other hosts.
+
+        Args:
+            host: the ring.
+            at: where hosts are to bring the next snapshot, ``""`` if this host writes it.
+            wait_s: how long to wait for the one before.
+
+        Raises:
+            RingFull: if that is not committed by then.
+        """
+        before, self._last = self._last, None
+        if before is None or before.done.done():
+            return
+        if not at:
+            self._gave_way = before
+            give_back(host, before.lease)
+            return
+        try:
+            before.done.result(timeout=wait_s)
+        except futures.TimeoutError:
+            self._last = before
+            raise RingFull(f"{before.manifest.name} is still on its way to {_at(before)}") from None
+        except SpotError as error:
+            logger.debug("%s: %s", before.manifest.name, error)
+
+    def committed(self, pending: Pending) -> bool:
+        """Note that a snapshot is committed; whether several hosts have brought it."""
+        self.at = _at(pending)
+        self.brought += bool(self.at)
+        if self.wanted:
+            self.carrier = self._link.ask(lambda host: host.carrier(), "")
+        return bool(self.at)
+
+
+def _at(pending: Pending) -> str:
+    shared = pending.lease.shared
+    return shared.at if shared is not None else ""

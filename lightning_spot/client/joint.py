@@ -1,0 +1,159 @@
+"""Snapshots that several hosts bring to a node together, as each of these hosts sees it."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from lightning_spot.client.compression import CompressionRule
+from lightning_spot.client.node_client import NodeClient, quoted
+from lightning_spot.client.part_encoder import Part, PartEncoder, packers
+from lightning_spot.client.part_lanes import PartLanes
+from lightning_spot.config import PART_BYTES
+from lightning_spot.errors import NodeRefused, SettingsError, SpotError
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.packing import Compression
+from lightning_spot.image.parts import checksum
+from lightning_spot.image.portion import Image, cut
+from lightning_spot.image.written import Ranges
+from lightning_spot.memory.bases import Glance
+from lightning_spot.memory.joint import KnownLayout, Shared
+from lightning_spot.memory.tier import Gathering, Sent
+from lightning_spot.protocol.wire import BaseInfo
+
+logger = logging.getLogger(__name__)
+
+_ASK_S = 5.0
+_WAIT_FOR_SLOT_S = 10.0
+_SEAL_S = 3600.0  # as long as the node answers meanwhile
+
+
+class JointUploads:
+    """Implements :class:`~lightning_spot.memory.tier.JointTier` for one run at a node.
+
+    Args:
+        client: of the node.
+        url: of the run there, for messages.
+        run: as in URLs.
+
+    Attributes:
+        sent: how went what this host has brought.
+    """
+
+    def __init__(self, client: NodeClient, url: str, run: str) -> None:
+        self._client, self._url, self._run = client, url, run
+        self._lanes, self._rule = PartLanes(client, url), CompressionRule()
+        self._layout = KnownLayout()
+        self.sent = Sent()
+
+    def begin(self, shared: Shared, nbytes: int, *, attempt: int, hosts: int) -> Gathering:
+        """See :meth:`JointTier.begin`."""
+        upload = uuid.uuid4().hex
+        request: dict[str, Any] = {"upload": upload, "attempt": attempt, "nbytes": nbytes, "name": shared.name}
+        request |= {"hosts": hosts, "digest": shared.digest, "wait_s": _WAIT_FOR_SLOT_S}
+        known = self._layout
+        path, timeout_s = f"/v1/runs/{quoted(self._run)}/joint", _WAIT_FOR_SLOT_S + 4 * _ASK_S
+        try:
+            try:
+                begun = self._ask(path, {**request, **known.to_send(shared.layout)}, timeout_s)
+            except SettingsError:
+                if shared.layout != known.text:
+                    raise
+                begun = self._ask(path, {**request, "layout": shared.layout}, timeout_s)  # it has forgotten it
+        except BaseException:
+            self._give_up(upload)  # it may have begun, and only its answer be lost
+            raise
+        self._layout = KnownLayout.of(shared.layout)
+        return Gathering(upload, nbytes, BaseInfo.read(begun.get("base")), shared)
+
+    def join(self, name: str, *, attempt: int, host: int, wait_s: float) -> Gathering:
+        """See :meth:`JointTier.join`."""
+        known = self._layout
+        request = {"attempt": attempt, "name": name, "host": host, "wait_s": wait_s, "layout_id": known.id}
+        joined = self._ask(f"/v1/runs/{quoted(self._run)}/joint/join", request, wait_s + _ASK_S)
+        if joined["layout"] is not None:
+            known = self._layout = KnownLayout(str(joined["layout_id"]), str(joined["layout"]))
+        shares, digest = int(joined["shares"]), str(joined["digest"])
+        shared = Shared(name=name, shares=shares, digest=digest, layout=known.text, by_hosts=True)
+        return Gathering(str(joined["upload"]), int(joined["nbytes"]), BaseInfo.read(joined.get("base")), shared)
+
+    def bring(
+        self,
+        gathering: Gathering,
+        image: Image,
+        ranges: Ranges,
+        earlier: Glance | None,
+        goes_on: Callable[[], None],
+        compression: Compression = "auto",
+    ) -> Sent:
+        """See :meth:`JointTier.bring`."""
+        pieces = list(cut(ranges, PART_BYTES))
+        if not pieces:
+            return replace(self.sent)
+
+        def parts() -> Iterator[Part]:
+            for start, stop in pieces:
+                goes_on()
+                yield start, stop, checksum(image[start:stop])
+
+        threads = packers()
+        rule, always = self._rule if compression is not None else None, compression == "delta"
+        encoder = PartEncoder(image, PART_BYTES, gathering.base, earlier, threads, rule, always=always)
+        try:
+            self._rule.begin()
+            began_s = time.perf_counter()
+            sent = self._lanes.send(gathering.upload, parts(), len(pieces), encoder)
+            self._rule.end(time.perf_counter() - began_s)
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+        self.sent.add(sent)
+        logger.debug("%s: %d of %d bytes went to %s", gathering.shared.name, sent.bytes, len(image), self._url)
+        return replace(self.sent)
+
+    def placed(self, gathering: Gathering, host: int, torn: str = "") -> None:
+        """See :meth:`JointTier.placed`."""
+        self._ask(f"/v1/uploads/{gathering.upload}/joint/placed", {"host": host, "torn": torn[:2000]}, _ASK_S)
+
+    def seal(self, gathering: Gathering, manifest: Manifest, goes_on: Callable[[], None]) -> Manifest:
+        """See :meth:`JointTier.seal`."""
+
+        def pulse() -> None:
+            goes_on()
+            self._client.call("GET", "/healthz", timeout_s=_ASK_S)
+
+        path = f"/v1/uploads/{gathering.upload}/joint/seal"
+        body = {"manifest": replace(manifest, checksums=()).to_dict()}
+        sealed = self._client.call("POST", path, body, timeout_s=_SEAL_S, pulse=pulse)
+        return replace(manifest, checksums=tuple(map(str, sealed["checksums"])))
+
+    def give_up(self, gathering: Gathering) -> None:
+        """See :meth:`JointTier.give_up`."""
+        self._give_up(gathering.upload)
+
+    def decline(self, name: str, *, attempt: int, why: str) -> None:
+        """See :meth:`JointTier.decline`."""
+        body = {"attempt": attempt, "name": name, "why": why[:2000]}
+        self._ask(f"/v1/runs/{quoted(self._run)}/joint/decline", body, _ASK_S)
+
+    def _ask(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        try:
+            return self._client.call("POST", path, body, timeout_s=timeout_s)
+        except NodeRefused as error:
+            if error.status in (404, 405):
+                raise NodeRefused(
+                    f"{self._url} runs an earlier version of lightning_spot, at which hosts cannot put a snapshot"
+                    " together: install the same version there",
+                    tier=self._url,
+                    status=error.status,
+                ) from error
+            raise
+
+    def _give_up(self, upload: str) -> None:
+        try:
+            self._client.call("DELETE", f"/v1/uploads/{upload}", timeout_s=_ASK_S)
+        except SpotError as error:
+            logger.debug("an upload could not be taken back (%s); the node frees its slot by itself", error)

@@ -1,0 +1,130 @@
+"""Which ranks share a host, and how each reaches the node of its own: of rank 0's host, or one that it starts there."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from lightning_spot.capture.attempt import Attempt, RingSettings
+from lightning_spot.capture.host_link import leave
+from lightning_spot.client.embedded import EmbeddedHost, attach, start
+from lightning_spot.errors import NodeUnreachable, SpotError
+from lightning_spot.fit.agreement import Agreement
+from lightning_spot.image.portion import MOST_HOSTS
+from lightning_spot.memory.runs import RunInfo
+from lightning_spot.protocol.record import find_record
+from lightning_spot.run.location import Location
+from lightning_spot.run.sharing import this_host
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Hosts:
+    """The ranks of a ``fit`` by their hosts.
+
+    Attributes:
+        ranks: that reach the node of their host, by host, that of rank 0 first.
+        can_bring: whether all do, on several hosts, and may bring snapshots to a memory node together.
+        mine: connection of this rank, from 1 on, to the node of its host; ``None`` if it has none.
+        is_guest: whether this rank is on another host than rank 0.
+        connect: makes the connection once more.
+    """
+
+    ranks: tuple[tuple[int, ...], ...] = ((),)
+    can_bring: bool = False
+    mine: EmbeddedHost | None = None
+    is_guest: bool = False
+    connect: Callable[[], EmbeddedHost] = lambda: _nobody()
+
+    @classmethod
+    def meet(
+        cls,
+        agreement: Agreement,
+        location: Location,
+        settings: RingSettings,
+        attempt: Attempt | None,
+        run: str,
+        number: int,
+    ) -> Hosts:
+        """Find out who is where. Every rank calls it, when the attempt has begun.
+
+        Args:
+            agreement: of the ranks.
+            location: of the run.
+            settings: of the ring.
+            attempt: on rank 0.
+            run: the run, as ``NAME@ID``.
+            number: of the attempt.
+        """
+        info = agreement.tell(attempt.info if attempt is not None else None)
+        places = agreement.gather(_place(location))
+        is_guest = places[agreement.rank] != places[0]
+        may_bring = bool(location.nodes) and settings.replicas == 1 and settings.compression != "topk"
+
+        def connect() -> EmbeddedHost:
+            if is_guest:
+                return _open(location, settings, info)
+            host = attach(location.url, location.name, settings.max_stall_s, revive=False)
+            if host is None:
+                raise NodeUnreachable("there is no memory node on this host at present")
+            host.run, host.attempt = run, number
+            return host
+
+        mine: EmbeddedHost | None = None
+        if attempt is None and (may_bring or not is_guest):
+            try:
+                mine = connect()
+            except (SpotError, OSError) as error:
+                logger.debug("no share of snapshots is written here: %s", error)
+        here = isinstance(attempt.writer.host, EmbeddedHost) if attempt is not None else mine is not None
+        everyones = agreement.gather(here)
+        by_place: dict[str, list[int]] = {}
+        for rank, (place, is_there) in enumerate(zip(places, everyones, strict=True)):
+            if is_there and everyones[0]:
+                by_place.setdefault(place, []).append(rank)
+        ranks = tuple(map(tuple, by_place.values())) or ((),)
+        can_bring = may_bring and all(everyones) and 1 < len(ranks) <= MOST_HOSTS
+        return cls(ranks, can_bring, mine, is_guest, connect)
+
+    def leave(self) -> None:
+        """On a rank that writes no share: let the node of its host go."""
+        if self.mine is not None:
+            if self.is_guest:
+                leave(self.mine, complete=True)
+            self.mine.disconnect()
+            self.mine = None
+
+
+def _open(location: Location, settings: RingSettings, info: RunInfo) -> EmbeddedHost:
+    """The node of a host that rank 0 is not on; it brings nothing anywhere but what the ranks here write."""
+    host = start(
+        location.url,
+        location.name,
+        slots=settings.slots,
+        memory_bytes=settings.memory_bytes,
+        idle_timeout_s=settings.idle_timeout_s,
+        max_stall_s=settings.max_stall_s,
+    )
+    try:
+        host.open_run(replace(info, nodes=(), durable_url=None, carry=False))
+    except BaseException:
+        host.disconnect()
+        raise
+    return host
+
+
+def _place(location: Location) -> str:
+    """The same for ranks that would reach one embedded node: one kernel, and one runtime directory on it."""
+    try:
+        folder = find_record(location.url).folder.stat()
+    except (SpotError, OSError) as error:  # then it has no node, and no other rank has the same place
+        logger.debug("no node can be had here: %s", error)
+        return secrets.token_hex(16)
+    return f"{this_host().partition(' ')[0]} {folder.st_dev} {folder.st_ino}"
+
+
+def _nobody() -> EmbeddedHost:
+    raise NodeUnreachable("there is no memory node on this host")

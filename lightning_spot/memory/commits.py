@@ -1,0 +1,170 @@
+"""Makes filled slots snapshots: of what ranks of this host have written, of what came over the network."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lightning_spot.errors import CorruptSnapshot, SettingsError, ShareMissing, SpotError
+from lightning_spot.image.floats import Floats
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.sealing import Sealing, sealing_threads
+from lightning_spot.image.written import Ranges
+from lightning_spot.memory.gathering import gather
+from lightning_spot.memory.registry import Registry
+from lightning_spot.memory.ring import Ring
+from lightning_spot.memory.runs import key_of
+from lightning_spot.memory.upload import Upload
+from lightning_spot.tiers.store import check_fence
+
+if TYPE_CHECKING:
+    from lightning_spot.memory.uploads import Uploads
+
+
+class Commits:
+    """Commits the uploads of a node. All methods may be called from any thread.
+
+    Args:
+        uploads: of the node.
+        ring: holds what is committed.
+        registry: tells who may write.
+        committed: called with each snapshot that was committed.
+    """
+
+    def __init__(
+        self, uploads: Uploads, ring: Ring, registry: Registry, committed: Callable[[str, Manifest], None]
+    ) -> None:
+        self._uploads, self._ring, self._registry = uploads, ring, registry
+        self._committed = committed
+        self._lock = registry.lock
+
+    def seal(
+        self,
+        upload_id: str,
+        manifest: Manifest,
+        destinations: list[str] | None = None,
+        floats: tuple[Floats, ...] = (),
+        written: Ranges | None = None,
+    ) -> Manifest:
+        """Commit a slot that was filled on this host: write the zip's CRCs, checksum every part, commit.
+
+        Its parts go on to the next node as they are sealed. Where several ranks fill it, all are waited for first.
+
+        Args:
+            upload_id: the lease.
+            manifest: without checksums.
+            destinations: URLs of the directories that a user's file goes to, instead of the run's tiers.
+            floats: where in it numbers lie that may be approximated on their way to a node behind.
+            written: what was written since the slot was filled as :attr:`Upload.held`, ``None`` for all.
+
+        Returns:
+            the sealed manifest.
+
+        Raises:
+            ShareMissing: if a rank's bytes are not there in the end; the slot is freed.
+        """
+        upload = self._uploads.find(upload_id)
+        try:
+            self._uploads.shares.wait(upload)
+        except ShareMissing:
+            self._uploads.abort(upload_id)
+            raise
+        if upload.joint is not None and upload.joint.shared.at:
+            return self._uploads.abroad.seal(upload, manifest)
+        with self._lock:
+            upload = self._uploads.find(upload_id)
+            self._check(upload, manifest)
+            if manifest.nbytes > upload.slot.capacity:
+                raise CorruptSnapshot(f"{manifest.name} has {manifest.nbytes} bytes, its slot {upload.slot.capacity}")
+            upload.sealing, upload.slot.floats = True, floats
+        # The view lives as long as the sealing: who sends its parts on may be at it when this call is done.
+        before = upload.before(manifest, written)
+        sealing = Sealing(replace(manifest, checksums=()), upload.slot.view(manifest.nbytes), before)
+        try:
+            if upload.is_gathered:
+                upload.slot.sent_crcs = gather(upload, manifest)
+            if not manifest.is_file:
+                self._uploads.offer(upload.slot, sealing)
+            began_s = time.monotonic()
+            sealed = sealing.run(sealing_threads())
+            upload.slot.checked_s = began_s if before is None else float("-inf")
+            committed = self._commit(upload, sealed, tuple(destinations) if destinations is not None else None)
+            sealing.commit(committed)
+        except BaseException:
+            if upload.is_gathered:  # nobody can mend it
+                self._uploads.abort(upload.id)
+            raise
+        finally:
+            sealing.give_up()
+            with self._lock:
+                self._uploads.offer(upload.slot, None)
+                upload.sealing = False
+                self._uploads.free_if_given_up(upload)
+        return committed
+
+    def commit(self, upload_id: str, manifest: Manifest) -> Manifest:
+        """Commit a slot that was received in parts: every part must be there with the checksum of the manifest.
+
+        Raises:
+            CorruptSnapshot: if a part is missing or differs; the slot is freed.
+        """
+        upload = self._uploads.find(upload_id)
+        if manifest.nbytes != upload.nbytes:
+            self._uploads.abort(upload_id)
+            raise SettingsError(
+                f"{manifest.name} has {manifest.nbytes} bytes, this upload was opened for {upload.nbytes}"
+            )
+        if not manifest.checksums and manifest.nbytes:
+            manifest = replace(
+                manifest, checksums=tuple(upload.received[start][1] for start in sorted(upload.received))
+            )
+        for index, start in enumerate(range(0, manifest.nbytes, manifest.part_bytes)):
+            nbytes = min(manifest.part_bytes, manifest.nbytes - start)
+            if upload.received.get(start) != (nbytes, manifest.checksums[index]):
+                self._uploads.abort(upload_id)
+                raise CorruptSnapshot(
+                    f"part {index} of {manifest.name} was lost or damaged on its way; it is sent again", part=index
+                )
+        committed = self._commit(upload, manifest, None)
+        if upload.coming is not None:
+            upload.coming.commit(committed)
+            self._uploads.offer(upload.slot, None)
+        return committed
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _commit(self, upload: Upload, manifest: Manifest, places: tuple[str, ...] | None) -> Manifest:
+        with self._lock:
+            self._uploads.find(upload.id)  # its trainer may have been killed meanwhile
+            self._check(upload, manifest)
+            try:
+                with self._ring.changed:  # who leases the slot next learns what is in it, and nothing of before
+                    self._ring.commit(upload.slot, manifest, places)
+                    upload.slot.held, upload.slot.held_as = upload.id, manifest
+            except BaseException:
+                self._uploads.abort(upload.id)
+                raise
+            self._uploads.end(upload)
+            upload.let_go()
+        self._committed(upload.run, manifest)
+        return manifest
+
+    def _check(self, upload: Upload, manifest: Manifest) -> None:
+        """Refuse what the upload was not opened for, and a writer that is no longer the latest; its slot is freed."""
+        try:
+            check_fence(manifest.run, upload.attempt, self._registry.highest(upload.run))
+            if (
+                key_of(manifest) != upload.run
+                or manifest.attempt > upload.attempt
+                or upload.name not in ("", manifest.name)
+                or (upload.coming is not None and replace(manifest, checksums=()) != upload.coming.manifest)
+            ):
+                raise SettingsError(
+                    f"{manifest.name} of attempt {manifest.attempt} of run {manifest.run!r} is not what this upload was"
+                    f" opened for: {upload.name or 'a snapshot'} of attempt {upload.attempt} of {upload.run!r}"
+                )
+        except SpotError:
+            self._uploads.abort(upload.id)
+            raise

@@ -1,0 +1,75 @@
+"""What a trainer's host keeps of snapshots that several hosts have brought to a memory node: its portion of each."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.portion import Portion, PortionImage
+from lightning_spot.memory.bases import Glance, glance
+from lightning_spot.memory.ring import Ring
+from lightning_spot.memory.slots import HeldPortion, Slot, SlotState
+from lightning_spot.protocol.wire import BaseInfo
+
+
+def hold(ring: Ring, slot: Slot, held: HeldPortion, upload: str) -> None:
+    """Give a leased slot back, and remember what is in it until it is used again.
+
+    Args:
+        ring: of the slot.
+        slot: being filled until now.
+        held: what is in it.
+        upload: as which it was filled.
+    """
+    with ring.changed:
+        ring.abort(slot)
+        slot.portion, slot.held, slot.held_as = held, upload, None
+        ring.notify()
+
+
+def find(ring: Ring, held: HeldPortion, base: BaseInfo, portion: Portion | None) -> Glance | None:
+    """What a memory node has as the base of an upload, as far as it is here; ``None`` if it is not.
+
+    Args:
+        ring: of this host.
+        held: what would be here of it.
+        base: as the node has it.
+        portion: how it lies in its slot; ``None`` where it lies as in the image.
+    """
+    with ring.changed:
+        for slot in ring.slots:
+            if slot.state is SlotState.FREE and slot.portion == held and slot.memory is not None:
+                memory = slot.view(portion.nbytes if portion is not None else base.nbytes)
+                image = PortionImage(portion, memory, base.nbytes) if portion is not None else memory
+                return Glance(_manifest(base), image, functools.partial(_holds, slot, slot.portion))
+    return glance(ring, held.run, held.name) if portion is None else None
+
+
+def surpass(ring: Ring, run: str, newer: Manifest) -> None:
+    """Note that a memory node has a newer snapshot, of which no host has all: older ones are not waited for."""
+    with ring.changed:
+        for slot in ring.committed(run):
+            manifest = slot.snapshot
+            if manifest is not None and manifest.lineage == newer.lineage and manifest.order < newer.order:
+                slot.surpassed = True
+        ring.refresh(run)
+        ring.notify()
+
+
+def fall_back(ring: Ring, run: str) -> None:
+    """The memory node is lost, and perhaps what it had with it: what is here may be the newest again."""
+    with ring.changed:
+        for slot in ring.slots:
+            slot.surpassed = slot.surpassed and slot.run != run
+        ring.refresh(run)
+        ring.notify()
+
+
+def _holds(slot: Slot, held: HeldPortion) -> bool:
+    return slot.portion is held
+
+
+def _manifest(base: BaseInfo) -> Manifest:
+    plain = Manifest(run="", name=base.name, step=0, attempt=0, nbytes=base.nbytes, part_bytes=base.part_bytes)
+    return replace(plain, checksums=base.checksums)

@@ -1,0 +1,200 @@
+"""Ranks of one training (DDP on gloo) that believe to be on several hosts, and bring snapshots to a memory node."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.chain import NotPermitted
+from lightning_spot.client.stores import open_store
+from lightning_spot.exact.compare import differences
+from lightning_spot.memory.node import Node
+from tests.conftest import until
+from tests.gated import MIB
+from tests.network import TOKEN, Network, listening
+from tests.served import served
+from tests.test_every_step import digest
+from tests.test_together import accounts, check_states, load, manifests, train
+
+__all__ = ["train"]
+
+Train = Callable[..., int]
+HOSTS = ("--ranks", 2, "--hosts", 2)
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[tuple[Node, str]]:
+    """A memory node that carries runs on, and its URL."""
+    node = Node(slots=None, memory_bytes=512 * MIB, open_store=open_store, allow=[str(tmp_path)])
+    with served(node) as port:
+        yield node, f"spot://127.0.0.1:{port}"
+
+
+def held(node: Node) -> dict[int, dict[str, Any]]:
+    """Every snapshot in a node's memory, by its step, as torch reads it."""
+    return {
+        slot.manifest.step: torch.load(io.BytesIO(slot.view()), weights_only=True)
+        for slot in node.ring.committed()
+        if slot.manifest is not None and not slot.manifest.complete
+    }
+
+
+def test_ranks_of_two_hosts_bring_the_snapshots_of_a_training_to_a_memory_node(
+    train: Train, tmp_path: Path, memory: tuple[Node, str]
+) -> None:
+    root = tmp_path / "run"
+    assert train(root, "--steps", 8, *HOSTS, "--memory", memory[1]) == 0
+    check_states(root)
+    first, second = accounts(root, 2)
+    assert first["missed"] == 0
+    assert first["brought"] >= 5
+    nbytes = manifests(root)[0].nbytes
+    assert 0.45 < second["copied"] / first["brought"] / nbytes < 0.55
+    steps = dict(line.split() for line in (root / "steps").read_text().splitlines())
+    snapshots = held(memory[0])
+    assert len(snapshots) >= first["brought"]
+    for step, snapshot in snapshots.items():
+        assert digest(snapshot["state_dict"]) == steps[str(step)]
+        assert len(snapshot["lightning_spot"]["ranks"]) == 2
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("who", [0, 1, 3])
+def test_a_rank_of_either_host_is_killed_in_the_middle_of_its_share(
+    train: Train, tmp_path: Path, memory: tuple[Node, str], who: int
+) -> None:
+    hosts = ("--ranks", 4, "--hosts", 2, "--steps", 8, "--memory", memory[1])
+    assert train(tmp_path / "twin", *hosts) == 0
+    told = accounts(tmp_path / "twin", 4)
+    assert told[0]["missed"] == 0
+    copied = [account["copied"] for account in told[2:]]  # rank 1 has a share of the last one, too
+    assert max(copied) <= 1.05 * min(copied)
+    assert train(tmp_path / "run", *hosts, "--kill", who, 6) != 0
+    newest = max(held(memory[0]))
+    assert train(tmp_path / "run", *hosts) == 0
+    assert newest >= 4
+    check_states(tmp_path / "run")
+    ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]
+    assert differences(*ends) == []
+
+
+@pytest.mark.soak
+def test_an_urgent_snapshot_does_not_wait_for_other_hosts(
+    train: Train, tmp_path: Path, memory: tuple[Node, str]
+) -> None:
+    options = (*HOSTS, "--memory", memory[1])
+    assert train(tmp_path / "twin", *options) == 0
+    assert train(tmp_path / "run", *options, "--notice", 1, 7) == 143
+    assert manifests(tmp_path / "run")[0].step > 7
+    check_states(tmp_path / "run")
+    assert train(tmp_path / "run", *options) == 0
+    ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]
+    assert differences(*ends) == []
+
+
+@pytest.mark.soak
+def test_the_memory_node_is_lost_and_training_goes_on(train: Train, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    command = [sys.executable, "-m", "lightning_spot.service.program", "--listen", "127.0.0.1:0", "--memory", "256MiB"]
+    with open(root / "node", "wb") as log:
+        node = subprocess.Popen([*command, "--allow", str(tmp_path)], stdout=log, stderr=log, env=dict(os.environ))
+    try:
+        until(lambda: "listening" in (root / "node").read_text(), "the node to listen")
+        url = (root / "node").read_text().partition(" on ")[2].partition(",")[0]
+        steps = root / "steps"
+        command = [sys.executable, "-m", "tests.together_trainer", str(root), *map(str, HOSTS), "--steps", "40"]
+        with open(root / "log", "a") as log_file:
+            training = subprocess.Popen([*command, "--memory", url], stdout=log_file, stderr=log_file)
+        until(lambda: steps.exists() and len(steps.read_text().splitlines()) >= 15, "it to train")
+        node.kill()
+        assert training.wait(300) == 0, (root / "log").read_text()
+    finally:
+        node.kill()
+        node.wait()
+    check_states(root)
+    assert manifests(root)[0].complete
+    assert accounts(root, 2)[0]["brought"] >= 5
+
+
+class Machines:
+    """Two machines that train, one rank each, and one with a memory node."""
+
+    def __init__(self, network: Network, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.network, self.root, self._port = network, root, 29500
+        monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", TOKEN)
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+        self._monkeypatch = monkeypatch
+        self.url = listening(network, "memory", 7070, root / "node", "--allow", str(root))
+        self.ranks: list[subprocess.Popen[bytes]] = []
+
+    def train(self, name: str, steps: int) -> None:
+        """Start a rank on each machine."""
+        (self.root / name).mkdir(exist_ok=True)
+        self._port += 1
+        together = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "run"}
+        together |= {"MASTER_ADDR": self.network.address["first"], "MASTER_PORT": str(self._port)}
+        self.ranks = []
+        for rank, host in enumerate(("first", "second")):
+            for key, value in {**together, "RANK": str(rank), "GROUP_RANK": str(rank)}.items():
+                self._monkeypatch.setenv(key, value)
+            arguments = ("--ranks", "2", "--nodes", "2", "--steps", str(steps), "--memory", self.url)
+            with open(self.root / name / f"log-{rank}", "ab") as log:
+                command = ("-m", "tests.together_trainer", str(self.root / name), *arguments)
+                self.ranks.append(self.network.start(host, *command, log=log))
+
+    def steps(self, name: str) -> int:
+        path = self.root / name / "steps"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def wait(self, name: str) -> list[int]:
+        codes = [rank.wait(300) for rank in self.ranks]
+        print((self.root / name / "log-0").read_text())
+        return codes
+
+
+@pytest.fixture
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+    try:
+        with Network(f"ls-across-{os.getpid()}", ("first", "second", "memory"), tmp_path) as network:
+            yield Machines(network, tmp_path, monkeypatch)
+    except NotPermitted as reason:
+        pytest.skip(f"no network namespaces here: {reason}")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("what", ["a machine", "the first machine", "the memory node", "a link"])
+def test_two_machines_train_and_something_is_lost(machines: Machines, tmp_path: Path, what: str) -> None:
+    machines.train("twin", 30)
+    assert machines.wait("twin") == [0, 0]
+    check_states(tmp_path / "twin")
+    told = accounts(tmp_path / "twin", 2)
+    assert told[0]["brought"] >= 10
+    machines.train("run", 30)
+    until(lambda: machines.steps("run") >= 12, "it to train", 120.0)
+    if what in ("a machine", "the first machine"):
+        machines.network.lose("second" if what == "a machine" else "first")
+        for rank in machines.ranks:  # the other one fails in a collective, or hangs there
+            rank.send_signal(signal.SIGKILL)
+            rank.wait()
+        machines.train("run", 30)
+    elif what == "the memory node":
+        machines.network.lose("memory")
+    else:
+        machines.network.cut("second")
+        until(lambda: machines.steps("run") >= 12, "nothing", 10.0)
+        machines.network.mend("second")
+    assert machines.wait("run") == [0, 0]
+    check_states(tmp_path / "run")
+    ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]
+    assert differences(*ends) == []

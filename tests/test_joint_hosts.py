@@ -1,0 +1,409 @@
+"""One snapshot that several hosts bring to a memory node, each its portion: two hosts and a node, in this process."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.stores import open_store
+from lightning_spot.errors import Fenced, SettingsError, ShareMissing, SpotError
+from lightning_spot.image.layout import Layout, lay_out
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.portion import Portion, Portions, cut, is_whole, joined
+from lightning_spot.image.written import Ranges
+from lightning_spot.memory.joint import Shared
+from lightning_spot.memory.node import Node
+from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.upload import Upload
+from lightning_spot.tiers.local import LocalStore
+from tests.conftest import until
+from tests.gated import MIB, RUN_ID, manifest_of
+from tests.proxy import Proxy
+from tests.served import served
+
+RUN = f"run@{RUN_ID}"
+LAST_S = 100.0  # of what never takes so long
+
+
+class Checkpoint:
+    """A checkpoint of some weights, of which the other host brings the second half."""
+
+    def __init__(self, seed: int, frozen: bool = False) -> None:
+        dice = torch.Generator().manual_seed(seed)
+        self.weights = [torch.rand(2_000, generator=dice) for _ in range(8)]
+        if frozen:
+            self.weights[4:] = [torch.full((2_000,), float(index)) for index in range(4)]
+        self.layout: Layout = lay_out({"weights": self.weights})
+        image = bytearray(self.layout.nbytes)
+        for offset, data in self.layout.frame:
+            image[offset : offset + len(data)] = data
+        for piece in self.layout.pieces:
+            image[piece.offset : piece.offset + piece.nbytes] = bytes(piece.storage)
+        self.image = bytes(image)
+        self.theirs: Ranges = joined((piece.offset, piece.nbytes) for piece in self.layout.pieces[4:])
+
+    def told(self) -> str:
+        return json.dumps(Portions((self.theirs,), (1,)).to_dict())
+
+
+class Team:
+    """A memory node, and two hosts: the first leads."""
+
+    def __init__(self, root: Path, memory: Node, url: str) -> None:
+        self.root, self.memory = root, memory
+        self.at = f"{url}/{RUN}"
+        self.first, self.second = self.make_node(None), self.make_node(None)
+        self.pool = ThreadPoolExecutor(8)
+        self.first.begin_session("first")
+        self.second.begin_session("second")
+        self.attempt = 0
+        self.open()
+
+    @property
+    def durable(self) -> LocalStore:
+        return LocalStore(str(self.root / "run"))
+
+    def make_node(self, allow: list[str] | None) -> Node:
+        return Node(slots=3, memory_bytes=64 * MIB, open_store=open_store, allow=allow)
+
+    def open(self) -> None:
+        self.attempt += 1
+        info = RunInfo(name="run", id=RUN_ID, location=f"file://{self.root}/run", attempt=self.attempt, token="t")
+        url = self.at.rpartition("/")[0]
+        self.first.open_run(replace(info, durable_url=str(self.root / "run"), nodes=(url,), session="first"))
+        self.second.open_run(replace(info, carry=False, session="second"))
+        until(lambda: self.first.routes.status(RUN_ID)["carrier"] == self.at, "the node to carry the run on")
+
+    def lead(self, step: int, checkpoint: Checkpoint) -> Upload:
+        name = snapshot_name(step, self.attempt)
+        shared = Shared(name=name, shares=1, digest="d", layout=checkpoint.told(), at=self.at)
+        nbytes = checkpoint.layout.nbytes
+        return self.first.lease(RUN, self.attempt, nbytes, name=shared.name, session="first", shared=shared)
+
+    def fill(self, upload: Upload, checkpoint: Checkpoint) -> None:
+        """What the first host writes: all but the others' bytes, which are somebody else's."""
+        with upload.slot.view(upload.nbytes) as view:
+            view[:] = bytes(upload.nbytes)
+            for start, nbytes in Portions((checkpoint.theirs,), (1,)).rest(upload.nbytes):
+                view[start : start + nbytes] = checkpoint.image[start : start + nbytes]
+
+    def seal(self, upload: Upload, step: int) -> Manifest:
+        return self.first.seal(upload.id, manifest_of(step, self.attempt, upload.nbytes))
+
+    def join(self, step: int) -> Upload:
+        name = snapshot_name(step, self.attempt)
+        self.second.uploads.abroad.join(RUN, self.attempt, name, self.at, 1)
+        ask = functools.partial(self.second.uploads.shares.join, RUN, self.attempt, name, 1, "second", "d")
+        upload: Upload = until(ask, "the share", LAST_S)
+        return upload
+
+    def follow(self, step: int, checkpoint: Checkpoint) -> None:
+        """What the second host does."""
+        upload = self.join(step)
+        portion = Portion(checkpoint.theirs)
+        assert upload.nbytes == portion.nbytes < checkpoint.layout.nbytes
+        with upload.slot.view(upload.nbytes) as view:
+            for start, nbytes in checkpoint.theirs:
+                place = portion.place(start)
+                view[place : place + nbytes] = checkpoint.image[start : start + nbytes]
+        self.second.uploads.shares.placed(upload.id, 1)
+
+    def take(self, step: int, checkpoint: Checkpoint) -> Manifest:
+        upload = self.lead(step, checkpoint)
+        self.fill(upload, checkpoint)
+        sealing = self.pool.submit(self.seal, upload, step)
+        self.follow(step, checkpoint)
+        return sealing.result(LAST_S)
+
+    def sent(self, node: Node) -> Any:
+        return node.uploads.abroad._tiers[self.at].sent  # type: ignore[attr-defined]
+
+    def filling(self) -> int:
+        """Slots that nobody can use now, at all three."""
+        nodes = (self.first, self.second, self.memory)
+        return sum(slot["state"] == "filling" for node in nodes for slot in node.ring.status()["slots"])
+
+    def all_free(self) -> None:
+        until(lambda: not self.filling(), "all slots to be usable again")
+
+    def check(self, manifest: Manifest, checkpoint: Checkpoint) -> None:
+        """The memory node has the snapshot, and torch reads it."""
+        store = NodeStore(self.at)
+        found = next(each for each in store.survey().manifests if each.name == manifest.name)
+        assert found.checksums == manifest.checksums
+        image = memoryview(bytearray(found.nbytes))
+        store.fetch(found, image)
+        path = self.root / "read.ckpt"
+        path.write_bytes(image)
+        read = torch.load(path, weights_only=True)["weights"]
+        assert all(torch.equal(one, other) for one, other in zip(read, checkpoint.weights, strict=True))
+
+    def close(self) -> None:
+        for node in (self.first, self.second):
+            node.close()
+        self.pool.shutdown()
+
+
+@pytest.fixture
+def teams(tmp_path: Path) -> Iterator[Callable[..., Team]]:
+    made: list[Team] = []
+    memory = Node(slots=None, memory_bytes=64 * MIB, open_store=open_store, allow=[str(tmp_path)])
+    with served(memory) as port:
+
+        def make(url: str = "") -> Team:
+            made.append(Team(tmp_path, memory, url or f"spot://127.0.0.1:{port}"))
+            return made[-1]
+
+        yield make
+        for team in made:
+            team.close()
+
+
+@pytest.fixture
+def team(teams: Callable[..., Team]) -> Team:
+    return teams()
+
+
+def test_two_hosts_bring_a_snapshot_together_and_each_sends_its_portion(team: Team) -> None:
+    checkpoint = Checkpoint(1)
+    manifest = team.take(1, checkpoint)
+    team.check(manifest, checkpoint)
+    theirs = sum(nbytes for _, nbytes in checkpoint.theirs)
+    assert team.sent(team.second).bytes == theirs
+    assert team.sent(team.first).bytes == manifest.nbytes - theirs
+    assert team.first.committed(RUN) == team.second.committed(RUN) == []  # neither has all of it
+    until(lambda: [each.step for each in team.durable.survey().manifests] == [1], "it to be durable")
+    team.all_free()
+
+
+def test_only_what_changed_is_sent_of_each_portion(team: Team) -> None:
+    """Also of the first host's: the CRCs that the node has written into it are none of its bytes."""
+    same = Checkpoint(1)
+    for step in (1, 2, 3):
+        team.check(team.take(step, same), same)
+    once = same.layout.nbytes
+    assert team.sent(team.first).bytes + team.sent(team.second).bytes < once + 5_000
+    frozen = [Checkpoint(seed, frozen=True) for seed in (4, 5)]
+    team.take(4, frozen[0])
+    before = team.sent(team.second).bytes
+    team.check(team.take(5, frozen[1]), frozen[1])
+    assert team.sent(team.second).bytes - before < 1_000
+    team.all_free()
+
+
+@pytest.mark.parametrize("how", ["torn", "ended", "never there"])
+def test_a_host_that_brings_nothing_gives_the_snapshot_up_and_the_former_one_stands(team: Team, how: str) -> None:
+    first, second = Checkpoint(1), Checkpoint(2)
+    manifest = team.take(1, first)
+    upload = team.lead(2, second)
+    team.fill(upload, second)
+    if how == "never there":
+        team.memory.uploads.shares.silent_s = 0.0
+        expected = "host 1 has brought no portion"
+    else:
+        theirs = team.join(2)
+        sealing = team.pool.submit(team.seal, upload, 2)
+        if how == "torn":
+            team.second.uploads.shares.placed(theirs.id, 1, "rank 3: a tensor changed")
+            expected = "rank 3: a tensor changed"
+        else:
+            team.second.end_session("second")
+            expected = "rank 1 ended before its bytes were in place"
+    with pytest.raises(ShareMissing, match=expected):
+        sealing.result(LAST_S) if how != "never there" else team.seal(upload, 2)
+    team.all_free()
+    team.check(manifest, first)
+    team.memory.uploads.shares.silent_s = LAST_S
+    if how == "never there":  # it comes late
+        with pytest.raises(ShareMissing, match="there is no share of"):
+            team.join(2)
+    if how != "ended":
+        team.check(team.take(3, second), second)
+
+
+def test_the_first_host_ends_and_nobody_waits(team: Team) -> None:
+    upload, checkpoint = team.lead(1, Checkpoint(1)), Checkpoint(1)
+    team.fill(upload, checkpoint)
+    theirs = team.join(1)
+    team.first.end_session("first")
+    team.second.uploads.shares.placed(theirs.id, 1)
+    team.all_free()
+    assert not team.memory.committed(RUN)
+    waiting = team.pool.submit(team.join, 2)
+    team.first.uploads.abroad.decline(team.at, snapshot_name(2, 1), 1, "no slot is free")
+    with pytest.raises(ShareMissing, match="no slot is free"):
+        waiting.result(LAST_S)
+
+
+def test_a_later_attempt_gives_up_what_an_earlier_one_was_bringing(team: Team) -> None:
+    upload, checkpoint = team.lead(1, Checkpoint(1)), Checkpoint(1)
+    team.fill(upload, checkpoint)
+    name = snapshot_name(1, 1)
+    team.join(1)
+    NodeStore(team.at).open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=2, token="other"))
+    with pytest.raises((ShareMissing, Fenced), match="attempt"):
+        team.seal(upload, 1)
+    with pytest.raises(SpotError):
+        NodeStore(team.at).joint.join(name, attempt=1, host=1, wait_s=0.0)
+    team.second.end_session("second")
+    team.all_free()
+    assert not team.memory.committed(RUN)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["cut within", "cut after", "corrupt"])
+def test_a_link_that_fails_while_portions_are_sent_is_tried_again_or_gives_the_snapshot_up(
+    team: Team, kind: str
+) -> None:
+    url = team.at
+    proxy = Proxy(url.rpartition("/")[0], 1)
+    team.at = f"{proxy.url}/{RUN}"  # of what is brought together; the rest goes past it
+    team.memory.uploads.shares.silent_s = 1.0  # of a host that could not ask for its portion nothing is heard
+    try:
+        for step in range(1, 9):
+            checkpoint = Checkpoint(step)
+            upload = team.lead(step, checkpoint)
+            team.fill(upload, checkpoint)
+            following = team.pool.submit(team.follow, step, checkpoint)
+            proxy.strike(step, kind)
+            try:
+                team.check(team.seal(upload, step), checkpoint)
+                following.result(LAST_S)
+            except SpotError:
+                team.second.uploads.shares.decline(RUN, 1, snapshot_name(step, 1), "the first host has given it up")
+                assert following.exception(LAST_S) is None or isinstance(following.exception(), SpotError)
+            team.all_free()
+    finally:
+        proxy.close()
+    team.memory.uploads.shares.silent_s = LAST_S
+    team.at = url
+    team.check(team.take(9, checkpoint), checkpoint)
+
+
+def test_a_memory_node_that_is_lost_is_said_and_older_snapshots_count_again(team: Team) -> None:
+    whole = team.first.lease(RUN, 1, 1000, session="first")
+    with whole.slot.view(1000) as view:
+        view[:] = bytes(978) + b"PK\x05\x06" + bytes(18)
+    team.first.seal(whole.id, manifest_of(1))
+    until(lambda: [slot.dirty for slot in team.first.committed(RUN)] == [[]], "it to be durable")
+    team.take(2, Checkpoint(2))
+    ((slot,),) = [team.first.committed(RUN)]
+    assert slot.surpassed
+    team.first.routes.heard(team.at, None)
+    chain = team.first.routes._chains[RUN_ID]
+    chain._lost(chain._replicas[0], chain._nodes[0], SettingsError("gone"))
+    assert not slot.surpassed
+    checkpoint = Checkpoint(3)
+    team.at = f"spot://127.0.0.1:1/{RUN}"
+    upload = team.lead(3, checkpoint)
+    with pytest.raises(ShareMissing, match="did not come together at"):
+        team.seal(upload, 3)
+    team.all_free()
+
+
+def test_an_older_snapshot_that_is_not_durable_is_owed_no_more(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    far = team.first.routes._chains[RUN_ID]
+    monkeypatch.setattr(far, "_follow", lambda *_: 0.1)  # what became durable is not learned
+    whole = team.first.lease(RUN, 1, 1000, session="first")
+    with whole.slot.view(1000) as view:
+        view[:] = bytes(978) + b"PK\x05\x06" + bytes(18)
+    team.first.seal(whole.id, manifest_of(1))
+    (slot,) = team.first.committed(RUN)
+    assert slot.dirty
+    team.take(2, Checkpoint(2))
+    assert not slot.dirty
+    assert team.first.flush(RUN, 0.0) == []
+
+
+def test_what_is_not_every_byte_once_is_not_committed(team: Team) -> None:
+    checkpoint = Checkpoint(1)
+    joint = NodeStore(team.at).joint
+    nbytes, image = checkpoint.layout.nbytes, memoryview(checkpoint.image)
+    for step, missing in enumerate(("a byte", "a portion"), 1):
+        shared = Shared(name=snapshot_name(step, 1), shares=2, layout=checkpoint.told())
+        begun = joint.begin(shared, nbytes, attempt=1, hosts=2)
+        ranges = ((0, nbytes - 1),) if missing == "a byte" else Portions((checkpoint.theirs,), (1,)).rest(nbytes)
+        joint.bring(begun, image, ranges, None, lambda: None)
+        theirs = joint.join(shared.name, attempt=1, host=1, wait_s=0.0)
+        joint.placed(theirs, 1)
+        with pytest.raises(SpotError, match="not every byte of it once"):
+            joint.seal(begun, manifest_of(step, nbytes=nbytes), lambda: None)
+        joint.give_up(begun)
+    team.all_free()
+    assert not team.memory.committed(RUN)
+
+
+def test_requests_of_hosts_are_for_what_hosts_fill_only(team: Team) -> None:
+    client = NodeStore(team.at).client
+    upload = team.memory.lease(RUN, 1, 1000, name=snapshot_name(1, 1), manifest=manifest_of(1))
+    for what, body in (("seal", {"manifest": manifest_of(1).to_dict()}), ("placed", {"host": 1})):
+        with pytest.raises(SpotError, match="not one that several hosts fill"):
+            client.call("POST", f"/v1/uploads/{upload.id}/joint/{what}", body)
+    team.memory.abort(upload.id)
+    for bad in ({"hosts": 1}, {"hosts": 65}, {"hosts": 2, "nbytes": 0}, {"hosts": 2, "name": "best.ckpt"}):
+        request = {"attempt": 1, "nbytes": 1000, "name": snapshot_name(1, 1), **bad}
+        with pytest.raises(SettingsError):
+            client.call("POST", f"/v1/runs/{RUN}/joint", request)
+    joint = NodeStore(team.at).joint
+    joint._run = "elsewhere/joint"
+    with pytest.raises(SpotError, match="earlier version of lightning_spot"):
+        joint.decline("step", attempt=1, why="")
+
+
+def test_the_node_asks_for_the_layout_once_more_if_it_has_forgotten_it(team: Team) -> None:
+    checkpoint = Checkpoint(1)
+    team.take(1, checkpoint)
+    team.memory.uploads.shares.forget(RUN_ID)
+    team.check(team.take(2, checkpoint), checkpoint)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"portions": [], "ranks": []}',
+        '{"portions": [[[0, 5]]], "ranks": [0]}',
+        '{"portions": [[[0, 5], [4, 2]]], "ranks": [1]}',
+        '{"portions": [[[0, 5]], [[4, 2]]], "ranks": [1, 1]}',
+        '{"portions": [[[0, 1000000000]]], "ranks": [1]}',
+    ],
+)
+def test_a_layout_that_says_nothing_of_the_hosts_is_refused(layout: str) -> None:
+    with pytest.raises(SettingsError):
+        Portions.read(layout, 1000).rest(1000)
+
+
+def test_portions_lie_one_after_another_and_the_rest_is_the_first_hosts() -> None:
+    dice = random.Random(3)
+    for _ in range(50):
+        ends = sorted(dice.sample(range(1, 10_000), 9))
+        spans = [(start, stop - start) for start, stop in zip([0, *ends], [*ends, 10_000], strict=True)]
+        hosts = [joined(spans[host::3]) for host in range(3)]
+        rest = Portions((hosts[1], hosts[2]), (1, 2)).rest(10_000)
+        assert rest == hosts[0]
+        pieces = [piece for each in hosts for piece in cut(each, 64)]
+        assert all(stop - start <= 64 and start // 64 == (stop - 1) // 64 for start, stop in pieces)
+        received = {start: (stop - start, "") for start, stop in pieces}
+        assert is_whole(received, 10_000)
+        assert not is_whole({key: value for key, value in received.items() if key != pieces[3][0]}, 10_000)
+        portion, taken = Portion(hosts[1]), set[int]()
+        for start, nbytes in hosts[1]:
+            places = range(portion.place(start), portion.place(start) + nbytes)
+            assert taken.isdisjoint(places)
+            taken.update(places)
+            assert portion.place(start + nbytes - 1) == places[-1]
+        assert max(taken) + 1 == portion.nbytes
+        with pytest.raises(SettingsError, match="another host's"):
+            portion.place(hosts[2][0][0])
