@@ -516,7 +516,7 @@ def test_sharded_strategies_are_refused_clearly(tmp_path: Path) -> None:
 
     run = trainer()
     run.strategy.__class__ = type("Sharded", (FSDPStrategy,), {})
-    with pytest.raises(SettingsError, match=r"FSDPStrategy is not supported: .* Use ModelParallelStrategy"):
+    with pytest.raises(SettingsError, match=r"FSDPStrategy is not supported: .* ModelParallelStrategy"):
         spot(tmp_path).setup(run, Net(), "fit")
 
 
