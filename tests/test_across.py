@@ -115,7 +115,7 @@ def test_the_memory_node_is_lost_and_training_goes_on(train: Train, tmp_path: Pa
         command = [sys.executable, "-m", "tests.together_trainer", str(root), *map(str, HOSTS), "--steps", "40"]
         with open(root / "log", "a") as log_file:
             training = subprocess.Popen([*command, "--memory", url], stdout=log_file, stderr=log_file)
-        until(lambda: steps.exists() and len(steps.read_text().splitlines()) >= 15, "it to train")
+        until(lambda: steps.exists() and len(steps.read_text().splitlines()) >= 15, "it to train", 200.0)
         node.kill()
         assert training.wait(300) == 0, (root / "log").read_text()
     finally:
