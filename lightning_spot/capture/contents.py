@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_spot.capture.tensors import local_of
 from lightning_spot.image.layout import Layout, Piece
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.written import Ranges, in_order
@@ -233,12 +234,15 @@ class Turns:
 
 
 class _Owner:
-    """The tensors whose counts tell of a storage; they are not kept alive."""
+    """The tensors whose counts tell of a storage; they are not kept alive.
+
+    A ``DTensor`` is known by what this rank has of it: ``module.cpu()`` fails where there is a weak reference to it.
+    """
 
     __slots__ = ("_counts", "_known", "_number")
 
     def __init__(self, tensors: Sequence[torch.Tensor], number: int) -> None:
-        self._known = [weakref.ref(tensor) for tensor in tensors]
+        self._known = [weakref.ref(local_of(tensor)) for tensor in tensors]
         self._number = number
         self._counts = not any(tensor.is_inference() for tensor in tensors)
 
@@ -246,8 +250,10 @@ class _Owner:
         """Whether these are the tensors."""
         known = self._known
         if len(known) == 1 == len(tensors):
-            return known[0]() is tensors[0]
-        return len(known) == len(tensors) and all(one() is other for one, other in zip(known, tensors, strict=True))
+            return known[0]() is local_of(tensors[0])
+        return len(known) == len(tensors) and all(
+            one() is local_of(other) for one, other in zip(known, tensors, strict=True)
+        )
 
     def mark(self, tensors: Sequence[torch.Tensor]) -> _Mark:
         """What stays the same as long as the tensors do, and are not written to."""

@@ -24,13 +24,20 @@ def tensors_in(state: Any) -> Iterator[torch.Tensor]:
             stack.extend(item)
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a ``DTensor``; of others, the tensor itself."""
+    if type(tensor) in _PLAIN:
+        return tensor
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
 def storage_address(tensor: torch.Tensor) -> int:
     """Address of the tensor's storage, 0 if it has none of its own (sparse, quantised, most wrapper subclasses).
 
     That of a ``DTensor`` is the storage of what this rank has of it.
     """
-    if type(tensor) not in _PLAIN:
-        tensor = getattr(tensor, "_local_tensor", tensor)  # first: to ask a DTensor for anything else takes long
+    tensor = local_of(tensor)  # first: to ask a DTensor for anything else takes long
     if tensor.layout is not _STRIDED:
         return 0
     try:

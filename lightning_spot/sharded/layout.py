@@ -118,7 +118,7 @@ class ShardedLayouter:
     def _behind(self, places: Places, found: list[Any], rest: Any, frame: Frame, files: list[FileSpan]) -> int:
         """Lay out what varies in length; the end of the image."""
         values, data = self._values.archive(places.plan.values, found)
-        key = (id(places), tuple(value.at for value in values))
+        key = (places, tuple(value.at for value in values))  # not its id: another one may come to lie there
         if self._index[0] != key:
             shards = Shards(places.plan.world_size, places.tensors, values)
             index = ((SHARDS_FILE, shards.to_json()), (metadata.METADATA_FILE, metadata.pickled(shards)))

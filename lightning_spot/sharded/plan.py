@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -144,14 +143,14 @@ class Planner:
         return Planned(plan, [items[number] for number in self._tensors], [items[number] for number in self._values])
 
     def _are_alike(self, items: list[Any]) -> bool:
-        """Whether all items have the form of those that were planned: most are the same objects."""
+        """Whether all items have the form of those that were planned: most are sharded by the same object."""
         for number, (seen, item) in enumerate(zip(self._seen, items, strict=True)):
             if seen is None:
                 if is_tensor(item) or isinstance(item, Refused):
                     return False
                 continue
-            known, spec, form = seen
-            if known() is item and (item._spec is spec if spec is not None else (item.dtype, item.shape) == form):
+            spec, form = seen
+            if spec is not None and getattr(item, "_spec", None) is spec:
                 continue
             if form != _form_of(item):
                 return False
@@ -201,24 +200,21 @@ class Planner:
 
 
 class _Seen(NamedTuple):
-    """A tensor that was planned.
+    """What is known of a tensor that was planned.
+
+    (Not the tensor: ``module.cpu()`` fails for a ``DTensor`` to which there is a weak reference.)
 
     Attributes:
-        known: it, as long as it lives.
         spec: of a ``DTensor``, which says all of how it is sharded; another object if that changes.
         form: see :func:`_form_of`.
     """
 
-    known: Callable[[], Any]
     spec: Any
     form: Any
 
 
 def _seen(tensor: torch.Tensor | FlatShard) -> _Seen:
-    if isinstance(tensor, FlatShard):  # made anew each time
-        return _Seen(lambda: None, None, _form_of(tensor))
-    spec = tensor._spec if isinstance(tensor, DTensor) else None
-    return _Seen(weakref.ref(tensor), spec, _form_of(tensor))
+    return _Seen(tensor._spec if isinstance(tensor, DTensor) else None, _form_of(tensor))
 
 
 def is_tensor(value: Any) -> bool:
