@@ -18,7 +18,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing
 from lightning_spot.sharded.flat import FlatShard, ranges_of
 from lightning_spot.sharded.layout import ShardedImage, ShardedLayouter, state_archive
-from lightning_spot.sharded.plan import _box
+from lightning_spot.sharded.private import box_of
 
 Shape = tuple[int, ...]
 
@@ -52,7 +52,7 @@ class Sharded:
         )
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
-        sizes, offsets = _box(on_meta, coordinate)
+        sizes, offsets = box_of(on_meta, coordinate)
         local = self.whole
         for dimension, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
             local = local.narrow(dimension, min(offset, local.shape[dimension]), size)

@@ -8,13 +8,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import NodeUnreachable, SnapshotNotFound, SpotError
+from lightning_spot.memory.health import TierHealth
 from lightning_spot.protocol.wire import PROTOCOL_HEADER, Address, parse_spot_url
 from tests.conftest import RunningNode
 
@@ -169,3 +174,10 @@ def test_closing_ends_a_call_under_way(serve: Callable[..., Peer]) -> None:
     with pytest.raises(NodeUnreachable):
         client.call("GET", "/", timeout_s=20.0)
     assert time.monotonic() - began_s < 15.0
+
+
+def test_what_a_newer_node_tells_besides_of_a_tier_is_left_out() -> None:
+    told = TierHealth(kind="node", flushed=3, drain_s=0.5)
+    answer = {"tiers": {"spot://node": {**asdict(told), "of_another_day": {"x": 1}}}}
+    host: Any = SimpleNamespace(_call=lambda *_: answer)
+    assert EmbeddedHost.tiers(host) == {"spot://node": told}

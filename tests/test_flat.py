@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from lightning_spot.errors import NotSerialisable
+from lightning_spot.errors import NotSerialisable, SettingsError
+from lightning_spot.exact import private
 from lightning_spot.exact.flat import Flat, Kinds
-from lightning_spot.exact.sharded import _put_back_optimizer
+from lightning_spot.exact.sharded import _put_back_optimizer, holder_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing
 from lightning_spot.sharded.layout import ShardedLayouter, state_archive
@@ -146,6 +149,33 @@ def test_what_is_not_known_to_be_sharded_alike_is_refused(value: Any, problem: s
         state = {"model": flat.model_state(), "optimizer_0": flat.optimizer_state(optimizer)}
         with pytest.raises(NotSerialisable, match=f"more cannot be saved in shards: .*{problem}"):
             Planner(2).plan(state)
+
+
+def test_each_private_name_of_fsdp1_is_needed_and_its_lack_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [name.name for name in private.ALL if name.part == private.FLAT]
+    real = private.Name.of
+    missed: set[str] = set()
+    with as_rank(1, (2,)):
+        module = sharded(WAYS[0], 1, trains=False)[0]._module
+        trainer: Any = SimpleNamespace(strategy=FSDPStrategy(state_dict_type="sharded"))
+        trainer.strategy.model = module
+        assert isinstance(holder_of(trainer), Flat)
+        for hidden in names:
+            with monkeypatch.context() as patch:
+                patch.setattr(private.Name, "of", _without(hidden, real, missed))
+                with pytest.raises(SettingsError, match=rf"FSDPStrategy is not supported with torch .*{hidden}.*FSDP2"):
+                    holder_of(trainer)
+    assert missed == set(names)
+
+
+def _without(hidden: str, real: Callable[..., Any], missed: set[str]) -> Callable[..., Any]:
+    def of(self: private.Name, owner: Any) -> Any:
+        if self.name == hidden:
+            missed.add(hidden)
+            raise AttributeError(f"no attribute {hidden!r}")
+        return real(self, owner)
+
+    return of
 
 
 def test_weights_that_are_others_than_those_in_the_flat_parameter_are_refused() -> None:

@@ -26,10 +26,9 @@ ALLOWED = {
     "_replace",  # of named tuples
     "_get_kwargs_from_urls",  # of our own file system, as fsspec calls it
     "_version",  # the page of torch on autograd has it
-    "_get_root_mesh",  # of a DeviceMesh, by another name before: test_sharded
     "_foreach_copy_",  # copied one by one without it: test_copier
 }
-IN_DDP = {private.BUCKETS}  # nothing has the names of these parts here
+IN_DDP = {private.BUCKETS, private.FLAT}  # nothing has the names of these parts here
 IN_TUNERS = {private.TUNERS}
 IN_TENSORBOARD = {private.TENSORBOARD_OPTIONS}
 USED = [name for name in private.ALL if name.part not in IN_DDP | IN_TUNERS and name not in IN_TENSORBOARD]

@@ -168,13 +168,13 @@ def test_whatever_changes_it_is_what_who_sees_it_for_the_first_time_lays_out(cha
 
 def test_tensors_that_are_sharded_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[list[int]] = []
-    as_it_is = plan._box
+    as_it_is = plan.box_of
 
     def box(tensor: DTensor, coordinate: list[int]) -> Any:
         looked.append(coordinate)
         return as_it_is(tensor, coordinate)
 
-    monkeypatch.setattr(plan, "_box", box)
+    monkeypatch.setattr(plan, "box_of", box)
     with as_rank(0, (2, 2)) as mesh:
         state = on_rank({f"w{number}": Sharded(torch.rand(8, 2), (Shard(0),)) for number in range(5)}, mesh)
         made = Planner(4).plan(state).plan

@@ -287,7 +287,7 @@ class EmbeddedHost:
 
     def tiers(self) -> dict[str, TierHealth]:
         """See :meth:`Host.tiers`."""
-        return {url: TierHealth(**health) for url, health in self._call("GET", "/v1/status")["tiers"].items()}
+        return {url: TierHealth.from_dict(health) for url, health in self._call("GET", "/v1/status")["tiers"].items()}
 
     def carrier(self) -> str:
         """See :meth:`Host.carrier`."""

@@ -19,6 +19,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_spot.errors import SettingsError
+from lightning_spot.exact import private
 from lightning_spot.exact.parameter_names import clean, names_of
 from lightning_spot.image.shards import ShardedTensor
 from lightning_spot.sharded.flat import FlatShard, Range, Refused, ranges_of
@@ -31,8 +32,8 @@ Kinds = dict[str, dict[str, dict[str, str]]]
 
 _STATE, _GROUPS, _NAMES = "state", "param_groups", "params"
 _SCALAR, _PLAIN, _REFUSED = "scalar ", "plain", "refused "
-_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
-_INSTEAD = "use ModelParallelStrategy with fully_shard (FSDP2), which knows of it"
+_HOOKS = (private.STATE_DICT_HOOKS, private.STATE_DICT_PRE_HOOKS)
+INSTEAD = "use ModelParallelStrategy with fully_shard (FSDP2), which knows of it"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +67,7 @@ class Part:
     def of_all(self) -> Tensor:
         """This rank's part of the flat parameter: also while that is whole, or has another precision."""
         flat = self.flat
-        return getattr(flat, "_local_shard", flat.data)  # type: ignore[no-any-return] # before the first forward, data
+        return getattr(flat, private.LOCAL_SHARD, flat.data)  # type: ignore[no-any-return] # at first, data
 
     def shard(self, of_all: Tensor) -> FlatShard:
         """What this rank has, of what is laid out as its part of the flat parameter is."""
@@ -218,14 +219,14 @@ def live_state(module: Module) -> State:
 
 @contextlib.contextmanager
 def _without_gathering(module: Module) -> Iterator[None]:
-    kept = [(unit, name, vars(unit)[name]) for unit in _units_of(module) for name in _HOOKS]
+    kept = [(unit, name, name.of(unit)) for unit in _units_of(module) for name in _HOOKS]
     for unit, name, _ in kept:
-        setattr(unit, name, OrderedDict())
+        name.set(unit, OrderedDict())
     try:
         yield
     finally:
         for unit, name, hooks in kept:
-            setattr(unit, name, hooks)
+            name.set(unit, hooks)
 
 
 def _units_of(module: Module) -> list[Any]:
@@ -244,22 +245,24 @@ def _parts_of(module: Module) -> Iterator[Part]:
     for name, submodule in module.named_modules(remove_duplicate=False):
         places.setdefault(id(submodule), {})[clean(name)] = None
     for unit in _units_of(module):
-        handle: Any = unit._handle
+        handle = private.HANDLE.of(unit)
         if handle is None:  # all of its parameters are in units of their own
             continue
-        flat = handle.flat_param
+        flat = private.FLAT_PARAMETER.of(handle)
+        infos, shards = private.PARAM_INFOS.of(flat), private.SHARD_INFOS.of(flat)
+        shapes, originals = private.SHAPES.of(flat), private.ORIGINALS.of(flat)
         ties: dict[tuple[int, str], list[tuple[Module, str]]] = {}
-        for tie in flat._shared_param_infos:
+        for tie in private.SHARED_INFOS.of(flat):
             ties.setdefault((id(tie.prim_module), tie.prim_param_name), []).append((tie.module, tie.param_name))
         for number, ranges in enumerate(_ranges_of(handle)):
-            info, here = flat._param_infos[number], flat._shard_param_infos[number]
+            info, here = infos[number], shards[number]
             owners = [(info.module, info.param_name), *ties.get((id(info.module), info.param_name), [])]
             yield Part(
                 tuple(f"{place}.{name}".lstrip(".") for owner, name in owners for place in places[id(owner)]),
-                tuple(flat._shapes[number]),
+                tuple(shapes[number]),
                 ranges,
                 flat,
-                flat._params[number] if flat._params is not None else None,
+                originals[number] if originals is not None else None,
                 here.offset_in_shard or 0,
                 here.numel_in_shard or 0,
             )
@@ -267,25 +270,26 @@ def _parts_of(module: Module) -> Iterator[Part]:
 
 def _ranges_of(handle: Any) -> list[tuple[Range, ...]]:
     """What each rank has of each parameter in a flat one."""
-    flat, ranks = handle.flat_param, range(get_world_size())
-    what = ", ".join(flat._fqns[:3])
-    if any(extension is not None for extension in flat._param_extensions) or not all(flat._contiguities):
+    flat, ranks = private.FLAT_PARAMETER.of(handle), range(get_world_size())
+    what = ", ".join(private.FLAT_NAMES.of(flat)[:3])
+    is_plain = all(extension is None for extension in private.EXTENSIONS.of(flat))
+    if not is_plain or not all(private.CONTIGUITIES.of(flat)):
         raise SettingsError(
-            f"FSDPStrategy is not supported where it shards DTensors or channels_last ({what}): {_INSTEAD}"
+            f"FSDPStrategy is not supported where it shards DTensors or channels_last ({what}): {INSTEAD}"
         )
-    if not handle.uses_sharded_strategy:
-        return [((0, numel),) * len(ranks) for numel in flat._numels]
-    if get_process_group_ranks(handle.process_group) != list(ranks):
+    if not private.IS_SHARDED.of(handle):
+        return [((0, numel),) * len(ranks) for numel in private.NUMELS.of(flat)]
+    if get_process_group_ranks(private.GROUP_OF_FLAT.of(handle)) != list(ranks):
         raise SettingsError(
             f"FSDPStrategy is not supported where only some ranks share the model, as with HYBRID_SHARD ({what}):"
-            f" {_INSTEAD}"
+            f" {INSTEAD}"
         )
-    found = ranges_of(tuple(flat._numels_with_padding), tuple(flat._is_padding_mask), len(ranks))
-    for ranges, here in zip(found, flat._shard_param_infos, strict=True):
+    found = ranges_of(tuple(private.PADDED_NUMELS.of(flat)), tuple(private.IS_PADDING.of(flat)), len(ranks))
+    for ranges, here in zip(found, private.SHARD_INFOS.of(flat), strict=True):
         start = here.intra_param_start_idx if here.in_shard else 0
-        if ranges[handle.rank] != (start, start + here.numel_in_shard if here.in_shard else 0):
+        if ranges[private.RANK_OF_FLAT.of(handle)] != (start, start + here.numel_in_shard if here.in_shard else 0):
             raise SettingsError(
-                f"torch {torch.__version__} lays flat parameters out in another way ({what}): {_INSTEAD}"
+                f"torch {torch.__version__} lays flat parameters out in another way ({what}): {INSTEAD}"
             )
     return list(found)
 
@@ -296,12 +300,12 @@ def _saved(part: Part, parameter: Tensor, value: Any) -> Any:
         start, stop = part.ranges[0]  # rank 0 writes what is no tensor
         if start < stop or part.own is None or value is None or isinstance(value, (bool, str)):
             return value
-        return Refused(f"it is a number, and rank 0, which writes those, has nothing of the parameter; {_INSTEAD}")
+        return Refused(f"it is a number, and rank 0, which writes those, has nothing of the parameter; {INSTEAD}")
     if value.shape == parameter.shape:
         return part.shard_of(value) if part.own is not None else part.shard(value)
     if value.dim() == 0:
         return part.scalar(value)
-    return Refused(f"its shape, {tuple(value.shape)}, is not that of what this rank has of the parameter; {_INSTEAD}")
+    return Refused(f"its shape, {tuple(value.shape)}, is not that of what this rank has of the parameter; {INSTEAD}")
 
 
 def _kind(value: Any) -> str:

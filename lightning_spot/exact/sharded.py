@@ -17,14 +17,16 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from lightning_spot.errors import ModelChanged
-from lightning_spot.exact import namespaces
-from lightning_spot.exact.flat import Flat, Kinds
+from lightning_spot.errors import ModelChanged, SettingsError
+from lightning_spot.exact import namespaces, private
+from lightning_spot.exact.dump import KEY
+from lightning_spot.exact.flat import INSTEAD, Flat, Kinds
 from lightning_spot.exact.parameter_names import clean, names_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.shards import ShardedTensor
+from lightning_spot.sharded.items import EXTRA, EXTRA_SUFFIX, is_extra
 from lightning_spot.sharded.metadata import dtype_of
-from lightning_spot.sharded.reader import ImageReader, load
+from lightning_spot.sharded.reader import ImageReader, changed, load
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -145,7 +147,14 @@ def holder_of(trainer: pl.Trainer) -> Holder:
         SettingsError: if it is not known which rank has what of it.
     """
     module: Any = trainer.strategy.model
-    return Flat(module) if is_flat(trainer) else Dtensors(module)
+    if not is_flat(trainer):
+        return Dtensors(module)
+    if (problem := private.problem_of(private.FLAT, trainer)) is not None:
+        raise SettingsError(
+            f"FSDPStrategy is not supported with torch {torch.__version__}, whose flat parameters are made in another"
+            f" way ({problem}): {INSTEAD}"
+        )
+    return Flat(module)
 
 
 @contextlib.contextmanager
@@ -166,20 +175,26 @@ def live_states(trainer: pl.Trainer) -> Iterator[None]:
 
 
 def split(checkpoint: dict[str, Any], holder: Holder) -> tuple[State, dict[str, Any]]:
-    """What of a checkpoint is in shards, by the keys of Lightning's sharded checkpoints, and the rest."""
+    """What of a checkpoint is in shards, by the keys of Lightning's sharded checkpoints, and the rest.
+
+    Extra states of modules are in both: torch looks for them among the shards, where keys of dicts become strings.
+    """
     rest = dict(checkpoint)
-    state: State = {holder.key: rest.pop(MODEL, {})}
+    model: State = rest.pop(MODEL, {})
+    rest[KEY] = {**rest[KEY], EXTRA: {name: value for name, value in model.items() if is_extra(name)}}
+    state: State = {holder.key: model}
     state.update({_key(number): item for number, item in enumerate(rest.pop(OPTIMIZERS, []))})
     return state, rest
 
 
-def put_back(trainer: pl.Trainer, image: memoryview, manifest: Manifest) -> None:
+def put_back(trainer: pl.Trainer, image: memoryview, manifest: Manifest, extra: State) -> None:
     """Give a model and its optimizers the state of a sharded snapshot, of any number of ranks. Every rank calls it.
 
     Args:
         trainer: whose model and optimizers are set up.
         image: of the snapshot, checked.
         manifest: of the snapshot.
+        extra: what modules have given with ``get_extra_state``, by their names in the state dict.
 
     Raises:
         ModelChanged: if it is the snapshot of another model.
@@ -188,9 +203,23 @@ def put_back(trainer: pl.Trainer, image: memoryview, manifest: Manifest) -> None
     holder = holder_of(trainer)
     saved = {str(path[0]) for path in reader.shards.paths}
     key = next((kind.key for kind in (Dtensors, Flat) if kind.key in saved), holder.key)  # either reads both
-    load({key: holder.to_load()}, reader, whole=(key,))
+    model = holder.to_load()
+    own = {name for name in model if is_extra(name)}
+    if own != extra.keys():
+        raise changed(reader.name, missing=sorted(own - extra.keys()), unexpected=sorted(extra.keys() - own))
+    load({key: {name: value for name, value in model.items() if name not in own}}, reader, whole=(key,))
+    _set_extra(trainer.strategy.model, extra)
     for number, optimizer in enumerate(trainer.strategy.optimizers):
         _put_back_optimizer(holder, optimizer, reader, _key(number))
+
+
+def _set_extra(module: Module | None, extra: State) -> None:
+    """Give modules their extra state, as ``load_state_dict`` does."""
+    named = module.named_modules(remove_duplicate=False) if module is not None and extra else ()
+    for name, part in named:
+        key = f"{clean(name)}.{EXTRA_SUFFIX}".lstrip(".")
+        if key in extra and type(part).set_extra_state is not Module.set_extra_state:
+            part.set_extra_state(extra[key])
 
 
 def _put_back_optimizer(holder: Holder, optimizer: torch.optim.Optimizer, reader: ImageReader, key: str) -> None:

@@ -9,9 +9,11 @@ import torch
 
 from lightning_spot.errors import CorruptSnapshot, SettingsError
 from lightning_spot.exact.dump import KEY
+from lightning_spot.exact.resumable import check_resumable
 from lightning_spot.exact.sharded import is_sharded, put_back
 from lightning_spot.exact.unpickling import read_checkpoint
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.sharded.items import EXTRA
 from lightning_spot.sharded.layout import load_state
 from lightning_spot.sharded.metadata import REST_FILE
 from lightning_spot.sharded.places import state_file
@@ -35,6 +37,7 @@ def load_shards(trainer: pl.Trainer, image: memoryview, manifest: Manifest, *, t
     Raises:
         SettingsError: if the strategy of this trainer has no shards.
         ModelChanged: if it is the snapshot of another model.
+        NotSerialisable: if a module's extra state was not loaded.
     """
     if not is_sharded(trainer):
         raise SettingsError(
@@ -44,8 +47,11 @@ def load_shards(trainer: pl.Trainer, image: memoryview, manifest: Manifest, *, t
         )
     data = io.BytesIO(_file(image, manifest, REST_FILE))
     rest: dict[str, Any] = torch.load(data, "cpu", weights_only=False) if trusts else read_checkpoint(data)
-    put_back(trainer, image, manifest)
-    if (shared := rest.get(KEY)) is not None:
+    shared = rest.get(KEY)
+    extra = shared.get(EXTRA, {}) if shared is not None else {}
+    check_resumable(trainer, {KEY: {EXTRA: extra}})  # the rest, once hooks have their own objects
+    put_back(trainer, image, manifest, extra)
+    if shared is not None:
         same = shared["world_size"] == trainer.world_size
         wanted = (0, trainer.global_rank) if same else range(shared["world_size"])
         shared["ranks"] = [

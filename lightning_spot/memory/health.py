@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.tier import Sent
@@ -45,6 +47,12 @@ class TierHealth:
     whole_bytes: int = 0
     delta_bytes: int = 0
     same_bytes: int = 0
+
+    @classmethod
+    def from_dict(cls, figures: Mapping[str, Any]) -> TierHealth:
+        """As a node tells it; what a newer one tells besides is left out."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in figures.items() if name in known})
 
     def took(self, put: Manifest, seconds: float, sent: Sent | None) -> None:
         """Note that something was brought there.

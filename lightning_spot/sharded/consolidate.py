@@ -19,6 +19,7 @@ import torch
 
 from lightning_spot.errors import CorruptSnapshot, NotSerialisable, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
+from lightning_spot.sharded.items import EXTRA, is_extra
 from lightning_spot.sharded.metadata import REST_FILE
 from lightning_spot.sharded.plan import State
 from lightning_spot.sharded.reader import ImageReader, load_all
@@ -63,8 +64,9 @@ def consolidated(image: memoryview, manifest: Manifest) -> dict[str, Any]:
     """
     state = load_all(ImageReader(image, manifest))
     checkpoint = rest_of(image, manifest)
-    checkpoint.pop(_OWN, None)
-    checkpoint[_MODEL] = state.pop(_MODEL, None) or state.pop(_MODEL_OF_FSDP1, {})
+    extra = checkpoint.pop(_OWN, {}).get(EXTRA, {})
+    model = state.pop(_MODEL, None) or state.pop(_MODEL_OF_FSDP1, {})
+    checkpoint[_MODEL] = {name: value for name, value in model.items() if not is_extra(name)} | extra
     optimizers = sorted(
         (key for key in state if key.startswith(_OPTIMIZER)), key=lambda key: int(key.rpartition("_")[2])
     )

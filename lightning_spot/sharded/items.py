@@ -19,6 +19,19 @@ _Form = tuple[Any, list[tuple[int, Any]]]
 """Keys of a mapping, or length of a list; and the form of each mapping and list in it, with its number among them."""
 
 
+EXTRA_SUFFIX = "_extra_state"
+"""How torch names, in a state dict, what a module gives with ``get_extra_state``."""
+
+
+EXTRA = "extra_state"
+"""Key of all of these in the exact state of a snapshot."""
+
+
+def is_extra(name: str) -> bool:
+    """Whether an item of a model's state dict is the extra state of a module."""
+    return name.rpartition(".")[2] == EXTRA_SUFFIX
+
+
 class Items:
     """Finds the items of one state after the other, for one thread.
 

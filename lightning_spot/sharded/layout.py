@@ -22,6 +22,7 @@ from lightning_spot.image.pickling import Named
 from lightning_spot.image.shards import SHARDS_FILE, Archived, Path, Shards, StoredValue
 from lightning_spot.sharded import metadata
 from lightning_spot.sharded.flat import FlatShard
+from lightning_spot.sharded.items import is_extra
 from lightning_spot.sharded.places import ALIGNMENT, Placed, Places, aligned
 from lightning_spot.sharded.plan import Plan, Planner, State
 from lightning_spot.sharded.reader import load_value
@@ -221,7 +222,7 @@ class _Values:
             known = (told or "", serialised(value, metadata.name_of(path)))
             if told is not None:
                 self._known[path] = known
-            elif (path, type(value)) not in self._tried:
+            elif (path, type(value)) not in self._tried and not any(map(is_extra, map(str, path[1:2]))):
                 self._tried.add((path, type(value)))
                 self._try(path, known[1])
         return known[1]

@@ -20,6 +20,7 @@ from lightning_spot.errors import NotSerialisable
 from lightning_spot.image.shards import Path
 from lightning_spot.sharded.flat import FlatShard, Refused, boxes
 from lightning_spot.sharded.items import Items
+from lightning_spot.sharded.private import box_of, root_of, spec_of
 
 State = dict[str, Any]
 """Nested state: DTensors, flat shards, tensors and plain values in dicts and lists."""
@@ -150,7 +151,7 @@ class Planner:
                     return False
                 continue
             spec, form = seen
-            if spec is not None and getattr(item, "_spec", None) is spec:
+            if spec is not None and spec_of(item) is spec:
                 continue
             if form != _form_of(item):
                 return False
@@ -205,7 +206,7 @@ class _Seen(NamedTuple):
     (Not the tensor: ``module.cpu()`` fails for a ``DTensor`` to which there is a weak reference.)
 
     Attributes:
-        spec: of a ``DTensor``, which says all of how it is sharded; another object if that changes.
+        spec: of a ``DTensor``, see :func:`~lightning_spot.sharded.private.spec_of`.
         form: see :func:`_form_of`.
     """
 
@@ -214,7 +215,7 @@ class _Seen(NamedTuple):
 
 
 def _seen(tensor: torch.Tensor | FlatShard) -> _Seen:
-    return _Seen(tensor._spec if isinstance(tensor, DTensor) else None, _form_of(tensor))
+    return _Seen(spec_of(tensor), _form_of(tensor))
 
 
 def is_tensor(value: Any) -> bool:
@@ -250,7 +251,7 @@ def _coordinates(path: Path, tensor: DTensor) -> Iterator[tuple[int, list[int]]]
     The mesh may be a part of one of more dimensions: along the others, ranks have the same.
     """
     mesh = tensor.device_mesh
-    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else _root_of(mesh)
+    root = root_of(mesh)
     dims = list(range(mesh.ndim))
     if root is not mesh:
         names = root.mesh_dim_names or ()
@@ -266,13 +267,6 @@ def _coordinates(path: Path, tensor: DTensor) -> Iterator[tuple[int, list[int]]]
         yield rank, [place[dim] for dim in dims]
 
 
-def _root_of(mesh: Any) -> Any:
-    """As torch up to 2.7 names it."""
-    from torch.distributed.device_mesh import _mesh_resources
-
-    return _mesh_resources.get_root_mesh(mesh)
-
-
 def _boxes(path: Path, tensor: DTensor) -> list[_Box]:
     """The boxes of a tensor, each with the ranks that have it; the same for all that are sharded alike."""
     found: dict[tuple[int, ...], tuple[list[int], tuple[int, ...]]] = {}
@@ -280,23 +274,13 @@ def _boxes(path: Path, tensor: DTensor) -> list[_Box]:
     for rank, coordinate in _coordinates(path, tensor):
         place = tuple(coordinate)
         if place not in known:
-            known[place] = _box(tensor, coordinate)
+            known[place] = box_of(tensor, coordinate)
         sizes, offsets = known[place]
         if prod(sizes) or not found:
             found.setdefault(offsets, ([], sizes))[0].append(rank)
     if len(found) > 1:  # the first rank's may be empty
         found = {offsets: box for offsets, box in found.items() if prod(box[1])}
     return [(ranks, offsets, sizes) for offsets, (ranks, sizes) in found.items()]
-
-
-def _box(tensor: DTensor, coordinate: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Size and place of what a rank has of a tensor."""
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-
-    sizes, offsets = _compute_local_shape_and_global_offset(
-        tuple(tensor.shape), tuple(tensor.device_mesh.shape), coordinate, tensor.placements
-    )
-    return tuple(map(int, sizes)), tuple(map(int, offsets))
 
 
 def _name(path: Path) -> str:

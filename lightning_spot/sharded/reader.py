@@ -29,6 +29,7 @@ from lightning_spot.errors import CorruptSnapshot, ModelChanged, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.shards import Path, Shard, ShardedTensor, Shards, archived
 from lightning_spot.sharded.flat import FlatShard
+from lightning_spot.sharded.items import is_extra
 from lightning_spot.sharded.metadata import dtype_of, metadata_of, name_of
 from lightning_spot.sharded.plan import State, is_tensor
 
@@ -167,7 +168,7 @@ def load(state: State, reader: ImageReader, whole: Path | None = None) -> None:
     Args:
         state: nested; every item of it must be in the snapshot.
         reader: of the snapshot.
-        whole: what in the snapshot begins with this path must be in the state.
+        whole: what in the snapshot begins with this path must be in the state, but for extra states of modules.
 
     Raises:
         ModelChanged: if something is not there, or of another shape.
@@ -210,7 +211,7 @@ def _check(flat: State, reader: ImageReader, whole: Path | None) -> None:
     unexpected = sorted(
         name_of(path)
         for path in reader.shards.paths
-        if whole and path[: len(whole)] == whole and name_of(path) not in flat
+        if whole and path[: len(whole)] == whole and name_of(path) not in flat and not is_extra(str(path[len(whole)]))
     )
     reshaped = [
         f"{name} {saved[name]}→{tuple(value.shape)}"
@@ -218,15 +219,29 @@ def _check(flat: State, reader: ImageReader, whole: Path | None) -> None:
         if is_tensor(value) and name in saved and tuple(value.shape) != saved[name]
     ]
     if missing or unexpected or reshaped:
-        parts = [("new in the model", missing), ("gone from the model", unexpected), ("changed shape", reshaped)]
-        listed = "; ".join(f"{what}: {', '.join(names[:_MOST_NAMED])}" for what, names in parts if names)
-        raise ModelChanged(
-            f"the model has changed since snapshot {reader.name}: {listed}. Use the model it was taken of, or start"
-            " afresh with resume=False or another dirpath. The snapshot is left as it is",
-            missing=missing,
-            unexpected=unexpected,
-            reshaped=reshaped,
-        )
+        raise changed(reader.name, missing=missing, unexpected=unexpected, reshaped=reshaped)
+
+
+def changed(
+    snapshot: str, *, missing: Sequence[str] = (), unexpected: Sequence[str] = (), reshaped: Sequence[str] = ()
+) -> ModelChanged:
+    """The error that the state of a snapshot is that of another model.
+
+    Args:
+        snapshot: its name.
+        missing: what only the model has.
+        unexpected: what only the snapshot has.
+        reshaped: what both have, in another shape.
+    """
+    parts = [("new in the model", missing), ("gone from the model", unexpected), ("changed shape", reshaped)]
+    listed = "; ".join(f"{what}: {', '.join(names[:_MOST_NAMED])}" for what, names in parts if names)
+    return ModelChanged(
+        f"the model has changed since snapshot {snapshot}: {listed}. Use the model it was taken of, or start"
+        " afresh with resume=False or another dirpath. The snapshot is left as it is",
+        missing=[*missing],
+        unexpected=[*unexpected],
+        reshaped=[*reshaped],
+    )
 
 
 def _overlap(offsets: Sequence[int], sizes: Sequence[int], shard: Shard) -> list[tuple[int, int]] | None:
