@@ -5,10 +5,12 @@ from __future__ import annotations
 import secrets
 import uuid
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
@@ -141,7 +143,7 @@ def test_a_finished_run_is_not_trained_once_more_because_an_id_or_a_seed_was_dra
     first, again = (of(Tried(32, run_id=str(uuid.uuid4()), seed=seed)) for seed in (718_281_828, 31_415_926))
     found = selected(again, (first, DONE))
     assert found.location == NAMED
-    assert "differs from it in ids or seeds only" in found.warning  # it might be another one: that is said
+    assert "in ids, seeds, times or folders only" in found.warning  # it might be another one: that is said
     earlier.forget()
     assert selected(again, (first, STOPPED)) == Selection(NAMED)
     for ends in [(DONE, STOPPED), (DONE, DONE), (STOPPED, STOPPED)]:  # trials with large seeds
@@ -154,6 +156,22 @@ def test_a_finished_run_is_not_trained_once_more_because_an_id_or_a_seed_was_dra
     found = selected(small[1], (small[0], DONE))
     assert found.location.url == SECOND
     assert "drawn anew at each start" in found.warning
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Path("/fold-1/train.csv"), Path("/fold-2/train.csv")),
+        (["/fold-1/train.csv"], ["/fold-2/train.csv"]),
+        ({"seed": 3_000_000_000}, {"seed": 4_000_000_000}),
+    ],
+)
+def test_a_finished_run_is_not_taken_for_another_training_without_a_word(one: Any, other: Any) -> None:
+    """The second fold was given the weights of the first: neither what tells trainings apart nor a warning saw it."""
+    first, second = of(Tried(data=one)), of(Tried(data=other))
+    assert "others at each start. If it is another training" in selected(second, (first, DONE)).warning
+    assert selected(first, (first, DONE)) == Selection(NAMED)
+    assert selected(second, (first, DONE), (second, STOPPED)).location.url == SECOND
 
 
 def test_what_this_process_has_finished_is_no_other_ones() -> None:
@@ -182,6 +200,7 @@ def test_a_fingerprint_is_of_what_stays() -> None:
     assert usual == of(Net(), DataLoader(data, 4, shuffle=True)) == Fingerprint.of_text(str(usual))
     assert not usual.is_alike(of(Net(width=8)))
     assert not of(Tried(rate=0.1)).is_alike(of(Tried(rate=0.2)))
+    assert not of(Tried(fold=np.int64(1))).is_alike(of(Tried(fold=np.int64(2))))
     assert of(Tried(thing=object())).is_alike(of(Tried(thing=object())))
     assert of(Tried(root="/a/x", name="2026-01-01_10-00")).is_alike(of(Tried(root="/b/x", name="2026-02-01_11-30")))
     assert of(Tried(begun=1.7e9)).is_alike(of(Tried(begun=1.8e9)))

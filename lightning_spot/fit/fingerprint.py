@@ -8,6 +8,7 @@ program that is started again after its end would train once more.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Fingerprint:
         settings: hyperparameters of both that are plain values.
         data: what it is trained on, ``None`` where that is not known yet.
         limits: most epochs and steps, -1 for any number; ``None`` where they are not known.
-        drawn: hyperparameters again, with what may be drawn anew in each start; ``""`` where that is not known.
+        drawn: hyperparameters again, with what may be another one in each start; ``""`` where that is not known.
     """
 
     model: str
@@ -116,12 +117,16 @@ def _plain(value: Any, name: str = "", *, drawn: bool = False) -> Any:
     Args:
         value: of a hyperparameter, or in one.
         name: of the hyperparameter.
-        drawn: whether ids and seeds are kept all the same.
+        drawn: whether all of this is kept.
     """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if drawn and isinstance(value, os.PathLike):
+        return str(value)
     if isinstance(value, str):
-        return without_moments(value if drawn else _RANDOM_ID.sub("", value))
+        return value if drawn else without_moments(_RANDOM_ID.sub("", value))
     if isinstance(value, (bool, int, float)):
-        return value if abs(value) < (_SEEDS if "seed" in name.lower() and not drawn else _TIMES) else None
+        return value if drawn or abs(value) < (_SEEDS if "seed" in name.lower() else _TIMES) else None
     if isinstance(value, Mapping):
         named = ((str(key), _plain(item, str(key), drawn=drawn)) for key, item in value.items())
         return sorted((key, item) for key, item in named if item is not None)

@@ -158,7 +158,8 @@ def _first_of(runs: list[_Run], mine: Fingerprint) -> Selection:
     if first.newest.complete and first.theirs.is_alike(mine) and first.theirs.has_drawn_other(mine):
         return Selection(
             first.location,
-            f"the run in {first.location.url} is complete, and this one differs from it in ids or seeds only, which are"
-            f" taken to be drawn anew at each start. If it is another training, nothing of it is trained. {_ADVICE}",
+            f"the run in {first.location.url} is complete, and this one differs from it in ids, seeds, times or"
+            f" folders only, which are taken to be others at each start. If it is another training,"
+            f" nothing of it is trained. {_ADVICE}",
         )
     return Selection(first.location)
