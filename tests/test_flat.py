@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,8 +18,11 @@ from lightning_spot.errors import NotSerialisable, SettingsError
 from lightning_spot.exact import private
 from lightning_spot.exact.flat import Flat, Kinds
 from lightning_spot.exact.sharded import _put_back_optimizer, holder_of
+from lightning_spot.fit.in_shards import InShards
+from lightning_spot.fit.together import ALONE, GATHERED
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing
+from lightning_spot.run.location import Location
 from lightning_spot.sharded.layout import ShardedLayouter, state_archive
 from lightning_spot.sharded.plan import Planner
 from lightning_spot.sharded.reader import ImageReader, load, load_all
@@ -134,6 +137,37 @@ def check(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert [name for name in states if not name.startswith("4.")] == sorted(wanted["optimizer_0"]["state"])
     for name, values in wanted["optimizer_0"]["state"].items():
         assert same(states[name], dict(sorted(values.items()))), name
+
+
+def test_a_rank_that_has_nothing_of_a_late_state_is_told_of_it_with_the_next_snapshot() -> None:
+    way: Way = (3, SHARD, True, False)
+
+    def plans(told: list[Kinds] | None, *, trains: bool) -> tuple[set[str], list[Kinds]]:
+        """Digests of the ranks' plans, and what each has of others."""
+        digests, kinds = set(), []
+        for rank in range(3):
+            with as_rank(rank, (3,)):
+                flat, optimizer = sharded(way, 1, trains=trains)
+                state = {"model": flat.model_state(), "optimizer_0": flat.optimizer_state(optimizer)}
+                kinds.append(flat.kinds(state))
+                if told is not None:
+                    flat.complete(state, told)
+                    digests.add(Planner(3).plan(state).plan.digest)
+        return digests, kinds
+
+    _, before = plans(None, trains=False)
+    assert len(plans(before, trains=False)[0]) == 1
+    differing, now = plans(before, trains=True)  # the first steps came after the first snapshot
+    assert len(differing) > 1
+    assert len(plans(now, trains=True)[0]) == 1
+
+    attempt: Any = SimpleNamespace(writer=SimpleNamespace(missed=0))
+    trainer: Any = nn.Module()
+    in_shards = InShards(trainer, Location.of("/nowhere", "auto", None), cast(Any, None))
+    said = []
+    for attempt.writer.missed in (0, 1, 1, 2, 2):
+        said.append(in_shards.how(attempt))
+    assert said == [ALONE, GATHERED, ALONE, GATHERED, ALONE]  # after each that was missed, ranks ask each other
 
 
 @pytest.mark.parametrize(

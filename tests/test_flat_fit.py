@@ -69,6 +69,7 @@ def states_of(saved: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.soak
 def test_lightning_alone_reads_it(trained: Path) -> None:
     newest = snapshots(trained / "whole")[0]
     alone = Weights()
@@ -81,6 +82,7 @@ def test_lightning_alone_reads_it(trained: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.soak
 def test_one_rank_goes_on_from_two(trained: Path, tmp_path: Path) -> None:
     root = without_what_came_later(trained / "whole", tmp_path / "again", 5)
     newest = snapshots(root)[0]
