@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 
-from tests.exact_cases import Model
+from tests.exact_cases import Lean, Model
 
 SAMPLES = 20
 BATCH = 4
@@ -52,7 +52,7 @@ def validation(**more: Any) -> DataLoader[Any]:
 # -- modules ------------------------------------------------------------------------------------------------------
 
 
-class Net(Model):
+class Net(Lean):
     """A backbone and a head, each with parameters; the optimizer holds those that are trained."""
 
     def __init__(self) -> None:
@@ -75,7 +75,11 @@ class Net(Model):
         return validation()
 
 
-class Plain(Model):
+class Measured(Net, Model):
+    """With a metric, whose state a trial of a tuner must leave alone."""
+
+
+class Plain(Lean):
     """Without BatchNorm, and with an own rate."""
 
     def __init__(self) -> None:
@@ -83,7 +87,7 @@ class Plain(Model):
         self.net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1))
 
 
-class Scheduled(Model):
+class Scheduled(Lean):
     """Any scheduler, at any interval."""
 
     def __init__(self, make: Callable[[torch.optim.Optimizer], Any], **config: Any) -> None:
@@ -95,7 +99,7 @@ class Scheduled(Model):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.make(optimizer), **self.config}}
 
 
-class Optimized(Model):
+class Optimized(Lean):
     """Any optimizer."""
 
     def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
@@ -106,7 +110,7 @@ class Optimized(Model):
         return self.make(self.parameters())
 
 
-class Evaluating(Model):
+class Evaluating(Lean):
     """Freezes its BatchNorm, lowers its dropout and its loss' weight, all when an epoch starts."""
 
     def __init__(self) -> None:
@@ -154,7 +158,7 @@ class Remembering(Net):
         self.losses.append((self.global_step, float(loss)))
 
 
-class Caching(Model):
+class Caching(Lean):
     """Makes something at its first step that no checkpoint can hold, and a number that belongs to it."""
 
     def __init__(self) -> None:
@@ -168,7 +172,7 @@ class Caching(Model):
         return super().training_step(batch, batch_idx)
 
 
-class Gathering(Model):
+class Gathering(Lean):
     """Gathers what its steps returned, and lets the next epoch depend on it, as many modules do."""
 
     def __init__(self) -> None:
@@ -198,7 +202,7 @@ class Skipping(Model):
         return None if batch_idx == 2 else loss
 
 
-class Fetching(Model):
+class Fetching(Lean):
     """Takes the iterator instead of batches."""
 
     def training_step(self, dataloader_iter: Iterator[Any]) -> Any:  # type: ignore[override]
@@ -226,7 +230,7 @@ class Logging(Model):
         self.log("at_end", torch.rand(()))
 
 
-class Several(Model):
+class Several(Lean):
     """Two loaders for training and two for validation."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -238,7 +242,7 @@ class Several(Model):
         super().validation_step(batch, batch_idx)
 
 
-class Listed(Model):
+class Listed(Lean):
     """Trains on what a combined loader yields as a dictionary."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -246,7 +250,7 @@ class Listed(Model):
         return super().training_step((x + 0.01 * batch["more"][0][0].mean(), y), batch_idx)
 
 
-class WithData(Model):
+class WithData(Lean):
     """Makes its loaders anew when Lightning asks; what they hold depends on the epoch and on drawn numbers."""
 
     def train_dataloader(self) -> Any:

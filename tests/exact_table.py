@@ -36,7 +36,7 @@ from torch.utils.data import (
 from lightning_spot import EverySteps, SpotCheckpoint
 from tests import exact_models as m
 from tests.conftest import new_process
-from tests.exact_cases import Gan, Model, Plateau
+from tests.exact_cases import Gan, Lean, Model, Plateau
 from tests.exact_models import BATCH, SAMPLES, Rows, rows, validation
 
 
@@ -49,7 +49,7 @@ class Case:
     """One feature in a run.
 
     Attributes:
-        model: makes the module.
+        model: makes the module; one that logs little, but where logging may matter.
         loaders: makes what is passed to ``fit`` as training loaders; ``None`` if the module or ``data`` has them.
         val: makes the loaders for validation.
         data: makes a data module instead of both.
@@ -64,7 +64,7 @@ class Case:
         since: the first Lightning that has it, or trains with it to the end.
     """
 
-    model: Callable[[], pl.LightningModule] = Model
+    model: Callable[[], pl.LightningModule] = Lean
     loaders: Callable[[], Any] | None = rows
     val: Callable[[], Any] | None = validation
     data: Callable[[], pl.LightningDataModule] | None = None
@@ -140,7 +140,7 @@ CALLBACKS: dict[str, Case] = {
         callbacks=lambda: [shipped.SpikeDetection(window=4, rtol=50.0)], covers=("SpikeDetection",)
     ),
     "learning-rate-finder": Case(
-        model=m.Net,
+        model=m.Measured,
         loaders=None,
         val=None,
         callbacks=lambda: [shipped.LearningRateFinder(num_training_steps=5)],
@@ -164,11 +164,13 @@ CALLBACKS: dict[str, Case] = {
         soak=True,
     ),
     "early-stopping": Case(
+        model=Model,
         callbacks=lambda: [shipped.EarlyStopping("loss_epoch", patience=2, min_delta=10.0)],
         settings={"max_epochs": 5},
         covers=("EarlyStopping",),
     ),
     "model-checkpoint-last": Case(
+        model=Model,
         callbacks=lambda: [shipped.ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True)],
         covers=("ModelCheckpoint",),
     ),
@@ -218,16 +220,18 @@ CALLBACKS: dict[str, Case] = {
 }
 
 SETTINGS: dict[str, Case] = {
-    "accumulate": Case(settings={"accumulate_grad_batches": 2}, stops=(8, 7), covers=("accumulate_grad_batches",)),
+    "accumulate": Case(
+        model=Model, settings={"accumulate_grad_batches": 2}, stops=(8, 7), covers=("accumulate_grad_batches",)
+    ),
     "clip-by-value": Case(
         settings={"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
         covers=("gradient_clip_val", "gradient_clip_algorithm"),
         soak=True,
     ),
-    "bf16": Case(settings={"precision": "bf16-mixed"}, covers=("precision",)),
+    "bf16": Case(model=Model, settings={"precision": "bf16-mixed"}, covers=("precision",)),
     "double": Case(settings={"precision": "64-true"}, loaders=lambda: rows(False), soak=True),
     "half": Case(settings={"precision": "bf16-true"}, soak=True),
-    "val-often": Case(settings={"val_check_interval": 0.4}, covers=("val_check_interval",)),
+    "val-often": Case(model=Model, settings={"val_check_interval": 0.4}, covers=("val_check_interval",)),
     "val-across-epochs": Case(
         settings={"val_check_interval": 7, "check_val_every_n_epoch": None},
         stops=(8, 5),
@@ -250,6 +254,7 @@ SETTINGS: dict[str, Case] = {
     ),
     "val-by-time": Case(settings={"val_check_interval": "00:00:00:10"}, says="val_check_interval", since="2.6"),
     "limited": Case(
+        model=Model,
         settings={"limit_train_batches": 3, "limit_val_batches": 1},
         stops=(5, 4),
         covers=("limit_train_batches", "limit_val_batches"),
@@ -305,7 +310,11 @@ SETTINGS: dict[str, Case] = {
 }
 
 LOADERS: dict[str, Case] = {
-    "workers": Case(loaders=lambda: rows(num_workers=2, prefetch_factor=3), covers=("num_workers", "prefetch_factor")),
+    "workers": Case(
+        model=Model,
+        loaders=lambda: rows(num_workers=2, prefetch_factor=3),
+        covers=("num_workers", "prefetch_factor"),
+    ),
     "workers-seeded": Case(
         loaders=lambda: rows(num_workers=1, worker_init_fn=m.seed_worker), covers=("worker_init_fn",), soak=True
     ),
@@ -342,7 +351,6 @@ LOADERS: dict[str, Case] = {
         val=lambda: validation(num_workers=1, generator=torch.Generator().manual_seed(3)), soak=True
     ),
     "shuffled-validation": Case(
-        model=Model,
         val=lambda: DataLoader(Rows(), 8, shuffle=True, generator=torch.Generator().manual_seed(3)),
         settings={"limit_val_batches": 2},
         soak=True,
