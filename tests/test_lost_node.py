@@ -180,7 +180,9 @@ def test_a_state_that_fits_no_memory_here_goes_to_the_memory_node(
 
 
 class Parts:
-    """Stands in for a writer: its snapshots are a few bytes."""
+    """Stands in for a writer: its snapshots are a few bytes, and no other host brings any."""
+
+    across = SimpleNamespace(at="")
 
     def store_past_memory(self, _checkpoint: Any, manifest: Manifest, store: Store) -> Manifest:
         return store.put_parts(manifest, iter([memoryview(image_of(manifest.step, manifest.nbytes))]), attempt=1)
