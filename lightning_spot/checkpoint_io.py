@@ -72,7 +72,7 @@ class SpotCheckpointIO(SpotIO):
         *,
         memory: str | None = AUTO,
         slots: int = 3,
-        memory_limit: str | int | None = None,
+        memory_limit: str | float | None = None,
         wait_timeout_s: float = 600.0,
         flush_timeout_s: float = 600.0,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
@@ -85,11 +85,11 @@ class SpotCheckpointIO(SpotIO):
         check_number("flush_timeout_s", flush_timeout_s, 0)
         check_number("idle_timeout_s", idle_timeout_s, 0)
         self.memory = memory
-        self.slots = slots
+        self.slots = int(slots)
         self.memory_bytes = memory_limit_bytes(memory_limit)
-        self.wait_timeout_s = wait_timeout_s
-        self.flush_timeout_s = flush_timeout_s
-        self.idle_timeout_s = idle_timeout_s
+        self.wait_timeout_s = float(wait_timeout_s)
+        self.flush_timeout_s = float(flush_timeout_s)
+        self.idle_timeout_s = float(idle_timeout_s)
         self._writers: dict[str, FolderWriter] = {}
         self._fit = _FitWatch()
 

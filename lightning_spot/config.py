@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 from dataclasses import dataclass
+from datetime import timedelta
 from numbers import Integral, Real
 from pathlib import Path
 
@@ -138,6 +139,8 @@ def _grace_s() -> float | None:
 def check_number(name: str, value: object, least: float, *, above: bool = False, whole: bool = False) -> None:
     """Check a number that the user gave. None is infinite, nor so large that no clock could wait for as many seconds.
 
+    Numpy's numbers pass, too: who keeps one makes it a plain one, which nodes and snapshots can be told.
+
     Args:
         name: what it is called.
         value: what was given.
@@ -148,6 +151,8 @@ def check_number(name: str, value: object, least: float, *, above: bool = False,
     Raises:
         SettingsError: if it is no such number.
     """
+    if isinstance(value, timedelta):
+        raise SettingsError(f"{name}={value!r}: it is a number; of a timedelta, give its total_seconds()")
     is_number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
     if not (is_number and (value > least if above else value >= least)):  # type: ignore[operator] # a number
         bound = "more than" if above else "at least"
@@ -157,17 +162,17 @@ def check_number(name: str, value: object, least: float, *, above: bool = False,
 
 
 def check_flag(name: str, value: object) -> None:
-    """Check ``True`` or ``False``: a text such as ``"no"`` would be taken for ``True``.
+    """Check ``True`` or ``False``, also numpy's: a text such as ``"no"`` would be taken for ``True``.
 
     Raises:
         SettingsError: if it is neither.
     """
-    if not isinstance(value, bool):
+    if not (isinstance(value, bool) or (getattr(value, "dtype", None) == "bool" and getattr(value, "ndim", None) == 0)):
         raise SettingsError(f"{name}={value!r}: it is True or False")
 
 
-def parse_bytes(text: str | int, setting: str = "") -> int:
-    """Turn ``"8GiB"``, ``"512MB"`` or a plain number into bytes.
+def parse_bytes(text: str | float, setting: str = "") -> int:
+    """Turn ``"8GiB"``, ``"512MB"`` or a plain whole number (``64e9``) into bytes.
 
     Args:
         text: what the user gave.
@@ -176,6 +181,8 @@ def parse_bytes(text: str | int, setting: str = "") -> int:
     Raises:
         SettingsError: if the text is no positive size.
     """
+    if isinstance(text, float) and text.is_integer():
+        text = int(text)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(text), re.IGNORECASE)
     unit = _UNITS.get(match[2].lower(), 0) if match and not isinstance(text, float) else 0
     value = float(match[1]) * unit if match else 0.0

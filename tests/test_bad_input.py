@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
 from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import lightning_spot
@@ -126,6 +132,47 @@ def test_what_cannot_be_used_is_one_error_that_names_it(kind: type, name: str, o
         said = str(caught.value)
         assert name in said, (value, said)
         assert "\n" not in said
+
+
+NUMPYS: dict[str, Any] = {
+    "flag": np.False_,
+    "count": np.int64(1),
+    "ring": np.int32(3),
+    "from 0": np.float32(30),
+    "above 0": np.float32(30),
+    "negative": np.float64(-1),
+    "number": np.float32(1),
+    "share": np.float32(0.5),
+    "size": np.int64(2**30),
+}
+
+
+@pytest.mark.parametrize(("kind", "name", "of_what"), [case for case in cases() if case.values[2] in NUMPYS])
+def test_numpys_numbers_are_numbers(kind: type, name: str, of_what: str) -> None:
+    needed = {key: value for key, value in NEEDED.items() if key in inspect.signature(kind).parameters}
+    made = kind(**{**needed, name: NUMPYS[of_what]})
+    kept = [value for value in vars(made).values() if not isinstance(value, np.generic)]
+    assert len(kept) == len(vars(made)), "a snapshot, or a node, would be told a number that is no plain one"
+    if isinstance(made, SpotCheckpoint | RemoteSnapshot):
+        snapshots = made.snapshots if isinstance(made, SpotCheckpoint) else made
+        json.dumps(asdict(snapshots._settings.ring))
+
+
+def test_whole_floats_are_sizes() -> None:
+    assert SpotCheckpoint("runs/a", memory_limit=64e9).snapshots._settings.ring.memory_bytes == 64 * 10**9
+
+
+def test_of_a_timedelta_the_seconds_are_asked_for() -> None:
+    with pytest.raises(SettingsError, match=r"s=.*timedelta.*total_seconds"):
+        EverySeconds(timedelta(minutes=5))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_tilde_is_the_home_directory_as_in_lightning(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", os.fspath(tmp_path))
+    assert SpotCheckpoint(kind("~/runs/a")).location.url == os.fspath(tmp_path / "runs" / "a")
 
 
 @pytest.mark.parametrize("unused", [{"resume": False, "rewind": "back"}, {"notices": None, "grace_s": -1}])

@@ -185,8 +185,10 @@ def test_names_sort_by_attempt_then_step_then_end() -> None:
     assert snapshot_order("epoch=3.ckpt") is None
 
 
-@pytest.mark.parametrize(("text", "nbytes"), [("8GiB", 8 * 2**30), ("512MB", 512 * 10**6), ("1.5k", 1500), (7, 7)])
-def test_sizes(text: str | int, nbytes: int) -> None:
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("8GiB", 8 * 2**30), ("512MB", 512 * 10**6), ("1.5k", 1500), (7, 7), (64e9, 64 * 10**9)]
+)
+def test_sizes(text: str | float, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
 
 

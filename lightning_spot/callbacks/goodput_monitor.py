@@ -56,7 +56,8 @@ class GoodputMonitor(SpotCallback):
         check_number("heartbeat_s", heartbeat_s, 0, above=True)
         self.metric = Goodput(sync_on_compute=False)  # rank 0 alone knows, and asks
         self._dirpath = Location.of(dirpath, None, None).url if dirpath is not None else None
-        self._log_every_s, self._heartbeat_s = log_every_s, heartbeat_s
+        self._log_every_s = float(log_every_s) if log_every_s is not None else None
+        self._heartbeat_s = float(heartbeat_s)
         self._journal: Journal | None = None
         self._snapshots: RemoteSnapshot | None = None
         self._is_on = False

@@ -58,7 +58,7 @@ class PreemptionGuard(Part):
             check_number("grace_s", grace_s, 0, above=True)
         open_sources(notices)  # an unknown source is an error here, not on the machine that is taken away
         self.notices = notices
-        self.grace_s = grace_s
+        self.grace_s = float(grace_s) if grace_s is not None else None
         self.notice: Notice | None = None
         self._watcher: Watcher | None = None
         self._ranks: Ranks | None = None

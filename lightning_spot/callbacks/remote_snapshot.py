@@ -97,7 +97,7 @@ class RemoteSnapshot(Part):
         interval: IntervalPolicy | None = None,
         keep: int = KEEP,
         slots: int | None = None,
-        memory_limit: str | int | None = None,
+        memory_limit: str | float | None = None,
         on_full: Literal["skip", "wait"] = "skip",
         durable_every_s: float = 0.0,
         compression: Compression = "auto",
@@ -106,7 +106,7 @@ class RemoteSnapshot(Part):
         max_stall_s: float = MAX_STALL_S,
         strict: bool = False,
         partitions: Partitions = "auto",
-        device_buffer: str | int | None = DEVICE_BUFFER,
+        device_buffer: str | float | None = DEVICE_BUFFER,
     ) -> None:
         super().__init__()
         check_number("keep", keep, 1, whole=True)
@@ -133,15 +133,15 @@ class RemoteSnapshot(Part):
         if read_environment().drill_dir is not None:
             interval = EverySeconds(1.0)  # a drill is short, and wants something to resume from
         ring = RingSettings(
-            slots=slots if slots is not None else 3 + min(replicas, len(self.location.nodes)),
+            slots=int(slots) if slots is not None else 3 + min(int(replicas), len(self.location.nodes)),
             memory_bytes=memory_limit_bytes(memory_limit),
-            idle_timeout_s=idle_timeout_s,
-            keep=keep,
-            strict=strict,
-            durable_every_s=durable_every_s,
+            idle_timeout_s=float(idle_timeout_s),
+            keep=int(keep),
+            strict=bool(strict),
+            durable_every_s=float(durable_every_s),
             compression=compression,
-            replicas=replicas,
-            max_stall_s=max_stall_s,
+            replicas=int(replicas),
+            max_stall_s=float(max_stall_s),
             device_buffer_bytes=parse_bytes(device_buffer, "device_buffer") if device_buffer is not None else 0,
         )
         policy = interval if interval is not None else ConvergenceAware()
@@ -149,7 +149,7 @@ class RemoteSnapshot(Part):
             policy=policy,
             ring=ring,
             on_full=on_full,
-            flush_timeout_s=flush_timeout_s,
+            flush_timeout_s=float(flush_timeout_s),
             partitions=check_partitions(partitions),
         )
         self.snapshotter: Snapshotter | None = None

@@ -90,7 +90,7 @@ class SpotCheckpoint(SpotCallback):
         resume: bool = True,
         rewind: Rewind = "auto",
         slots: int | None = None,
-        memory_limit: str | int | None = None,
+        memory_limit: str | float | None = None,
         on_full: Literal["skip", "wait"] = "skip",
         durable_every_s: float = 0.0,
         compression: Compression = "auto",
@@ -100,7 +100,7 @@ class SpotCheckpoint(SpotCallback):
         log_goodput: bool = True,
         strict: bool = False,
         partitions: Partitions = "auto",
-        device_buffer: str | int | None = DEVICE_BUFFER,
+        device_buffer: str | float | None = DEVICE_BUFFER,
     ) -> None:
         super().__init__()
         check_flag("resume", resume)

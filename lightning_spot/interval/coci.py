@@ -71,9 +71,14 @@ class COCI(Adaptive):
         check_number("COCI: fit_interval", fit_interval, 1, whole=True)
         check_number("COCI: profile_threshold", profile_threshold, 2, whole=True)
         self.mode: CociMode = mode
-        self.ts, self.ft_lambda = ts, ft_lambda
-        self.fit_interval, self.profile_threshold = fit_interval, profile_threshold
-        self._theta = (theta_1, theta_2) if theta_1 is not None and theta_2 is not None and mode == "MANUAL" else None
+        self.ts = float(ts) if ts is not None else None
+        self.ft_lambda = float(ft_lambda) if ft_lambda is not None else None
+        self.fit_interval, self.profile_threshold = int(fit_interval), int(profile_threshold)
+        self._theta = (
+            (float(theta_1), float(theta_2))
+            if theta_1 is not None and theta_2 is not None and mode == "MANUAL"
+            else None
+        )
         self._readings: list[tuple[float, float]] = []
         self._since_fit = 0
         self._elapsed_s = 0.0

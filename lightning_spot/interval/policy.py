@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from numbers import Real
 from typing import Any, Protocol
 
 from lightning_spot.config import check_number
@@ -84,7 +85,7 @@ class EverySteps(IntervalPolicy):
 
     def __init__(self, n: int, max_overhead: float | None = None) -> None:
         check_number("EverySteps: n", n, 1, whole=True)
-        self.n = n
+        self.n = int(n)
         self.max_overhead = check_share("max_overhead", max_overhead) if max_overhead is not None else None
         self._last = 0
         self._stall_s = 0.0
@@ -122,7 +123,7 @@ class EverySeconds(IntervalPolicy):
 
     def __init__(self, s: float) -> None:
         check_number("EverySeconds: s", s, 0, above=True)
-        self.s = s
+        self.s = float(s)
         self._last_s: float | None = None
 
     def due(self, step: int, now_s: float) -> bool:
@@ -146,6 +147,6 @@ def check_share(name: str, value: float) -> float:
     Raises:
         SettingsError: if it is none.
     """
-    if not (isinstance(value, int | float) and 0 < value < 1):
+    if not (isinstance(value, Real) and 0 < value < 1):
         raise SettingsError(f"{name}={value!r}: it is a share of the training time, more than 0 and less than 1")
-    return value
+    return float(value)

@@ -63,7 +63,10 @@ class Location:
                 f"dirpath={url!r}: a URL has two slashes, {lost[1]}://{url[lost.end() :]}; for a directory"
                 f" write ./{url}"
             )
-        url = os.path.abspath(url.removeprefix("file://")) if scheme in ("", "file") else plain_url(url)
+        if scheme in ("", "file"):  # "~" is the home directory, as in Lightning's own callbacks: YAML knows no shell
+            url = os.path.abspath(os.path.expanduser(url.removeprefix("file://")))
+        else:
+            url = plain_url(url)
         name = check_run_name(run if run is not None else url.rstrip("/").rpartition("/")[2])
         if drill := read_environment().drill_dir:  # which must never write to the tiers of the real run
             return cls(name=name, url=os.path.join(drill, "runs", name), nodes=(), embedded=memory is not None)
@@ -165,7 +168,7 @@ def check_replicas(replicas: int, memory: str | Sequence[str] | None) -> None:
         )
 
 
-def memory_limit_bytes(limit: str | int | None) -> int:
+def memory_limit_bytes(limit: str | float | None) -> int:
     """The limit of slot memory: as given, or half of what this host, or its container, has."""
     if limit is not None:
         return parse_bytes(limit, "memory_limit")
