@@ -163,7 +163,9 @@ def test_training_over_a_line_that_breaks_and_heals(
 ) -> None:
     caplog.set_level(logging.INFO)
     node, proxy = proxied
-    callback = SpotCheckpoint(str(tmp_path / "run-1"), memory=proxy.url, interval=EverySteps(3), flush_timeout_s=30)
+    # A fast trainer would have passed all its steps before the slots of a slow node are made.
+    waits: dict[str, Any] = {"on_full": "wait", "flush_timeout_s": 30}
+    callback = SpotCheckpoint(str(tmp_path / "run-1"), memory=proxy.url, interval=EverySteps(3), **waits)
 
     class Break(StopAt):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
