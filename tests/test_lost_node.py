@@ -185,6 +185,7 @@ class Parts:
     across = SimpleNamespace(at="")
 
     def store_past_memory(self, _checkpoint: Any, manifest: Manifest, store: Store) -> Manifest:
+        self.across = SimpleNamespace(at=store.url if isinstance(store, NodeStore) else "")
         return store.put_parts(manifest, iter([memoryview(image_of(manifest.step, manifest.nbytes))]), attempt=1)
 
 
@@ -236,11 +237,14 @@ def test_what_is_durable_past_memory_is_so_where_nothing_older_can_be_deleted(
     assert "stays for now: it may not be deleted" in caplog.text
 
 
-def test_what_a_memory_node_lost_that_was_started_anew_is_named(tmp_path: Path) -> None:
+def test_what_a_memory_node_lost_that_was_started_anew_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That one has nothing to flush, and says so."""
     past = past_memory(tmp_path / "durable")
     said: list[str] = []
-    past._at = cast(NodeStore, SimpleNamespace(flush=lambda _wait_s: []))
+    monkeypatch.setattr(NodeStore, "flush", lambda _store, _wait_s: [])
+    monkeypatch.setattr(Parts, "across", SimpleNamespace(at="spot://127.0.0.1:9/run"))
     writer = SimpleNamespace(
         committed=manifest_of(1, nbytes=5000),
         host=None,
@@ -403,6 +407,7 @@ def test_what_was_stored_past_memory_is_safe_before_a_deadline() -> None:
     stored = manifest_of(7)
     host = SimpleNamespace(safe_step=lambda: None, flush=lambda _wait_s: [], tiers=dict)
     writer = SimpleNamespace(committed=stored, past_memory=stored, host=host, settle=lambda _wait_s: None)
+    writer.across = SimpleNamespace(at="")
     writer.link = SimpleNamespace(ask=lambda question, _default: question(host))
     safety = Safety(cast(SnapshotWriter, writer))
     plan = safety.plan(None)
@@ -438,6 +443,7 @@ def test_neither_an_earlier_attempt_nor_a_file_makes_this_ones_snapshot_safe(tmp
     assert host.safe_step() is None
     newest = manifest_of(50, 2)
     writer = SimpleNamespace(committed=newest, past_memory=None, host=host, settle=lambda _wait_s: None)
+    writer.across = SimpleNamespace(at="")
     writer.link = SimpleNamespace(ask=lambda question, _default: question(host))
     safety = Safety(cast(SnapshotWriter, writer))
     assert "safe nowhere else" in safety.bring(Deadline.of(None, 0.0), safety.plan(None), lambda: False)

@@ -1,4 +1,4 @@
-"""The snapshots of a writer that several hosts bring to a memory node: one at a time, and where the newest is."""
+"""The snapshots of a writer that several hosts bring to a memory node: one at a time; which node has the newest."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from concurrent import futures
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.leases import give_back
 from lightning_spot.capture.pending import Pending
+from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import RingFull, SpotError
 from lightning_spot.memory.host import Host
 
@@ -24,7 +25,8 @@ class Across:
         wanted: whether there are other hosts.
         carrier: URL of the run at the memory node that carried it on when the last snapshot was committed.
         brought: snapshots that hosts have brought together.
-        at: URL of the run at the memory node that has the newest snapshot; ``""`` if this host has it.
+        at: URL of the run at the memory node that has the newest snapshot, and may have lost it since; ``""`` if this
+            host has it, or the durable tier.
     """
 
     def __init__(self, link: HostLink) -> None:
@@ -83,6 +85,23 @@ class Across:
         if self.wanted:
             self.carrier = self._link.ask(lambda host: host.carrier(), "")
         return bool(self.at)
+
+    def close(self) -> None:
+        """Let the slots of snapshots go: none comes after them."""
+        self._last = self._gave_way = None
+
+    def why_lost(self, name: str, wait_s: float) -> str:
+        """Why the memory node at :attr:`at` is not known to have a snapshot any more; ``""`` if it has it.
+
+        Args:
+            name: of the snapshot.
+            wait_s: how long to wait for the node's answer.
+        """
+        try:
+            there = NodeStore(self.at).holds(name, wait_s)
+        except SpotError as error:
+            return f"cannot be asked ({error})"
+        return "" if there else "has it no more"
 
 
 def _at(pending: Pending) -> str:

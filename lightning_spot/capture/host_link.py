@@ -89,16 +89,17 @@ class HostLink:
         """Stop looking for a new ring. The one at hand stays open: it is the caller's."""
         with self._changed:
             self._closed = True
+            self._reconnect, self._prepare = None, lambda _host: None  # those who gave them need not wait for us to go
             self._changed.notify_all()
 
     def _find(self) -> None:
-        assert self._reconnect is not None
+        reconnect, prepare = self._reconnect, self._prepare
         pause_s = _FIRST_RETRY_S
         found: Host | None = None
-        while found is None and not self._closed:
+        while found is None and reconnect is not None and not self._closed:
             try:
-                found = self._reconnect()
-                self._prepare(found)
+                found = reconnect()
+                prepare(found)
             except Fenced as error:
                 logger.warning("lightning_spot: %s", error)
                 break

@@ -34,7 +34,6 @@ class PastMemory:
         self._url = url
         self._info = info
         self._away_until_s: dict[str, float] = {}
-        self._at: NodeStore | None = None
 
     def write(self, checkpoint: Any, manifest: Manifest) -> None:
         """Bring a snapshot to the first memory node that has room and carries the run on, else to the durable tier.
@@ -56,7 +55,6 @@ class PastMemory:
         """
         store = open_store(self._url)
         stored = self._writer.store_past_memory(checkpoint, manifest, store)
-        self._at = None
         try:
             retain(store, self._info.keep, stored)
         except SpotError as error:  # the next one tries again
@@ -70,7 +68,7 @@ class PastMemory:
     @property
     def _there(self) -> NodeStore | None:
         """The node that has it: it was written there, or several hosts have brought it."""
-        return NodeStore(self._writer.across.at) if self._writer.across.at else self._at
+        return NodeStore(self._writer.across.at) if self._writer.across.at else None
 
     def flush(self, wait_s: float) -> list[str]:
         """Wait until the node that has the newest such snapshot has made it durable.
@@ -100,5 +98,4 @@ class PastMemory:
             self._away_until_s[node] = time.monotonic() + _AWAY_S
             logger.warning("lightning_spot: %s does not take %s (%s)", node, manifest.name, error)
             return False
-        self._at = store
         return True

@@ -14,6 +14,7 @@ from lightning_spot.interval.deadline import Deadline, Plan, plan_urgent
 from lightning_spot.memory.health import TierHealth
 
 _POLL_S = 0.05
+_NOTICES_S = 15.0  # a node on this host notices in this time, too, that the memory node is lost
 
 
 class Safety:
@@ -80,6 +81,8 @@ class Safety:
         what = f"step {newest.step} ({format_bytes(newest.nbytes)})"
         if not plan.take:
             what = f"a new snapshot would take {plan.expected_s or 0:.0f} s to be safe, too long; the newest is {what}"
+        if lost := self._lost(newest, deadline):
+            return f"{what} is not known to be safe: {lost}; {self._bring_older(deadline, cut_short)}"
         nothing_owed = False
         while not cut_short():
             try:
@@ -99,6 +102,32 @@ class Safety:
                 break
             time.sleep(_POLL_S)
         return f"{what} is committed in memory, and safe nowhere else after {time.monotonic() - started_s:.1f} s{of}"
+
+    def _lost(self, newest: Manifest, deadline: Deadline) -> str:
+        """Where the newest snapshot was, if only a memory node had it that is not known to have it now; else ``""``."""
+        across = self._writer.across
+        if not across.at:
+            return ""
+        why = across.why_lost(newest.name, deadline.left_s / 2)  # the rest is for what this host has
+        return f"{across.at}, which had it, {why}" if why else ""
+
+    def _bring_older(self, deadline: Deadline, cut_short: Callable[[], bool]) -> str:
+        """Wait until what this host has is safe: it is owed again when its node notices that the memory node is lost.
+
+        Returns:
+            what is safe, for people.
+        """
+        link, at = self._writer.link, self._writer.across.at
+        give_up_s = time.monotonic() + _NOTICES_S
+        owed = True
+        while owed and deadline.left_s > 0 and not cut_short():
+            noticed = link.ask(lambda host: host.carrier(), at) != at or time.monotonic() > give_up_s
+            owed = bool(link.ask(lambda host: host.flush(_POLL_S), ["unknown"])) or not noticed
+            time.sleep(_POLL_S)
+        safe_step = link.ask(lambda host: host.safe_step(), None)
+        if safe_step is None:
+            return "no other snapshot of this attempt is known to be safe"
+        return f"step {safe_step} is safe"
 
     def _why_dropped(self, newest: Manifest) -> str:
         """Why the newest snapshot was dropped instead of being brought anywhere; ``""`` if it was not."""

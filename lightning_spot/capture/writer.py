@@ -27,10 +27,12 @@ from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.leases import Leases, give_back, say_backing
 from lightning_spot.capture.outline import Outliner
 from lightning_spot.capture.pending import Pending
+from lightning_spot.capture.saying import SayOnce
 from lightning_spot.capture.split import Divider, Ranks
 from lightning_spot.capture.streaming import store_streamed
 from lightning_spot.capture.views import SlotViews
 from lightning_spot.capture.warming import make_slots
+from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import NodeUnreachable, RingFull, ShareMissing, SpotError, TornSnapshot
 from lightning_spot.image.layout import Layout, Piece, outline_of
 from lightning_spot.image.manifest import Manifest
@@ -62,9 +64,10 @@ class SnapshotWriter:
         link: to the ring, which may be lost and found again.
         across: of what several hosts bring to a memory node.
         committed: manifest of the newest snapshot that is committed in memory, or was stored past it.
-        past_memory: manifest of the newest that was stored past it, and is therefore safe outside this host.
+        past_memory: manifest of the newest that was stored past it: outside this host.
         torn: snapshots dropped because a tensor changed while it was copied.
         together: committed snapshots of which other ranks have written a share.
+        say_once: warns once for each key.
         missed: snapshots dropped because another rank's share of them did not come, and why the last one was.
         copied_bytes: written into slots so far; what a slot held already is not written again.
     """
@@ -82,6 +85,7 @@ class SnapshotWriter:
         approximates: bool = False,
     ) -> None:
         self._look = look
+        self.say_once = SayOnce()
         self._approximates = approximates
         self.link = HostLink(host, reconnect, self._warm_host)
         self.across = Across(self.link)
@@ -97,7 +101,6 @@ class SnapshotWriter:
         self._pending: list[Pending] = []
         self._unsteady: frozenset[int] = frozenset()
         self._unchanged = Unchanged()
-        self._warned: set[str] = set()
         self._divider = Divider()
         self._outliner = Outliner(self.say_once)
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -218,6 +221,8 @@ class SnapshotWriter:
         self._copier.close()
         for host in self._views.others(None):
             self._views.drop(host)
+        self._pending.clear()
+        self.across.close()
 
     def store_past_memory(self, checkpoint: Any, manifest: Manifest, store: Store) -> Manifest:
         """Bring a snapshot that fits no slot to a tier, part by part. Training waits until it is there.
@@ -232,14 +237,9 @@ class SnapshotWriter:
         """
         layout = self._outliner.lay_out(checkpoint)
         self.committed = self.past_memory = stored = store_streamed(layout, manifest, store)
+        self.across.at = store.url if isinstance(store, NodeStore) else ""
         self._look_at(outline_of(layout))
         return stored
-
-    def say_once(self, key: str, message: str, *facts: Any) -> None:
-        """Warn, but only the first time for ``key``."""
-        if key not in self._warned:
-            self._warned.add(key)
-            logger.warning("lightning_spot: " + message, *facts)
 
     def miss(self, error: SpotError) -> None:
         """Note that a snapshot was not taken because of another rank's share of it."""

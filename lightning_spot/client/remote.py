@@ -193,6 +193,11 @@ class NodeStore:
         """See :meth:`NodeTier.listing`."""
         return _entries(self._listing())
 
+    def holds(self, name: str, wait_s: float) -> bool:
+        """Whether a snapshot is in the node's memory, asked for ``wait_s`` seconds at most."""
+        listing = self.client.call("GET", f"/v1/runs/{quoted(self.run)}/snapshots", timeout_s=wait_s)
+        return any(manifest.name == name for manifest, _dirty, _safe in _entries(listing))
+
     def check_flush_to(self, via: Sequence[str]) -> None:
         """See :meth:`NodeTier.check_flush_to`."""
         self.client.call("POST", "/v1/check", {"via": list(via)}, timeout_s=_ASK_S, again=True)

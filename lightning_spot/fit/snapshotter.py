@@ -319,9 +319,7 @@ class Snapshotter(OfTrainer):
     # -- end ------------------------------------------------------------------------------------------------------
 
     def secure(self, seam: Seam, deadline: Deadline, cut_short: Callable[[], bool]) -> str:
-        """Bring the training state to safety: an urgent snapshot if there is something new and time for it.
-
-        Every rank calls it, at the same place.
+        """Bring the training state of all ranks to safety: an urgent snapshot if there is something new and time.
 
         Args:
             seam: where training is.
@@ -333,6 +331,8 @@ class Snapshotter(OfTrainer):
         """
         trainer, attempt = self._trainer, self.attempt
         self.wait_copied()
+        if self.iterations is not None:  # none comes over which to spread a snapshot, and training does not stand still
+            self.iterations.end()
         dump = self._dump(seam) if self.begun_step != trainer.global_step else None
         plan = attempt.safety.plan(deadline) if attempt is not None else None
         take = trainer.strategy.broadcast(plan is not None and plan.take)

@@ -1,0 +1,167 @@
+"""What is said to be safe at a notice, and what is left of a writer when its training has ended."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_spot import EverySteps, RemoteSnapshot
+from lightning_spot.capture.across import Across
+from lightning_spot.capture.host_link import HostLink
+from lightning_spot.capture.safety import Safety
+from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
+from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.stores import open_store
+from lightning_spot.errors import NodeUnreachable
+from lightning_spot.exact.seams import Seam
+from lightning_spot.interval.deadline import Deadline, Plan
+from lightning_spot.memory.host import Host, InProcessHost
+from lightning_spot.memory.node import Node
+from lightning_spot.memory.runs import RunInfo
+from lightning_spot.staging import schedule
+from tests.gated import MIB, RUN_ID, image_of, manifest_of
+from tests.models import Net, data, trainer
+from tests.served import served
+from tests.test_fit import Stop
+
+
+class Ring:
+    """A ring that has step 4, which is owed again once its node has noticed that the memory node is lost."""
+
+    max_stall_s = 5.0
+
+    def __init__(self, carrier: str) -> None:
+        self._carriers = [carrier, carrier, ""]
+        self._flushes: list[list[str]] = []
+
+    def carrier(self) -> str:
+        if len(self._carriers) > 1:
+            return self._carriers.pop(0)
+        self._flushes = self._flushes or [["step 4 is on its way"], []]
+        return self._carriers[0]
+
+    def flush(self, _wait_s: float) -> list[str]:
+        return self._flushes.pop(0) if len(self._flushes) > 1 else []
+
+    def safe_step(self) -> int | None:
+        return 4 if self._flushes == [[]] else None
+
+
+def at_notice(url: str) -> str:
+    """What is said at a notice, of a training whose hosts have brought step 5 to a memory node."""
+    newest = manifest_of(5, nbytes=5000)
+    link = HostLink(cast(Host, Ring(url)))
+    writer = SimpleNamespace(committed=newest, past_memory=newest, host=link.host, link=link, settle=lambda _wait_s: 0)
+    writer.across = Across(link)
+    writer.across.at = url
+    safety = Safety(cast(SnapshotWriter, writer))
+    return safety.bring(Deadline.of(None, 600.0), Plan(take=True, url=None, expected_s=None), lambda: False)
+
+
+def test_what_only_a_lost_memory_node_had_is_not_called_safe() -> None:
+    """It was, for ever: the node was gone, and with it all but what the host had from before."""
+    url = "spot://127.0.0.1:9/run"
+    said = at_notice(url)
+    assert f"step 5 (5.00 kB) is not known to be safe: {url}, which had it, cannot be asked" in said
+    assert said.endswith("; step 4 is safe")
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_a_memory_node_is_asked_whether_it_has_what_hosts_have_brought(has_it: bool) -> None:
+    """One that was started anew is where the old one was, and empty."""
+    with served(Node(slots=None, memory_bytes=MIB, open_store=open_store, allow=[])) as port:
+        store = NodeStore(f"spot://127.0.0.1:{port}/run@{RUN_ID}")
+        store.open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t"))
+        step = 5 if has_it else 3
+        store.put_parts(manifest_of(step, nbytes=5000), iter([memoryview(image_of(step, 5000))]), attempt=1)
+        said = at_notice(store.url)
+    if has_it:
+        assert said.startswith("step 5 (5.00 kB) is safe in ")
+    else:
+        assert f"not known to be safe: {store.url}, which had it, has it no more; step 4 is safe" in said
+
+
+def test_training_does_not_stand_still_for_an_urgent_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It did for max_stall_s, also where the deadline was nearer."""
+    monkeypatch.setattr(schedule, "LEAST_BYTES", 64)
+    real, real_settle, begun, stood = InProcessHost.seal, SnapshotWriter.settle, threading.Event(), []
+
+    def seal(self: InProcessHost, lease: Any, manifest: Any, *more: Any, **named: Any) -> None:
+        if manifest.step == 3:
+            stood.append(not begun.wait(1.0))
+        real(self, lease, manifest, *more, **named)
+
+    def settle(self: SnapshotWriter, wait_s: float) -> None:
+        begun.set()
+        real_settle(self, wait_s)
+
+    class Notice(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 3:
+                assert callback.snapshotter is not None
+                said.append(callback.snapshotter.secure(Seam.AFTER_BATCH, Deadline.of(None, 60.0), lambda: False))
+                raise Stop
+
+    monkeypatch.setattr(InProcessHost, "seal", seal)
+    monkeypatch.setattr(InProcessHost, "max_stall_s", 60.0)
+    monkeypatch.setattr(SnapshotWriter, "settle", settle)
+    said: list[str] = []
+    root = str(tmp_path / "run")
+    callback = RemoteSnapshot(root, memory=None, interval=EverySteps(2), on_full="wait", partitions="still")
+    with pytest.raises(Stop):
+        trainer(callback, Notice()).fit(Net(), data())
+    assert "step 3" in said[0]
+    assert "is safe in" in said[0]
+    assert stood == [False]
+
+
+class Owner:
+    """Has a writer, and makes rings for it: a cycle."""
+
+    writer: SnapshotWriter
+
+    def reconnect(self) -> Host:
+        raise NodeUnreachable("there is no other")
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_writer_that_is_closed_is_gone_when_it_is_let_go(tmp_path: Path, sharded: bool) -> None:
+    """It was there, with its ring and all views of slots, until Python looked for cycles."""
+    durable = str(tmp_path / "run")
+    host = InProcessHost(slots=2, memory_bytes=16 * MIB, open_store=open_store)
+    host.open_run(RunInfo(name="run", id=RUN_ID, location=durable, attempt=1, token="t", durable_url=durable))
+    state: dict[str, Any] = {"w": torch.rand(1000)}
+
+    owner = Owner()
+    if sharded:
+        writer: SnapshotWriter = ShardedWriter(host, owner.reconnect, rank=0, world_size=1)
+        state = cast(Any, ShardedCheckpoint({"state_dict": state}, {}, {"epoch": 1}))
+    else:
+        writer = SnapshotWriter(host, owner.reconnect)
+    owner.writer = writer
+    writer.begin(state, manifest_of(1, nbytes=0), wait_s=60.0).result(60.0)
+    writer.settle(60.0)
+    writer.close()
+    host.leave(complete=False)
+    left = [weakref.ref(writer), weakref.ref(host), weakref.ref(writer.link)]
+    del owner, writer, host
+    assert [item() for item in left] == [None, None, None]
