@@ -20,6 +20,7 @@ from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.errors import NodeUnreachable, NotSerialisable, RingFull, ShareMissing, SpotError
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.resumable import Outline
+from lightning_spot.exact.sharded import Dtensors
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -220,3 +221,13 @@ def test_a_state_that_cannot_be_saved_ends_no_training_unless_it_is_to() -> None
     assert "no snapshot now, training goes on: the state of this rank cannot be serialised" in said[0]
     with pytest.raises(NotSerialisable):
         InShards(trainer, Location.of("/nowhere", "auto", None), ring(strict=True)).write(attempt, bad, {}, **how)
+
+
+def test_optimizers_have_names_while_a_module_is_gathered_for_a_validation() -> None:
+    """The last snapshot of a training that ended with one came with a warning that asked to report it."""
+    module = torch.nn.Linear(2, 2)
+    optimizer, own = torch.optim.SGD(module.parameters()), module.weight
+    module._parameters["weight"] = torch.nn.Parameter(own.detach().clone())  # as FSDP2 does for forward
+    module.register_state_dict_pre_hook(lambda *_: module._parameters.update(weight=own))
+    (group,) = Dtensors(module).optimizer_state(optimizer)["param_groups"]
+    assert group["params"] == ["weight", "bias"]

@@ -7,6 +7,7 @@ stepped yet when it is asked for its state.)
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any, Protocol
@@ -81,7 +82,12 @@ class Dtensors:
 
     def __init__(self, module: Module) -> None:
         self._module = module
-        self._names = names_of(module)
+
+    @functools.cached_property
+    def _names(self) -> dict[int, str]:
+        """Names of the parameters that optimizers have: after a validation the module has others until it is asked."""
+        self._module.state_dict(keep_vars=True)  # FSDP2 puts its own back then
+        return names_of(self._module)
 
     def names(self, parameter: torch.Tensor) -> list[str]:
         """See :class:`Holder`."""
@@ -89,7 +95,9 @@ class Dtensors:
 
     def model_state(self) -> State:
         """See :class:`Holder`; its own tensors, since to detach a DTensor takes 0.1 ms."""
-        return {clean(name): value for name, value in self._module.state_dict(keep_vars=True).items()}
+        state = {clean(name): value for name, value in self._module.state_dict(keep_vars=True).items()}
+        self._names = names_of(self._module)
+        return state
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
         """See :class:`Holder`."""
