@@ -171,12 +171,13 @@ def check_flag(name: str, value: object) -> None:
         raise SettingsError(f"{name}={value!r}: it is True or False")
 
 
-def parse_bytes(text: str | float, setting: str = "") -> int:
+def parse_bytes(text: str | float, setting: str = "", *, none: str = "") -> int:
     """Turn ``"8GiB"``, ``"512MB"`` or a plain whole number (``64e9``) into bytes.
 
     Args:
         text: what the user gave.
         setting: its name, for the error.
+        none: what ``None`` stands for there, for the error; ``""`` where it cannot be given.
 
     Raises:
         SettingsError: if the text is no positive size.
@@ -188,7 +189,8 @@ def parse_bytes(text: str | float, setting: str = "") -> int:
     value = float(match[1]) * unit if match else 0.0
     if not 0 < value < _MOST_BYTES or (unit == 1 and not value.is_integer()):  # half a byte is a unit forgotten
         name = f"{setting}=" if setting else ""
-        raise SettingsError(f"{name}{text!r} is no size; write it like 8GiB, 512MB or 1073741824")
+        instead = f", or None for {none}" if none else ""
+        raise SettingsError(f"{name}{text!r} is no size; write it like 8GiB, 512MB or 1073741824{instead}")
     return int(value)
 
 

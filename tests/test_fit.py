@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.cli import main
@@ -308,6 +309,12 @@ def test_a_finished_run_says_so(
     longer = trainer(spot(tmp_path), max_epochs=4)
     longer.fit(Net(), data())
     assert longer.global_step == 40
+    new_process()
+    caplog.clear()
+    with pytest.raises(MisconfigurationException, match="max_epochs=2"):
+        trainer(spot(tmp_path)).fit(Net(), data())
+    assert "MisconfigurationException has ended run 'run-1'" in caplog.text
+    assert "The same command goes on" not in caplog.text  # it would meet the same error
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SettingsError])
@@ -437,6 +444,8 @@ def test_two_ranks(tmp_path: Path, warm_python: str) -> None:
         ({"dirpath": "x", "strict": "no"}, "strict='no': it is True or False"),
         ({"dirpath": "x", "resume": "no"}, "resume='no': it is True or False"),
         ({"dirpath": "x", "device_buffer": "atuo"}, "device_buffer='atuo' is no size"),
+        ({"dirpath": "x", "device_buffer": 0}, "device_buffer=0 is no size; .* or None for no buffer$"),
+        ({"dirpath": "x", "memory_limit": 0}, "memory_limit=0 is no size; .* or None for half of this host's memory$"),
         ({"dirpath": "x", "interval": 30}, "interval=30 is no policy"),
         ({"dirpath": "x", "interval": EverySteps}, "is no policy"),
         ({"dirpath": "x", "slots": 1}, "slots=1"),

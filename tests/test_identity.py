@@ -96,6 +96,14 @@ def test_one_place_has_one_run_and_one_node_however_it_is_written(spelled: str) 
     assert Location.of("gcs://b/run-1", None, None) == Location.of("gs://b/run-1", None, None)
 
 
+def test_a_dirpath_is_what_an_object_of_the_file_system_names() -> None:
+    class Folder:
+        def __fspath__(self) -> str:
+            return "/data/run-1"
+
+    assert Location.of(Folder(), None, None).url == "/data/run-1"  # its str() named no folder of anybody's
+
+
 def test_the_next_attempt_lies_above_all_that_was_seen() -> None:
     assert next_attempt([], durable_was_read=True) == 1
     assert next_attempt([2, 7, 3], durable_was_read=True) == 8

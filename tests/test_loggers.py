@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,9 @@ def test_checkpoints_below_the_logger_stay_where_they_were(tmp_path: Path) -> No
     twin = fit(tmp_path / "a", CSVLogger(str(tmp_path), "twin"), checkpoint(), seed=1)
     with pytest.raises(Stop):
         fit(tmp_path / "b", CSVLogger(str(tmp_path), "logs"), checkpoint(), StopAt(24), seed=1)
-    made = fit(tmp_path / "b", CSVLogger(str(tmp_path), "logs"), checkpoint(), seed=7)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Experiment logs directory")  # it says that these logs are deleted
+        made = fit(tmp_path / "b", CSVLogger(str(tmp_path), "logs"), checkpoint(), seed=7)
     assert list((tmp_path / "logs").iterdir()) == [tmp_path / "logs" / "version_0"]
     best, expected = made.checkpoint_callback.best_model_path, twin.checkpoint_callback.best_model_path
     assert best.startswith(str(tmp_path / "logs" / "version_0"))

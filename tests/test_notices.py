@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections import UserList
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -265,6 +266,7 @@ def test_choosing(monkeypatch: pytest.MonkeyPatch) -> None:
         "signal",
         "call",
     ]
+    assert [source.name for source in open_sources(UserList(["aws", "SIGUSR1"]))] == ["aws", "signal"]  # as omegaconf's
     assert open_sources(None) == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import uuid
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,6 +110,30 @@ def test_hyperparameters_that_have_changed_since_a_snapshot_are_said(tmp_path: P
     new_process()
     with pytest.warns(UserWarning, match=r"other hyperparameters: rate 0\.1→0\.01\. .* a dirpath of its own"):
         trainer(spot(tmp_path), max_epochs=1).fit(Tried(0.01), data(6))
+
+
+def test_a_hyperparameter_that_is_drawn_at_each_start_is_said_once_with_the_cure(tmp_path: Path) -> None:
+    """Two warnings overlapped, neither named a cure, and one denied what was then trained."""
+
+    def said(*callbacks: pl.Callback, epochs: int = 1) -> str:
+        new_process()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer(spot(tmp_path), *callbacks, max_epochs=epochs).fit(Tried(str(uuid.uuid4())), data(6))
+        (text,) = (str(item.message) for item in caught if "rate '" in str(item.message))
+        assert text.endswith("give each a dirpath of its own")
+        assert "If one of them is drawn anew at each start, leave it out: save_hyperparameters(ignore=[…])" in text
+        assert not [item for item in caught if "is complete" in str(item.message) and str(item.message) != text]
+        return text
+
+    with pytest.raises(Stop):
+        trainer(spot(tmp_path), EndAt(5), max_epochs=1).fit(Tried(str(uuid.uuid4())), data(6))
+    assert "this fit goes on from had other hyperparameters: rate '" in said()
+    assert "run is complete, and this fit differs from it only in ids" in (finished := said())
+    assert "nothing of it is trained" in finished
+    more = said(epochs=2)
+    assert "nothing of it is trained" not in more
+    assert "the weights are not its own" in more
 
 
 class Fold(pl.LightningDataModule):

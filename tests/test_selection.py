@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import uuid
+from collections import UserDict, UserList
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,8 +143,7 @@ def test_a_finished_run_is_not_trained_once_more_because_an_id_or_a_seed_was_dra
     """The program was started again after its end, and trained from the beginning, in a run of its own."""
     first, again = (of(Tried(32, run_id=str(uuid.uuid4()), seed=seed)) for seed in (718_281_828, 31_415_926))
     found = selected(again, (first, DONE))
-    assert found.location == NAMED
-    assert "in ids, seeds, times or folders only" in found.warning  # it might be another one: that is said
+    assert found == Selection(NAMED, drawn_anew=True)  # it might be another one: that is said
     earlier.forget()
     assert selected(again, (first, STOPPED)) == Selection(NAMED)
     for ends in [(DONE, STOPPED), (DONE, DONE), (STOPPED, STOPPED)]:  # trials with large seeds
@@ -169,7 +169,7 @@ def test_a_finished_run_is_not_trained_once_more_because_an_id_or_a_seed_was_dra
 def test_a_finished_run_is_not_taken_for_another_training_without_a_word(one: Any, other: Any) -> None:
     """The second fold was given the weights of the first: neither what tells trainings apart nor a warning saw it."""
     first, second = of(Tried(data=one)), of(Tried(data=other))
-    assert "others at each start. If it is another training" in selected(second, (first, DONE)).warning
+    assert selected(second, (first, DONE)).drawn_anew
     assert selected(first, (first, DONE)) == Selection(NAMED)
     assert selected(second, (first, DONE), (second, STOPPED)).location.url == SECOND
 
@@ -187,6 +187,15 @@ class Tried(Net):
         self.save_hyperparameters()
 
 
+class Unset(UserDict[str, Any]):
+    """A configuration with values that are missing yet, as omegaconf's: it had ended ``fit``."""
+
+    def __getitem__(self, key: str) -> Any:
+        if self.data[key] == "???":
+            raise ValueError("missing mandatory value")
+        return self.data[key]
+
+
 def of(model: pl.LightningModule, loader: Any = None) -> Fingerprint:
     run = trainer()
     run.strategy.connect(model)
@@ -201,6 +210,9 @@ def test_a_fingerprint_is_of_what_stays() -> None:
     assert not usual.is_alike(of(Net(width=8)))
     assert not of(Tried(rate=0.1)).is_alike(of(Tried(rate=0.2)))
     assert not of(Tried(fold=np.int64(1))).is_alike(of(Tried(fold=np.int64(2))))
+    assert not of(Tried(layers=UserList([1]))).is_alike(of(Tried(layers=UserList([2]))))  # such as omegaconf's
+    assert of(Tried(config=Unset(rate=0.1, root="???"))).is_alike(of(Tried(config=Unset(rate=0.1, root="???"))))
+    assert not of(Tried(config=Unset(rate=0.1, root="???"))).is_alike(of(Tried(config=Unset(rate=0.2, root="???"))))
     assert of(Tried(thing=object())).is_alike(of(Tried(thing=object())))
     assert of(Tried(root="/a/x", name="2026-01-01_10-00")).is_alike(of(Tried(root="/b/x", name="2026-02-01_11-30")))
     assert of(Tried(begun=1.7e9)).is_alike(of(Tried(begun=1.8e9)))

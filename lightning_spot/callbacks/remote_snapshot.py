@@ -142,7 +142,9 @@ class RemoteSnapshot(Part):
             compression=compression,
             replicas=int(replicas),
             max_stall_s=float(max_stall_s),
-            device_buffer_bytes=parse_bytes(device_buffer, "device_buffer") if device_buffer is not None else 0,
+            device_buffer_bytes=(
+                0 if device_buffer is None else parse_bytes(device_buffer, "device_buffer", none="no buffer")
+            ),
         )
         policy = interval if interval is not None else ConvergenceAware()
         self._settings = SnapshotSettings(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import os
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,9 @@ def _truncate(logger: Any, rows: int) -> None:
     if file.exists() and not kept.exists():
         with contextlib.suppress(OSError):
             os.link(file, kept)  # until the shorter one is there
-    writer: Any = logger.experiment
+    with warnings.catch_warnings():  # that its log files will be deleted: these are kept
+        warnings.filterwarnings("ignore", message="Experiment logs directory")
+        writer: Any = logger.experiment
     if keys:
         temporary = file.with_name(f".{file.name}.tmp")
         with open(temporary, "w", newline="", encoding="utf-8") as output:

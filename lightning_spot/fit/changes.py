@@ -9,6 +9,7 @@ import torch
 
 from lightning_spot.errors import ModelChanged
 from lightning_spot.exact import namespaces
+from lightning_spot.fit.fingerprint import held
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -75,7 +76,7 @@ def _changed(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[s
 
 
 def _plain_ones(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str))}
+    return {name: value for name, value in held(values) if isinstance(value, (bool, int, float, str))}
 
 
 def some(names: list[str]) -> str:

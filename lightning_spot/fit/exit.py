@@ -117,8 +117,7 @@ class Exit(OfTrainer):
         self.let_go()
         if not isinstance(error, Preempted):  # of that, more was said
             for snapshotter in begun:
-                # One of our own errors says by itself what to do; the same command would often meet it again.
-                way_on = "" if isinstance(error, SpotError) else ". The same command goes on from the newest one"
+                way_on = "" if _would_come_again(error) else ". The same command goes on from the newest one"
                 rank_zero_info(
                     f"lightning_spot: {type(error).__name__} has ended run {snapshotter.location.name!r} at step"
                     f" {self._trainer.global_step}; {snapshotter.what_is_safe()}{way_on}"
@@ -161,6 +160,13 @@ class Exit(OfTrainer):
                 f"lightning_spot: run {location.name!r} has ended at step {step}, but its last snapshot was not seen in"
                 f" {location.url}: see the warnings above for the reason"
             )
+
+
+def _would_come_again(error: BaseException) -> bool:
+    """Whether the same command would meet an error again: settings that cannot be used, which it names by itself."""
+    return isinstance(
+        error, (SpotError, *namespaces.classes("fabric.utilities.exceptions", "MisconfigurationException"))
+    )
 
 
 def _save_beside_model_checkpoint(trainer: pl.Trainer, seam: Seam) -> None:

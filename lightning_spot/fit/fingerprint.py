@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,7 @@ class Fingerprint:
         module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined] # it has one
         named = module.named_parameters()
         shapes = [(name, None if is_lazy(value) else tuple(value.shape)) for name, value in named]
-        hyperparameters = [dict(owner.hparams) for owner in (module, data) if owner is not None]
+        hyperparameters = [owner.hparams for owner in (module, data) if owner is not None]
         return cls(
             _digest(type(module).__qualname__, type(data).__qualname__, shapes),
             _digest(_plain(hyperparameters)),
@@ -107,6 +107,16 @@ class Fingerprint:
         return None not in (self.data, other.data) and self.data != other.data
 
 
+def held(value: Mapping[Any, Any] | Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Each key or index with its value, ``None`` for one that cannot be had: a configuration may leave some open."""
+    for key in value if isinstance(value, Mapping) else range(len(value)):
+        try:
+            item = value[key]
+        except Exception:  # of omegaconf, or a class of the user's
+            item = None
+        yield key, item
+
+
 def _digest(*facts: Any) -> str:
     return hashlib.blake2b(repr(facts).encode(), digest_size=4).hexdigest()
 
@@ -128,10 +138,10 @@ def _plain(value: Any, name: str = "", *, drawn: bool = False) -> Any:
     if isinstance(value, (bool, int, float)):
         return value if drawn or abs(value) < (_SEEDS if "seed" in name.lower() else _TIMES) else None
     if isinstance(value, Mapping):
-        named = ((str(key), _plain(item, str(key), drawn=drawn)) for key, item in value.items())
+        named = ((str(key), _plain(item, str(key), drawn=drawn)) for key, item in held(value))
         return sorted((key, item) for key, item in named if item is not None)
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, name, drawn=drawn) for item in value]
+    if isinstance(value, (tuple, MutableSequence)) and not isinstance(value, bytearray):  # also omegaconf's
+        return [_plain(item, name, drawn=drawn) for _, item in held(value)]
     return None
 
 

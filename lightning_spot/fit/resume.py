@@ -29,7 +29,7 @@ from lightning_spot.fit.fingerprint import Fingerprint
 from lightning_spot.fit.named import fetched_once
 from lightning_spot.fit.ranks import main_address
 from lightning_spot.fit.restore import Hosts
-from lightning_spot.fit.selection import Selection, select
+from lightning_spot.fit.selection import LEAVE_OUT, Selection, select
 from lightning_spot.fit.shards import load_shards
 from lightning_spot.fit.taking_part import parts_of
 from lightning_spot.image.manifest import Manifest
@@ -106,7 +106,7 @@ class Resume(OfTrainer):
             named.check()  # before it is asked, again and again, why it does not answer
         return select(named, self.fingerprint, self._has_more, self._look_first)
 
-    def _has_more(self, newest: Manifest) -> bool:
+    def _has_more(self, newest: Manifest | ResumedFrom) -> bool:
         """Whether this ``fit`` would train on from such a snapshot."""
         trainer = self._trainer
         epochs, steps = trainer.max_epochs, trainer.max_steps
@@ -258,14 +258,25 @@ class Resume(OfTrainer):
         check_resumable(trainer, checkpoint)
         if not is_sharded(trainer):  # whose model has been loaded already
             check_model(trainer, checkpoint, f"{chosen.name} ({chosen.url})")
-        if others := other_hyperparameters(trainer, checkpoint):
-            rank_zero_warn(
-                f"lightning_spot: the snapshot that this fit goes on from had other hyperparameters: {some(others)}. If"
-                " it is of another training, give each a dirpath of its own"
-            )
+        if said := self._what_differs(other_hyperparameters(trainer, checkpoint), chosen):
+            rank_zero_warn(f"lightning_spot: {said}")
         home = namespaces.of(trainer, "utilities.migration")
         migrated, _ = private.MIGRATE.of(home)(checkpoint)
         private.LOADED_CHECKPOINT.set(private.RESUMING_CONNECTOR.of(trainer), migrated)
+
+    def _what_differs(self, others: list[str], chosen: ResumedFrom) -> str:
+        """What to say of hyperparameters that a snapshot has otherwise; ``""`` where nothing is worth it."""
+        selected = self._selected.get(self.named) if self.named is not None else None
+        if selected is None or not selected.drawn_anew:
+            had = f"the snapshot that this fit goes on from had other hyperparameters: {some(others)}. {LEAVE_OUT}"
+            return f"{had}. If it is of another training, give each a dirpath of its own" if others else ""
+        names = f" ({some(others)})" if others else ""
+        wrong = "the weights are not its own" if self._has_more(chosen) else "nothing of it is trained"
+        return (
+            f"the run in {selected.location.url} is complete, and this fit differs from it only in ids, seeds, times or"
+            f" folders{names}, which are taken to be others at each start. {LEAVE_OUT}. If it is another training,"
+            f" {wrong}: give each a dirpath of its own"
+        )
 
     # -- after it -------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ from lightning_spot.run.survey import Survey
 
 _MOST_RUNS = 1000
 _ADVICE = "Give each training a dirpath of its own"
+LEAVE_OUT = "If one of them is drawn anew at each start, leave it out: save_hyperparameters(ignore=[…])"
+"""What to do against warnings of hyperparameters that differ in each start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +30,14 @@ class Selection:
         location: where it is.
         warning: what may be wrong with that; ``""`` if nothing.
         notice: what is worth to be known of it; ``""`` if nothing.
+        drawn_anew: whether it is complete, and this training differs from it only in what is taken to be drawn anew at
+            each start. That is said when the snapshot is read, with the names of what differs.
     """
 
     location: Location
     warning: str = ""
     notice: str = ""
+    drawn_anew: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +113,7 @@ def _of_what_is_there(
     if any(run.theirs.model == mine.model for run in others):
         return Selection(
             free,
-            f"{text}. To go on with the finished one, raise max_epochs or max_steps. If one of them is drawn anew at"
-            f" each start, leave it out: save_hyperparameters(ignore=[…]). {_ADVICE}",
+            f"{text}. To go on with the finished one, raise max_epochs or max_steps. {LEAVE_OUT}. {_ADVICE}",
         )
     return Selection(free, notice=text)
 
@@ -155,11 +159,5 @@ def _first_of(runs: list[_Run], mine: Fingerprint) -> Selection:
             f"{len(runs)} trainings in {runs[0].location.url} are alike, and this one is taken for the first that this"
             f" process has not done. If the program skips those that are finished, that is wrong. {_ADVICE}",
         )
-    if first.newest.complete and first.theirs.is_alike(mine) and first.theirs.has_drawn_other(mine):
-        return Selection(
-            first.location,
-            f"the run in {first.location.url} is complete, and this one differs from it in ids, seeds, times or"
-            f" folders only, which are taken to be others at each start. If it is another training,"
-            f" nothing of it is trained. {_ADVICE}",
-        )
-    return Selection(first.location)
+    is_drawn = first.newest.complete and first.theirs.is_alike(mine) and first.theirs.has_drawn_other(mine)
+    return Selection(first.location, drawn_anew=is_drawn)

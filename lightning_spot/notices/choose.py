@@ -29,10 +29,10 @@ def open_sources(notices: Notices) -> list[NoticeSource]:
     """
     if notices is None:
         return []
-    if isinstance(notices, (list, tuple)):
-        return [source for item in notices for source in open_sources(item)]
     if isinstance(notices, str):
         return _named(notices)
+    if isinstance(notices, Sequence) and not isinstance(notices, bytes):  # of a configuration, not only a list
+        return [source for item in notices for source in open_sources(item)]
     if hasattr(notices, "poll") and not isinstance(notices, type):
         return [cast(NoticeSource, notices)]
     if callable(notices) and not isinstance(notices, type):

@@ -49,7 +49,7 @@ class Location:
         """
         if not isinstance(dirpath, str | os.PathLike):
             raise SettingsError(f"dirpath={dirpath!r}: give the run's directory or URL, such as checkpoints/run-1")
-        url = str(dirpath)
+        url = os.fsdecode(dirpath)
         if not url.strip():
             raise SettingsError("dirpath is empty; give the run's directory or URL, such as checkpoints/run-1")
         scheme = urlsplit(url).scheme if "://" in url else ""
@@ -171,7 +171,7 @@ def check_replicas(replicas: int, memory: str | Sequence[str] | None) -> None:
 def memory_limit_bytes(limit: str | float | None) -> int:
     """The limit of slot memory: as given, or half of what this host, or its container, has."""
     if limit is not None:
-        return parse_bytes(limit, "memory_limit")
+        return parse_bytes(limit, "memory_limit", none="half of this host's memory")
     return host_memory_bytes() // 2
 
 
