@@ -57,7 +57,7 @@ class Case:
         settings: of the Trainer.
         says: what the warning of a resumed run says before training, where it may not be exact.
         differs: whether it is not exact indeed; then this is not asked.
-        ignored: parts of entries' names that cannot be equal, being clocks.
+        ignored: parts of names of entries, and of what is logged, that cannot be equal, being clocks.
         stops: batches (or validation batches, if negative) of each attempt after which it is stopped.
         covers: names of Lightning's that this case stands for.
         soak: whether it is left to the long run.
@@ -206,7 +206,7 @@ CALLBACKS: dict[str, Case] = {
     ),
     "throughput": Case(
         callbacks=lambda: [shipped.ThroughputMonitor(lambda batch: len(batch[0]), window_size=2)],
-        ignored=("logged.",),
+        ignored=("logged.", "train/", "validate/"),
         says="ThroughputMonitor",
         covers=("ThroughputMonitor",),
     ),

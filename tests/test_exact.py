@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import random
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,20 @@ def final(root: Path) -> dict[str, Any]:
     return checkpoint
 
 
+def rows(folder: Path, ignored: tuple[str, ...] = ()) -> list[dict[str, str]]:
+    """What was logged into a folder; not goodput, which depends on time, nor columns with an ``ignored`` part."""
+    with open(folder / "metrics.csv", newline="") as file:
+        found = list(csv.DictReader(file))
+    ignored = ("spot/", *ignored)
+    plain = [{name: row[name] for name in row if not any(part in name for part in ignored)} for row in found]
+    return [row for row in plain if any(value for name, value in row.items() if name not in ("step", "epoch"))]
+
+
+def logged(root: Path, ignored: tuple[str, ...] = ()) -> list[dict[str, str]]:
+    """What all attempts of a run logged, of every epoch: the final checkpoint has the values of the last one only."""
+    return [row for folder in sorted((root / "logs").glob("*")) for row in rows(folder, ignored)]
+
+
 def spot(root: Path, every: int) -> SpotCheckpoint:
     settings = {"memory": None, "on_full": "wait", "keep": 100, "notices": "signal"}
     return SpotCheckpoint(str(root / "run"), interval=EverySteps(every), **settings)
@@ -67,14 +82,14 @@ def spot(root: Path, every: int) -> SpotCheckpoint:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Final checkpoint of a case trained without a break; made once for each case."""
-    made: dict[str, dict[str, Any]] = {}
+    """Directory of a case trained without a break; made once for each case."""
+    made: dict[str, Path] = {}
 
-    def of(case: str) -> dict[str, Any]:
+    def of(case: str) -> Path:
         if case not in made:
             root = tmp_path_factory.mktemp(case)
             train(case, root, seed=11, max_epochs=2, spot=spot(root, every=1000))
-            made[case] = final(root)
+            made[case] = root
         return made[case]
 
     return of
@@ -96,7 +111,8 @@ def test_killed_twice_and_equal(case: str, tmp_path: Path, undisturbed: Any, see
         with contextlib.suppress(Stop):  # a run of few validation batches comes to its end
             train(case, tmp_path, stop, seed=100 + attempt, max_epochs=2, spot=spot(tmp_path, every))
     train(case, tmp_path, seed=200, max_epochs=2, spot=spot(tmp_path, every=1000))
-    assert list(differences(undisturbed(case), final(tmp_path))) == []
+    assert list(differences(final(undisturbed(case)), final(tmp_path))) == []
+    assert logged(tmp_path) == logged(undisturbed(case)) != []
 
 
 def test_the_generator_of_the_device_is_set_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

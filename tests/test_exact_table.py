@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_spot.exact.compare import differences
 from tests.exact_table import CALLBACKS, CASES, LOADERS, SETTINGS, Case, train
-from tests.test_exact import Stop, StopAt, final
+from tests.test_exact import Stop, StopAt, final, logged
 
 NO_CALLBACKS = {"Callback", "Checkpoint", "ProgressBar", "BasePredictionWriter"}
 """Base classes, and what only predicts."""
@@ -58,6 +58,9 @@ def test_equal_or_warned_of(case: Case, stops: tuple[int, ...], tmp_path: Path) 
         assert case.says or not [text for text in told if text.startswith("lightning_spot:")]
         found = list(differences(final(tmp_path / "undisturbed"), final(broken)))
         assert [text for text in found if not any(part in text for part in case.ignored)] == []
+        expected = logged(tmp_path / "undisturbed", case.ignored)
+        assert logged(broken, case.ignored) == expected
+        assert bool(expected) == bool(case.settings.get("logger", True))
 
 
 def _uncovered(names: Iterable[str], cases: dict[str, Case]) -> set[str]:

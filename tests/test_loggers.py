@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from lightning_spot.exact.compare import differences
 from tests import exact_cases
 from tests.exact_cases import Augmented, Model, loader
 from tests.models import trainer
-from tests.test_exact import Stop, StopAt
+from tests.test_exact import Stop, StopAt, rows
 
 
 @pytest.fixture(autouse=True)
@@ -34,14 +33,6 @@ def fit(root: Path, logger: Any, *callbacks: pl.Callback, seed: int, **more: Any
     made = trainer(*callbacks, spot, logger=logger, log_every_n_steps=1, val_check_interval=7, **more)
     made.fit(Model(), loader(), DataLoader(Augmented(), 16))
     return made
-
-
-def rows(folder: Path) -> list[dict[str, str]]:
-    """All rows but those on goodput, which depends on time."""
-    with open(folder / "metrics.csv", newline="") as file:
-        found = list(csv.DictReader(file))
-    plain = [{name: value for name, value in row.items() if not name.startswith("spot/")} for row in found]
-    return [row for row in plain if any(value for name, value in row.items() if name not in ("step", "epoch"))]
 
 
 VERSIONS = {"numbered": None, "fixed": 0, "named": "mine"}
