@@ -401,7 +401,7 @@ def test_two_ranks(tmp_path: Path, warm_python: str) -> None:
         f"c = SpotCheckpoint({str(tmp_path / 'run-1')!r}, interval=EverySeconds(0.05))\n"
         "t = trainer(c, max_epochs=EPOCHS, devices=2, strategy='ddp'); t.fit(Net(), data())\n"
         "start = c.resumed_from and c.resumed_from.step\n"
-        "print('RANK', t.global_rank, 'STEP', t.global_step, 'FROM', start, flush=True)\n"
+        "print(f'RANK {t.global_rank} STEP {t.global_step} FROM {start}\\n', end='', flush=True)\n"  # one write
     )
     for epochs, start in ((2, None), (3, 20)):
         script = tmp_path / "train.py"
