@@ -13,10 +13,9 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lightning_spot import EverySteps, SpotCheckpoint
 from tests.conftest import new_process
-from tests.exact_cases import Model, loader
-from tests.exact_sharded import Stop, StopAt
+from tests.exact_cases import Model
+from tests.exact_sharded import Stop, StopAt, train_with
 
 
 class OnCpus(FSDPStrategy):
@@ -65,25 +64,7 @@ class Flat(Model):
 
 def train(root: Path, strategy: Any, *callbacks: pl.Callback, seed: int, ranks: int, **settings: Any) -> pl.Trainer:
     """Train to the end, or go on."""
-    pl.seed_everything(seed, verbose=False)
-    spot = SpotCheckpoint(str(root / "run"), interval=EverySteps(2), on_full="wait", keep=100, run="run")
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        strategy=strategy,
-        max_epochs=2,
-        limit_train_batches=4,
-        limit_val_batches=1,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[*callbacks, spot],
-        **settings,
-    )
-    trainer.fit(Flat(), loader(), loader())
-    return trainer
+    return train_with(root, Flat, strategy, *callbacks, seed=seed, ranks=ranks, **settings)
 
 
 def undisturbed_and_stopped(root: Path, make: Any, *callbacks: pl.Callback, ranks: int, **settings: Any) -> None:

@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,26 @@ class KillAt(pl.Callback):
 
 def train(root: Path, *callbacks: pl.Callback, seed: int, ranks: int, **settings: Any) -> pl.Trainer:
     """Train to the end, or go on."""
+    strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
+    return train_with(root, Sharded, strategy, *callbacks, seed=seed, ranks=ranks, **settings)
+
+
+def train_with(
+    root: Path,
+    model: Callable[[], pl.LightningModule],
+    strategy: Any,
+    *callbacks: pl.Callback,
+    seed: int,
+    ranks: int,
+    **settings: Any,
+) -> pl.Trainer:
+    """The same with any sharded strategy; the model is made after seeding."""
     pl.seed_everything(seed, verbose=False)
     spot = SpotCheckpoint(str(root / "run"), interval=EverySteps(2), on_full="wait", keep=100, run="run")
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=ranks,
-        strategy=ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1),
+        strategy=strategy,
         max_epochs=2,
         limit_train_batches=4,
         limit_val_batches=1,
@@ -92,7 +107,7 @@ def train(root: Path, *callbacks: pl.Callback, seed: int, ranks: int, **settings
         callbacks=[*callbacks, spot],
         **settings,
     )
-    trainer.fit(Sharded(), loader(), loader())
+    trainer.fit(model(), loader(), loader())
     return trainer
 
 
