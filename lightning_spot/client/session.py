@@ -69,16 +69,24 @@ class Session:
         finally:
             os.close(fd)
 
-    def open_snapshot(self, run: str, name: str) -> int:
+    def open_snapshot(self, run: str, name: str, *, give: bool = False) -> tuple[int, bool]:
         """Descriptor of a committed snapshot's memory, which stays as it is until this session closes.
+
+        Args:
+            run: the run, as ``NAME@ID``.
+            name: of the snapshot.
+            give: whether it is to stay so for good.
+
+        Returns:
+            the descriptor, and whether it does.
 
         Raises:
             SnapshotNotFound: if the node holds none of that name.
         """
-        _, fd = self._ask({"run": run, "name": name})
+        answer, fd = self._ask({"run": run, "name": name, "give": give})
         if fd is None:
             raise SnapshotNotFound(f"snapshot {name!r} of run {run!r} has left the memory of this host's node")
-        return fd
+        return fd, bool(answer.get("given"))
 
     def close(self) -> None:
         """Leave: what was pinned is let go."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
@@ -57,6 +58,7 @@ def verify_file(
     part_bytes: int,
     where: str,
     progress: Callable[[int], None] | None = None,
+    threads: int = 1,
 ) -> None:
     """Compare every part of an open file with its checksum.
 
@@ -68,33 +70,48 @@ def verify_file(
         checksums: expected xxh3-128 of each part.
         part_bytes: size of a part.
         where: what to call the place in the error.
-        progress: called with the number of bytes just checked.
+        progress: called with the number of bytes just checked, by any of the threads.
+        threads: that read at once.
 
     Raises:
-        CorruptSnapshot: at the first part that differs, or if the file is shorter.
+        CorruptSnapshot: at a part that differs, or if the file is shorter.
         TierError: if it cannot be read.
     """
     parts = -(-nbytes // part_bytes)
     if parts != len(checksums):
         raise CorruptSnapshot(f"{where}: {parts} parts found, {len(checksums)} expected", where=where)
-    buffer = memoryview(bytearray(min(_READ_BYTES, part_bytes, nbytes)))
-    for index, (start, stop) in enumerate(part_ranges(nbytes, part_bytes)):
-        digest, place = xxhash.xxh3_128(), start
-        while place < stop:
-            try:
-                count = os.preadv(fd, [buffer[: stop - place]], place)
-            except OSError as error:
-                raise TierError(
-                    f"{where} cannot be read at byte {place}: {error.strerror}; another copy is needed", tier=where
-                ) from error
-            if count == 0:
-                raise CorruptSnapshot(f"{where} is cut short: {place} of {nbytes} bytes are there", where=where)
-            digest.update(buffer[:count])
-            place += count
-            if progress is not None:
-                progress(count)
-        if digest.hexdigest() != checksums[index]:
-            raise _damaged(where, start, stop, index)
+
+    def check(first: int) -> None:
+        buffer = memoryview(bytearray(min(_READ_BYTES, part_bytes, nbytes)))
+        for index in range(first, parts, threads):
+            start, stop = index * part_bytes, min((index + 1) * part_bytes, nbytes)
+            digest, place = xxhash.xxh3_128(), start
+            while place < stop:
+                count = _read(fd, buffer[: stop - place], place, nbytes, where)
+                digest.update(buffer[:count])
+                place += count
+                if progress is not None:
+                    progress(count)
+            if digest.hexdigest() != checksums[index]:
+                raise _damaged(where, start, stop, index)
+
+    if threads == 1:
+        check(0)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(check, range(threads)))
+
+
+def _read(fd: int, into: memoryview, place: int, nbytes: int, where: str) -> int:
+    try:
+        count = os.preadv(fd, [into], place)
+    except OSError as error:
+        raise TierError(
+            f"{where} cannot be read at byte {place}: {error.strerror}; another copy is needed", tier=where
+        ) from error
+    if count == 0:
+        raise CorruptSnapshot(f"{where} is cut short: {place} of {nbytes} bytes are there", where=where)
+    return count
 
 
 def _damaged(where: str, start: int, stop: int, index: int) -> CorruptSnapshot:

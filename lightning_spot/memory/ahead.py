@@ -1,13 +1,15 @@
-"""Makes the memory of the next slot while a snapshot is still received: the next sender does not wait for it."""
+"""Makes the memory of slots before it is asked for: while a snapshot is received, and where one was given away."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 from lightning_spot.errors import SpotError
+from lightning_spot.memory import given
 from lightning_spot.memory.ring import Ring
-from lightning_spot.memory.slots import SlotState
+from lightning_spot.memory.slots import Slot, SlotState
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +44,24 @@ class SlotsAhead:
         if nbytes < LEAST_BYTES:
             return
         with self._ring.changed:
-            fitting = [slot for slot in self._ring.slots if slot.capacity >= nbytes]
+            fitting = [slot for slot in self._ring.slots if slot.takes(nbytes)]
             usable = sum(slot.run == run or slot.state is SlotState.FREE for slot in fitting)
             if usable >= count or run in self._making or self._closed:
                 return
-            thread = threading.Thread(target=self._make, args=(run, nbytes), name="spot-slot-ahead", daemon=True)
-            self._making[run] = thread
-            thread.start()
+            self._begin(run, lambda: self._ring.try_lease(run, nbytes, only_new=True))
+
+    def renew(self, run: str, nbytes: int) -> None:
+        """Have a slot of a run get new memory in the background, if its own was given away and nobody misses it.
+
+        Args:
+            run: key of the run.
+            nbytes: size of its snapshots.
+        """
+        if nbytes < LEAST_BYTES:
+            return
+        with self._ring.changed:
+            if given.idle(self._ring, run) is not None and run not in self._making and not self._closed:
+                self._begin(run, lambda: given.renewed(self._ring, run, nbytes))
 
     def wait(self, run: str) -> None:
         """Wait for the slot that is being made for a run, if one is: to make another one would take longer."""
@@ -63,9 +76,14 @@ class SlotsAhead:
         for thread in threads:
             thread.join(_WAIT_S)
 
-    def _make(self, run: str, nbytes: int) -> None:
+    def _begin(self, run: str, make: Callable[[], Slot | None]) -> None:
+        thread = threading.Thread(target=self._make, args=(run, make), name="spot-slot-ahead", daemon=True)
+        self._making[run] = thread
+        thread.start()
+
+    def _make(self, run: str, make: Callable[[], Slot | None]) -> None:
         try:
-            slot = self._ring.try_lease(run, nbytes, only_new=True)
+            slot = make()
             if slot is not None:
                 self._ring.abort(slot)
         except SpotError as error:

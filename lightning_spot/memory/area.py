@@ -72,11 +72,11 @@ class SlotArea:
         """Where a slot's bytes go."""
         return self.path / f"slot-{slot.index}.img"
 
-    def record(self, slot: Slot) -> None:
-        """Write the commit record of a slot whose bytes are here."""
+    def record(self, slot: Slot) -> bool:
+        """Write the commit record of a slot whose bytes are here; whether that could be done."""
         if slot.memory is None or slot.memory.path is None or slot.manifest is None:
-            return
-        self._write(
+            return False
+        return self._write(
             f"slot-{slot.index}.json",
             {
                 "manifest": slot.manifest.to_dict(),
@@ -85,6 +85,7 @@ class SlotArea:
                 "refused": slot.refused,
                 "settled": slot.settled,
                 "sequence": slot.sequence,
+                "given": slot.given,
             },
         )
 
@@ -200,7 +201,7 @@ class SlotArea:
                 manifest.verify(view, str(self.image(slot)))
             slot.places = tuple(record["places"]) if record["places"] is not None else None
             slot.safe, slot.refused = list(record["safe"]), list(record["refused"])
-            slot.settled = bool(record.get("settled"))
+            slot.settled, slot.given = bool(record.get("settled")), bool(record.get("given"))
             slot.sequence, slot.generation = int(record["sequence"]), 1
         except (OSError, ValueError, KeyError, TypeError, CorruptSnapshot) as error:
             logger.warning("a slot left by an earlier node is dropped: %s", error)
@@ -211,7 +212,7 @@ class SlotArea:
         logger.info("took over snapshot %s of run %s from an earlier node", manifest.name, manifest.run)
         return slot
 
-    def _write(self, name: str, record: dict[str, Any]) -> None:
+    def _write(self, name: str, record: dict[str, Any]) -> bool:
         temporary = self.path / f"{name}.tmp"
         try:
             temporary.write_text(json.dumps(record), encoding="utf-8")
@@ -220,6 +221,8 @@ class SlotArea:
             # Committed all the same, as with memory files; an older record only knows less of what is safe.
             logger.warning("%s has no room for a record: %s", self.path, error)
             temporary.unlink(missing_ok=True)
+            return False
+        return True
 
 
 def remove_abandoned(path: Path) -> bool:

@@ -395,5 +395,5 @@ class Ring:
                 self.notify()
             raise
         with self.changed:
-            slot.memory, slot.reserved_bytes, slot.held = memory, 0, ""
+            slot.memory, slot.reserved_bytes, slot.held, slot.given = memory, 0, "", False
             slot.generation += 1

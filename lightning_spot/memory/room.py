@@ -142,11 +142,11 @@ def _within_quota(slots: list[Slot], idle: list[Slot], run: str, capacity: int, 
 
 def _free_first(slots: list[Slot], free: list[Slot], nbytes: int, limits: Limits) -> list[Slot | None]:
     """Free slots that fit, a new one, then those that must be made anew; a small file leaves large slots alone."""
-    fitting = sorted((slot for slot in free if slot.capacity >= nbytes), key=lambda slot: (slot.capacity, _kept(slot)))
+    fitting = sorted((slot for slot in free if slot.takes(nbytes)), key=lambda slot: (slot.capacity, _kept(slot)))
     wasted = [slot for slot in fitting if slot.capacity > _MUCH_LARGER * nbytes + _SMALL_BYTES]
     new: list[Slot | None] = [None] if limits.slots is None or len(slots) < limits.slots else []
     without = [slot for slot in free if not slot.capacity]
-    unfit = [slot for slot in free if 0 < slot.capacity < nbytes]
+    unfit = [slot for slot in free if slot.capacity and not slot.takes(nbytes)]
     base = max((slot for slot in fitting if slot.portion is not None), key=_kept, default=None)
     last = [slot for slot in fitting if slot is base]  # of the next snapshot, only what changed since it is sent
     rest = [slot for slot in fitting if slot not in wasted and slot is not base]
@@ -167,7 +167,7 @@ def _try(
     capacity: int,
     limits: Limits,
 ) -> Room | None:
-    if candidate is not None and candidate.capacity >= nbytes:
+    if candidate is not None and candidate.takes(nbytes):
         return Room(candidate)
     more = capacity - (candidate.capacity if candidate is not None else 0)
     over = sum(slot.capacity for slot in slots) + more - limits.memory_bytes

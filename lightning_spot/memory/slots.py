@@ -79,6 +79,7 @@ class Slot:
         surpassed: whether a memory node has a newer snapshot of the lineage, of which this host has a portion only.
         portion: the ranges of a snapshot at a memory node that the memory holds; all else in it is something else.
         sent_crcs: place and content of the CRC fields as they came, if several hosts sent the snapshot.
+        given: whether other processes look at its memory for as long as they like: nothing is written to that any more.
     """
 
     index: int
@@ -105,6 +106,11 @@ class Slot:
     surpassed: bool = False
     portion: HeldPortion | None = None
     sent_crcs: tuple[tuple[int, bytes], ...] = ()
+    given: bool = False
+
+    def takes(self, nbytes: int) -> bool:
+        """Whether a snapshot of ``nbytes`` can be written to its memory."""
+        return self.capacity >= nbytes and not self.given
 
     @property
     def capacity(self) -> int:

@@ -151,6 +151,7 @@ class Uploads:
             self._prepare(upload)
         elif upload.is_gathered:
             self._prepare(upload)
+        self._ahead.renew(key, nbytes)
         begun = self._begin(upload, gone)
         if begun is upload and shared is not None and shared.at:
             try:

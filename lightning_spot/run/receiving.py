@@ -9,11 +9,10 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from lightning_spot.config import format_bytes
-from lightning_spot.errors import CorruptSnapshot, SpotError, TierError
+from lightning_spot.errors import SpotError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.staging.slot import available_bytes, memory_file, populate, seal_memory
@@ -22,7 +21,6 @@ from lightning_spot.tiers.store import Progress
 logger = logging.getLogger(__name__)
 
 _AHEAD_BYTES = 32 * 1024 * 1024
-_READERS = 4
 
 
 class Fetches(Protocol):
@@ -82,43 +80,6 @@ def has_room(nbytes: int) -> bool:
     """Whether this host has memory for so many bytes more, as far as can be told."""
     available = available_bytes()
     return available is None or nbytes <= available
-
-
-class FromFile:
-    """Fetches from an open file, such as a slot.
-
-    Args:
-        fd: the file; it may be longer than the snapshot. Neither closed nor moved.
-        url: what to call it.
-    """
-
-    def __init__(self, fd: int, url: str) -> None:
-        self.url = url
-        self._fd = fd
-
-    def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
-        """See :meth:`Fetches.fetch`; by several threads, since whoever waits for it is idle meanwhile."""
-
-        def read(bounds: tuple[int, int]) -> None:
-            start, stop = bounds
-            self._read(start, into[start:stop])
-            manifest.verify_range(start, into[start:stop], self.url)
-            if progress is not None:
-                progress(stop - start)
-
-        with ThreadPoolExecutor(_READERS) as pool:
-            list(pool.map(read, manifest.ranges()))
-
-    def _read(self, start: int, into: memoryview) -> None:
-        got = 0
-        while got < len(into):
-            try:
-                count = os.preadv(self._fd, [into[got:]], start + got)
-            except OSError as error:
-                raise TierError(f"{self.url} cannot be read at byte {start + got} ({error})", tier=self.url) from error
-            if not count:
-                raise CorruptSnapshot(f"{self.url} is cut short at byte {start + got}", where=self.url)
-            got += count
 
 
 @contextlib.contextmanager

@@ -12,13 +12,14 @@ from lightning_spot.errors import SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import verify_file
 from lightning_spot.run.reading import OpenSnapshot
-from lightning_spot.run.receiving import FromFile, has_room, receive
+from lightning_spot.run.receiving import has_room, receive
 from lightning_spot.run.streaming import Streamed
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings, Progress, Store, newest_first
 
 MEMORY = "memory"
 DURABLE = "durable"
+_READERS = 4  # whoever waits for a snapshot is idle meanwhile
 
 
 class Use(enum.Enum):
@@ -27,8 +28,9 @@ class Use(enum.Enum):
     Attributes:
         CHECK: every byte is checked when it is open.
         LOAD: one reader goes through it once, and then calls :meth:`SnapshotReader.finish`.
-        SHARE: many processes of this host will read it, or its image is wanted: it is brought into sealed memory where
-            there is room, which costs as much as for one of them to make a copy.
+        SHARE: many processes of this host will read it, or its image is wanted: it is in memory to which nobody writes
+            any more. This host's node gives its slot away for that, and makes another one; from elsewhere it is
+            brought into sealed memory. Where there is no room, they read it where it is.
     """
 
     CHECK = enum.auto()
@@ -99,22 +101,20 @@ class MemorySource:
             host.disconnect()
 
     def open(self, manifest: Manifest, progress: Progress | None = None, *, use: Use = Use.CHECK) -> OpenSnapshot:
-        """See :meth:`Source.open`. For one process the slot is not copied, and stays pinned until closed."""
+        """See :meth:`Source.open`. The slot is not copied, and stays pinned until closed."""
         host = attach(self._url, self._run)
         if host is None:
             raise SnapshotNotFound("the node on this host has gone")
+        # Of several files nothing is looked at for longer than it is open.
+        lasts = use is Use.SHARE and not manifest.files and has_room(manifest.nbytes)
         try:
-            fd = host.open_snapshot(manifest)
+            fd, is_given = host.open_snapshot(manifest, give=lasts)
         except BaseException:
             host.disconnect()
             raise
-        snapshot = OpenSnapshot(manifest, MEMORY, "this host's memory", fd, in_memory=True, release=host.disconnect)
-        if use is not Use.SHARE or not has_room(manifest.nbytes):
-            return _checked(snapshot, progress)
-        try:
-            return receive(FromFile(fd, snapshot.url), manifest, MEMORY, snapshot.url, progress)
-        finally:
-            snapshot.close()
+        where, release = "this host's memory", host.disconnect
+        snapshot = OpenSnapshot(manifest, MEMORY, where, fd, in_memory=True, sealed=is_given, release=release)
+        return _checked(snapshot, progress)
 
 
 class StoreSource:
@@ -158,7 +158,8 @@ def _checked(snapshot: OpenSnapshot, progress: Progress | None) -> OpenSnapshot:
     manifest = snapshot.manifest
     where = f"{manifest.run}/{manifest.name} at {snapshot.url}"
     try:
-        verify_file(snapshot.fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, where, progress)
+        threads = _READERS if snapshot.in_memory else 1  # a disk reads faster from one place
+        verify_file(snapshot.fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, where, progress, threads)
     except BaseException:
         snapshot.close()
         raise

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spot.errors import SnapshotNotFound
+from lightning_spot.memory.given import give
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
 from lightning_spot.service.killed import note_killed
@@ -133,7 +134,13 @@ class DescriptorChannel:
         except SnapshotNotFound:
             _send(connection, {"missing": True}, None)
             return
-        _send(connection, {"capacity": slot_or_none.memory.capacity}, slot_or_none.memory.fd)
+        is_given = bool(asked.get("give")) and give(self._node.ring, slot_or_none, manifest)
+        told = {"capacity": slot_or_none.memory.capacity, "given": is_given}
+        if not is_given:
+            _send(connection, told, slot_or_none.memory.fd)
+            return
+        with open(f"/proc/self/fd/{slot_or_none.memory.fd}", "rb", buffering=0) as file:
+            _send(connection, told, file.fileno())  # which nobody can write by
 
 
 class _Lines:
