@@ -22,6 +22,7 @@ from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.resumable import Outline
 from lightning_spot.exact.sharded import Dtensors
 from lightning_spot.fit.in_shards import InShards
+from lightning_spot.fit.together import ALONE
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.run.location import Location
@@ -204,11 +205,11 @@ def ring(*, strict: bool) -> RingSettings:
 
 def test_a_fenced_rank_0_says_that_there_will_be_no_snapshot() -> None:
     told: list[Any] = []
-    attempt = SimpleNamespace(fenced=True, decline=lambda step, why, complete: told.append((step, why, complete)))
+    attempt = SimpleNamespace(fenced=True, decline=lambda step, why, **how: told.append((step, why, how)))
     trainer = cast(Any, Alone())
     in_shards = InShards(trainer, Location.of("/nowhere", "auto", None), ring(strict=False))
-    in_shards.write(cast(Any, attempt), dump_of({}), {}, complete=True, agreed=False, wait_s=0.0)
-    assert told == [(1, "a later attempt has taken the run over", True)]
+    in_shards.write(cast(Any, attempt), dump_of({}), {}, complete=True, how=ALONE, wait_s=0.0)
+    assert told == [(1, "a later attempt has taken the run over", {"complete": True, "at": ""})]
 
 
 def test_a_state_that_cannot_be_saved_ends_no_training_unless_it_is_to() -> None:
@@ -216,7 +217,7 @@ def test_a_state_that_cannot_be_saved_ends_no_training_unless_it_is_to() -> None
     writer = SimpleNamespace(say_once=lambda key, message, *facts: said.append(message % facts))
     attempt = cast(Any, SimpleNamespace(fenced=False, writer=writer))
     trainer, bad = cast(Any, Alone()), dump_of({"bad": lambda: 0})
-    how: dict[str, Any] = {"complete": False, "agreed": False, "wait_s": 0.0}
+    how: dict[str, Any] = {"complete": False, "how": ALONE, "wait_s": 0.0}
     InShards(trainer, Location.of("/nowhere", "auto", None), ring(strict=False)).write(attempt, bad, {}, **how)
     assert "no snapshot now, training goes on: the state of this rank cannot be serialised" in said[0]
     with pytest.raises(NotSerialisable):

@@ -27,6 +27,8 @@ class Across:
         brought: snapshots that hosts have brought together.
         at: URL of the run at the memory node that has the newest snapshot, and may have lost it since; ``""`` if this
             host has it, or the durable tier.
+        hosts: the ranks of each host, if they bring a state in shards; that of rank 0 first.
+        own_nbytes: what this host brings of such a snapshot, on rank 0; 0 before the first one.
     """
 
     def __init__(self, link: HostLink) -> None:
@@ -34,9 +36,16 @@ class Across:
         self.carrier = ""
         self.brought = 0
         self.at = ""
+        self.hosts: tuple[tuple[int, ...], ...] = ()
+        self.own_nbytes = 0
         self._link = link
         self._last: Pending | None = None
         self._gave_way: Pending | None = None
+
+    @property
+    def part(self) -> float:
+        """Which part of a state in shards this host has, about, on rank 0."""
+        return len(self.hosts[0]) / sum(map(len, self.hosts)) if self.hosts else 1.0
 
     @property
     def is_under_way(self) -> bool:

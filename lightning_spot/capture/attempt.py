@@ -161,6 +161,7 @@ class Attempt:
         """Have slots made in the background, large enough for the tensors of ``state`` and what goes with them."""
         tensors = list(tensors_in(state))
         nbytes = sum(tensor.numel() * tensor.element_size() + _PER_TENSOR_BYTES for tensor in tensors)
+        nbytes = int(nbytes * self.writer.across.part)
         self.writer.warm(nbytes + _OUTLINE_BYTES, cuda=any(tensor.device.type == "cuda" for tensor in tensors))
 
     def write(
@@ -210,15 +211,22 @@ class Attempt:
         try:
             self.writer.begin(checkpoint, manifest, owned=owned, kept=kept, wait_s=wait_s, ranks=ranks)
         except SpotError as error:
-            if ranks is not None:
+            if ranks is not None and not isinstance(checkpoint, ShardedCheckpoint):
                 reason, at = str(error), ranks.at
                 self.writer.link.ask(lambda host: host.decline(manifest.name, reason, at), None)
-            self._not_begun(checkpoint, manifest, error, shared=ranks is not None)
+            self._not_begun(checkpoint, manifest, error, shared=ranks is not None and isinstance(checkpoint, dict))
 
-    def decline(self, step: int, why: str, *, complete: bool) -> None:
-        """Of a sharded run: tell the other ranks that there will be no snapshot of a step."""
+    def decline(self, step: int, why: str, *, complete: bool, at: str = "") -> None:
+        """Of a sharded run: tell the other ranks that there will be no snapshot of a step.
+
+        Args:
+            step: of the snapshot.
+            why: for people.
+            complete: whether the run is at its end.
+            at: URL of the run at the memory node to which other hosts would have brought their parts.
+        """
         name = snapshot_name(step, self.number, complete=complete)
-        self.writer.link.ask(lambda host: host.decline(name, why), None)
+        self.writer.link.ask(lambda host: host.decline(name, why, at), None)
 
     def _not_begun(
         self, checkpoint: dict[str, Any] | ShardedCheckpoint, manifest: Manifest, error: SpotError, *, shared: bool

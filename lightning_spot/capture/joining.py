@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
-from lightning_spot.capture.attempt import RingSettings
 from lightning_spot.capture.contents import Owners
+from lightning_spot.capture.host_link import leave
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
-from lightning_spot.client.embedded import attach
-from lightning_spot.errors import Fenced, NodeUnreachable, ShareMissing, SpotError
+from lightning_spot.capture.split import Ranks
+from lightning_spot.errors import Fenced, ShareMissing, SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.host import Host
-from lightning_spot.run.location import Location
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
 
@@ -23,34 +23,31 @@ class Joining:
     """Writes the part of one rank, from 1 on, of every snapshot of an attempt.
 
     Args:
-        location: where the run is.
-        settings: of the ring.
-        run: as ``NAME@ID``.
-        attempt: that rank 0 has begun.
+        host: connection of this rank to the node of its host, with run and attempt.
+        connect: makes another one when it was lost.
+        hosts: the ranks of each host, if there are several.
+        copier: that copies.
         schedule: when what only the optimizer changes is copied.
         rank: this one.
-        world_size: number of ranks, all on this host.
-
-    Raises:
-        NodeUnreachable: if the node on this host cannot be reached.
+        world_size: number of ranks.
+        is_guest: whether this host's node was started for the ranks here only.
     """
 
     def __init__(
         self,
-        location: Location,
-        settings: RingSettings,
-        run: str,
-        attempt: int,
+        host: Host,
+        connect: Callable[[], Host],
+        hosts: tuple[tuple[int, ...], ...],
+        copier: Copier,
         schedule: Schedule,
         *,
         rank: int,
         world_size: int,
+        is_guest: bool,
     ) -> None:
-        self._location, self._settings = location, settings
-        self._run, self._attempt = run, attempt
-        copier = Copier(buffer_bytes=settings.device_buffer_bytes)
-        host = self._attach()
-        self._writer = ShardedWriter(host, self._attach, copier, schedule, rank=rank, world_size=world_size)
+        self._run, self._attempt, self._is_guest = host.run, host.attempt, is_guest
+        self._writer = ShardedWriter(host, connect, copier, schedule, rank=rank, world_size=world_size)
+        self._writer.across.hosts = hosts
 
     def write(
         self,
@@ -61,6 +58,7 @@ class Joining:
         step: int,
         complete: bool = False,
         wait_s: float,
+        ranks: Ranks | None = None,
     ) -> None:
         """Begin to write this rank's part. If there is no such snapshot in the end, rank 0 says why.
 
@@ -71,11 +69,12 @@ class Joining:
             step: Lightning's ``global_step``.
             complete: whether the run is at its end.
             wait_s: how long rank 0 may wait for a slot.
+            ranks: that fill it, where several hosts bring it to a memory node.
         """
         name = snapshot_name(step, self._attempt, complete=complete)
         manifest = Manifest(run=self._run, name=name, step=step, attempt=self._attempt, nbytes=0, complete=complete)
         try:
-            self._writer.begin(checkpoint, manifest, owned=owned, kept=kept, wait_s=wait_s)
+            self._writer.begin(checkpoint, manifest, owned=owned, kept=kept, wait_s=wait_s, ranks=ranks)
         except (ShareMissing, Fenced) as error:
             logger.debug("no part of %s is written: %s", name, error)
         except SpotError as error:
@@ -93,11 +92,6 @@ class Joining:
         host = self._writer.link.wait(min(0.0, deadline_s - time.monotonic()))
         self._writer.close()
         if host is not None:
+            if self._is_guest:
+                leave(host, complete=True)  # it ends when all that it still sends is there
             host.disconnect()
-
-    def _attach(self) -> Host:
-        host = attach(self._location.url, self._run, self._settings.max_stall_s, revive=False)
-        if host is None:
-            raise NodeUnreachable(f"there is no memory node for {self._location.url} on this host")
-        host.run, host.attempt = self._run, self._attempt
-        return host

@@ -38,6 +38,7 @@ class Safety:
         left_s = deadline.left_s if deadline is not None and deadline.is_named else None
         newest = self._writer.committed
         nbytes = newest.nbytes if newest is not None else 0
+        nbytes = self._writer.across.own_nbytes or nbytes  # each host sends its own at the same time
         tiers = self._writer.link.ask(lambda host: host.tiers(), None)
         if tiers is None:
             return plan_urgent(nbytes, left_s, {})

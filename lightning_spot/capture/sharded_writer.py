@@ -1,6 +1,8 @@
 """Takes snapshots of sharded state: every rank writes its own part of one image, into one slot of the node on its host.
 
 Rank 0 leases the slot and commits the image; the others join by the snapshot's name, copy, and say so. No collective.
+On several hosts each has a slot for the files of its own ranks, which its node sends to a memory node; there they are
+put together.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ from typing import Any
 from lightning_spot.capture.contents import Owners
 from lightning_spot.capture.leases import give_back
 from lightning_spot.capture.pending import Pending
+from lightning_spot.capture.portioned import Portioned, portions_of
+from lightning_spot.capture.split import Number, Ranks
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import LayoutUnsupported, NodeUnreachable, ShareMissing, SpotError, TierError
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.portion import Portions
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.joint import Shared
 from lightning_spot.sharded.layout import ShardedImage, ShardedLayouter, state_archive
@@ -31,6 +36,7 @@ from lightning_spot.tiers.store import Store
 logger = logging.getLogger(__name__)
 
 _HEADROOM_BYTES = 64 * 1024
+_BEYOND = 2**46  # no image is so long: its end is what rank 0 adds, and no place of another rank's depends on it
 _NEEDS = re.compile(r"own state needs (\d+) bytes")
 
 
@@ -61,7 +67,7 @@ class ShardedWriter(SnapshotWriter):
         schedule: when what only the optimizer changes is copied; ``None`` for at once.
         look: see :class:`SnapshotWriter`; on rank 0, it is shown the rest of each checkpoint.
         rank: this one.
-        world_size: number of ranks, which are all on this host.
+        world_size: number of ranks.
     """
 
     _leases_ahead = False
@@ -82,8 +88,10 @@ class ShardedWriter(SnapshotWriter):
         self._layouter = ShardedLayouter(rank, world_size)
         self._own_bytes = 0
         self._kept: Owners = {}
-        self._told: tuple[Plan | None, list[int], str] = (None, [], "")
+        self._told: tuple[Plan | None, list[int], str, str] = (None, [], "", "")
         self._heard: tuple[str, list[int], list[str]] = ("", [], [])
+        self._at, self._me = "", Number(rank, 0, rank)
+        self._portioned = Portioned(())
 
     def store_past_memory(self, checkpoint: Any, manifest: Manifest, store: Store) -> Manifest:
         """Refused: no single process has all of a sharded state."""
@@ -100,12 +108,15 @@ class ShardedWriter(SnapshotWriter):
     def begin(self, checkpoint: Any, manifest: Manifest, **how: Any) -> Future[Manifest]:
         """See :meth:`SnapshotWriter.begin`. Where rank 0 cannot, the others are told: they do not wait for the slot."""
         self._kept = how.get("kept", {})
+        ranks: Ranks | None = how.get("ranks")
+        self._at = ranks.at if ranks is not None else ""
+        self._me = Number.of_hosts(self.across.hosts, self._rank) if self._at else Number(self._rank, 0, self._rank)
         try:
             return super().begin(checkpoint, manifest, **how)
         except BaseException as error:
             if self._rank == 0:
                 why = f"rank 0 cannot begin it ({error})"
-                self.link.ask(lambda host: host.decline(manifest.name, why), None)
+                self.link.ask(lambda host: host.decline(manifest.name, why, self._at), None)
             raise
 
     # -- see SnapshotWriter ---------------------------------------------------------------------------------------
@@ -125,9 +136,10 @@ class ShardedWriter(SnapshotWriter):
     ) -> tuple[Layout, Lease, Manifest]:
         if self._rank == 0:
             return self._lead(host, checkpoint, manifest, wait_s)
-        lease = host.join(manifest.name, share=self._rank, wait_s=max(wait_s, host.max_stall_s))
+        me, wait_s = self._me, max(wait_s, host.max_stall_s)
+        lease = host.join(manifest.name, share=me.here, wait_s=wait_s, at=self._at if me.host else "", host=me.host)
         try:
-            return self._follow(checkpoint, lease).layout, lease, manifest
+            return self._follow(checkpoint, lease), lease, manifest
         except BaseException as error:
             self._give_up(host, lease, error)
             raise
@@ -139,11 +151,32 @@ class ShardedWriter(SnapshotWriter):
         image, state_bytes = self._laid_out(checkpoint)
         if why := self._layouter.unreadable:
             self.say_once("unreadable", "snapshots are taken, but NO RESUME from them will be possible: %s", why)
-        if self._told[0] is not image.plan or self._told[1] != state_bytes:
-            self._told = (image.plan, state_bytes, json.dumps([state_bytes, image.plan.lines()]))
-        shared = Shared(name=manifest.name, shares=self._world_size, digest=image.digest, layout=self._told[2])
-        lease = host.lease(image.layout.nbytes, wait_s, shared=shared)
-        return image.layout, lease, replace(manifest, nbytes=image.layout.nbytes, files=image.files)
+        if self._told[:3] != (image.plan, state_bytes, self._at):
+            told = {"state_bytes": state_bytes, "items": image.plan.lines()}
+            told |= portions_of(image.files, self.across.hosts).to_dict() if self._at else {}
+            self._told = (image.plan, state_bytes, self._at, json.dumps(told))
+        nbytes, layout = image.layout.nbytes, image.layout
+        shared = Shared(name=manifest.name, shares=self._world_size, digest=image.digest, layout=self._told[3])
+        if self._at:
+            layout = self._moved(layout, shared.layout, nbytes)
+            self.across.own_nbytes = layout.nbytes
+            shared = replace(shared, shares=len(self.across.hosts[0]), at=self._at, image_nbytes=nbytes)
+        lease = host.lease(layout.nbytes, wait_s, shared=shared)
+        return layout, lease, replace(manifest, nbytes=nbytes, files=image.files)
+
+    def _moved(self, layout: Layout, told: str, nbytes: int) -> Layout:
+        """A layout as it lies in the slot of this host.
+
+        Args:
+            layout: of what this rank writes into the image.
+            told: what all ranks know of the image.
+            nbytes: where it ends.
+        """
+        portions, host = Portions.read(told, nbytes), self._me.host
+        ranges = portions.ranges[host - 1] if host else portions.rest(nbytes)
+        if self._portioned.portion.ranges != ranges:
+            self._portioned = Portioned(ranges)
+        return self._portioned.moved(layout)
 
     def _laid_out(self, checkpoint: ShardedCheckpoint) -> tuple[ShardedImage, list[int]]:
         """The image with room for the ranks' own states: twice what the longest needed."""
@@ -160,12 +193,13 @@ class ShardedWriter(SnapshotWriter):
     def _make_room(self, nbytes: int) -> None:
         self._own_bytes = -(-2 * nbytes // _HEADROOM_BYTES) * _HEADROOM_BYTES
 
-    def _follow(self, checkpoint: ShardedCheckpoint, lease: Lease) -> ShardedImage:
+    def _follow(self, checkpoint: ShardedCheckpoint, lease: Lease) -> Layout:
         """Lay out what another rank writes."""
         shared = lease.shared
         assert shared is not None
         if shared.layout != self._heard[0]:
-            self._heard = (shared.layout, *json.loads(shared.layout))
+            told = json.loads(shared.layout)
+            self._heard = (shared.layout, told["state_bytes"], told["items"])
         _, state_bytes, lines = self._heard
         try:
             own = state_archive(checkpoint.own, state_bytes[self._rank])
@@ -178,7 +212,9 @@ class ShardedWriter(SnapshotWriter):
                 f"rank {self._rank} has another model or other optimizers than rank 0:"
                 f" {_first_difference(image.plan.lines(), lines)}. All ranks must build the same"
             )
-        return image
+        if not self._at:
+            return image.layout
+        return replace(self._moved(image.layout, shared.layout, _BEYOND), nbytes=lease.nbytes)
 
     def _plan(self, layout: Layout, lease: Lease, view: SlotView, owners: Owners, *, trusts: bool) -> Any:
         """What is in ``kept`` may be left out, and nothing of the optimizers: theirs may write past the counts.

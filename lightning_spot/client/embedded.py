@@ -206,7 +206,7 @@ class EmbeddedHost:
         body = {"attempt": self.attempt, "nbytes": nbytes, "wait_s": wait_s, "session": self.session.id}
         if shared is not None:
             body |= {"name": shared.name, "shares": shared.shares, "digest": shared.digest, "at": shared.at}
-            body |= self._layout.to_send(shared.layout)
+            body |= {"image_nbytes": shared.image_nbytes, **self._layout.to_send(shared.layout)}
         path = f"/v1/runs/{quoted(self.run)}/uploads"
         leased = self._call("POST", path, body, limit_s=wait_s + (limit_s or self.max_stall_s))
         if shared is not None:

@@ -31,6 +31,8 @@ class Hosts:
         mine: connection of this rank, from 1 on, to the node of its host; ``None`` if it has none.
         is_guest: whether this rank is on another host than rank 0.
         connect: makes the connection once more.
+        count: how many hosts there are.
+        why_not: of the first rank that reaches no node, why; ``""`` if all do.
     """
 
     ranks: tuple[tuple[int, ...], ...] = ((),)
@@ -38,6 +40,8 @@ class Hosts:
     mine: EmbeddedHost | None = None
     is_guest: bool = False
     connect: Callable[[], EmbeddedHost] = lambda: _nobody()
+    count: int = 1
+    why_not: str = ""
 
     @classmethod
     def meet(
@@ -74,20 +78,24 @@ class Hosts:
             return host
 
         mine: EmbeddedHost | None = None
+        problem = "it is on another host than rank 0" if attempt is None else "its node is not reached by other ranks"
         if attempt is None and (may_bring or not is_guest):
             try:
                 mine = connect()
             except (SpotError, OSError) as error:
                 logger.debug("no share of snapshots is written here: %s", error)
+                problem = str(error)
         here = isinstance(attempt.writer.host, EmbeddedHost) if attempt is not None else mine is not None
-        everyones = agreement.gather(here)
+        problems = agreement.gather("" if here else problem)
+        everyones = [not each for each in problems]
         by_place: dict[str, list[int]] = {}
         for rank, (place, is_there) in enumerate(zip(places, everyones, strict=True)):
             if is_there and everyones[0]:
                 by_place.setdefault(place, []).append(rank)
         ranks = tuple(map(tuple, by_place.values())) or ((),)
         can_bring = may_bring and all(everyones) and 1 < len(ranks) <= MOST_HOSTS
-        return cls(ranks, can_bring, mine, is_guest, connect)
+        why_not = next((f"rank {rank}: {each}" for rank, each in enumerate(problems) if each), "")
+        return cls(ranks, can_bring, mine, is_guest, connect, len(set(places)), why_not)
 
     def leave(self) -> None:
         """On a rank that writes no share: let the node of its host go."""

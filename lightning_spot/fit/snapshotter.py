@@ -23,7 +23,7 @@ from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.iterations import Iterations
 from lightning_spot.fit.pacing import Pacing
 from lightning_spot.fit.resume import Resume
-from lightning_spot.fit.together import ALONE, GATHERED, Together, checked
+from lightning_spot.fit.together import ALONE, Together, checked
 from lightning_spot.fit.train_end import after_train_end
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.interval.costs import TierPace
@@ -261,7 +261,7 @@ class Snapshotter(OfTrainer):
         if attempt is None or attempt.fenced or not (attempt.writer.ready or waits):
             return ""
         shards = self.in_shards
-        return shards.how(attempt) if shards is not None else self.together.how(attempt, waits=waits)
+        return shards.how(attempt, waits=waits) if shards is not None else self.together.how(attempt, waits=waits)
 
     def _warm(self) -> None:
         """Have slots made in the background as soon as the first step showed how large a snapshot is."""
@@ -289,8 +289,8 @@ class Snapshotter(OfTrainer):
         trainer = self._trainer
         if self.in_shards is not None:
             self.begun_step = trainer.global_step
-            interval, agreed = self.pacing.state_dict(), complete or urgent or how == GATHERED
-            self.in_shards.write(self.attempt, dump, interval, complete=complete, agreed=agreed, wait_s=wait_s)
+            how, interval = "" if complete or urgent else how, self.pacing.state_dict()
+            self.in_shards.write(self.attempt, dump, interval, complete=complete, how=how, wait_s=wait_s)
             return
         checkpoint = self.together.checkpoint(dump, how)
         self.begun_step = trainer.global_step

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.errors import SettingsError
-from lightning_spot.exact.sharded import is_flat, is_sharded
+from lightning_spot.exact.sharded import is_flat
 from lightning_spot.exact.shipped import is_tuned
 
 if TYPE_CHECKING:
@@ -36,11 +36,6 @@ def takes_part(trainer: pl.Trainer, stage: str) -> bool:
     if is_flat(trainer) and getattr(getattr(trainer.strategy, "cpu_offload", None), "offload_params", False):
         raise SettingsError(
             "FSDPStrategy is not supported with cpu_offload: leave that out, or use ModelParallelStrategy (FSDP2)"
-        )
-    if is_sharded(trainer) and trainer.num_nodes > 1:
-        raise SettingsError(
-            f"{type(trainer.strategy).__name__} is supported on one host yet, and this run has {trainer.num_nodes}: its"
-            " ranks fill one slot together. Use DDP, or Lightning's ModelCheckpoint with this strategy"
         )
     return True
 

@@ -236,6 +236,6 @@ def checked(said: str) -> str:
     Raises:
         ShareMissing: on all ranks, if it ends the training.
     """
-    if said not in ("", ALONE, TOGETHER, GATHERED) and not said.startswith(ACROSS):
+    if said not in ("", ALONE, TOGETHER, GATHERED) and ACROSS not in said:
         raise ShareMissing(said)
     return said

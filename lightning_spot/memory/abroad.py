@@ -21,6 +21,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Portion, PortionImage, Portions
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory import portions as held_portions
+from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import parse_run
@@ -47,14 +48,42 @@ class _Lead:
     """An upload that this host leads.
 
     Attributes:
-        portions: of the other hosts.
+        ranges: that this host brings.
+        nbytes: of the image.
+        hosts: how many bring it.
+        portion: how the ranges lie in the slot; ``None`` where that holds the whole image.
         tier: where it goes; ``None`` if that cannot be asked.
         gathering: at the memory node, once it has begun there.
     """
 
-    portions: Portions
+    ranges: Ranges
+    nbytes: int
+    hosts: int
+    portion: Portion | None = None
     tier: JointTier | None = None
     gathering: Future[Gathering] = field(default_factory=Future)
+
+    @classmethod
+    def of(cls, upload: Upload, shared: Shared) -> _Lead:
+        """The lead of an upload.
+
+        Raises:
+            SettingsError: if its layout does not say what each host brings, or its slot is none for that.
+        """
+        nbytes = shared.image_nbytes or upload.nbytes
+        portions = Portions.read(shared.layout, nbytes)
+        ranges = portions.rest(nbytes)
+        portion = Portion(ranges) if shared.image_nbytes else None
+        if portion is not None and portion.nbytes != upload.nbytes:
+            raise SettingsError(
+                f"the first host brings {portion.nbytes} bytes of {shared.name}, its slot is for {upload.nbytes}"
+            )
+        return cls(ranges, nbytes, portions.hosts, portion)
+
+    def image(self, upload: Upload) -> PortionImage | memoryview:
+        """The image, as far as it lies in the slot."""
+        memory = upload.slot.view(upload.nbytes)
+        return PortionImage(self.portion, memory, self.nbytes) if self.portion is not None else memory
 
 
 class Abroad:
@@ -87,8 +116,7 @@ class Abroad:
             SettingsError: if its layout does not say what each host brings.
         """
         assert upload.joint is not None
-        lead = _Lead(Portions.read(upload.joint.shared.layout, upload.nbytes))
-        lead.portions.rest(upload.nbytes)
+        lead = _Lead.of(upload, upload.joint.shared)
         with self._lock:
             self._leads[upload.id] = lead
         threading.Thread(target=self._begin, args=(upload, lead), name="spot-joint", daemon=True).start()
@@ -106,15 +134,13 @@ class Abroad:
         if lead is None:
             raise SnapshotNotFound(f"upload {upload.id!r} does not exist (any more)")
         self._uploads.bring(upload)
-        ranges = lead.portions.rest(upload.nbytes)
-        own = replace(manifest, nbytes=sum(nbytes for _, nbytes in ranges))
+        own = replace(manifest, nbytes=sum(nbytes for _, nbytes in lead.ranges))
         try:
-            if manifest.nbytes != upload.nbytes:
-                raise SettingsError(f"{manifest.name} has {manifest.nbytes} bytes, its slot {upload.nbytes}")
+            if manifest.nbytes != lead.nbytes:
+                raise SettingsError(f"{manifest.name} has {manifest.nbytes} bytes, and was begun for {lead.nbytes}")
             gathering = lead.gathering.result(_OPEN_S)
             assert lead.tier is not None
-            image = upload.slot.view(upload.nbytes)
-            sent = self._bring(lead.tier, gathering, upload, ranges, None, image)
+            sent = self._bring(lead.tier, gathering, upload, lead.ranges, lead.portion, lead.image(upload))
             sealed = lead.tier.seal(gathering, _named(manifest, shared.at), lambda: _check(upload))
         except Exception as error:
             self._uploads.brought(upload, whole=False)
@@ -124,7 +150,7 @@ class Abroad:
             why = str(error) or "it did not begin there in time"
             raise ShareMissing(f"{manifest.name} did not come together at {shared.at}: {why}") from error
         sealed = replace(sealed, run=manifest.run)
-        self._done(upload, ranges)
+        self._done(upload, lead.ranges)
         held_portions.surpass(self._ring, upload.run, sealed)
         self._heard(shared.at, own, time.monotonic() - began_s, sent, None)
         return sealed
@@ -157,8 +183,7 @@ class Abroad:
         shared = upload.joint.shared
         try:
             tier = self._tier(shared.at)
-            hosts = lead.portions.hosts
-            gathering = tier.begin(shared, upload.nbytes, attempt=upload.attempt, hosts=hosts)
+            gathering = tier.begin(shared, lead.nbytes, attempt=upload.attempt, hosts=lead.hosts)
         except BaseException as error:
             lead.gathering.set_exception(error)
             self._uploads.shares.fail(upload, f"{shared.at}: {error}")

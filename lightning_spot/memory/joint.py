@@ -22,6 +22,7 @@ class Shared:
         layout: what the other ranks have to know of it, a text of any form; kept until another one is given.
         at: URL of the run at the memory node to which several hosts send it, each its portion, which the layout names
             (see :class:`~lightning_spot.image.portion.Portions`); ``""`` if the ranks of one host have all of it.
+        image_nbytes: of the image, where the slot of the first host, too, holds its own portion only; else 0.
         by_hosts: at that node: whether the shares are hosts', and come over the network.
     """
 
@@ -30,6 +31,7 @@ class Shared:
     digest: str = ""
     layout: str = ""
     at: str = ""
+    image_nbytes: int = 0
     by_hosts: bool = False
 
     def __post_init__(self) -> None:

@@ -144,7 +144,15 @@ class Shares:
     # -- the other ranks ------------------------------------------------------------------------------------------
 
     def join(
-        self, run: str, attempt: int, name: str, share: int, session: str | None, digest: str = ""
+        self,
+        run: str,
+        attempt: int,
+        name: str,
+        share: int,
+        session: str | None,
+        digest: str = "",
+        *,
+        is_led_here: bool = True,
     ) -> Upload | None:
         """Take a share of a snapshot; ``None`` if its upload is not there yet.
 
@@ -155,6 +163,7 @@ class Shares:
             share: from 1.
             session: live connection of the rank. When it closes, the rank counts as ended. ``None`` for another host.
             digest: must be that of the first rank; ``""`` for whatever it is.
+            is_led_here: whether the rank that leases the slot is on this host: when it has left, there will be none.
 
         Raises:
             ShareMissing: if it is over, given up, overtaken by a later one, or another digest is wanted.
@@ -166,7 +175,7 @@ class Shares:
         with self._changed:
             self._check_awaited(key, name, order)
             if session is not None:
-                self._check_connected(key, name, share, session)
+                self._check_connected(key, name, share, session, is_led_here=is_led_here)
             for upload in self._open.values():
                 joint = upload.joint
                 if joint is None or upload.run != key or upload.ended:
@@ -251,13 +260,13 @@ class Shares:
         if order <= over:
             raise ShareMissing(f"there is no share of {name} to write: {why}")
 
-    def _check_connected(self, key: str, name: str, share: int, session: str) -> None:
+    def _check_connected(self, key: str, name: str, share: int, session: str, *, is_led_here: bool) -> None:
         """Raise if a rank of this host, or the one that it waits for, has ended."""
         self._sessions[key, share] = session  # also one that has closed: nobody waits long for a rank without one
         if session not in self._registry.sessions:
             raise NodeUnreachable(f"the connection of who asks for a share of {name} has closed")
         info = self._registry.info(key)
-        if info is None or info.session not in self._registry.sessions:
+        if is_led_here and (info is None or info.session not in self._registry.sessions):
             raise ShareMissing(f"there is no share of {name} to write: the rank that leases its slot has ended")
 
     def _take(self, upload: Upload, joint: Joint, share: int, session: str | None, digest: str) -> Upload:

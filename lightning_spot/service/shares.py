@@ -18,6 +18,7 @@ from lightning_spot.service.fields import (
     LAYOUT_BODY_BYTES,
     LONGEST_WAIT_S,
     MOST_ATTEMPTS,
+    MOST_BYTES,
     identifier,
     integer,
     json_body,
@@ -58,6 +59,7 @@ class ShareRequests:
             integer(body, "share", None, 1, MOST_SHARES),
             text(body, "session"),
             text(body, "digest"),
+            not at,
             wait_s=seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
         )
         joint = upload.joint
@@ -103,6 +105,7 @@ def shared_of(body: dict[str, Any]) -> Shared | None:
         digest=text(body, "digest"),
         layout=long_text(body, "layout"),
         at=text(body, "at"),
+        image_nbytes=integer(body, "image_nbytes", 0, 0, MOST_BYTES),
     )
 
 

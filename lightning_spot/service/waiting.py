@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 
 from lightning_spot.errors import RingFull
@@ -113,6 +114,7 @@ class Waiting:
         share: int,
         session: str | None,
         digest: str,
+        is_led_here: bool = True,
         *,
         wait_s: float,
     ) -> Upload:
@@ -126,13 +128,14 @@ class Waiting:
             raise RingFull(f"{self._count} requests wait for a slot already")
         deadline_s = time.monotonic() + wait_s
         shares = self._node.uploads.shares
+        ask = functools.partial(shares.join, run, attempt, name, share, session, digest, is_led_here=is_led_here)
         self._count += 1
         try:
             while True:
                 changed = self._changed
                 if gone.done():
                     raise ConnectionResetError("the rank has gone")
-                upload = await asyncio.to_thread(shares.join, run, attempt, name, share, session, digest)
+                upload = await asyncio.to_thread(ask)
                 if upload is not None:
                     return upload
                 left_s = deadline_s - time.monotonic()

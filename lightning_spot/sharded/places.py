@@ -109,7 +109,7 @@ class Places:
 
     def _place(self, rank: int, boxes: list[tuple[int, Chunk]], shards: list[list[Shard]]) -> None:
         """Give the boxes of one rank their places in its file."""
-        name, start, at = f"__{rank}_0.distcp", self.end, 0
+        name, start, at = tensors_file(rank), self.end, 0
         for place, (number, chunk) in enumerate(boxes):
             form = form_of(self.plan.tensors[number].dtype, chunk.sizes)
             end = at + form.nbytes
@@ -126,6 +126,11 @@ class Places:
     def state_of(self, rank: int) -> FileSpan:
         """The file for a rank's own state."""
         return self.files[len(self.files) - len(self.state_bytes) + rank]
+
+
+def tensors_file(rank: int) -> str:
+    """Name of the file with the tensors that a rank writes."""
+    return f"__{rank}_0.distcp"
 
 
 def state_file(rank: int) -> str:

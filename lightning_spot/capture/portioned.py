@@ -1,0 +1,55 @@
+"""What the ranks of one host write of an image in shards, as it lies in a slot that holds this host's portion only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
+from lightning_spot.image.layout import Layout
+from lightning_spot.image.portion import Portion, Portions, joined
+from lightning_spot.image.written import Ranges
+from lightning_spot.sharded.places import aligned, state_file, tensors_file
+
+
+def portions_of(files: Sequence[FileSpan], hosts: Sequence[Sequence[int]]) -> Portions:
+    """What each host but the first brings: the files of its ranks, with the zeros behind them.
+
+    Args:
+        files: into which the image is cut.
+        hosts: the ranks of each host, those of the first, which brings the rest, among them.
+    """
+    spans = {file.name: file for file in files}
+
+    def ranges(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
+        for rank in ranks:
+            for name in (tensors_file(rank), state_file(rank)):
+                if (span := spans.get(name)) is not None:  # a rank may have no tensors to write
+                    yield span.offset, aligned(span.stop, FILE_ALIGNMENT_BYTES) - span.offset
+
+    return Portions(tuple(joined(ranges(ranks)) for ranks in hosts[1:]), tuple(map(len, hosts[1:])))
+
+
+class Portioned:
+    """Moves layouts from their places in an image to those in a slot for a portion of it.
+
+    Args:
+        ranges: of the portion.
+    """
+
+    def __init__(self, ranges: Ranges) -> None:
+        self.portion = Portion(ranges)
+        self._frame: dict[int, tuple[tuple[int, bytes], tuple[int, bytes]]] = {}
+
+    def moved(self, layout: Layout) -> Layout:
+        """The same content in the slot. Entries of the frame that stay the same objects do so here, too."""
+        place = self.portion.place
+        frame, known = [], self._frame
+        self._frame = {}
+        for entry in layout.frame:
+            at, data = entry
+            before = known.get(at)
+            kept = before if before is not None and before[0] is entry else (entry, (place(at), data))
+            self._frame[at] = kept
+            frame.append(kept[1])
+        pieces = tuple([piece._replace(offset=place(piece.offset), crc_at=()) for piece in layout.pieces])
+        return Layout(self.portion.nbytes, tuple(frame), pieces)

@@ -1,0 +1,132 @@
+"""Trains a model in shards (FSDP2 or FSDP1, gloo) whose ranks believe to be on several hosts: ``… ROOT --memory URL``.
+
+Rank 0 leaves an account in ``ROOT/rank-0.json``, and the state of each step in ``ROOT/steps`` as a checksum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from lightning_spot import EverySteps, SpotCheckpoint
+from tests.conftest import until
+from tests.exact_cases import loader
+from tests.exact_flat import OnCpus
+from tests.test_every_step import digest
+from tests.together_trainer import be_on_host
+
+
+class Wide(pl.LightningModule):
+    """Some megabytes of parameters in shards, and dropout."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, 1))
+
+    def configure_model(self) -> None:
+        if self.device_mesh is None:
+            return  # FSDP1
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.net:
+            if isinstance(layer, nn.Linear) and not hasattr(layer, "set_reshard_after_backward"):
+                fully_shard(layer, mesh=mesh)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return nn.functional.mse_loss(self.net(nn.functional.dropout(batch[0], 0.1)), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def is_sharded(value: Any) -> bool:
+    return hasattr(value, "full_tensor")
+
+
+class Account(pl.Callback):
+    """Notes the state of each step, ends a rank where it is told to, and says at the end what was done."""
+
+    def __init__(self, root: Path, spot: SpotCheckpoint, kill: tuple[int, int], notice: tuple[int, int]) -> None:
+        self.root, self.spot, self.kill, self.notice = root, spot, kill, notice
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        state = {name: value.full_tensor() for name, value in module.state_dict().items() if is_sharded(value)}
+        if trainer.is_global_zero:
+            self.wait_for_carrier()
+            with open(self.root / "steps", "a") as file:  # under FSDP1, no state: that would be gathered
+                file.write(f"{trainer.global_step} {digest(state)}\n")
+
+    def wait_for_carrier(self) -> None:
+        """Begin when a memory node carries the run on, and that is known."""
+        snapshotter = self.spot.snapshots.snapshotter
+        attempt = snapshotter.attempt if snapshotter is not None else None
+        assert attempt is not None
+        writer = attempt.writer
+        if writer.across.wanted and snapshotter is not None and snapshotter.begun_step < 0:
+            until(lambda: writer.host is not None and writer.host.carrier(), "a node to carry the run on")
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+        if (trainer.global_rank, trainer.global_step) == self.kill:
+            os._exit(9)
+        if (trainer.global_rank, trainer.global_step) == self.notice:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        snapshotter = self.spot.snapshots.snapshotter
+        assert snapshotter is not None
+        if (attempt := snapshotter.attempt) is not None:
+            writer = attempt.writer
+            writer.settle(60.0)
+            told = {"missed": writer.missed, "brought": writer.across.brought, "own": writer.across.own_nbytes}
+            (self.root / "rank-0.json").write_text(json.dumps(told))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=11)
+    parser.add_argument("--memory", default="auto")
+    parser.add_argument("--hosts", type=int, default=2, help="ranks believe to be on so many hosts")
+    parser.add_argument("--nodes", type=int, default=1, help="machines, on each of which this was started")
+    parser.add_argument("--flat", action="store_true", help="FSDP1")
+    parser.add_argument("--kill", type=int, nargs=2, default=(-1, -1), help="rank and step")
+    parser.add_argument("--notice", type=int, nargs=2, default=(-1, -1), help="rank and step of a SIGTERM")
+    arguments = parser.parse_args()
+    be_on_host(int(os.environ.get("LOCAL_RANK", "0")) * arguments.hosts // arguments.ranks)
+    torch.set_num_threads(1)
+    pl.seed_everything(arguments.seed, verbose=False)
+    spot = SpotCheckpoint(
+        str(arguments.root / "run"), memory=arguments.memory, interval=EverySteps(1), on_full="wait", keep=100
+    )
+    trainer = pl.Trainer(
+        max_steps=arguments.steps,
+        accelerator="cpu",
+        devices=arguments.ranks // arguments.nodes,
+        num_nodes=arguments.nodes,
+        strategy=OnCpus() if arguments.flat else ModelParallelStrategy(arguments.ranks, 1),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=[Account(arguments.root, spot, tuple(arguments.kill), tuple(arguments.notice)), spot],
+    )
+    trainer.fit(Wide(arguments.width), loader())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""Ranks of two hosts, each with a node, that write one snapshot in shards: it comes together at a memory node."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from lightning_spot.capture.attempt import RingSettings
+from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
+from lightning_spot.capture.split import Ranks
+from lightning_spot.capture.tensors import by_storage
+from lightning_spot.client import embedded
+from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.stores import open_store
+from lightning_spot.errors import SettingsError, ShareMissing
+from lightning_spot.fit.in_shards import InShards
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory.node import Node
+from lightning_spot.run.location import Location
+from lightning_spot.sharded.flat import FlatShard
+from lightning_spot.sharded.layout import load_state
+from lightning_spot.sharded.reader import ImageReader, load_all
+from tests.conftest import until
+from tests.gated import MIB
+from tests.served import served
+from tests.small_trainer import RUN_ID, info_of
+
+LAST_S = 600.0  # of what never takes so long
+HOSTS = ((0, 2), (1, 3))
+ROWS, COLUMNS = 8192, 16
+"""Each rank has 128 KiB of one tensor, and as much of one that is frozen."""
+
+
+class Desk:
+    """Writers of four ranks, of which each host has every other one."""
+
+    def __init__(self, root: Path, memory: Node, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.url, self.memory = str(root / "run"), memory
+        self.at = f"{url}/run@{RUN_ID}"
+        self.hosts: list[EmbeddedHost] = []
+        info = replace(info_of(self.url, 1), nodes=(url,))
+        for rank in (0, 2, 1, 3):
+            if rank == 1:
+                for name in ("LIGHTNING_SPOT_RUNTIME_DIR", "LIGHTNING_SPOT_SHM_DIR"):
+                    (folder := Path(os.environ[name]) / "h1").mkdir(mode=0o700)
+                    monkeypatch.setenv(name, str(folder))
+                info = replace(info, nodes=(), durable_url=None, carry=False)
+            host = embedded.start(self.url, "run", slots=3, memory_bytes=2**26, idle_timeout_s=30.0)
+            if rank in (0, 1):
+                host.open_run(info)
+            host.run, host.attempt = info.text, 1
+            self.hosts.append(host)
+        self.hosts = [self.hosts[0], self.hosts[2], self.hosts[1], self.hosts[3]]
+        self.writers = [ShardedWriter(host, rank=rank, world_size=4) for rank, host in enumerate(self.hosts)]
+        for writer in self.writers:
+            writer.across.hosts = HOSTS
+        ends = [ROWS * COLUMNS * part // 4 for part in range(5)]
+        self.ranges = tuple(itertools.pairwise(ends))
+        self.weights, self.frozen = (torch.rand(ROWS * COLUMNS) for _ in range(2))
+        self.live: dict[int, list[torch.Tensor]] = {}
+        self.pool = ThreadPoolExecutor(4)
+        until(lambda: self.hosts[0].carrier() == self.at, "the node to carry the run on")
+
+    def begin(self, rank: int, step: int, own: Any) -> Any:
+        """What a rank does: its tensors are where they were, with other numbers."""
+        parts = [tensor[slice(*self.ranges[rank])] for tensor in (self.weights, self.frozen)]
+        live = self.live.setdefault(rank, [part.clone() for part in parts])
+        live[0].copy_(parts[0])
+        shards = [FlatShard(tensor, (ROWS, COLUMNS), self.ranges, rank) for tensor in live]
+        state = {"state_dict": {"w": shards[0], "f": shards[1]}, "groups": [{"lr": step}]}
+        manifest = Manifest(run="run", run_id=RUN_ID, name=snapshot_name(step, 1), step=step, attempt=1, nbytes=0)
+        done = self.writers[rank].begin(
+            ShardedCheckpoint(state, {"rank": rank, "own": own}, {"epoch": 1}),
+            manifest,
+            owned=by_storage(live[:1]),
+            kept=by_storage(live[1:]),
+            wait_s=LAST_S,
+            ranks=Ranks(4, {}, (2, 2), self.at),
+        )
+        self.writers[rank].copied()
+        return done
+
+    def take(self, step: int, own: Any = "") -> Manifest:
+        """A snapshot of all ranks; ``own`` is what rank 3 knows."""
+        others = [self.pool.submit(self.begin, rank, step, own if rank == 3 else "") for rank in (1, 2, 3)]
+        done = self.begin(0, step, "")
+        begun: list[Any] = []
+        for other in others:
+            try:
+                begun.append(other.result(LAST_S))
+            except ShareMissing:
+                begun.append(None)
+        manifest: Manifest = done.result(LAST_S)
+        for future in filter(None, begun):
+            future.result(LAST_S)
+        return manifest
+
+    def check(self, manifest: Manifest) -> None:
+        """The memory node has it, every byte as the ranks had it."""
+        committed = self.memory.ring.committed()
+        slot = next(each for each in committed if each.manifest and each.manifest.name == manifest.name)
+        assert slot.manifest is not None
+        image = slot.view()
+        saved = load_all(ImageReader(image, slot.manifest))
+        assert torch.equal(saved["state_dict"]["w"].view(-1), self.weights)
+        assert torch.equal(saved["state_dict"]["f"].view(-1), self.frozen)
+        own = [load_state(image[file.offset : file.stop]) for file in slot.manifest.files if file.name[:5] == "rank-"]
+        assert [state["rank"] for state in own] == [0, 1, 2, 3]
+
+    def close(self) -> None:
+        for writer, host in zip(self.writers, self.hosts, strict=True):
+            writer.close()
+            host.leave(complete=True)
+            host.disconnect()
+        self.pool.shutdown()
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    memory = Node(slots=None, memory_bytes=64 * MIB, open_store=open_store, allow=[str(tmp_path)])
+    with served(memory) as port:
+        made = Desk(tmp_path, memory, f"spot://127.0.0.1:{port}", monkeypatch)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def test_shards_of_ranks_that_are_no_neighbours_come_together_whichever_of_them_change(desk: Desk) -> None:
+    for step in range(1, 7):
+        desk.check(manifest := desk.take(step))
+        assert desk.writers[0].committed == manifest
+        assert [writer.across.own_nbytes for writer in desk.writers] == [desk.writers[0].across.own_nbytes, 0, 0, 0]
+        assert 0.4 < desk.writers[0].across.own_nbytes / manifest.nbytes < 0.6
+        desk.weights += 1
+    copied = [writer.copied_bytes for writer in desk.writers]
+    share = 4 * ROWS * COLUMNS // 4
+    for nbytes in copied:  # what is frozen, once for each slot
+        assert 6 * share < nbytes < 13 * share
+
+
+def test_a_rank_of_another_host_whose_own_state_has_no_room_drops_that_snapshot_and_has_it_in_the_next(
+    desk: Desk,
+) -> None:
+    desk.check(desk.take(1))
+    long = "x" * 400_000
+    with pytest.raises(ShareMissing, match=r"did not come together at spot://.*rank 3: its own state needs \d+ bytes"):
+        desk.take(2, long)
+    desk.check(desk.take(3, long))
+
+
+def test_a_rank_that_is_done_and_leaves_takes_no_share_from_the_others_of_its_host(desk: Desk) -> None:
+    leaving = desk.pool.submit(desk.begin, 1, 1, "")
+    done = desk.begin(0, 1, "")
+    leaving.result(LAST_S).result(LAST_S)
+    desk.hosts[1].leave(complete=True)  # as at the end of a training
+    for rank in (2, 3):
+        desk.begin(rank, 1, "")
+    desk.check(done.result(LAST_S))
+
+
+class OnTwoHosts(SimpleNamespace):
+    """A trainer, as far as it is asked for its hosts."""
+
+    world_size, num_nodes = 4, 2
+
+
+@pytest.mark.parametrize(
+    ("memory", "settings", "way_on"),
+    [
+        ("auto", {}, r"no memory node\. Start one .*memory='spot://host:7070'"),
+        ("spot://a:1", {"replicas": 2}, r"replicas=2\. Leave replicas= out"),
+        ("spot://a:1", {"compression": "topk"}, r"compression='topk'\. Leave compression="),
+    ],
+)
+def test_hosts_whose_parts_would_come_together_nowhere_are_refused(
+    memory: str, settings: dict[str, Any], way_on: str
+) -> None:
+    ring = RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=False, **settings)
+    trainer = cast(Any, OnTwoHosts())
+    with pytest.raises(SettingsError, match=rf"sharded over 2 hosts is saved at one memory node.*{way_on}"):
+        InShards(trainer, Location.of("/nowhere", memory, None), ring).check()

@@ -1,0 +1,135 @@
+"""Ranks of a model in shards that believe to be on several hosts, and put snapshots together at a memory node."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_spot.client.stores import open_store
+from lightning_spot.exact.compare import differences
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.node import Node
+from lightning_spot.sharded.reader import ImageReader, load_all
+from tests.gated import MIB
+from tests.served import served
+from tests.test_every_step import digest
+from tests.test_sharded_fit import content, final, snapshots, without_what_came_later
+
+Train = Callable[..., int]
+
+
+@pytest.fixture
+def train(warm_python: str) -> Train:
+    """Train on some ranks; the exit code."""
+
+    def run(root: Path, *arguments: object) -> int:
+        root.mkdir(exist_ok=True)
+        command = [warm_python, "-m", "tests.sharded_hosts", str(root), *map(str, arguments)]
+        with open(root / "log", "a") as log:
+            return subprocess.run(command, stdout=log, stderr=log, timeout=600, check=False).returncode
+
+    return run
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[tuple[Node, str]]:
+    """A memory node that carries runs on, and its URL."""
+    node = Node(slots=None, memory_bytes=512 * MIB, open_store=open_store, allow=[str(tmp_path)])
+    with served(node) as port:
+        yield node, f"spot://127.0.0.1:{port}"
+
+
+def held(node: Node) -> list[tuple[Manifest, dict[str, Any]]]:
+    """Every snapshot in a node's memory."""
+    found = [(slot.manifest, slot.view()) for slot in node.ring.committed() if slot.manifest is not None]
+    return [(manifest, load_all(ImageReader(view, manifest))) for manifest, view in found]
+
+
+def told(root: Path) -> dict[str, int]:
+    return json.loads((root / "rank-0.json").read_text())  # type: ignore[no-any-return]
+
+
+def check_states(root: Path) -> dict[str, str]:
+    """Every snapshot holds the parameters of its step."""
+    steps = dict(line.split() for line in (root / "steps").read_text().splitlines())
+    for manifest in snapshots(root):
+        assert digest(content(root, manifest)["state_dict"]) == steps[str(manifest.step)], manifest.name
+    return steps
+
+
+def log(root: Path) -> str:
+    return (root / "log").read_text()
+
+
+def test_ranks_of_two_hosts_put_the_snapshots_of_their_shards_together_and_go_on_from_them(
+    train: Train, tmp_path: Path, memory: tuple[Node, str]
+) -> None:
+    root = tmp_path / "run"
+    assert train(root, "--memory", memory[1], "--steps", 6) == 0, log(root)
+    steps = check_states(root)
+    account = told(root)
+    assert account["missed"] == 0
+    assert account["brought"] >= 5
+    newest = snapshots(root)[0]
+    assert newest.complete
+    assert 0.4 < account["own"] / newest.nbytes < 0.6
+    at_node = held(memory[0])
+    assert len(at_node) >= 5
+    for manifest, state in at_node:
+        assert digest(state["state_dict"]) == steps[str(manifest.step)]
+
+    again = without_what_came_later(root, tmp_path / "again", 4)
+    assert train(again, "--memory", memory[1], "--steps", 6, "--seed", 99) == 0, log(again)
+    assert "resumes at step 4" in log(again)
+    assert list(differences(final(root), final(again))) == []
+
+
+@pytest.mark.soak
+def test_four_ranks_of_two_hosts_under_fsdp1_have_the_snapshots_of_one_host(
+    train: Train, tmp_path: Path, memory: tuple[Node, str]
+) -> None:
+    root, alone = tmp_path / "run", tmp_path / "alone"
+    assert train(root, "--memory", memory[1], "--flat", "--ranks", 4) == 0, log(root)
+    assert train(alone, "--hosts", 1, "--flat", "--ranks", 4) == 0, log(alone)
+    assert told(root)["missed"] == 0
+    assert told(root)["brought"] >= 6
+    whole = {manifest.name: manifest for manifest in snapshots(alone)}
+    found = snapshots(root)
+    assert len(found) >= 2
+    for manifest in found:
+        there, here = content(alone, whole[manifest.name]), content(root, manifest)
+        assert list(differences(there["model"], here["model"])) == []
+        assert list(differences(there["optimizer_0"], here["optimizer_0"])) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("who", [0, 1, 3])
+def test_a_rank_of_either_host_is_killed_in_the_middle_of_its_share(
+    train: Train, tmp_path: Path, memory: tuple[Node, str], who: int
+) -> None:
+    options = ("--ranks", 4, "--memory", memory[1])
+    assert train(tmp_path / "twin", *options) == 0
+    root = tmp_path / "run"
+    assert train(root, *options, "--kill", who, 6) != 0
+    twin = snapshots(tmp_path / "twin")[0].run_id
+    newest = max(manifest.step for manifest, _ in held(memory[0]) if manifest.run_id != twin)
+    assert newest >= 4
+    assert train(root, *options, "--seed", 99) == 0, log(root)
+    assert f"resumes at step {newest}" in log(root)
+    check_states(root)
+    assert list(differences(final(tmp_path / "twin"), final(root))) == []
+
+
+@pytest.mark.soak
+def test_an_urgent_snapshot_is_brought_by_all_hosts(train: Train, tmp_path: Path, memory: tuple[Node, str]) -> None:
+    root = tmp_path / "run"
+    assert train(tmp_path / "twin", "--memory", memory[1]) == 0
+    assert train(root, "--memory", memory[1], "--notice", 1, 5) == 143
+    assert "is safe in" in log(root)
+    assert train(root, "--memory", memory[1], "--seed", 99) == 0, log(root)
+    assert list(differences(final(tmp_path / "twin"), final(root))) == []
