@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import platform
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import (
+    adapters,
     blocking,
     chain,
     delta,
@@ -47,7 +49,15 @@ ALL = {
     "objects": objects,
     "scale": scale,
     "shares": shares,
+    "adapters": adapters,
 }
+
+
+def _all_that_can_run() -> list[str]:
+    if all(importlib.util.find_spec(name) for name in adapters.NEEDS):
+        return list(ALL)
+    print(f"adapters is left out: it needs {' and '.join(adapters.NEEDS)} (the extra bench)", flush=True)
+    return [name for name in ALL if name != "adapters"]
 
 
 def main() -> int:
@@ -63,7 +73,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     results: list[Result] = []
-    for name in arguments.names or ALL:
+    for name in arguments.names or _all_that_can_run():
         print(f"{name} …", flush=True)
         results += ALL[name].run(arguments.quick)
     print(f"\n{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")

@@ -8,18 +8,14 @@ connections that are throttled, and over bare loopback, which is as fast as 25 G
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
-from benchmarks.measure import GIB, Result, scratch
+from benchmarks.measure import GIB, Result, memory_node, scratch
 from benchmarks.throttle import Throttle
 from examples.stdlib_gpt import ByteGPT, StdlibSource
 from lightning_spot.client.part_lanes import CONNECTIONS
@@ -44,7 +40,7 @@ State = dict[str, bytes]
 def run(quick: bool) -> list[Result]:
     states = training_states(steps=6 if quick else 11)
     results = [*_on_states(states), *_on_states([in_bf16(state) for state in states], "bf16 weights, ")]
-    with scratch() as folder, _node(folder) as port:
+    with scratch() as folder, memory_node(folder) as port:
         for number, link in enumerate(LINKS_GBIT_PER_S):
             with Throttle(port, link * 1e9 / 8 / 1e6 / CONNECTIONS) as throttle:
                 results += _over_link(states, throttle.port, number, f"{link:g} Gbit/s", copies=2 if quick else 4)
@@ -184,20 +180,3 @@ class _Sender:
         self._earlier = {name: Glance(manifest, view, lambda: True)}
         self._store.settle(manifest, 1)
         return seconds, self._store.sent.bytes - before
-
-
-@contextlib.contextmanager
-def _node(folder: Path) -> Iterator[int]:
-    command = [sys.executable, "-m", "lightning_spot.service.program", "--listen", "127.0.0.1:0", "--memory", "4GiB"]
-    with open(folder / "node.log", "wb") as log:
-        node = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        deadline_s = time.monotonic() + 60
-        while "listening on " not in (text := (folder / "node.log").read_text()):
-            if node.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError(text)
-            time.sleep(0.05)
-        yield int(text.split("listening on ")[1].split(",")[0].rpartition(":")[2])
-    finally:
-        node.kill()
-        node.wait()

@@ -7,6 +7,8 @@ import os
 import shutil
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -70,6 +72,24 @@ class WarmCopy:
     def __call__(self) -> None:
         for target, source in zip(self.target, self.source, strict=True):
             target.copy_(source)
+
+
+@contextlib.contextmanager
+def memory_node(folder: Path) -> Iterator[int]:
+    """A memory node in a process of its own, of 4 GiB; the port it listens on."""
+    command = [sys.executable, "-m", "lightning_spot.service.program", "--listen", "127.0.0.1:0", "--memory", "4GiB"]
+    with open(folder / "node.log", "wb") as log:
+        node = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        deadline_s = time.monotonic() + 60
+        while "listening on " not in (text := (folder / "node.log").read_text()):
+            if node.poll() is not None or time.monotonic() > deadline_s:
+                raise RuntimeError(text)
+            time.sleep(0.05)
+        yield int(text.split("listening on ")[1].split(",")[0].rpartition(":")[2])
+    finally:
+        node.kill()
+        node.wait()
 
 
 @contextlib.contextmanager

@@ -7,22 +7,28 @@ measured does not wait for it. Prints the port it listens on.
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 CHUNK_BYTES = 64 * 1024
 
 
-def pump(source: socket.socket, sink: socket.socket, bytes_per_s: float) -> None:
-    """Move bytes one way, no faster than that."""
+def pump(
+    source: socket.socket, sink: socket.socket, bytes_per_s: float, seen: Callable[[int], None] | None = None
+) -> None:
+    """Move bytes one way, no faster than that; ``seen`` is told how many."""
     buffer = memoryview(bytearray(CHUNK_BYTES))
     due_s = time.monotonic()
     try:
         while count := source.recv_into(buffer):
+            if seen is not None:
+                seen(count)
             sink.sendall(buffer[:count])
             # Time that was not used is not saved up, but for a hundredth of a second.
             due_s = max(due_s, time.monotonic() - 0.01) + count / bytes_per_s
@@ -63,6 +69,41 @@ class Throttle:
     def __exit__(self, *_: Any) -> None:
         self.process.kill()
         self.process.wait()
+
+
+class CountingProxy:
+    """A proxy in this process, as fast as it can be, that counts what clients send through it.
+
+    Attributes:
+        port: it listens here.
+        received_bytes: all that has come from clients so far.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self._node = ("127.0.0.1", port)
+        self._lock = threading.Lock()
+        self.port: int = self._listener.getsockname()[1]
+        self.received_bytes = 0
+
+    def __enter__(self) -> CountingProxy:
+        threading.Thread(target=self._serve, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._listener.close()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._node)
+                threading.Thread(target=pump, args=(near, far, math.inf, self._count), daemon=True).start()
+                threading.Thread(target=pump, args=(far, near, math.inf), daemon=True).start()
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.received_bytes += nbytes
 
 
 if __name__ == "__main__":
