@@ -23,7 +23,7 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import Fenced, NodeUnreachable, SettingsError, SnapshotNotFound, TierError
 from lightning_spot.image import sealing
 from lightning_spot.image.manifest import snapshot_name
-from lightning_spot.memory import chain
+from lightning_spot.memory import chain, portions
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.prefixes import check_prefix, refusal
 from lightning_spot.memory.runs import RunInfo
@@ -125,6 +125,62 @@ def test_a_node_that_lost_its_memory_is_sent_the_newest_again(make: Callable[...
     assert bench.tier().tries == []
     gate.set()
     lost.close()
+
+
+def test_a_node_is_asked_also_where_nothing_is_owed(make: Callable[..., Chained]) -> None:
+    """That it was lost was noticed at the next snapshot only."""
+    bench = make()
+    bench.start(FIRST, SECOND)
+    bench.save(1)
+    assert bench.flush() == []
+    bench.behind[FIRST].node = None
+    until(lambda: bench.node.status()["runs"][RUN]["carrier"] == f"{SECOND}/{RUN}", "the next one to carry the run on")
+
+
+@pytest.mark.parametrize("lost", ["the node", "its memory"])
+def test_older_snapshots_count_again_when_a_node_has_lost_what_several_hosts_had_brought(
+    make: Callable[..., Chained], lost: str, tmp_path: Path
+) -> None:
+    """They were owed to nobody until the next snapshot came together, also at a notice."""
+    bench = make()
+    bench.start(FIRST)
+    node, gate = bench.nodes[FIRST], bench.by_node(FIRST).open
+    gate.clear()  # nothing becomes durable there
+    bench.save(1)
+    (slot,) = bench.node.committed(RUN)
+    until(lambda: f"{FIRST}/{RUN}" in slot.safe, "the node to have it")
+    joint = node.lease(RUN, 1, 1000)
+    with joint.slot.view(1000) as view:
+        view[:] = image_of(2, 1000)
+    portions.surpass(bench.node.ring, RUN_ID, node.seal(joint.id, manifest_of(2)))
+    asked = bench.behind[FIRST].opened
+    until(lambda: bench.behind[FIRST].opened > asked + 2, "the node to be asked how things are")
+    assert slot.surpassed  # it has the newer one
+    bench.far[FIRST] = {}
+    empty = bench.nodes[FIRST] = bench.make_node(FIRST, [str(tmp_path)])
+    bench.behind[FIRST].node = empty if lost == "its memory" else None
+    until(lambda: not slot.surpassed, "the host to notice")
+    assert bench.flush() == []
+    assert bench.durable() == [1]
+    gate.set()
+    node.close()
+
+
+def test_who_waits_for_a_run_has_its_nodes_asked_at_once(
+    make: Callable[..., Chained], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notice leaves no time to wait until they are asked anyway."""
+    monkeypatch.setattr(chain, "ASK_AGAIN_S", 1000.0)
+    bench = make()
+    bench.start(FIRST, SECOND)
+    bench.save(1)
+    assert bench.flush() == []
+    chained = bench.node.routes._chains[RUN_ID]
+    for node in chained._nodes:
+        node.asked_s -= 5.0
+    asked = bench.behind[FIRST].opened
+    assert bench.node.flush(RUN, 0.0) == []
+    until(lambda: bench.behind[FIRST].opened > asked, "the node to be asked")
 
 
 def test_a_node_whose_durable_tier_fails_is_stood_in_for(make: Callable[..., Chained]) -> None:

@@ -9,7 +9,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -34,7 +33,6 @@ from tests.conftest import until
 from tests.exact_cases import CASES, Model, loader, train
 from tests.models import Net, data, trainer
 
-PHASES = ["forward", "backward", "optimizer", "validation", "sanity-batch"]
 LATEST_S = 25.0
 
 
@@ -148,17 +146,18 @@ def test_four_ranks_add_up_in_the_order_they_did(warm_python: str, tmp_path: Pat
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("who", "gap_s"), [("first", 0.0), ("last", 0.0), ("all", 0.0), ("all", 0.07)])
-def test_every_cell(tmp_path: Path, undisturbed: Any, ranks: int, who: str, gap_s: float) -> None:
-    for phase in PHASES:
-        check_cell(sys.executable, tmp_path / phase, undisturbed, ranks, phase, who, gap_s)
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer", "validation", "sanity-batch"])
+def test_every_cell(
+    warm_python: str, tmp_path: Path, undisturbed: Any, ranks: int, who: str, gap_s: float, phase: str
+) -> None:
+    check_cell(warm_python, tmp_path / "r", undisturbed, ranks, phase, who, gap_s)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3000)
-def test_a_hundred_mixed_kills(tmp_path: Path, undisturbed: Any, seed: int) -> None:
+def test_a_hundred_mixed_kills(warm_python: str, tmp_path: Path, seed: int) -> None:
     """SIGKILL, SIGTERM and a notice file at random places, over the grid of cases: all end as undisturbed."""
     chance = random.Random(seed)
     kills, number = 0, 0
@@ -166,18 +165,18 @@ def test_a_hundred_mixed_kills(tmp_path: Path, undisturbed: Any, seed: int) -> N
         case = list(CASES)[number % len(CASES)]
         root = tmp_path / f"{number}-{case}"
         number += 1
-        kills += _train_with_kills(case, root, chance)
+        kills += _train_with_kills(warm_python, case, root, chance)
         twin = tmp_path / f"twin-{case}"
         if not twin.exists():
-            assert _run_case(case, twin, 11).wait(120) == 0
+            assert _run_case(warm_python, case, twin, 11).wait(120) == 0
         assert list(differences(final(twin), final(root))) == [], (case, seed)
 
 
-def _train_with_kills(case: str, root: Path, chance: random.Random) -> int:
+def _train_with_kills(python: str, case: str, root: Path, chance: random.Random) -> int:
     kills = 0
     for attempt in range(12):
         notice = root / "notice"
-        process = _run_case(case, root, 100 + attempt, notice)
+        process = _run_case(python, case, root, 100 + attempt, notice)
         if attempt >= 3 or not _kill_somewhere(process, notice, chance):
             code = process.wait(120)
         else:
@@ -191,16 +190,16 @@ def _train_with_kills(case: str, root: Path, chance: random.Random) -> int:
     raise AssertionError("twelve attempts were not enough")
 
 
-def _run_case(case: str, root: Path, seed: int, notice: Path | None = None) -> subprocess.Popen[bytes]:
+def _run_case(python: str, case: str, root: Path, seed: int, notice: Path | None = None) -> subprocess.Popen[bytes]:
     root.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "tests.exact_cases", case, str(root), "--seed", str(seed), "--pace", "0.02"]
+    command = [python, "-m", "tests.exact_cases", case, str(root), "--seed", str(seed), "--pace", "0.02"]
     command += ["--notice", str(notice)] if notice is not None else []
     with open(root / "log", "a") as log:
         return subprocess.Popen(command, stdout=log, stderr=log)
 
 
 def _kill_somewhere(process: subprocess.Popen[bytes], notice: Path, chance: random.Random) -> bool:
-    deadline = time.monotonic() + chance.uniform(4.0, 9.0)
+    deadline = time.monotonic() + chance.uniform(0.2, 5.0)
     while time.monotonic() < deadline:
         if process.poll() is not None:
             return False

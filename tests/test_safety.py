@@ -25,6 +25,7 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable
 from lightning_spot.exact.seams import Seam
 from lightning_spot.interval.deadline import Deadline, Plan
+from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
@@ -33,6 +34,8 @@ from tests.gated import MIB, RUN_ID, image_of, manifest_of
 from tests.models import Net, data, trainer
 from tests.served import served
 from tests.test_fit import Stop
+
+URL = "spot://127.0.0.1:9/run"
 
 
 class Ring:
@@ -70,10 +73,22 @@ def at_notice(url: str) -> str:
 
 def test_what_only_a_lost_memory_node_had_is_not_called_safe() -> None:
     """It was, for ever: the node was gone, and with it all but what the host had from before."""
-    url = "spot://127.0.0.1:9/run"
-    said = at_notice(url)
-    assert f"step 5 (5.00 kB) is not known to be safe: {url}, which had it, cannot be asked" in said
+    said = at_notice(URL)
+    assert f"step 5 (5.00 kB) is not known to be safe: {URL}, which had it, cannot be asked" in said
     assert said.endswith("; step 4 is safe")
+
+
+@pytest.mark.parametrize("carrier", [URL, ""])
+def test_what_only_a_lost_memory_node_had_goes_once_more_before_an_urgent_snapshot(carrier: str) -> None:
+    """The plan counted it as safe: an urgent snapshot was taken for which there was no time."""
+    health = TierHealth(flushed_bytes=5000, flush_s=1.0)
+    host = SimpleNamespace(tiers=lambda: {"durable": health}, safe_step=lambda: 4, carrier=lambda: carrier)
+    newest = manifest_of(5, nbytes=5000)
+    link = HostLink(cast(Host, host))
+    writer = SimpleNamespace(committed=newest, past_memory=newest, link=link, across=Across(link))
+    writer.across.at = URL
+    plan = Safety(cast(SnapshotWriter, writer)).plan(Deadline.of(None, 600.0))
+    assert plan.expected_s == (1.0 if carrier else 2.0)
 
 
 @pytest.mark.parametrize("has_it", [True, False])

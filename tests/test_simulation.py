@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lightning_spot import YoungDaly
+from lightning_spot import EverySeconds, YoungDaly
 from lightning_spot.cli import main
 from lightning_spot.cli.simulate import seconds
 from lightning_spot.errors import SettingsError
+from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.simulation import engine, losses
 from lightning_spot.simulation.closed_form import FailureClass, expected_total_s
 from lightning_spot.simulation.compare import POLICIES, compare
@@ -110,6 +112,26 @@ def test_policies_run_in_a_job() -> None:
     job = Job(work_s=DAY_S, stall_s=2.0)
     evenly = places(YoungDaly(), job, 7200.0)
     assert np.diff(evenly) == pytest.approx(np.diff(evenly)[0], abs=2 * DAY_S / job.steps)
+
+
+@pytest.mark.parametrize("make", [YoungDaly, lambda: EverySeconds(61.7)])
+def test_a_policy_that_hears_no_loss_is_asked_only_where_a_snapshot_may_be_due(
+    make: Callable[[], IntervalPolicy],
+) -> None:
+    """It was asked at all 20,000 steps, for each row of a table. The places are the same."""
+    job = Job(work_s=DAY_S, stall_s=2.0, loss=losses.power())
+    lazy, eager = make(), make()
+    eager.monitor = None  # as if it heard of the loss
+    real, asked = lazy.due, []
+
+    def due(step: int, now_s: float) -> bool:
+        asked.append(step)
+        return real(step, now_s)
+
+    lazy.due = due  # type: ignore[method-assign]
+    taken = places(lazy, job, 7200.0)
+    assert taken.tolist() == places(eager, job, 7200.0).tolist()
+    assert 100 < len(taken) < len(asked) < 4 * len(taken)
 
 
 LOSSES = {

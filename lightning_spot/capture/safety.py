@@ -46,8 +46,10 @@ class Safety:
         speeds = {
             url: tier.flushed_bytes / tier.flush_s for url, tier in tiers.items() if tier.flush_s and not tier.carried
         }
-        # What is committed and not safe yet goes first.
-        waits = newest is not None and safe_step < newest.step
+        at = self._writer.across.at
+        is_lost = bool(at) and self._writer.link.ask(lambda host: host.carrier(), at) != at
+        # What is committed and not safe yet goes first; where only a lost memory node had it, the one before it.
+        waits = newest is not None and (is_lost or safe_step < newest.step)
         return plan_urgent(nbytes, left_s, speeds, waiting_bytes=nbytes if waits else 0)
 
     def usual_s(self) -> float | None:

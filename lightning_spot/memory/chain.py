@@ -138,6 +138,14 @@ class Chain:
                     replica.doubted = True
                 self._ring.notify()
 
+    def ask_soon(self) -> None:
+        """Have the nodes asked whether they are there: somebody waits for the run to be safe."""
+        with self._ring.changed:
+            for replica in self._replicas:
+                if replica.node is not None and time.monotonic() - replica.node.asked_s >= _LAST_LOOK_S:
+                    replica.doubted = True
+            self._ring.notify()
+
     def close(self) -> None:
         """Stop looking after the chain. Its threads end once the requests under way have."""
         with self._ring.changed:
@@ -192,6 +200,7 @@ class Chain:
             opened = node.open(carry=carry)
             if anew or not opened.carries:
                 node.find_lost(durable_too=anew)
+            node.find_surpassing()
         except SpotError as error:
             self._lost(replica, node, error)
             return False
@@ -238,15 +247,15 @@ class Chain:
                 return 0.0
             # One failed put may be a broken connection: the node is lost only if it does not answer either.
             return _FIRST_LOOK_S if self._open(replica, node) else 0.0
-        waiting = node.waiting() if node is self._carrier else []
-        # A node that was stopped in the middle of a snapshot breaks no connection: it is asked whether it is there.
-        asking = bool(waiting) or node.is_owed() or node is not self._carrier
-        if asking and time.monotonic() - node.asked_s >= ASK_AGAIN_S and not self._open(replica, node):
+        # Also where nothing is owed: a node that was stopped breaks no connection, and one that is lost has lost what
+        # counted as safe there.
+        if time.monotonic() - node.asked_s >= ASK_AGAIN_S and not self._open(replica, node):
             return 0.0
         if node is not self._carrier:
             node.tell()
+        waiting = node.waiting() if node is self._carrier else []
         if not waiting:
-            return ASK_AGAIN_S
+            return max(0.0, node.asked_s + ASK_AGAIN_S - time.monotonic())
         try:
             node.learn(waiting, urgent=self._is_urgent())
         except SpotError as error:

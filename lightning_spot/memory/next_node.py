@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from lightning_spot.errors import NodeUnreachable, SpotError
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.portions import fall_back, surpassing
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Slot, newest_of_lineages
@@ -87,6 +88,15 @@ class NextNode:
             if (manifest.name, manifest.checksums) not in listed:
                 self._ring.mark_lost(slot, manifest, self.url)
 
+    def find_surpassing(self) -> None:
+        """Have older snapshots count again if the newer one is lost that several hosts had brought here."""
+        newer = surpassing(self._ring, self._info.key)
+        if newer is None or any(_same(newer, listed) for listed, _dirty, _safe in self._node().listing()):
+            return
+        if self._is_durable(newer) is False:
+            logger.warning("%s has lost %s, which several hosts had brought there", self.url, newer.name)
+            fall_back(self._ring, self._info.key)
+
     def waiting(self) -> Waiting:
         """Snapshots that the node has, and of which it is not known yet that they are durable."""
         with self._ring.changed:
@@ -98,11 +108,6 @@ class NextNode:
                 and self.url in slot.safe
                 and self._info.durable_url in slot.dirty
             ]
-
-    def is_owed(self) -> bool:
-        """Whether the node is owed something."""
-        with self._ring.changed:
-            return any(self.url in slot.dirty for slot in self._ring.committed(self._info.key))
 
     def tell(self) -> None:
         """Say what is durable, to a node that does not bring it there: what it holds would stay there for ever."""
@@ -146,15 +151,21 @@ class NextNode:
 
     def _ask_durable(self, slot: Slot, manifest: Manifest, durable_url: str) -> None:
         """A snapshot left the node's memory: because it is durable, or because the node lost it."""
-        try:
-            durable = self._open_store(durable_url).has(manifest)
-        except SpotError as error:
-            logger.debug("%s does not answer (%s); it is asked again", durable_url, error)
-            return
+        durable = self._is_durable(manifest)
         if durable:
             self._ring.mark_safe(slot, manifest, durable_url)
-        else:
+        elif durable is not None:
             self._ring.mark_lost(slot, manifest, self.url)
+
+    def _is_durable(self, manifest: Manifest) -> bool | None:
+        """Whether the durable tier has a snapshot; ``None`` if it does not answer: it is asked again."""
+        if self._info.durable_url is None:
+            return False
+        try:
+            return self._open_store(self._info.durable_url).has(manifest)
+        except SpotError as error:
+            logger.debug("%s does not answer (%s)", self._info.durable_url, error)
+            return None
 
     def _node(self) -> NodeTier:
         if self._store is None:
@@ -163,3 +174,7 @@ class NextNode:
                 raise NodeUnreachable(f"{self.url} is no node", tier=self.url)
             self._store = store
         return self._store
+
+
+def _same(one: Manifest, other: Manifest) -> bool:
+    return (one.name, one.checksums) == (other.name, other.checksums)

@@ -284,7 +284,10 @@ class Node:
 
     def flush(self, run: str | None, wait_s: float) -> list[str]:
         """Bring everything dirty to the tiers below; see :meth:`Flusher.wait_clean`."""
-        return self.flusher.wait_clean(self.registry.key(run) if run else None, wait_s)
+        key = self.registry.key(run) if run else None
+        if key is not None:
+            self.routes.ask_soon(key)
+        return self.flusher.wait_clean(key, wait_s)
 
     def close(self, *, keep_unsafe: bool = False) -> None:
         """Stop flushing and give the memory back."""

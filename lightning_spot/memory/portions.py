@@ -52,16 +52,23 @@ def surpass(ring: Ring, run: str, newer: Manifest) -> None:
         for slot in ring.committed(run):
             manifest = slot.snapshot
             if manifest is not None and manifest.lineage == newer.lineage and manifest.order < newer.order:
-                slot.surpassed = True
+                slot.surpassed = newer
         ring.refresh(run)
         ring.notify()
+
+
+def surpassing(ring: Ring, run: str) -> Manifest | None:
+    """The snapshot at a memory node that older ones here are not waited for because of; ``None`` if there is none."""
+    with ring.changed:
+        newer = [slot.surpassed for slot in ring.committed(run) if slot.surpassed is not None]
+        return max(newer, key=lambda manifest: manifest.order, default=None)
 
 
 def fall_back(ring: Ring, run: str) -> None:
     """The memory node is lost, and perhaps what it had with it: what is here may be the newest again."""
     with ring.changed:
         for slot in ring.slots:
-            slot.surpassed = slot.surpassed and slot.run != run
+            slot.surpassed = slot.surpassed if slot.run != run else None
         ring.refresh(run)
         ring.notify()
 

@@ -114,6 +114,11 @@ class Routes:
         for chain in list(self._chains.values()):
             chain.heard(url, error)
 
+    def ask_soon(self, key: str) -> None:
+        """Have the nodes behind a run asked whether they are there, see :meth:`Chain.ask_soon`."""
+        if (chain := self._chains.get(key)) is not None:
+            chain.ask_soon()
+
     def status(self, key: str) -> dict[str, Any]:
         """Where a run goes, as JSON-ready values."""
         tiers, chain = self._ring.tiers(key), self._chains.get(key)

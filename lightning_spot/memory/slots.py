@@ -76,7 +76,7 @@ class Slot:
         checked_s: when its bytes were read last, and had the checksums of its manifest (monotonic).
         floats: where in it numbers lie that may be approximated on their way to a node behind.
         inexact_at: URLs at which an approximation of the snapshot is.
-        surpassed: whether a memory node has a newer snapshot of the lineage, of which this host has a portion only.
+        surpassed: a newer snapshot of the lineage that a memory node has, and this host a portion of only.
         portion: the ranges of a snapshot at a memory node that the memory holds; all else in it is something else.
         sent_crcs: place and content of the CRC fields as they came, if several hosts sent the snapshot.
         given: whether other processes look at its memory for as long as they like: nothing is written to that any more.
@@ -103,7 +103,7 @@ class Slot:
     checked_s: float = float("-inf")
     floats: tuple[Floats, ...] = ()
     inexact_at: list[str] = field(default_factory=list)
-    surpassed: bool = False
+    surpassed: Manifest | None = None
     portion: HeldPortion | None = None
     sent_crcs: tuple[tuple[int, bytes], ...] = ()
     given: bool = False
@@ -144,7 +144,7 @@ class Slot:
         """Hold nothing any more; the memory stays."""
         self.state, self.run, self.manifest, self.places = SlotState.FREE, "", None, None
         self.dirty, self.safe, self.refused, self.settled = [], [], [], False
-        self.floats, self.inexact_at, self.surpassed, self.sent_crcs = (), [], False, ()
+        self.floats, self.inexact_at, self.surpassed, self.sent_crcs = (), [], None, ()
 
 
 def newest_of_lineages(slots: Iterable[Slot]) -> set[Slot]:

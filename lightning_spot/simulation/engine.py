@@ -19,7 +19,7 @@ from lightning_spot.interval.costs import Failure
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.simulation.delivery import ALWAYS_S, Delivery
 from lightning_spot.simulation.failures import Failures
-from lightning_spot.simulation.job import Job
+from lightning_spot.simulation.job import Job, Loss
 
 Array = NDArray[np.float64]
 
@@ -78,23 +78,30 @@ def places(policy: IntervalPolicy, job: Job, mtbf_s: float, seed: int = 0, noise
         noise: standard deviation of the loss's readings.
     """
     step_s = job.work_s / job.steps
-    random = np.random.default_rng(seed)
-    if job.loss is not None:
-        shares = np.arange(1, job.steps + 1) / job.steps
-        losses = (job.loss(shares) + noise * random.standard_normal(job.steps)).tolist()
+    listens = policy.monitor != ""  # another one decides by the time alone: where nothing can be due it is not asked
+    losses = _readings(job.loss, job.steps, seed, noise) if listens and job.loss is not None else []
     taken: list[float] = []
     policy.learn(job.costs(mtbf_s))
     policy.taken(0, 0.0)
-    now_s = 0.0
-    for step in range(1, job.steps):
-        now_s += step_s
-        if job.loss is not None:
+    step = 1
+    while step < job.steps:
+        now_s = step * step_s + len(taken) * job.stall_s
+        if losses:
             policy.progress(step, losses[step - 1])
         if policy.due(step, now_s):
             policy.taken(step, now_s)
             taken.append(step * step_s)
-            now_s += job.stall_s
+        elif not listens:
+            step += max(0, int(policy.wait_s(step, now_s) / step_s) - 1)
+        step += 1
     return np.array(taken)
+
+
+def _readings(loss: Loss, steps: int, seed: int, noise: float) -> list[float]:
+    """The loss at each step, with noise of a standard deviation."""
+    shares = np.arange(1, steps + 1) / steps
+    readings: list[float] = (loss(shares) + noise * np.random.default_rng(seed).standard_normal(steps)).tolist()
+    return readings
 
 
 def simulate(job: Job, taken: Array, failures: Failures, *, runs: int, seed: int = 0) -> Outcome:
