@@ -112,6 +112,9 @@ def test_policies_run_in_a_job() -> None:
     job = Job(work_s=DAY_S, stall_s=2.0)
     evenly = places(YoungDaly(), job, 7200.0)
     assert np.diff(evenly) == pytest.approx(np.diff(evenly)[0], abs=2 * DAY_S / job.steps)
+    rows = compare(Job(work_s=DAY_S, steps=500, stall_s=2.0, loss=losses.power()), Fleet(Exponential(7200.0)), runs=5)
+    assert [row.name for row in rows] == list(POLICIES)
+    assert all(row.snapshots and 0 < row.goodput < 1 for row in rows)
 
 
 @pytest.mark.parametrize("make", [YoungDaly, lambda: EverySeconds(61.7)])
@@ -187,9 +190,12 @@ QUICK = ["simulate", "--work", "6h", "--runs", "20"]
 
 def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
-    assert main([*QUICK, "--memory-node-speed", "600MB/s", "--plot", str(picture)]) == 0
+    two = ["--policy", "YoungDaly", "--policy", "every 1 min"]
+    assert main([*QUICK, *two, "--memory-node-speed", "600MB/s", "--plot", str(picture)]) == 0
     said = capsys.readouterr().out
-    assert all(name in said for name in (*POLICIES, "memory of the host", "memory node", "durable tier"))
+    assert all(
+        name in said for name in ("YoungDaly", "every 1 min", "memory of the host", "memory node", "durable tier")
+    )
     assert "A memory node makes the run" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
 

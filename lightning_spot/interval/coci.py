@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -147,7 +148,7 @@ class COCI(Adaptive):
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _refit(self) -> None:
-        table = np.array(self._readings)
+        table = np.fromiter(chain.from_iterable(self._readings), float).reshape(-1, 2)
         theta: tuple[float, float] | None = None
         if (table[:, 1] > 0).all() and float(np.ptp(table[:, 0])) > 0:
             slope, offset = np.polyfit(table[:, 0], np.log(table[:, 1]), 1)
