@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from lightning_spot.capture.attempt import Attempt, RingSettings
+from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.client import embedded
@@ -28,6 +31,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.run.location import Location
 from lightning_spot.sharded.consolidate import read_folder
 from lightning_spot.sharded.reader import ImageReader, load_all
+from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule, Timetable
 from tests.small_trainer import RUN_ID, info_of
 
@@ -82,6 +86,8 @@ class Desk:
         other = self.pool.submit(self.begin, 1, step)
         done = self.begin(0, step)
         other.result(LAST_S)
+        for writer in self.writers:  # training goes on: else each waits for an operation that may be under way
+            writer.copied()
         return done.result(LAST_S)
 
     def close(self) -> None:
@@ -108,6 +114,28 @@ def test_a_rank_that_loses_its_connection_takes_part_again(desk: Desk) -> None:
         desk.begin(1, 2)
     assert link.wait(LAST_S) is not None
     assert desk.take(3).step == 3
+
+
+def test_a_rank_that_ends_while_it_looks_for_its_node_leaves_no_thread(desk: Desk) -> None:
+    """It did not wait for that one to end."""
+    looking, go_on = threading.Event(), threading.Event()
+
+    def connect() -> EmbeddedHost:
+        looking.set()
+        go_on.wait(LAST_S)
+        raise NodeUnreachable("it is gone")
+
+    joining = Joining(desk.joined(), connect, (), Copier(), desk.schedule, rank=1, world_size=2, is_guest=False)
+    link = joining._writer.link
+    assert link.host is not None
+    link.lose(link.host, NodeUnreachable("it was killed"))
+    assert looking.wait(LAST_S)
+    ending = desk.pool.submit(joining.finish, LAST_S)
+    with pytest.raises(futures.TimeoutError):
+        ending.result(0.2)
+    go_on.set()
+    ending.result(LAST_S)
+    assert link._thread is None
 
 
 def test_a_rank_that_does_not_wait_for_the_slot_drops_that_snapshot_only(desk: Desk) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from lightning_spot.capture.contents import Owners
-from lightning_spot.capture.host_link import leave
+from lightning_spot.capture.host_link import leave, within
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.split import Ranks
 from lightning_spot.errors import Fenced, ShareMissing, SpotError
@@ -89,7 +89,7 @@ class Joining:
         deadline_s = time.monotonic() + wait_s
         self._writer.settle(wait_s)
         self._writer.link.close()
-        host = self._writer.link.wait(min(0.0, deadline_s - time.monotonic()))
+        host = self._writer.link.wait(within(deadline_s))
         self._writer.close()
         if host is not None:
             if self._is_guest:
