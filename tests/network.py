@@ -89,14 +89,18 @@ class Network:
 
     def lose(self, host: str) -> None:
         """The machine is gone: all of its processes, and what it had on its own. Another one takes its address."""
-        there = self._said("ip", f"netns pids {self._namespace(host)}").split()
-        for process in map(int, there):
+        there = self.processes(host)
+        for process in there:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         for started in self._processes:
-            if started.poll() is None and str(started.pid) in there:
+            if started.poll() is None and started.pid in there:
                 started.wait()
         self._machines[host] += 1
+
+    def processes(self, host: str) -> list[int]:
+        """That run there."""
+        return list(map(int, self._said("ip", f"netns pids {self._namespace(host)}").split()))
 
     def cut(self, host: str) -> None:
         """Nothing comes from the host any more, or to it; nobody is told."""

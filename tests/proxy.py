@@ -25,6 +25,7 @@ class Proxy:
         delay_s: of every message.
         cut_after: bytes of a connection towards the node after which it is cut.
         corruptions: how many more large messages to damage.
+        given_bytes: that the node has sent.
     """
 
     def __init__(self, target: str, seed: int) -> None:
@@ -38,6 +39,8 @@ class Proxy:
         self.delay_s = 0.0
         self.cut_after: int | None = None
         self.corruptions = 0
+        self.given_bytes = 0
+        self._counting = threading.Lock()
         self.struck = False
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -75,6 +78,8 @@ class Proxy:
                 elif mute.is_set():
                     break
                 else:
+                    with self._counting:
+                        self.given_bytes += len(chunk)
                     sink.sendall(chunk)
         except OSError:
             pass  # the other end closed first

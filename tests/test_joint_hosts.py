@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_spot.client import joint
+from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import Fenced, SettingsError, ShareMissing, SpotError
+from lightning_spot.errors import Fenced, NodeUnreachable, SettingsError, ShareMissing, SpotError
 from lightning_spot.image.layout import Layout, lay_out
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Portion, Portions, cut, is_whole, joined
@@ -38,12 +40,12 @@ LAST_S = 100.0  # of what never takes so long
 class Checkpoint:
     """A checkpoint of some weights, of which the other host brings the second half."""
 
-    def __init__(self, seed: int, frozen: bool = False) -> None:
+    def __init__(self, seed: int, frozen: bool = False, note: str = "") -> None:
         dice = torch.Generator().manual_seed(seed)
         self.weights = [torch.rand(2_000, generator=dice) for _ in range(8)]
         if frozen:
             self.weights[4:] = [torch.full((2_000,), float(index)) for index in range(4)]
-        self.layout: Layout = lay_out({"weights": self.weights})
+        self.layout: Layout = lay_out({"weights": self.weights, "note": note})
         image = bytearray(self.layout.nbytes)
         for offset, data in self.layout.frame:
             image[offset : offset + len(data)] = data
@@ -198,6 +200,43 @@ def test_only_what_changed_is_sent_of_each_portion(team: Team) -> None:
     before = team.sent(team.second).bytes
     team.check(team.take(5, frozen[1]), frozen[1])
     assert team.sent(team.second).bytes - before < 1_000
+    team.all_free()
+
+
+def test_a_file_that_has_another_length_now_is_not_sent_anew(team: Team) -> None:
+    team.take(1, Checkpoint(1))
+    before = team.sent(team.first).bytes
+    for step, note in ((2, "x" * 700), (3, "x" * 70)):
+        team.check(team.take(step, other := Checkpoint(1, note=note)), other)
+    assert team.sent(team.first).bytes - before < 10_000 < before / 2
+    team.all_free()
+
+
+def test_a_request_to_take_part_that_is_lost_is_sent_again(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All hosts would wait a minute for this one."""
+    asked: list[str] = []
+    original = NodeClient.call
+
+    def call(client: NodeClient, method: str, path: str, *arguments: Any, **more: Any) -> dict[str, Any]:
+        if not path.endswith("/joint/join"):
+            return original(client, method, path, *arguments, **more)
+        if not asked:
+            asked.append("lost")
+            raise NodeUnreachable("no memory node answers") from TimeoutError()
+        answer = original(client, method, path, *arguments, **more)
+        asked.append("in time" if answer["upload"] else "early")
+        if asked.count("in time") == 1:
+            raise NodeUnreachable("its answer is lost")
+        return answer
+
+    monkeypatch.setattr(NodeClient, "call", call)
+    monkeypatch.setattr(joint, "_TRY_S", 0.01)
+    checkpoint = Checkpoint(1)
+    team.second.uploads.abroad.join(RUN, 1, snapshot_name(1, 1), team.at, 1)
+    until(lambda: len(asked) >= 3, "it to be asked for thrice", LAST_S)
+    team.check(team.take(1, checkpoint), checkpoint)
+    assert asked[:3] == ["lost", "early", "early"]
+    assert asked[-2:] == ["in time", "in time"]
     team.all_free()
 
 

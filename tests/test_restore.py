@@ -19,6 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshot, SpotError, TierError
 from lightning_spot.fit import chosen, restore
 from lightning_spot.fit.agreement import Agreement
@@ -26,18 +27,20 @@ from lightning_spot.fit.chosen import ResumedFrom, choose
 from lightning_spot.fit.named import fetched_once
 from lightning_spot.fit.owned import own_small
 from lightning_spot.fit.restore import Hosts
+from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.node import Node
 from lightning_spot.run import receiving, sharing
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.sharing import Giver, NotShared, take
-from lightning_spot.run.sources import Use
+from lightning_spot.run.sources import StoreSource, Use
 from lightning_spot.run.survey import Survey, survey
 from lightning_spot.tiers.local import LocalStore
 from tests.oracle import claim_of
+from tests.proxy import Proxy
 from tests.served import served
-from tests.test_stores import sharded
+from tests.test_stores import sharded, snapshot
 
 LARGE = 400_000  # elements: more than 1 MiB
 Chosen = tuple[ResumedFrom, dict[str, Any]] | None
@@ -264,6 +267,34 @@ def test_a_host_to_which_nobody_gives_it_is_an_error_on_all(run: LocalStore, mon
         assert isinstance(error, CorruptSnapshot)  # there are snapshots, and none can be used
         assert "on the host of rank 2" in str(error), rank
         assert "no route to host" in str(error)
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_each_host_reads_a_sharded_snapshot_once_from_a_memory_node(
+    run: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restore, "open_store", open_store)
+    plain, content = snapshot(9, nbytes=4_000_000, part_bytes=1 << 20)
+    manifest = replace(
+        plain, files=(FileSpan("__0_0.distcp", 0, 2_048_000), FileSpan("__1_0.distcp", 2_048_000, 1_952_000))
+    )
+    with served(Node(slots=2, memory_bytes=2**26, open_store=lambda _url: pytest.fail("written"))) as port:
+        proxy = Proxy(f"spot://127.0.0.1:{port}", seed=0)
+        at = NodeStore(f"{proxy.url}/run")
+        at.put(manifest, memoryview(content), attempt=1)
+
+        def look(location: Location) -> Survey:
+            source = StoreSource(at, proxy.url)
+            return replace(survey(location), answers=[(source, source.survey())])
+
+        def load(image: memoryview, found: Manifest) -> dict[str, Any]:
+            return {"same": bytes(image) == content and found.files == manifest.files}
+
+        before = proxy.given_bytes
+        assert [found[1] for found in restored(run, 4, look, load_shards=load)] == [{"same": True}] * 4
+        assert 2 * len(content) < proxy.given_bytes - before < 2.1 * len(content)
+        at.client.close()
+        proxy.close()
 
 
 def test_what_is_damaged_is_passed_over_by_all(run: LocalStore) -> None:

@@ -168,7 +168,7 @@ def test_a_writer_that_is_closed_is_gone_when_it_is_let_go(tmp_path: Path, shard
 
     owner = Owner()
     if sharded:
-        writer: SnapshotWriter = ShardedWriter(host, owner.reconnect, rank=0, world_size=1)
+        writer: SnapshotWriter = ShardedWriter(host, owner.reconnect, world_size=1)
         state = cast(Any, ShardedCheckpoint({"state_dict": state}, {}, {"epoch": 1}))
     else:
         writer = SnapshotWriter(host, owner.reconnect)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +17,14 @@ import pytest
 import torch
 
 from lightning_spot.capture.attempt import RingSettings
+from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.client import embedded
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import SettingsError, ShareMissing
+from lightning_spot.errors import NodeUnreachable, SettingsError, ShareMissing
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.node import Node
@@ -38,6 +41,10 @@ LAST_S = 600.0  # of what never takes so long
 HOSTS = ((0, 2), (1, 3))
 ROWS, COLUMNS = 8192, 16
 """Each rank has 128 KiB of one tensor, and as much of one that is frozen."""
+
+
+def gone(rank: int) -> EmbeddedHost:
+    raise NodeUnreachable(f"rank {rank} has lost its node")
 
 
 class Desk:
@@ -60,48 +67,50 @@ class Desk:
             host.run, host.attempt = info.text, 1
             self.hosts.append(host)
         self.hosts = [self.hosts[0], self.hosts[2], self.hosts[1], self.hosts[3]]
-        self.writers = [ShardedWriter(host, rank=rank, world_size=4) for rank, host in enumerate(self.hosts)]
-        for writer in self.writers:
-            writer.across.hosts = HOSTS
+        self.first = ShardedWriter(self.hosts[0], world_size=4)
+        self.first.across.hosts = HOSTS
+        self.others = [
+            Joining(self.hosts[rank], functools.partial(gone, rank), HOSTS, rank=rank, world_size=4)
+            for rank in (1, 2, 3)
+        ]
         ends = [ROWS * COLUMNS * part // 4 for part in range(5)]
         self.ranges = tuple(itertools.pairwise(ends))
         self.weights, self.frozen = (torch.rand(ROWS * COLUMNS) for _ in range(2))
         self.live: dict[int, list[torch.Tensor]] = {}
-        self.pool = ThreadPoolExecutor(4)
+        self.is_frozen = True
         until(lambda: self.hosts[0].carrier() == self.at, "the node to carry the run on")
 
-    def begin(self, rank: int, step: int, own: Any) -> Any:
+    def begin(self, rank: int, step: int, own: Any = "") -> Future[Any]:
         """What a rank does: its tensors are where they were, with other numbers."""
         parts = [tensor[slice(*self.ranges[rank])] for tensor in (self.weights, self.frozen)]
         live = self.live.setdefault(rank, [part.clone() for part in parts])
         live[0].copy_(parts[0])
         shards = [FlatShard(tensor, (ROWS, COLUMNS), self.ranges, rank) for tensor in live]
         state = {"state_dict": {"w": shards[0], "f": shards[1]}, "groups": [{"lr": step}]}
+        checkpoint = ShardedCheckpoint(state, {"rank": rank, "own": own}, {"epoch": 1, "text": "x" * step})
+        how: dict[str, Any] = {
+            "owned": by_storage(live[:1]),
+            "kept": by_storage(live[1:] if self.is_frozen else []),
+            "wait_s": LAST_S,
+        }
+        if rank:
+            return self.others[rank - 1].write(checkpoint, step=step, at=self.at, **how).done
         manifest = Manifest(run="run", run_id=RUN_ID, name=snapshot_name(step, 1), step=step, attempt=1, nbytes=0)
-        done = self.writers[rank].begin(
-            ShardedCheckpoint(state, {"rank": rank, "own": own}, {"epoch": 1}),
-            manifest,
-            owned=by_storage(live[:1]),
-            kept=by_storage(live[1:]),
-            wait_s=LAST_S,
-            ranks=Ranks(4, {}, (2, 2), self.at),
-        )
-        self.writers[rank].copied()
-        return done
+        return self.first.begin(checkpoint, manifest, ranks=Ranks(4, {}, (2, 2), self.at), **how)
+
+    def copied(self) -> None:
+        """The tensors may change."""
+        for writer in (self.first, *self.others):
+            writer.copied()
 
     def take(self, step: int, own: Any = "") -> Manifest:
         """A snapshot of all ranks; ``own`` is what rank 3 knows."""
-        others = [self.pool.submit(self.begin, rank, step, own if rank == 3 else "") for rank in (1, 2, 3)]
-        done = self.begin(0, step, "")
-        begun: list[Any] = []
-        for other in others:
-            try:
-                begun.append(other.result(LAST_S))
-            except ShareMissing:
-                begun.append(None)
-        manifest: Manifest = done.result(LAST_S)
-        for future in filter(None, begun):
-            future.result(LAST_S)
+        begun = [self.begin(rank, step, own if rank == 3 else "") for rank in range(4)]
+        self.copied()
+        futures.wait(begun, LAST_S)
+        manifest: Manifest = begun[0].result()
+        for future in begun[1:]:
+            future.result()
         return manifest
 
     def check(self, manifest: Manifest) -> None:
@@ -117,11 +126,12 @@ class Desk:
         assert [state["rank"] for state in own] == [0, 1, 2, 3]
 
     def close(self) -> None:
-        for writer, host in zip(self.writers, self.hosts, strict=True):
-            writer.close()
+        self.first.close()
+        for writer in self.others:
+            writer.close(complete=True)
+        for host in self.hosts[:1]:
             host.leave(complete=True)
             host.disconnect()
-        self.pool.shutdown()
 
 
 @pytest.fixture
@@ -138,11 +148,10 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
 def test_shards_of_ranks_that_are_no_neighbours_come_together_whichever_of_them_change(desk: Desk) -> None:
     for step in range(1, 7):
         desk.check(manifest := desk.take(step))
-        assert desk.writers[0].committed == manifest
-        assert [writer.across.own_nbytes for writer in desk.writers] == [desk.writers[0].across.own_nbytes, 0, 0, 0]
-        assert 0.4 < desk.writers[0].across.own_nbytes / manifest.nbytes < 0.6
+        assert desk.first.committed == manifest
+        assert 0.4 < desk.first.across.own_nbytes / manifest.nbytes < 0.6
         desk.weights += 1
-    copied = [writer.copied_bytes for writer in desk.writers]
+    copied = [writer.copied_bytes for writer in (desk.first, *desk.others)]
     share = 4 * ROWS * COLUMNS // 4
     for nbytes in copied:  # what is frozen, once for each slot
         assert 6 * share < nbytes < 13 * share
@@ -159,13 +168,25 @@ def test_a_rank_of_another_host_whose_own_state_has_no_room_drops_that_snapshot_
 
 
 def test_a_rank_that_is_done_and_leaves_takes_no_share_from_the_others_of_its_host(desk: Desk) -> None:
-    leaving = desk.pool.submit(desk.begin, 1, 1, "")
-    done = desk.begin(0, 1, "")
-    leaving.result(LAST_S).result(LAST_S)
+    desk.is_frozen = False
+    leaving, done = desk.begin(1, 1), desk.begin(0, 1)
+    leaving.result(LAST_S)
     desk.hosts[1].leave(complete=True)  # as at the end of a training
     for rank in (2, 3):
-        desk.begin(rank, 1, "")
+        desk.begin(rank, 1)
     desk.check(done.result(LAST_S))
+
+
+def test_other_ranks_wait_for_nothing_and_what_training_changes_meanwhile_is_saved_as_it_was(desk: Desk) -> None:
+    desk.is_frozen = False  # so it counts as what forward may change
+    begun = [desk.begin(rank, 1) for rank in (1, 2, 3)]  # rank 0 has not begun: there is no slot yet, nowhere
+    for rank in (1, 2, 3):
+        desk.live[rank][1].add_(1)
+    begun.append(desk.begin(0, 1))
+    desk.copied()
+    for future in begun:
+        future.result(LAST_S)
+    desk.check(begun[-1].result())
 
 
 class OnTwoHosts(SimpleNamespace):

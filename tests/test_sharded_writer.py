@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +19,7 @@ from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWrit
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.client import embedded
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.errors import NodeUnreachable, NotSerialisable, RingFull, ShareMissing, SpotError
+from lightning_spot.errors import NodeUnreachable, NotSerialisable, RingFull, ShareMissing
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.resumable import Outline
 from lightning_spot.exact.sharded import Dtensors
@@ -31,7 +30,6 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.run.location import Location
 from lightning_spot.sharded.consolidate import read_folder
 from lightning_spot.sharded.reader import ImageReader, load_all
-from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule, Timetable
 from tests.small_trainer import RUN_ID, info_of
 
@@ -55,12 +53,13 @@ class Desk:
         self.first.open_run(info_of(self.url, 1))
         self.looked: list[Any] = []
         self.schedule = Noting("eager")
-        self.writers = [ShardedWriter(self.first, None, None, self.schedule, self.look, rank=0, world_size=2)]
-        self.writers += [ShardedWriter(self.joined(), self.joined, rank=1, world_size=2)]
+        self.writer = ShardedWriter(self.first, None, None, self.schedule, self.look, world_size=2)
+        self.other_host = self.joined()
+        self.other = Joining(self.other_host, self.joined, rank=1, world_size=2)
         self.weights = torch.rand(100)
         self.frozen = torch.rand(100_000)
+        self.kept = [self.frozen]
         self.groups: list[Any] = []
-        self.pool = ThreadPoolExecutor(1)
 
     def connect(self) -> EmbeddedHost:
         return embedded.start(self.url, "run", slots=3, memory_bytes=2**26, idle_timeout_s=30.0)
@@ -70,12 +69,14 @@ class Desk:
         host.run, host.attempt = self.first.run, 1
         return host
 
-    def begin(self, rank: int, step: int, wait_s: float = LAST_S, **rest: Any) -> Future[Manifest]:
-        manifest = Manifest(run="run", run_id=RUN_ID, name=snapshot_name(step, 1), step=step, attempt=1, nbytes=0)
+    def begin(self, rank: int, step: int, wait_s: float = LAST_S, **rest: Any) -> Future[Any]:
         state = {"state_dict": {"w": self.weights, "f": self.frozen}, "groups": self.groups}
         checkpoint = ShardedCheckpoint(state, {"rank": rank}, {"epoch": 1, **rest})
-        owned, kept = by_storage([self.weights]), by_storage([self.frozen])
-        return self.writers[rank].begin(checkpoint, manifest, owned=owned, kept=kept, wait_s=wait_s)
+        how: dict[str, Any] = {"owned": by_storage([self.weights]), "kept": by_storage(self.kept), "wait_s": wait_s}
+        if rank:
+            return self.other.write(checkpoint, step=step, **how).done
+        manifest = Manifest(run="run", run_id=RUN_ID, name=snapshot_name(step, 1), step=step, attempt=1, nbytes=0)
+        return self.writer.begin(checkpoint, manifest, **how)
 
     def look(self, outline: Layout) -> str | None:
         self.looked.append(torch.load(cast(Any, Outline(outline)), weights_only=True))
@@ -83,19 +84,21 @@ class Desk:
 
     def take(self, step: int) -> Manifest:
         """A snapshot of both ranks."""
-        other = self.pool.submit(self.begin, 1, step)
-        done = self.begin(0, step)
+        done, other = self.begin(0, step), self.begin(1, step)
+        self.copied()
         other.result(LAST_S)
-        for writer in self.writers:  # training goes on: else each waits for an operation that may be under way
-            writer.copied()
-        return done.result(LAST_S)
+        manifest: Manifest = done.result(LAST_S)
+        return manifest
+
+    def copied(self) -> None:
+        self.writer.copied()
+        self.other.copied()
 
     def close(self) -> None:
-        for writer in reversed(self.writers):
-            writer.close()
-            if writer.host is not None:
-                writer.host.disconnect()
-        self.pool.shutdown()
+        self.other.close()
+        self.writer.close()
+        if self.writer.host is not None:
+            self.writer.host.disconnect()
 
 
 @pytest.fixture
@@ -107,17 +110,12 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 def test_a_rank_that_loses_its_connection_takes_part_again(desk: Desk) -> None:
     assert desk.take(1).step == 1
-    link = desk.writers[1].link
-    assert link.host is not None
-    link.host.disconnect()  # as if its node had been killed
-    with pytest.raises(NodeUnreachable):
-        desk.begin(1, 2)
-    assert link.wait(LAST_S) is not None
-    assert desk.take(3).step == 3
+    desk.other_host.disconnect()  # as if its node had been killed
+    assert desk.take(2).step == 2
 
 
 def test_a_rank_that_ends_while_it_looks_for_its_node_leaves_no_thread(desk: Desk) -> None:
-    """It did not wait for that one to end."""
+    desk.kept = []
     looking, go_on = threading.Event(), threading.Event()
 
     def connect() -> EmbeddedHost:
@@ -125,36 +123,38 @@ def test_a_rank_that_ends_while_it_looks_for_its_node_leaves_no_thread(desk: Des
         go_on.wait(LAST_S)
         raise NodeUnreachable("it is gone")
 
-    joining = Joining(desk.joined(), connect, (), Copier(), desk.schedule, rank=1, world_size=2, is_guest=False)
-    link = joining._writer.link
-    assert link.host is not None
-    link.lose(link.host, NodeUnreachable("it was killed"))
+    desk.other._connect = connect
+    desk.other_host.disconnect()
+    other = desk.begin(1, 1)
     assert looking.wait(LAST_S)
-    ending = desk.pool.submit(joining.finish, LAST_S)
-    with pytest.raises(futures.TimeoutError):
-        ending.result(0.2)
+    ending = threading.Thread(target=lambda: (desk.other.settle(LAST_S), desk.other.close()))
+    ending.start()
+    ending.join(0.1)
+    assert ending.is_alive()
     go_on.set()
-    ending.result(LAST_S)
-    assert link._thread is None
+    ending.join(LAST_S)
+    assert isinstance(other.exception(LAST_S), NodeUnreachable)
+    assert not desk.other._thread.is_alive()
 
 
-def test_a_rank_that_does_not_wait_for_the_slot_drops_that_snapshot_only(desk: Desk) -> None:
-    host = desk.writers[1].host
-    assert host is not None
-    usual_s, host.max_stall_s = host.max_stall_s, 0.1
-    with pytest.raises(SpotError, match="was not begun within"):
-        desk.begin(1, 1, wait_s=0.0)
-    host.max_stall_s = usual_s
-    with pytest.raises(ShareMissing, match="rank 1 has waited for its slot in vain"):
-        desk.begin(0, 1).result(120.0)  # not after the ten minutes that a rank may need to write its share
+def test_a_rank_whose_training_goes_on_before_the_slot_is_there_drops_that_snapshot_only(desk: Desk) -> None:
+    desk.kept = []
+    desk.other._max_stall_s, usual_s = 0.1, desk.other._max_stall_s
+    other = desk.begin(1, 1, wait_s=0.0)
+    desk.other.copied()  # training goes on
+    done = desk.begin(0, 1)
+    for future in (done, other):  # not after the ten minutes that a rank may need to write its share
+        with pytest.raises(ShareMissing, match="training went on before its slot was there"):
+            future.result(120.0)
+    desk.other._max_stall_s = usual_s
     assert desk.take(2).step == 2
 
 
 def test_other_ranks_hear_at_once_that_rank_0_cannot_begin(desk: Desk) -> None:
-    first = desk.writers[0]
+    first, desk.kept = desk.writer, []
     desk.first.max_stall_s, usual_s = 0.1, desk.first.max_stall_s
     first._warming.clear()  # slots are still being made
-    other = desk.pool.submit(desk.begin, 1, 1)
+    other = desk.begin(1, 1)
     with pytest.raises(RingFull, match="still being made"):
         desk.begin(0, 1, wait_s=0.0)
     with pytest.raises(ShareMissing, match=r"rank 0 cannot begin it \(the slots of the ring"):
@@ -162,17 +162,19 @@ def test_other_ranks_hear_at_once_that_rank_0_cannot_begin(desk: Desk) -> None:
     first._warming.set()
     desk.first.max_stall_s = usual_s
 
-    other = desk.pool.submit(desk.begin, 1, 2)
+    other = desk.begin(1, 2)
     with pytest.raises(NotSerialisable):
         desk.begin(0, 2, bad=lambda: 0)
     with pytest.raises(ShareMissing, match=r"rank 0 cannot begin it .*cannot be serialised"):
         other.result(60.0)
+    desk.copied()
     assert desk.take(3).step == 3
 
 
 def test_other_ranks_hear_at_once_that_rank_0_is_fenced(desk: Desk) -> None:
-    other = desk.pool.submit(desk.begin, 1, 1)
-    rank_0 = SimpleNamespace(number=1, writer=desk.writers[0])
+    desk.kept = []
+    other = desk.begin(1, 1)
+    rank_0 = SimpleNamespace(number=1, writer=desk.writer)
     Attempt.decline(cast(Attempt, rank_0), 1, "a later attempt has taken the run over", complete=False)
     with pytest.raises(ShareMissing, match="a later attempt has taken the run over"):
         other.result(60.0)
@@ -180,7 +182,7 @@ def test_other_ranks_hear_at_once_that_rank_0_is_fenced(desk: Desk) -> None:
 
 def test_the_rest_of_a_snapshot_is_tried_and_its_tensors_have_their_places_in_the_iteration(desk: Desk) -> None:
     manifest = desk.take(1)
-    desk.writers[0].settle(60.0)
+    desk.writer.settle(60.0)
     assert desk.looked == [{"epoch": 1}]
     assert desk.schedule.asked[-1:] == [(desk.weights.untyped_storage().data_ptr(), 400)]
     assert manifest.files
@@ -195,14 +197,14 @@ def test_what_no_resume_will_read_is_said_at_the_first_snapshot(desk: Desk, capl
 
 def test_what_is_frozen_is_copied_again_only_where_it_changed(desk: Desk, tmp_path: Path) -> None:
     def copied(step: int) -> int:
-        before = desk.writers[0].copied_bytes
+        before = desk.writer.copied_bytes
         manifest = desk.take(step)
         assert desk.first.flush(60.0) == []
         image, manifest = read_folder(tmp_path / "run" / manifest.name)
         saved = load_all(ImageReader(image, manifest))["state_dict"]
         assert torch.equal(saved["w"], desk.weights)
         assert torch.equal(saved["f"], desk.frozen)
-        return desk.writers[0].copied_bytes - before
+        return desk.writer.copied_bytes - before
 
     frozen_bytes = 4 * len(desk.frozen)
     nbytes = []

@@ -145,7 +145,7 @@ class Attempt:
         reopen = self._reopen if self.location.embedded else None
         topk = settings.compression == "topk"
         self.writer: SnapshotWriter = (
-            ShardedWriter(host, reopen, copier, schedule, look, rank=0, world_size=sharded_over)
+            ShardedWriter(host, reopen, copier, schedule, look, world_size=sharded_over)
             if sharded_over
             else SnapshotWriter(host, reopen, look, copier, schedule, approximates=topk)
         )

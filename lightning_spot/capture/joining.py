@@ -1,53 +1,93 @@
-"""A rank of a sharded run that writes its part of the snapshots which another rank leads. It has no attempt."""
+"""A rank of a sharded run that writes its part of the snapshots which rank 0 leads. It has no attempt."""
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable
+import json
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
-from lightning_spot.capture.contents import Owners
-from lightning_spot.capture.host_link import leave, within
-from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
-from lightning_spot.capture.split import Ranks
-from lightning_spot.errors import Fenced, ShareMissing, SpotError
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.host import Host
-from lightning_spot.staging.copier import Copier
+import torch
+
+from lightning_spot.capture.contents import Known, Owners
+from lightning_spot.capture.following import Follower, Task
+from lightning_spot.capture.portioned import Portioned
+from lightning_spot.capture.saying import SayOnce
+from lightning_spot.capture.sharded_writer import ShardedCheckpoint, room_for
+from lightning_spot.capture.split import Number
+from lightning_spot.errors import Fenced, LayoutUnsupported, ShareMissing, SpotError
+from lightning_spot.image.layout import Layout
+from lightning_spot.image.manifest import snapshot_name
+from lightning_spot.memory.host import Host, Lease
+from lightning_spot.sharded.layout import ShardedImage, ShardedLayouter, load_state, state_archive
+from lightning_spot.sharded.plan import State
+from lightning_spot.staging.copier import Copier, Watch, watch
 from lightning_spot.staging.schedule import Schedule
 
-logger = logging.getLogger(__name__)
+_BEYOND = 2**46  # no image is so long: its end is what rank 0 adds, and no place of another rank's depends on it
 
 
-class Joining:
+@dataclass(frozen=True, eq=False, slots=True)
+class _Part:
+    """What a rank writes, as at the seam.
+
+    Attributes:
+        state: of the model and its optimizers.
+        own: the file with this rank's own state; if that fits, as long as the room for it.
+        room: that it has by what was heard last.
+        image: laid out with that.
+        kept: tensors that seldom change, by the address of their storage.
+        copies: of the memory of other tensors that training may change while it computes, by address.
+        watches: the tensors that must not change meanwhile.
+        trusts: whether counts of writes are trusted.
+        frozen: set when what is ``kept`` is in the slot, or never will be.
+    """
+
+    state: State
+    own: bytes
+    room: int
+    image: ShardedImage
+    kept: Owners
+    copies: dict[int, torch.UntypedStorage]
+    watches: list[Watch]
+    trusts: bool
+    frozen: threading.Event
+
+
+class Joining(Follower[_Part | SpotError]):
     """Writes the part of one rank, from 1 on, of every snapshot of an attempt.
 
     Args:
-        host: connection of this rank to the node of its host, with run and attempt.
+        host: connection of this rank to the node of its host, with run and attempt; closed with the writer.
         connect: makes another one when it was lost.
         hosts: the ranks of each host, if there are several.
-        copier: that copies.
-        schedule: when what only the optimizer changes is copied.
+        copier: that copies; closed with the writer.
+        schedule: when what only the optimizer changes is copied; ``None`` for at once.
         rank: this one.
         world_size: number of ranks.
-        is_guest: whether this host's node was started for the ranks here only.
     """
 
     def __init__(
         self,
         host: Host,
         connect: Callable[[], Host],
-        hosts: tuple[tuple[int, ...], ...],
-        copier: Copier,
-        schedule: Schedule,
+        hosts: tuple[tuple[int, ...], ...] = (),
+        copier: Copier | None = None,
+        schedule: Schedule | None = None,
         *,
         rank: int,
         world_size: int,
-        is_guest: bool,
     ) -> None:
-        self._run, self._attempt, self._is_guest = host.run, host.attempt, is_guest
-        self._writer = ShardedWriter(host, connect, copier, schedule, rank=rank, world_size=world_size)
-        self._writer.across.hosts = hosts
+        super().__init__(host, connect, copier, schedule)
+        self._attempt, self._hosts, self._rank, self._world_size = host.attempt, hosts, rank, world_size
+        self._say_once = SayOnce()
+        self._layouter = ShardedLayouter(rank, world_size)
+        self._laying_out = threading.Lock()
+        self._heard: tuple[str, list[int], list[str], bool] = ("", [], [], False)
+        self._portioned = Portioned()
+
+    # -- on the training thread -----------------------------------------------------------------------------------
 
     def write(
         self,
@@ -58,40 +98,130 @@ class Joining:
         step: int,
         complete: bool = False,
         wait_s: float,
-        ranks: Ranks | None = None,
-    ) -> None:
+        at: str = "",
+    ) -> Task[_Part | SpotError]:
         """Begin to write this rank's part. If there is no such snapshot in the end, rank 0 says why.
 
         Args:
             checkpoint: as this rank has it.
-            owned: tensors that only the optimizer changes, by the address of their storage.
-            kept: further tensors that seldom change.
+            owned: tensors that only the optimizer changes, by the address of their storage; they must not change until
+                :meth:`copied` returned.
+            kept: further tensors that seldom change. If there are any, this returns when they are in the slot.
             step: Lightning's ``global_step``.
             complete: whether the run is at its end.
             wait_s: how long rank 0 may wait for a slot.
-            ranks: that fill it, where several hosts bring it to a memory node.
+            at: URL of the run at the memory node to which several hosts bring it.
         """
         name = snapshot_name(step, self._attempt, complete=complete)
-        manifest = Manifest(run=self._run, name=name, step=step, attempt=self._attempt, nbytes=0, complete=complete)
+        number = Number.of_hosts(self._hosts, self._rank) if at else Number(self._rank, 0, self._rank)
+        part: _Part | SpotError
         try:
-            self._writer.begin(checkpoint, manifest, owned=owned, kept=kept, wait_s=wait_s, ranks=ranks)
-        except (ShareMissing, Fenced) as error:
-            logger.debug("no part of %s is written: %s", name, error)
+            part = self._part(checkpoint, owned, kept, trusts=not complete)
         except SpotError as error:
-            self._writer.say_once(type(error).__name__, "this rank writes no part of %s: %s", name, error)
+            part = error
+        to = at if number.host else ""
+        task: Task[_Part | SpotError] = Task(name, f"rank {self._rank}", number, to, part, wait_s)
+        self._put(task)
+        if kept and isinstance(part, _Part):
+            self._wait(task, part.frozen)
+            self._copier.fence()
+        return task
 
-    def copied(self) -> None:
-        """Return when the tensors may change."""
-        self._writer.copied()
+    def _part(self, checkpoint: ShardedCheckpoint, owned: Owners, kept: Owners, *, trusts: bool) -> _Part:
+        room = self._heard[1][self._rank] if self._heard[1] else 0
+        if checkpoint.most_own_bytes > room:
+            room = room_for(checkpoint.most_own_bytes)
+        try:
+            own = bytes(state_archive(checkpoint.own, room))
+        except LayoutUnsupported:
+            own = bytes(state_archive(checkpoint.own))
+        image = self._lay_out(checkpoint.state, own, [room] * self._world_size)
+        copies: dict[int, torch.UntypedStorage] = {}
+        watched = {}
+        for piece in image.layout.pieces:
+            address = piece.storage.data_ptr()
+            if address in owned and address not in self._unsteady:
+                watched[address] = owned[address]
+            elif address not in kept and address not in copies:
+                copies[address] = piece.storage.clone()  # type: ignore[no-untyped-call] # torch's
+        watches = watch(chain.from_iterable(watched.values()))
+        return _Part(checkpoint.state, own, room, image, kept, copies, watches, trusts, threading.Event())
 
-    def finish(self, wait_s: float) -> None:
-        """Wait until what was begun is in place, and let the node go."""
-        deadline_s = time.monotonic() + wait_s
-        self._writer.settle(wait_s)
-        self._writer.link.close()
-        host = self._writer.link.wait(within(deadline_s))
-        self._writer.close()
-        if host is not None:
-            if self._is_guest:
-                leave(host, complete=True)  # it ends when all that it still sends is there
-            host.disconnect()
+    # -- on the background thread ---------------------------------------------------------------------------------
+
+    def _fill(self, host: Host, lease: Lease, task: Task[_Part | SpotError], what: _Part | SpotError) -> None:
+        if isinstance(what, SpotError):
+            raise what
+        try:
+            layout = self._check(lease, task, what)
+            view = self._views.of(host, lease)
+            known = self._views.content(view).take(lease.held)
+            # Of the optimizers' nothing is left out: theirs may write past the counts, see ShardedWriter.
+            plan = self._unchanged.plan(layout, what.kept, known if what.trusts else None, view)
+            self.copied_bytes += plan.nbytes
+            if frozen := [piece for piece in plan.pieces if piece.storage.data_ptr() in what.kept]:
+                job = self._copier.start(frozen, view)
+                job.wait_cpu()
+                what.frozen.set()
+                job.wait()
+        finally:
+            what.frozen.set()
+        pieces = [
+            piece._replace(storage=what.copies.get(piece.storage.data_ptr(), piece.storage))
+            for piece in plan.pieces
+            if piece.storage.data_ptr() not in what.kept
+        ]
+        job = self._copy(task, pieces, view, what.watches)
+        plan.pieces.clear()
+        pieces.clear()
+        for offset, data in plan.frame:
+            view.map[offset : offset + len(data)] = data
+        job.wait()
+        self._check_steady(job, plan, view)
+        self._views.content(view).sealed(Known(lease.id, layout.frame, plan.marks))
+
+    def _failed(self, task: Task[_Part | SpotError], error: SpotError) -> None:
+        super()._failed(task, error)
+        if not isinstance(error, ShareMissing | Fenced):
+            self._say_once(type(error).__name__, "this rank writes no part of %s: %s", task.name, error)
+
+    def _check(self, lease: Lease, task: Task[_Part | SpotError], part: _Part) -> Layout:
+        """What this rank writes into the slot, if all that rank 0 said of the image is so here, too."""
+        shared = lease.shared
+        assert shared is not None
+        if shared.layout != self._heard[0]:
+            told = json.loads(shared.layout)
+            self._heard = (shared.layout, told["state_bytes"], told["items"], "portions" in told)
+        _, state_bytes, lines, is_portioned = self._heard
+        image = self._with_room(part, state_bytes)
+        if image.digest != shared.digest:
+            raise ShareMissing(
+                f"it has another model or other optimizers than rank 0: {_first_difference(image.plan.lines(), lines)}."
+                " All ranks must build the same"
+            )
+        if not is_portioned:
+            return image.layout
+        layout = self._portioned.moved(image.layout, shared.layout, _BEYOND, task.number.host)
+        return replace(layout, nbytes=lease.nbytes)
+
+    def _with_room(self, part: _Part, state_bytes: list[int]) -> ShardedImage:
+        """The image with the room that rank 0 has given the ranks' own states."""
+        room = state_bytes[self._rank]
+        if state_bytes == [part.room] * self._world_size and len(part.own) <= room:
+            return part.image
+        own = load_state(memoryview(part.own))
+        try:
+            archive = state_archive(own, room)
+        except LayoutUnsupported:
+            raise ShareMissing(f"its own state needs {len(state_archive(own))} bytes") from None
+        return self._lay_out(part.state, archive, state_bytes)
+
+    def _lay_out(self, state: State, own: bytes | bytearray, state_bytes: Sequence[int]) -> ShardedImage:
+        with self._laying_out:
+            return self._layouter.lay_out(state, own, state_bytes)
+
+
+def _first_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
+    pairs = zip(ours, theirs, strict=False)
+    found = next((f"{one}, and there {other}" for one, other in pairs if one != other), "")
+    return found or f"{len(ours)} items, and there {len(theirs)}"

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.portion import Portion, Portions, joined
-from lightning_spot.image.written import Ranges
 from lightning_spot.sharded.places import aligned, state_file, tensors_file
 
 
@@ -30,19 +29,26 @@ def portions_of(files: Sequence[FileSpan], hosts: Sequence[Sequence[int]]) -> Po
 
 
 class Portioned:
-    """Moves layouts from their places in an image to those in a slot for a portion of it.
+    """Moves layouts from their places in an image to those in a slot for one host's portion of it."""
 
-    Args:
-        ranges: of the portion.
-    """
-
-    def __init__(self, ranges: Ranges) -> None:
-        self.portion = Portion(ranges)
+    def __init__(self) -> None:
+        self._portion = Portion(())
         self._frame: dict[int, tuple[tuple[int, bytes], tuple[int, bytes]]] = {}
 
-    def moved(self, layout: Layout) -> Layout:
-        """The same content in the slot. Entries of the frame that stay the same objects do so here, too."""
-        place = self.portion.place
+    def moved(self, layout: Layout, told: str, nbytes: int, host: int) -> Layout:
+        """The same content in the slot. Entries of the frame that stay the same objects do so here, too.
+
+        Args:
+            layout: of what this rank writes into the image.
+            told: what all ranks know of the image.
+            nbytes: where it ends.
+            host: number of this one.
+        """
+        portions = Portions.read(told, nbytes)
+        ranges = portions.ranges[host - 1] if host else portions.rest(nbytes)
+        if self._portion.ranges != ranges:
+            self._portion, self._frame = Portion(ranges), {}
+        place = self._portion.place
         frame, known = [], self._frame
         self._frame = {}
         for entry in layout.frame:
@@ -52,4 +58,4 @@ class Portioned:
             self._frame[at] = kept
             frame.append(kept[1])
         pieces = tuple([piece._replace(offset=place(piece.offset), crc_at=()) for piece in layout.pieces])
-        return Layout(self.portion.nbytes, tuple(frame), pieces)
+        return Layout(self._portion.nbytes, tuple(frame), pieces)

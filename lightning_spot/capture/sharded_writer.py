@@ -1,30 +1,27 @@
 """Takes snapshots of sharded state: every rank writes its own part of one image, into one slot of the node on its host.
 
-Rank 0 leases the slot and commits the image; the others join by the snapshot's name, copy, and say so. No collective.
-On several hosts each has a slot for the files of its own ranks, which its node sends to a memory node; there they are
-put together.
+Rank 0 leases the slot and commits the image; the others join by the snapshot's name (see :mod:`.joining`). No
+collective. On several hosts each has a slot for the files of its own ranks, which its node sends to a memory node;
+there they are put together.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_spot.capture.contents import Owners
-from lightning_spot.capture.leases import give_back
 from lightning_spot.capture.pending import Pending
 from lightning_spot.capture.portioned import Portioned, portions_of
-from lightning_spot.capture.split import Number, Ranks
+from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.errors import LayoutUnsupported, NodeUnreachable, ShareMissing, SpotError, TierError
+from lightning_spot.errors import LayoutUnsupported, NodeUnreachable, ShareMissing, TierError
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.portion import Portions
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.joint import Shared
 from lightning_spot.sharded.layout import ShardedImage, ShardedLayouter, state_archive
@@ -33,10 +30,7 @@ from lightning_spot.staging.copier import Copier, SlotView
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.store import Store
 
-logger = logging.getLogger(__name__)
-
 _HEADROOM_BYTES = 64 * 1024
-_BEYOND = 2**46  # no image is so long: its end is what rank 0 adds, and no place of another rank's depends on it
 _NEEDS = re.compile(r"own state needs (\d+) bytes")
 
 
@@ -58,15 +52,14 @@ class ShardedCheckpoint:
 
 
 class ShardedWriter(SnapshotWriter):
-    """Takes the snapshots of one rank of a sharded run; see :class:`SnapshotWriter`.
+    """Takes the snapshots of a sharded run, on rank 0; see :class:`SnapshotWriter`.
 
     Args:
-        host: the ring, by a connection of this rank's own.
+        host: the ring.
         reconnect: makes a new connection to the ring.
         copier: that copies.
         schedule: when what only the optimizer changes is copied; ``None`` for at once.
-        look: see :class:`SnapshotWriter`; on rank 0, it is shown the rest of each checkpoint.
-        rank: this one.
+        look: see :class:`SnapshotWriter`; it is shown the rest of each checkpoint.
         world_size: number of ranks.
     """
 
@@ -80,18 +73,16 @@ class ShardedWriter(SnapshotWriter):
         schedule: Schedule | None = None,
         look: Callable[[Layout], str | None] = lambda _outline: None,
         *,
-        rank: int,
         world_size: int,
     ) -> None:
         super().__init__(host, reconnect, look, copier, schedule)
-        self._rank, self._world_size = rank, world_size
-        self._layouter = ShardedLayouter(rank, world_size)
+        self._world_size = world_size
+        self._layouter = ShardedLayouter(0, world_size)
         self._own_bytes = 0
         self._kept: Owners = {}
         self._told: tuple[Plan | None, list[int], str, str] = (None, [], "", "")
-        self._heard: tuple[str, list[int], list[str]] = ("", [], [])
-        self._at, self._me = "", Number(rank, 0, rank)
-        self._portioned = Portioned(())
+        self._at = ""
+        self._portioned = Portioned()
 
     def store_past_memory(self, checkpoint: Any, manifest: Manifest, store: Store) -> Manifest:
         """Refused: no single process has all of a sharded state."""
@@ -101,22 +92,16 @@ class ShardedWriter(SnapshotWriter):
             tier=store.url,
         )
 
-    def _say_failing(self) -> None:
-        if self._rank == 0:  # once is enough
-            super()._say_failing()
-
     def begin(self, checkpoint: Any, manifest: Manifest, **how: Any) -> Future[Manifest]:
         """See :meth:`SnapshotWriter.begin`. Where rank 0 cannot, the others are told: they do not wait for the slot."""
         self._kept = how.get("kept", {})
         ranks: Ranks | None = how.get("ranks")
         self._at = ranks.at if ranks is not None else ""
-        self._me = Number.of_hosts(self.across.hosts, self._rank) if self._at else Number(self._rank, 0, self._rank)
         try:
             return super().begin(checkpoint, manifest, **how)
         except BaseException as error:
-            if self._rank == 0:
-                why = f"rank 0 cannot begin it ({error})"
-                self.link.ask(lambda host: host.decline(manifest.name, why, self._at), None)
+            why = f"rank 0 cannot begin it ({error})"
+            self.link.ask(lambda host: host.decline(manifest.name, why, self._at), None)
             raise
 
     # -- see SnapshotWriter ---------------------------------------------------------------------------------------
@@ -125,29 +110,16 @@ class ShardedWriter(SnapshotWriter):
         self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: object
     ) -> tuple[Layout, Lease, Manifest, Layout]:
         try:
-            layout, lease, manifest = self._open_part(host, checkpoint, manifest, wait_s)
+            layout, lease, manifest = self._lead(host, checkpoint, manifest, wait_s)
         except NodeUnreachable as error:
             self.link.lose(host, error)
             raise
         return layout, lease, manifest, layout
 
-    def _open_part(
-        self, host: Host, checkpoint: ShardedCheckpoint, manifest: Manifest, wait_s: float
-    ) -> tuple[Layout, Lease, Manifest]:
-        if self._rank == 0:
-            return self._lead(host, checkpoint, manifest, wait_s)
-        me, wait_s = self._me, max(wait_s, host.max_stall_s)
-        lease = host.join(manifest.name, share=me.here, wait_s=wait_s, at=self._at if me.host else "", host=me.host)
-        try:
-            return self._follow(checkpoint, lease), lease, manifest
-        except BaseException as error:
-            self._give_up(host, lease, error)
-            raise
-
     def _lead(
         self, host: Host, checkpoint: ShardedCheckpoint, manifest: Manifest, wait_s: float
     ) -> tuple[Layout, Lease, Manifest]:
-        """Lay the whole image out and lease its slot, on rank 0."""
+        """Lay the whole image out and lease its slot."""
         image, state_bytes = self._laid_out(checkpoint)
         if why := self._layouter.unreadable:
             self.say_once("unreadable", "snapshots are taken, but NO RESUME from them will be possible: %s", why)
@@ -158,63 +130,23 @@ class ShardedWriter(SnapshotWriter):
         nbytes, layout = image.layout.nbytes, image.layout
         shared = Shared(name=manifest.name, shares=self._world_size, digest=image.digest, layout=self._told[3])
         if self._at:
-            layout = self._moved(layout, shared.layout, nbytes)
+            layout = self._portioned.moved(layout, shared.layout, nbytes, host=0)
             self.across.own_nbytes = layout.nbytes
             shared = replace(shared, shares=len(self.across.hosts[0]), at=self._at, image_nbytes=nbytes)
         lease = host.lease(layout.nbytes, wait_s, shared=shared)
         return layout, lease, replace(manifest, nbytes=nbytes, files=image.files)
 
-    def _moved(self, layout: Layout, told: str, nbytes: int) -> Layout:
-        """A layout as it lies in the slot of this host.
-
-        Args:
-            layout: of what this rank writes into the image.
-            told: what all ranks know of the image.
-            nbytes: where it ends.
-        """
-        portions, host = Portions.read(told, nbytes), self._me.host
-        ranges = portions.ranges[host - 1] if host else portions.rest(nbytes)
-        if self._portioned.portion.ranges != ranges:
-            self._portioned = Portioned(ranges)
-        return self._portioned.moved(layout)
-
     def _laid_out(self, checkpoint: ShardedCheckpoint) -> tuple[ShardedImage, list[int]]:
         """The image with room for the ranks' own states: twice what the longest needed."""
         if checkpoint.most_own_bytes > self._own_bytes:
-            self._make_room(checkpoint.most_own_bytes)
+            self._own_bytes = room_for(checkpoint.most_own_bytes)
         try:
             own = state_archive(checkpoint.own, self._own_bytes)
         except LayoutUnsupported:
-            self._make_room(len(state_archive(checkpoint.own)))
+            self._own_bytes = room_for(len(state_archive(checkpoint.own)))
             own = state_archive(checkpoint.own, self._own_bytes)
         state_bytes = [self._own_bytes] * self._world_size
         return self._layouter.lay_out(checkpoint.state, own, state_bytes, checkpoint.rest), state_bytes
-
-    def _make_room(self, nbytes: int) -> None:
-        self._own_bytes = -(-2 * nbytes // _HEADROOM_BYTES) * _HEADROOM_BYTES
-
-    def _follow(self, checkpoint: ShardedCheckpoint, lease: Lease) -> Layout:
-        """Lay out what another rank writes."""
-        shared = lease.shared
-        assert shared is not None
-        if shared.layout != self._heard[0]:
-            told = json.loads(shared.layout)
-            self._heard = (shared.layout, told["state_bytes"], told["items"])
-        _, state_bytes, lines = self._heard
-        try:
-            own = state_archive(checkpoint.own, state_bytes[self._rank])
-        except LayoutUnsupported:
-            nbytes = len(state_archive(checkpoint.own))
-            raise ShareMissing(f"rank {self._rank}: its own state needs {nbytes} bytes") from None
-        image = self._layouter.lay_out(checkpoint.state, own, state_bytes)
-        if image.digest != shared.digest:
-            raise ShareMissing(
-                f"rank {self._rank} has another model or other optimizers than rank 0:"
-                f" {_first_difference(image.plan.lines(), lines)}. All ranks must build the same"
-            )
-        if not self._at:
-            return image.layout
-        return replace(self._moved(image.layout, shared.layout, _BEYOND), nbytes=lease.nbytes)
 
     def _plan(self, layout: Layout, lease: Lease, view: SlotView, owners: Owners, *, trusts: bool) -> Any:
         """What is in ``kept`` may be left out, and nothing of the optimizers: theirs may write past the counts.
@@ -224,27 +156,14 @@ class ShardedWriter(SnapshotWriter):
         return super()._plan(layout, lease, view, self._kept, trusts=trusts)
 
     def _commit(self, host: Host, pending: Pending) -> None:
-        if self._rank:
-            host.placed(pending.lease)
-            return
         try:  # what was written is not told: this rank knows of its own part only
             host.seal(pending.lease, pending.manifest, pending.destinations)
         except ShareMissing as error:
             if needs := _NEEDS.search(str(error)):
-                self._make_room(int(needs[1]))
+                self._own_bytes = room_for(int(needs[1]))
             raise
 
-    def _give_up(self, host: Host, lease: Lease, error: BaseException) -> None:
-        if self._rank == 0:
-            give_back(host, lease)
-            return
-        try:
-            host.placed(lease, torn=str(error) or type(error).__name__)
-        except SpotError as problem:
-            logger.debug("the node on this host could not be told: %s", problem)
 
-
-def _first_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
-    pairs = zip(ours, theirs, strict=False)
-    found = next((f"{one}, and there {other}" for one, other in pairs if one != other), "")
-    return found or f"{len(ours)} items, and there {len(theirs)}"
+def room_for(nbytes: int) -> int:
+    """The room that every rank has for its own state where the longest needs ``nbytes`` bytes."""
+    return -(-2 * nbytes // _HEADROOM_BYTES) * _HEADROOM_BYTES

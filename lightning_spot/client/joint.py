@@ -14,7 +14,7 @@ from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.client.part_encoder import Part, PartEncoder, packers
 from lightning_spot.client.part_lanes import PartLanes
 from lightning_spot.config import PART_BYTES
-from lightning_spot.errors import NodeRefused, SettingsError, SpotError
+from lightning_spot.errors import NodeRefused, NodeUnreachable, SettingsError, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.packing import Compression
 from lightning_spot.image.parts import checksum
@@ -28,6 +28,8 @@ from lightning_spot.protocol.wire import BaseInfo
 logger = logging.getLogger(__name__)
 
 _ASK_S = 5.0
+_TRY_S = 5.0  # so long is a request for an upload that has not begun yet on its way, before it is sent again
+_PAUSES_S = (0.2, 0.5, 1.0)  # between tries of a node that does not answer
 _WAIT_FOR_SLOT_S = 10.0
 _SEAL_S = 3600.0  # as long as the node answers meanwhile
 
@@ -73,13 +75,31 @@ class JointUploads:
     def join(self, name: str, *, attempt: int, host: int, wait_s: float) -> Gathering:
         """See :meth:`JointTier.join`."""
         known = self._layout
-        request = {"attempt": attempt, "name": name, "host": host, "wait_s": wait_s, "layout_id": known.id}
-        joined = self._ask(f"/v1/runs/{quoted(self._run)}/joint/join", request, wait_s + _ASK_S)
+        request = {"attempt": attempt, "name": name, "host": host, "layout_id": known.id}
+        joined = self._joined(request, time.monotonic() + wait_s)
         if joined["layout"] is not None:
             known = self._layout = KnownLayout(str(joined["layout_id"]), str(joined["layout"]))
         shares, digest = int(joined["shares"]), str(joined["digest"])
         shared = Shared(name=name, shares=shares, digest=digest, layout=known.text, by_hosts=True)
         return Gathering(str(joined["upload"]), int(joined["nbytes"]), BaseInfo.read(joined.get("base")), shared)
+
+    def _joined(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+        """Ask again and again: if a request or its answer were lost, all hosts would wait for this one."""
+        pauses = list(_PAUSES_S)
+        while True:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            wait_s = min(left_s, _TRY_S)
+            try:
+                path, tried = f"/v1/runs/{quoted(self._run)}/joint/join", {"wait_s": wait_s, "again": wait_s < left_s}
+                joined = self._ask(path, {**request, **tried}, wait_s + _ASK_S)
+            except NodeUnreachable as error:
+                if not pauses or not left_s:
+                    raise
+                logger.debug("%s is asked again for %s: %s", self._url, request["name"], error)
+                time.sleep(pauses.pop(0))
+                continue
+            if joined.get("upload"):
+                return joined
 
     def bring(
         self,

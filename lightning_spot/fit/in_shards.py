@@ -111,9 +111,8 @@ class InShards(OfTrainer):
             attempt.writer.across.wanted, attempt.writer.across.hosts = hosts.can_bring, across
         elif (mine := hosts.mine) is not None:
             copier = Copier(buffer_bytes=self._ring.device_buffer_bytes)
-            rank, size, guest = trainer.global_rank, trainer.world_size, hosts.is_guest
-            connect = hosts.connect
-            self._joining = Joining(mine, connect, across, copier, schedule, rank=rank, world_size=size, is_guest=guest)
+            rank, size = trainer.global_rank, trainer.world_size
+            self._joining = Joining(mine, hosts.connect, across, copier, schedule, rank=rank, world_size=size)
 
     def _check_all(self) -> None:
         hosts = self._hosts
@@ -214,9 +213,7 @@ class InShards(OfTrainer):
         frozen = by_storage(item for item in trainer.lightning_module.parameters() if not item.requires_grad)
         kept = {address: tensors for address, tensors in frozen.items() if address not in owned}
         if self._joining is not None:
-            self._joining.write(
-                checkpoint, owned=owned, kept=kept, step=step, complete=complete, wait_s=wait_s, ranks=ranks
-            )
+            self._joining.write(checkpoint, owned=owned, kept=kept, step=step, complete=complete, wait_s=wait_s, at=at)
         elif attempt is not None and attempt.fenced:
             attempt.decline(step, "a later attempt has taken the run over", complete=complete, at=at)
         elif attempt is not None:
@@ -248,4 +245,5 @@ class InShards(OfTrainer):
         """Wait until what was begun is in place, and let the node go. A second call does nothing."""
         joining, self._joining = self._joining, None
         if joining is not None:
-            joining.finish(wait_s)
+            joining.settle(wait_s)
+            joining.close(complete=self._hosts.is_guest)  # its node ends when all that it still sends is there

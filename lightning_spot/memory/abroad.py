@@ -270,11 +270,10 @@ class Abroad:
         portion: Portion | None,
         image: PortionImage | memoryview,
     ) -> Sent:
-        base = gathering.base
         earlier = None
-        if base is not None:
-            held = HeldPortion(upload.run, base.name, ranges)
-            earlier = held_portions.find(self._ring, held, base, portion)
+        if (base := gathering.base) is not None:
+            is_apart = portion is not None
+            earlier = held_portions.find(self._ring, upload.run, ranges, base, is_apart=is_apart)
         info = self._registry.info(upload.run)
         compression = info.compression if info is not None else "auto"
         return tier.bring(gathering, image, ranges, earlier, lambda: _check(upload), compression)

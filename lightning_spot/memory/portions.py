@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Portion, PortionImage
+from lightning_spot.image.written import Ranges
 from lightning_spot.memory.bases import Glance, glance
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.slots import HeldPortion, Slot, SlotState
@@ -28,22 +29,34 @@ def hold(ring: Ring, slot: Slot, held: HeldPortion, upload: str) -> None:
         ring.notify()
 
 
-def find(ring: Ring, held: HeldPortion, base: BaseInfo, portion: Portion | None) -> Glance | None:
+def find(ring: Ring, run: str, ranges: Ranges, base: BaseInfo, *, is_apart: bool) -> Glance | None:
     """What a memory node has as the base of an upload, as far as it is here; ``None`` if it is not.
 
     Args:
         ring: of this host.
-        held: what would be here of it.
+        run: key of the run.
+        ranges: that this host brings now. It finds what it had there before, also where the file has become longer or
+            shorter since: that is the end of the last range.
         base: as the node has it.
-        portion: how it lies in its slot; ``None`` where it lies as in the image.
+        is_apart: whether portions lie in slots of their own, range after range; else each lies as in the image.
     """
     with ring.changed:
         for slot in ring.slots:
-            if slot.state is SlotState.FREE and slot.portion == held and slot.memory is not None:
-                memory = slot.view(portion.nbytes if portion is not None else base.nbytes)
-                image = PortionImage(portion, memory, base.nbytes) if portion is not None else memory
-                return Glance(_manifest(base), image, functools.partial(_holds, slot, slot.portion))
-    return glance(ring, held.run, held.name) if portion is None else None
+            held = slot.portion
+            if slot.state is not SlotState.FREE or held is None or slot.memory is None:
+                continue
+            if (held.run, held.name) != (run, base.name) or _begins(held.ranges) != _begins(ranges):
+                continue
+            portion = Portion(held.ranges)
+            memory = slot.view(portion.nbytes if is_apart else base.nbytes)
+            image = PortionImage(portion, memory, base.nbytes) if is_apart else memory
+            return Glance(_manifest(base), image, functools.partial(_holds, slot, held))
+    return None if is_apart else glance(ring, run, base.name)
+
+
+def _begins(ranges: Ranges) -> tuple[Ranges, int]:
+    """All of them, but for where the last one ends."""
+    return (ranges[:-1], ranges[-1][0]) if ranges else ((), 0)
 
 
 def surpass(ring: Ring, run: str, newer: Manifest) -> None:

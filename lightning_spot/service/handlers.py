@@ -309,8 +309,8 @@ class Service:
     ) -> Upload:
         return await self._queue().lease(self._gone(request), run, attempt, nbytes, wait_s, **more)
 
-    async def _wait_to_join(self, request: web.Request, *what: Any, wait_s: float) -> Upload:
-        return await self._queue().join(self._gone(request), *what, wait_s=wait_s)
+    async def _wait_to_join(self, request: web.Request, *what: Any, **more: Any) -> Upload | None:
+        return await self._queue().join(self._gone(request), *what, **more)
 
     async def _wait_for_hosts(self, request: web.Request, upload: Upload) -> None:
         await self._queue().all_there(self._gone(request), upload)

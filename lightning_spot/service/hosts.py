@@ -105,7 +105,10 @@ class HostRequests:
             None,
             "",
             wait_s=seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
+            again=body.get("again") is True,
         )
+        if upload is None:
+            return web.json_response({"upload": ""})
         joint = upload.joint
         assert joint is not None
         known = identifier(body, "layout_id") == joint.layout_id

@@ -28,7 +28,7 @@ from lightning_spot.service.fields import (
     text,
 )
 
-Join = Callable[..., Awaitable[Upload]]
+Join = Callable[..., Awaitable[Upload | None]]
 
 
 class ShareRequests:
@@ -62,6 +62,7 @@ class ShareRequests:
             not at,
             wait_s=seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
         )
+        assert upload is not None
         joint = upload.joint
         assert joint is not None
         known = identifier(body, "layout_id") == joint.layout_id

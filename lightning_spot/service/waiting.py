@@ -117,8 +117,9 @@ class Waiting:
         is_led_here: bool = True,
         *,
         wait_s: float,
-    ) -> Upload:
-        """Take a share of a snapshot, see :meth:`Shares.join`.
+        again: bool = False,
+    ) -> Upload | None:
+        """Take a share of a snapshot, see :meth:`Shares.join`; ``None`` if it has not begun, and is asked for again.
 
         Raises:
             ShareMissing: if there will be none, or not in time.
@@ -139,6 +140,8 @@ class Waiting:
                 if upload is not None:
                     return upload
                 left_s = deadline_s - time.monotonic()
+                if left_s <= 0 and again:
+                    return None
                 if left_s <= 0:
                     raise await asyncio.to_thread(shares.not_begun, run, name, share, wait_s)
                 await asyncio.wait([gone, changed], timeout=min(left_s, _LOOK_S), return_when=asyncio.FIRST_COMPLETED)

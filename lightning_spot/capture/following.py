@@ -1,0 +1,264 @@
+"""What ranks have in common that write a part of snapshots whose slots rank 0 leases: they wait for nothing.
+
+The training thread calls :meth:`Follower.copied` before the tensors change. Everything else happens on one background
+thread: to wait for the slot, to copy, to say that the bytes are in place.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from lightning_spot.capture.contents import Plan, Unchanged
+from lightning_spot.capture.host_link import leave, within
+from lightning_spot.capture.split import Number
+from lightning_spot.capture.views import SlotViews
+from lightning_spot.errors import NodeUnreachable, ShareMissing, SpotError, TornSnapshot
+from lightning_spot.image.layout import Piece
+from lightning_spot.memory.host import Host, Lease
+from lightning_spot.staging.copier import Copier, CopyJob, SlotView, Watch
+from lightning_spot.staging.schedule import Schedule
+
+logger = logging.getLogger(__name__)
+
+_JOIN_S = 600.0  # as long as rank 0 may wait for a slot; a node says at once if there will be none
+_CLOSE_S = 10.0
+
+What = TypeVar("What")
+
+
+@dataclass(eq=False, slots=True)
+class Task(Generic[What]):
+    """A part on its way.
+
+    Attributes:
+        name: of the snapshot.
+        who: writes it, for messages.
+        number: which share of it is this rank's.
+        at: URL of the run at the memory node to which this host brings it; ``""`` on the host of rank 0.
+        what: is written, as at the seam; ``None`` once it is, so that nothing is kept alive.
+        wait_s: how long rank 0 may wait for a clean slot.
+        thread: number of the thread that trains.
+        job: the copies, once the slot is there.
+        begun: whether the copies have begun, or never will.
+        late: whether training has gone on without them.
+        done: becomes ``None`` when the bytes are in place.
+    """
+
+    name: str
+    who: str
+    number: Number
+    at: str
+    what: What | None
+    wait_s: float
+    thread: int = field(default_factory=threading.get_ident)
+    job: CopyJob | None = None
+    begun: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    late: bool = False
+    done: Future[None] = field(default_factory=Future)
+
+
+class Follower(ABC, Generic[What]):
+    """Writes a rank's parts.
+
+    Args:
+        host: connection to the node of this host, with run and attempt; closed with the writer.
+        connect: makes another one when it was lost.
+        copier: that copies; closed with the writer.
+        schedule: when each part is copied; ``None`` for at once.
+
+    Attributes:
+        copied_bytes: written into slots so far.
+        torn: parts that were given up since a tensor changed while it was copied.
+    """
+
+    def __init__(
+        self, host: Host, connect: Callable[[], Host], copier: Copier | None = None, schedule: Schedule | None = None
+    ) -> None:
+        self.copied_bytes = 0
+        self.torn = 0
+        self._connect = connect
+        self._copier = copier if copier is not None else Copier()
+        self._schedule = schedule
+        self._max_stall_s = host.max_stall_s
+        self._host: Host | None = host
+        self._views = SlotViews(self._copier)
+        self._unchanged = Unchanged()
+        self._unsteady: frozenset[int] = frozenset()
+        self._pending: list[Task[What]] = []
+        self._tasks: queue.SimpleQueue[Task[What] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="spot-share", daemon=True)
+        self._thread.start()
+
+    # -- on the training thread -----------------------------------------------------------------------------------
+
+    def copied(self) -> None:
+        """Return when the tensors may change: call it before every optimizer step, swap of weights, and at the end."""
+        for task in self._pending:
+            self._wait(task, task.begun)
+            if (job := task.job) is None:
+                continue
+            try:
+                job.wait_cpu()
+            except SpotError:
+                continue  # the background thread reports it
+            self._copier.fence()
+            job.settle()
+        self._pending = [task for task in self._pending if not task.done.done()]
+
+    def settle(self, wait_s: float) -> None:
+        """Wait until every part begun so far is in place or given up."""
+        self.copied()
+        deadline_s = time.monotonic() + wait_s
+        for task in self._pending:
+            try:
+                task.done.result(within(deadline_s))
+            except (SpotError, futures.TimeoutError) as error:
+                logger.debug("%s's part of %s: %s", task.who, task.name, error)
+
+    def close(self, *, complete: bool = False) -> None:
+        """Stop the threads, and leave the node.
+
+        Args:
+            complete: whether nobody needs the node of this host any more.
+        """
+        self.copied()
+        self._tasks.put(None)
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive() and self._host is not None:
+            self._host.disconnect()  # what it waits for breaks off
+            self._thread.join(_CLOSE_S)
+        self._copier.close()
+        self._pending.clear()
+        host, self._host = self._host, None
+        if host is not None:
+            self._views.drop(host)
+            if complete:
+                leave(host, complete=True)
+            host.disconnect()
+
+    def _put(self, task: Task[What]) -> None:
+        """Have a part written."""
+        self._pending.append(task)
+        self._tasks.put(task)
+
+    def _wait(self, task: Task[What], event: threading.Event) -> None:
+        """Wait for something that comes before training may go on; if it does not come in time, the part is torn."""
+        if not task.late and not event.wait(max(self._max_stall_s, task.wait_s)):
+            with task.lock:
+                task.late = task.job is None
+
+    # -- on the background thread ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _fill(self, host: Host, lease: Lease, task: Task[What], what: What) -> None:
+        """Copy this rank's bytes into the slot; raises if they are not what they should be."""
+
+    def _failed(self, task: Task[What], error: SpotError) -> None:
+        """A part was not written. Rank 0 says why there is no snapshot."""
+        logger.debug("%s's part of %s: %s", task.who, task.name, error)
+
+    def _copy(self, task: Task[What], pieces: Sequence[Piece], view: SlotView, watches: Sequence[Watch]) -> CopyJob:
+        """Start the copies for which training waits before its optimizer steps.
+
+        Raises:
+            ShareMissing: if it has gone on already.
+        """
+        with task.lock:
+            if task.late:
+                raise ShareMissing("training went on before its slot was there")
+            task.job = job = self._copier.start(pieces, view, watches, self._schedule, task.thread)
+        task.begun.set()
+        return job
+
+    def _check_steady(self, job: CopyJob, plan: Plan, view: SlotView) -> None:
+        """Raise if a tensor was written to before it was copied, or one that was left out had been."""
+        if job.moved:
+            self._unsteady |= job.moved
+            self.torn += 1
+            raise TornSnapshot(f"{len(job.moved)} tensors changed between two optimizer steps while they were copied")
+        if found := self._unchanged.written_past_counts(plan, view):
+            self.torn += 1
+            raise TornSnapshot(f"{found} tensors were written to past torch's count of writes")
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                self._write(task)
+            except Exception:  # training must not wait for a thread that has ended
+                logger.exception("lightning_spot: the share of %s was not written", task.name)
+
+    def _write(self, task: Task[What]) -> None:
+        what, task.what = task.what, None
+        assert what is not None
+        lease: Lease | None = None
+        problem: BaseException | None = None
+        try:
+            host, lease = self._join(task)
+            self._fill(host, lease, task, what)
+        except SpotError as error:
+            problem = error
+            self._failed(task, error)
+            if isinstance(error, NodeUnreachable):
+                self._leave()
+        except BaseException as error:
+            problem = error
+            raise
+        finally:
+            del what  # nothing is kept alive until the next one comes
+            task.begun.set()
+            if problem is not None and task.job is not None:
+                self._end(task.job)
+            if lease is not None and self._host is not None:
+                self._say(self._host, lease, "" if problem is None else f"{task.who}: {_text(problem)}")
+            if problem is None:
+                task.done.set_result(None)
+            else:  # without its frames, which hold the tensors
+                task.done.set_exception(problem.with_traceback(None) if isinstance(problem, SpotError) else problem)
+
+    def _join(self, task: Task[What]) -> tuple[Host, Lease]:
+        """Wait for the slot of a snapshot; through another connection, if the last one was lost."""
+        try:
+            if self._host is not None:
+                return self._host, self._ask(self._host, task)
+        except NodeUnreachable as error:
+            logger.debug("another connection is made: %s", error)
+            self._leave()
+        self._host = self._connect()
+        return self._host, self._ask(self._host, task)
+
+    def _ask(self, host: Host, task: Task[What]) -> Lease:
+        number = task.number
+        return host.join(task.name, share=number.here, wait_s=_JOIN_S, at=task.at, host=number.host)
+
+    def _say(self, host: Host, lease: Lease, torn: str) -> None:
+        try:
+            host.placed(lease, torn)
+        except SpotError as error:  # it was given up meanwhile, or the node is gone: rank 0 knows
+            logger.debug("a share is over: %s", error)
+
+    def _end(self, job: CopyJob) -> None:
+        """Nothing may come into the slot any more once it was said that the share is over."""
+        try:
+            job.wait()
+        except SpotError as error:
+            logger.debug("copies of a share that was given up: %s", error)
+
+    def _leave(self) -> None:
+        host, self._host = self._host, None
+        if host is not None:
+            self._views.drop(host)
+            host.disconnect()
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, SpotError) else f"{type(error).__name__}: {error}"
