@@ -64,9 +64,9 @@ def test_a_sender_waits_for_the_slot_that_is_being_made(
     bench.open(keep=1)
     go_on, leased = threading.Event(), Ring.try_lease
 
-    def held_up(self: Ring, run: str, nbytes: int, *, only_new: bool = False) -> object:
+    def held_up(self: Ring, run: str, nbytes: int, *, only_new: bool = False, **how: bool) -> object:
         assert not only_new or go_on.wait(30)
-        return leased(self, run, nbytes, only_new=only_new)
+        return leased(self, run, nbytes, only_new=only_new, **how)
 
     monkeypatch.setattr(Ring, "try_lease", held_up)
     first = bench.node.lease(RUN, 1, 1000, name=manifest_of(1).name, manifest=manifest_of(1))

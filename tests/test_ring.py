@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import shutil
 import threading
@@ -706,12 +707,12 @@ def test_a_damaged_leftover_is_dropped(make: Callable[..., Bench], runtime_dir: 
 def test_small_tmpfs_falls_back_to_memory_files(
     make: Callable[..., Bench], runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(_fd: int, _offset: int, _nbytes: int, real: Callable[..., None] = os.posix_fallocate) -> None:
-        if os.readlink(f"/proc/self/fd/{_fd}").startswith(str(runtime_dir)):
+    def full(fd: int, nbytes: int, real: Callable[..., mmap.mmap] = slot_module.make_shared) -> mmap.mmap:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(runtime_dir)):
             raise OSError(28, "No space left on device")
-        real(_fd, _offset, _nbytes)
+        return real(fd, nbytes)
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(slot_module, "make_shared", full)
     bench = make(area=runtime_dir / "area")
     bench.open()
     sealed = bench.save(1)

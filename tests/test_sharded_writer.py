@@ -153,13 +153,13 @@ def test_a_rank_whose_training_goes_on_before_the_slot_is_there_drops_that_snaps
 def test_other_ranks_hear_at_once_that_rank_0_cannot_begin(desk: Desk) -> None:
     first, desk.kept = desk.writer, []
     desk.first.max_stall_s, usual_s = 0.1, desk.first.max_stall_s
-    first._warming.clear()  # slots are still being made
+    first._maker._ready.clear()  # its slot is still being made
     other = desk.begin(1, 1)
     with pytest.raises(RingFull, match="still being made"):
         desk.begin(0, 1, wait_s=0.0)
-    with pytest.raises(ShareMissing, match=r"rank 0 cannot begin it \(the slots of the ring"):
+    with pytest.raises(ShareMissing, match=r"rank 0 cannot begin it \(the slot for it is"):
         other.result(60.0)
-    first._warming.set()
+    first._maker._ready.set()
     desk.first.max_stall_s = usual_s
 
     other = desk.begin(1, 2)

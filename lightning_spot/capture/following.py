@@ -153,7 +153,7 @@ class Follower(ABC, Generic[What]):
 
     def _wait(self, task: Task[What], event: threading.Event) -> None:
         """Wait for something that comes before training may go on; if it does not come in time, the part is torn."""
-        if not task.late and not event.wait(max(self._max_stall_s, task.wait_s)):
+        if not task.late and not event.wait(task.wait_s or self._max_stall_s):
             with task.lock:
                 task.late = task.job is None
 

@@ -155,9 +155,9 @@ class ShardedWriter(SnapshotWriter):
         """
         return super()._plan(layout, lease, view, self._kept, trusts=trusts)
 
-    def _commit(self, host: Host, pending: Pending) -> None:
+    def _commit(self, host: Host, pending: Pending) -> bool:
         try:  # what was written is not told: this rank knows of its own part only
-            host.seal(pending.lease, pending.manifest, pending.destinations)
+            return host.seal(pending.lease, pending.manifest, pending.destinations)
         except ShareMissing as error:
             if needs := _NEEDS.search(str(error)):
                 self._own_bytes = room_for(int(needs[1]))

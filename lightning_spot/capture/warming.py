@@ -1,14 +1,16 @@
-"""Makes the slots of a ring before they are needed, so that no snapshot meets a cold one."""
+"""Makes the slots of a ring before they are needed, and no more: no snapshot meets a cold one."""
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable
 
 from lightning_spot.capture.leases import give_back
 from lightning_spot.capture.views import SlotViews
 from lightning_spot.errors import NodeUnreachable, RingFull, SnapshotTooLarge, SpotError, TierError
-from lightning_spot.memory.host import Host, Lease
+from lightning_spot.memory.host import Host
 from lightning_spot.staging.copier import Copier
 
 logger = logging.getLogger(__name__)
@@ -16,37 +18,110 @@ logger = logging.getLogger(__name__)
 _ALLOCATE_S, _ALLOCATED_BYTES_PER_S = 60.0, 200e6  # a slot's pages are made by the kernel at 3 GB/s; swapping is slower
 
 
-def make_slots(
-    host: Host,
-    nbytes: int,
-    cuda: bool,
-    views: SlotViews,
-    copier: Copier,
-    lose: Callable[[Host, SpotError], None],
-) -> None:
-    """Have every slot of a ring made, mapped and (for a GPU) pinned; nobody waits for it.
+class SlotMaker:
+    """Has slots made, mapped and (for a GPU) pinned on a thread of its own: the first one, then each that is wanted.
+
+    A slot takes a second of all processors for each GiB or two, which training loses. So the second one is made when
+    the first snapshot is there, and a third only if the next snapshot would find both in use.
 
     Args:
-        host: the ring.
-        nbytes: expected size of a snapshot.
-        cuda: whether tensors will come from a GPU.
         views: of the slots.
         copier: that pins them.
         lose: called if the ring is lost meanwhile.
     """
-    leases: list[Lease] = []
-    try:
-        while True:
-            leases.append(host.lease(nbytes, 0.0, limit_s=_ALLOCATE_S + nbytes / _ALLOCATED_BYTES_PER_S))
-            view = views.of(host, leases[-1])
-            if cuda:
-                copier.pin(view)
-    except NodeUnreachable as error:
-        lose(host, error)
-    except (RingFull, SnapshotTooLarge, TierError) as error:
-        logger.debug("warmed %d slots: %s", len(leases), error)
-    except Exception:
-        logger.exception("lightning_spot: slots could not be warmed")
-    finally:
-        for lease in leases:
-            give_back(host, lease)
+
+    def __init__(self, views: SlotViews, copier: Copier, lose: Callable[[Host, SpotError], None]) -> None:
+        self._views, self._copier, self._lose = views, copier, lose
+        self._size: tuple[int, bool] | None = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._ready = threading.Event()
+        self._ready.set()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a snapshot can begin now without waiting for the first slot to be made."""
+        return self._ready.is_set()
+
+    @property
+    def is_making(self) -> bool:
+        """Whether a slot is being made."""
+        return self._thread is not None
+
+    def wait(self, wait_s: float) -> bool:
+        """Wait for the first slot; whether it is there."""
+        return self._ready.wait(wait_s)
+
+    def first(self, host: Host | None, nbytes: int, *, cuda: bool) -> None:
+        """Have the first slot made in the background, and later those that are wanted.
+
+        Args:
+            host: the ring, ``None`` while there is none.
+            nbytes: expected size of a snapshot.
+            cuda: whether tensors will come from a GPU.
+        """
+        self._size = (nbytes, cuda)
+        if host is not None:
+            self._ready.clear()
+            self._begin(host, spare=False)
+
+    def again(self, host: Host) -> None:
+        """Make the first slot of another ring; returns when it is there."""
+        if self._size is not None:
+            self._make(host, *self._size, spare=False)
+
+    def another(self, host: Host, nbytes: int) -> bool:
+        """The next snapshot, of about ``nbytes``, would need a slot that is not made yet: make it in the background.
+
+        Returns:
+            whether slots are made here at all; else who needs one has it made.
+        """
+        if self._size is None:
+            return False
+        self._size = (max(nbytes, self._size[0]), self._size[1])
+        self._begin(host, spare=True)
+        return True
+
+    def close(self, wait_s: float) -> bool:
+        """Make no more; whether nothing is being made any more, after ``wait_s`` seconds at most."""
+        with self._lock:
+            self._closed, thread = True, self._thread
+        if thread is not None:
+            thread.join(wait_s)
+        return thread is None or not thread.is_alive()
+
+    def _begin(self, host: Host, *, spare: bool) -> None:
+        with self._lock:
+            if self._closed or self._thread is not None or self._size is None:
+                return
+            self._thread = threading.Thread(
+                target=self._run, args=(host, *self._size, spare), name="spot-slots", daemon=True
+            )
+            self._thread.start()
+
+    def _run(self, host: Host, nbytes: int, cuda: bool, spare: bool) -> None:
+        try:
+            self._make(host, nbytes, cuda, spare=spare)
+        finally:
+            with self._lock:
+                self._thread = None
+            self._ready.set()
+
+    def _make(self, host: Host, nbytes: int, cuda: bool, *, spare: bool) -> None:
+        began_s = time.monotonic()
+        try:
+            lease = host.lease(nbytes, 0.0, limit_s=_ALLOCATE_S + nbytes / _ALLOCATED_BYTES_PER_S, spare=spare)
+            try:
+                view = self._views.of(host, lease)
+                if cuda:
+                    self._copier.pin(view)
+            finally:
+                give_back(host, lease)
+            logger.debug("slot %d was made in %.2f s", lease.slot, time.monotonic() - began_s)
+        except NodeUnreachable as error:
+            self._lose(host, error)
+        except (RingFull, SnapshotTooLarge, TierError) as error:
+            logger.debug("no slot was made ahead: %s", error)
+        except Exception:
+            logger.exception("lightning_spot: a slot could not be made ahead")

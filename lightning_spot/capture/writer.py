@@ -31,7 +31,7 @@ from lightning_spot.capture.saying import SayOnce
 from lightning_spot.capture.split import Divider, Ranks
 from lightning_spot.capture.streaming import store_streamed
 from lightning_spot.capture.views import SlotViews
-from lightning_spot.capture.warming import make_slots
+from lightning_spot.capture.warming import SlotMaker
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import NodeUnreachable, RingFull, ShareMissing, SpotError, TornSnapshot
 from lightning_spot.image.layout import Layout, Piece, outline_of
@@ -87,7 +87,7 @@ class SnapshotWriter:
         self._look = look
         self.say_once = SayOnce()
         self._approximates = approximates
-        self.link = HostLink(host, reconnect, self._warm_host)
+        self.link = HostLink(host, reconnect, lambda found: self._maker.again(found))
         self.across = Across(self.link)
         self.committed: Manifest | None = None
         self.past_memory: Manifest | None = None
@@ -97,15 +97,13 @@ class SnapshotWriter:
         self._copier = copier if copier is not None else Copier()
         self._schedule = schedule
         self._views = SlotViews(self._copier)
-        self._warm_size: tuple[int, bool] | None = None
+        self._maker = SlotMaker(self._views, self._copier, self.link.lose)
         self._pending: list[Pending] = []
         self._unsteady: frozenset[int] = frozenset()
         self._unchanged = Unchanged()
         self._divider = Divider()
         self._outliner = Outliner(self.say_once)
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._warming = threading.Event()
-        self._warming.set()
         self._thread = threading.Thread(target=self._run_tasks, name="spot-writer", daemon=True)
         self._thread.start()
 
@@ -118,19 +116,22 @@ class SnapshotWriter:
 
     @property
     def ready(self) -> bool:
-        """Whether a snapshot can begin now without waiting for slots to be made."""
-        return self._warming.is_set()
+        """Whether a snapshot can begin now without waiting for its slot to be made."""
+        return self._maker.ready
+
+    @property
+    def is_making(self) -> bool:
+        """Whether a slot is being made in the background."""
+        return self._maker.is_making
 
     def warm(self, nbytes: int, *, cuda: bool = False) -> None:
-        """Make, map and (for a GPU) pin every slot in the background, so that no snapshot meets a cold one.
+        """Make, map and (for a GPU) pin slots in the background, so that no snapshot meets a cold one.
 
         Args:
             nbytes: expected size of a snapshot.
             cuda: whether tensors will come from a GPU.
         """
-        self._warming.clear()
-        self._warm_size = (nbytes, cuda)
-        self._tasks.put(self._warm)
+        self._maker.first(self.host, nbytes, cuda=cuda)
 
     def begin(
         self,
@@ -215,9 +216,11 @@ class SnapshotWriter:
         self.link.close()
         self._tasks.put(None)
         self._thread.join(_CLOSE_S)
-        if self._thread.is_alive() and self.host is not None:
+        made = self._maker.close(_CLOSE_S)
+        if (self._thread.is_alive() or not made) and self.host is not None:
             self.host.disconnect()
             self._thread.join(_CLOSE_S)
+            self._maker.close(_CLOSE_S)
         self._copier.close()
         for host in self._views.others(None):
             self._views.drop(host)
@@ -261,19 +264,19 @@ class SnapshotWriter:
         lease = self._leases.take(host, layout.nbytes, wait_s, shared)
         return layout, lease, replace(manifest, nbytes=layout.nbytes), whole
 
-    def _commit(self, host: Host, pending: Pending) -> None:
-        """All bytes are in place: make it a snapshot."""
-        host.seal(pending.lease, pending.manifest, pending.destinations, pending.floats, pending.plan.written)
+    def _commit(self, host: Host, pending: Pending) -> bool:
+        """All bytes are in place: make it a snapshot; whether the next one needs a slot that is still to be made."""
+        return host.seal(pending.lease, pending.manifest, pending.destinations, pending.floats, pending.plan.written)
 
     def _give_up(self, host: Host, lease: Lease, error: BaseException) -> None:
         """There will be no snapshot: give its slot back."""
         give_back(host, lease)
 
     def _wait_warm(self, host: Host, wait_s: float) -> None:
-        """Wait while slots are made in the background, no longer than for a clean one; a ring that hangs is lost."""
-        wait_s = max(wait_s, host.max_stall_s)
-        if not self._warming.wait(wait_s):
-            raise RingFull(f"the slots of the ring on this host are still being made after {wait_s:.0f} s")
+        """Wait while the first slot is made in the background, no longer than for a clean one."""
+        wait_s = wait_s or host.max_stall_s
+        if not self._maker.wait(wait_s):
+            raise RingFull(f"the slot for it is still being made after {wait_s:.0f} s")
 
     def _plan(self, layout: Layout, lease: Lease, view: SlotView, owners: Owners, *, trusts: bool) -> Plan:
         """What of a layout is not in the slot yet. A run's last snapshot trusts no counts: no later one checks them."""
@@ -343,7 +346,7 @@ class SnapshotWriter:
                 self.torn += 1
                 self._say_past_counts(found)
                 raise TornSnapshot(f"snapshot {name} was dropped: {found} tensors were not as they were thought to be")
-            self._commit(host, pending)
+            is_short = self._commit(host, pending)
             known = Known(pending.lease.id, pending.outline.frame, pending.plan.marks)
             self._views.content(pending.view).sealed(known)
         except BaseException as error:
@@ -355,11 +358,17 @@ class SnapshotWriter:
                 self.past_memory = pending.manifest
             self.together += pending.lease.shared is not None
             pending.done.set_result(pending.manifest)
-            if self._leases_ahead and not pending.manifest.complete and pending.lease.shared is None:
-                self._leases.lease_ahead(host, pending.manifest.nbytes)
+            if not pending.manifest.complete:
+                self._look_ahead(host, pending, is_short)
             self._look_at(pending.tried)
             if pending.lease.backing != "process":
                 self._say_failing()
+
+    def _look_ahead(self, host: Host, pending: Pending, is_short: bool) -> None:
+        """Have the slot of the next snapshot made, or lease it."""
+        made = is_short and self._maker.another(host, pending.manifest.nbytes)
+        if not made and self._leases_ahead and pending.lease.shared is None:
+            self._leases.lease_ahead(host, pending.manifest.nbytes)
 
     def _failed(self, host: Host, pending: Pending, error: BaseException) -> None:
         if isinstance(error, NodeUnreachable):
@@ -386,14 +395,3 @@ class SnapshotWriter:
                 self.say_once(f"{url} refuses", "%s takes nothing of this attempt any more: %s", url, tier.refused)
             if tier.dropped:
                 self.say_once(tier.dropped, "a snapshot was damaged in memory and dropped: %s", tier.dropped)
-
-    def _warm(self) -> None:
-        try:
-            if (host := self.host) is not None:
-                self._warm_host(host)
-        finally:
-            self._warming.set()
-
-    def _warm_host(self, host: Host) -> None:
-        if self._warm_size is not None:
-            make_slots(host, *self._warm_size, self._views, self._copier, self.link.lose)

@@ -201,9 +201,18 @@ class EmbeddedHost:
         self.run, self.attempt = info.text, int(opened["attempt"])
         return Opened(self.attempt, bool(opened["carries"]), str(opened["why_not"]))
 
-    def lease(self, nbytes: int, wait_s: float, *, limit_s: float | None = None, shared: Shared | None = None) -> Lease:
+    def lease(
+        self,
+        nbytes: int,
+        wait_s: float,
+        *,
+        limit_s: float | None = None,
+        shared: Shared | None = None,
+        spare: bool = False,
+    ) -> Lease:
         """See :meth:`Host.lease`."""
         body = {"attempt": self.attempt, "nbytes": nbytes, "wait_s": wait_s, "session": self.session.id}
+        body |= {"spare": True} if spare else {}
         if shared is not None:
             body |= {"name": shared.name, "shares": shared.shares, "digest": shared.digest, "at": shared.at}
             body |= {"image_nbytes": shared.image_nbytes, **self._layout.to_send(shared.layout)}
@@ -261,7 +270,7 @@ class EmbeddedHost:
         destinations: list[str] | None = None,
         floats: tuple[Floats, ...] = (),
         written: Ranges | None = None,
-    ) -> None:
+    ) -> bool:
         """See :meth:`Host.seal`."""
         body = {
             "manifest": manifest.to_dict(),
@@ -269,7 +278,8 @@ class EmbeddedHost:
             "floats": floats,
             "written": written,
         }
-        self._call("POST", f"/v1/uploads/{lease.id}/seal", body, limit_s=_SEAL_TIMEOUT_S)
+        sealed = self._call("POST", f"/v1/uploads/{lease.id}/seal", body, limit_s=_SEAL_TIMEOUT_S)
+        return sealed.get("short") is True  # a node of an earlier version does not say it
 
     def abort(self, lease: Lease) -> None:
         """See :meth:`Host.abort`."""

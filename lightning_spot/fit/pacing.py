@@ -38,11 +38,13 @@ class Pacing:
     Attributes:
         policy: that decides.
         stall_s: seconds that training has waited for snapshots.
+        passed_over: snapshots that were due and never begun, since there was no slot for them yet; on rank 0.
     """
 
     def __init__(self, policy: IntervalPolicy) -> None:
         self.policy = policy
         self.stall_s = 0.0
+        self.passed_over, self._is_refused = 0, False
         self._rate = FailureRate()
         self._stall, self._stalled_s = RobustMean(), -1.0
         self._readings = LossReadings()
@@ -139,6 +141,8 @@ class Pacing:
 
     def taken(self, step: int) -> None:
         """A snapshot of ``step`` was begun, on every rank."""
+        if self._is_refused:
+            self._count_passed_over(step)
         self._taken_s = time.monotonic()
         self.policy.taken(step, self._taken_s)
         self._stalled_s = 0.0
@@ -159,7 +163,9 @@ class Pacing:
             if not self.policy.due(step, now_s):
                 return ""
             begins = trainer.is_global_zero and self._affords(now_s)
-            agreed: str = _agree(trainer, can_begin() if begins else "")
+            how = can_begin() if begins else ""
+            self._is_refused = self._is_refused or (begins and not how)
+            agreed: str = _agree(trainer, how)
             return agreed
         alone = trainer.world_size == 1
         if trainer.is_global_zero:
@@ -176,6 +182,17 @@ class Pacing:
         self._next_talk = step + apart
         said: str = agreed
         return said
+
+    def _count_passed_over(self, step: int) -> None:
+        """Some snapshots could not begin when they were due: count those that never will, and say so once."""
+        self._is_refused = False
+        count = self.policy.passed_over(step)
+        if count and not self.passed_over:
+            rank_zero_info(
+                f"lightning_spot: {count} snapshots that were due before that of step {step} are skipped: there was no"
+                ' slot for them yet (on_full="wait" waits instead)'
+            )
+        self.passed_over += count
 
     def _affords(self, now_s: float) -> bool:
         """Whether a snapshot that is due by its step is within the budget for waiting."""

@@ -114,7 +114,7 @@ class Snapshotter(OfTrainer):
     @property
     def skipped(self) -> int:
         """Snapshots that were due and not taken, since no slot was free."""
-        return self.attempt.skipped if self.attempt is not None else self._skipped
+        return self.pacing.passed_over + (self.attempt.skipped if self.attempt is not None else self._skipped)
 
     # -- begin ----------------------------------------------------------------------------------------------------
 
@@ -339,10 +339,10 @@ class Snapshotter(OfTrainer):
         again: Callable[[], None] | None = None
         if dump is not None and take:
             missed = attempt.writer.missed if attempt is not None else 0
-            self._write(dump, urgent=True, wait_s=deadline.left_s, how=self.together.how_last(attempt))
+            self._write(dump, urgent=True, wait_s=deadline.wait_s, how=self.together.how_last(attempt))
             self.together.copied()
             if self.in_shards is None and attempt is not None:
-                again = partial(self._store, dump.checkpoint, wait_s=deadline.left_s, ranks=None)
+                again = partial(self._store, dump.checkpoint, wait_s=deadline.wait_s, ranks=None)
                 if attempt.misses(missed, deadline.left_s):
                     again()
         if attempt is None or plan is None:

@@ -13,6 +13,8 @@ MARGIN = 1.2
 LEAVE_S = 1.0
 """Kept of the time before a deadline for loggers and the interpreter to end."""
 
+_LEAST_WAIT_S = 0.01
+
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
@@ -35,6 +37,11 @@ class Deadline:
     def left_s(self) -> float:
         """Seconds left to work, at least 0: the process needs some more to end."""
         return max(0.0, self.end_s - LEAVE_S - time.monotonic())
+
+    @property
+    def wait_s(self) -> float:
+        """How long a call may wait: the seconds that are left, and never 0, which stands for a usual wait."""
+        return max(_LEAST_WAIT_S, self.left_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

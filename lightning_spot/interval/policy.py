@@ -36,6 +36,10 @@ class IntervalPolicy(Protocol):
     def taken(self, step: int, now_s: float) -> None:
         """A snapshot of ``step`` was begun; also called with the starting point when training begins."""
 
+    def passed_over(self, step: int) -> int:
+        """How many snapshots before that of ``step`` were due and never taken; one that comes late is not counted."""
+        return 0
+
     def wait_s(self, step: int, now_s: float) -> float:
         """Seconds for which nothing will be due, as far as known now: ranks need not talk to each other until then."""
         return 0.0
@@ -97,6 +101,10 @@ class EverySteps(IntervalPolicy):
     def taken(self, step: int, now_s: float) -> None:
         """Start counting anew."""
         self._last = step
+
+    def passed_over(self, step: int) -> int:
+        """Multiples of ``n`` since the last snapshot, but for the newest."""
+        return max(0, step // self.n - self._last // self.n - 1)
 
     def learn(self, costs: Costs) -> None:
         """Take over what training waits for a snapshot."""

@@ -72,7 +72,15 @@ class Host(Protocol):
             Fenced: if a later attempt, or another one of that number, is known here.
         """
 
-    def lease(self, nbytes: int, wait_s: float, *, limit_s: float | None = None, shared: Shared | None = None) -> Lease:
+    def lease(
+        self,
+        nbytes: int,
+        wait_s: float,
+        *,
+        limit_s: float | None = None,
+        shared: Shared | None = None,
+        spare: bool = False,
+    ) -> Lease:
         """Take a slot, waiting up to ``wait_s`` for a clean one.
 
         Args:
@@ -80,6 +88,10 @@ class Host(Protocol):
             wait_s: how long to wait for a slot to become clean.
             limit_s: how long the answer may take beyond that; default ``max_stall_s``.
             shared: if other ranks of this host, each with a connection of its own, will fill it too.
+            spare: whether a slot is wanted only if the next snapshot would need one that is still to be made.
+
+        Raises:
+            RingFull: if there is none in time.
         """
 
     def join(self, name: str, *, share: int, digest: str = "", wait_s: float, at: str = "", host: int = 0) -> Lease:
@@ -122,7 +134,7 @@ class Host(Protocol):
         destinations: list[str] | None = None,
         floats: tuple[Floats, ...] = (),
         written: Ranges | None = None,
-    ) -> None:
+    ) -> bool:
         """Commit a filled slot in memory; when this returns the snapshot counts.
 
         Args:
@@ -131,6 +143,9 @@ class Host(Protocol):
             destinations: tiers of a user's file, instead of the run's.
             floats: where in it numbers lie that may be approximated on their way to a memory node.
             written: what was written since the slot was filled as ``lease.held``, ``None`` for all.
+
+        Returns:
+            whether the next snapshot would need a slot that is still to be made.
 
         Raises:
             ShareMissing: if other ranks fill it too, and the bytes of one of them will not come.
@@ -201,11 +216,19 @@ class InProcessHost:
         self.run, self.attempt = info.text, opened.attempt
         return opened
 
-    def lease(self, nbytes: int, wait_s: float, *, limit_s: float | None = None, shared: Shared | None = None) -> Lease:
+    def lease(
+        self,
+        nbytes: int,
+        wait_s: float,
+        *,
+        limit_s: float | None = None,
+        shared: Shared | None = None,
+        spare: bool = False,
+    ) -> Lease:
         """See :meth:`Host.lease`. No other process gets at this ring."""
         if shared is not None and (shared.shares > 1 or shared.at):
             raise SettingsError("a ring inside the trainer (memory=None) cannot be filled by several ranks")
-        upload = self._node.lease(self.run, self.attempt, nbytes, wait_s=wait_s, session=IN_PROCESS)
+        upload = self._node.lease(self.run, self.attempt, nbytes, wait_s=wait_s, session=IN_PROCESS, spare=spare)
         memory = upload.slot.memory
         assert memory is not None
         return Lease(upload.id, memory.map, nbytes, "process", upload.slot.index, upload.held, 0, shared)
@@ -232,9 +255,10 @@ class InProcessHost:
         destinations: list[str] | None = None,
         floats: tuple[Floats, ...] = (),
         written: Ranges | None = None,
-    ) -> None:
+    ) -> bool:
         """See :meth:`Host.seal`."""
         self._node.seal(lease.id, manifest, destinations, floats, written)
+        return self._node.ring.is_short(self._node.key(self.run), lease.nbytes)
 
     def abort(self, lease: Lease) -> None:
         """See :meth:`Host.abort`."""

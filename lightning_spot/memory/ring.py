@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning_spot.errors import Fenced, RingFull, SnapshotNotFound
+from lightning_spot.errors import Fenced, SnapshotNotFound
 from lightning_spot.image.manifest import Manifest, Order
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.room import Limits, capacity_for, find_room, why_full
@@ -38,8 +37,6 @@ from lightning_spot.memory.slots import (
 )
 from lightning_spot.staging.slot import SlotMemory
 
-_LOOK_S = 0.25  # how often who waits for a slot looks whether it should go on waiting
-
 logger = logging.getLogger(__name__)
 
 
@@ -51,6 +48,10 @@ class Ring:
         memory_bytes: most bytes all slots together may hold.
         area: directory on tmpfs for the slots, or ``None`` for memory files.
         run_memory_bytes: most bytes the slots of one run may hold; ``None`` for no such limit.
+
+    Attributes:
+        changed: lock of all that the ring holds; notified whenever something changed.
+        changes: how often that was.
     """
 
     def __init__(
@@ -67,47 +68,31 @@ class Ring:
         self.area = SlotArea(area) if area is not None else None
         self.slots = self.area.adopt() if self.area is not None else []
         self._limits = Limits(slots, memory_bytes, run_memory_bytes)
-        self._changes = 0
+        self.changes = 0
         self._tiers: dict[str, Tiers] = {}
         self._watchers: list[Callable[[], None]] = []
         self._sequence = max((slot.sequence for slot in self.slots), default=0)
 
     # -- who fills a slot -----------------------------------------------------------------------------------------
 
-    def lease(
-        self, run: str, nbytes: int, wait_s: float = 0.0, *, cancelled: Callable[[], bool] = lambda: False
-    ) -> Slot:
-        """Take a slot for a snapshot of ``nbytes`` and mark it as being filled.
+    def try_lease(
+        self, run: str, nbytes: int, *, only_new: bool = False, reuse: bool = False, spare: bool = False
+    ) -> Slot | None:
+        """Take a slot if one can be had now; making its memory may take seconds. See :func:`leasing.lease`.
 
         Args:
             run: key of the run.
             nbytes: size of the snapshot.
-            wait_s: how long to wait for a slot.
-            cancelled: asked while waiting: whether nobody wants the slot any more.
-
-        Raises:
-            SnapshotTooLarge: if it can never fit.
-            RingFull: if no slot became available in time.
-            TierError: if the host has no memory for it.
+            only_new: whether only one in unused memory will do.
+            reuse: whether memory is made only if what was superseded leaves none, and for one slot at a time.
+            spare: likewise, and only if that is so.
         """
-        deadline = time.monotonic() + wait_s
-        while True:
-            seen = self._changes
-            if (slot := self.try_lease(run, nbytes)) is not None:
-                return slot
-            with self.changed:
-                while seen == self._changes:
-                    left = deadline - time.monotonic()
-                    if left <= 0 or cancelled():
-                        raise RingFull(why_full(self.slots, run, nbytes, self._limits))
-                    self.changed.wait(min(left, _LOOK_S))
-
-    def try_lease(self, run: str, nbytes: int, *, only_new: bool = False) -> Slot | None:
-        """Take a slot if one can be had now (``only_new``: in unused memory); making that may take seconds."""
         capacity = capacity_for(nbytes, self._limits)
         with self.changed:
-            found = find_room(self.slots, run, max(1, nbytes), capacity, self._limits)
-            if found is None or (only_new and not found.is_new):
+            found = find_room(self.slots, run, max(1, nbytes), capacity, self._limits, reuse=reuse or spare)
+            if found is None or (only_new and not found.is_new) or (spare and not found.is_spare):
+                return None
+            if found.is_spare and (reuse or spare) and any(slot.spare and slot.run == run for slot in self.slots):
                 return None
             for other in found.forget:
                 self._forget(other)
@@ -117,6 +102,7 @@ class Ring:
                 self._forget(slot)
             slot.state, slot.run, slot.portion = SlotState.FILLING, run, None
             slot.reserved_bytes = capacity if slot.memory is None else 0
+            slot.spare = spare
             if found.forget:
                 self.notify()
         for memory in released:
@@ -124,6 +110,18 @@ class Ring:
         if slot.memory is None:
             self._make_memory(slot, capacity)
         return slot
+
+    def is_short(self, run: str, nbytes: int) -> bool:
+        """Whether one more snapshot of a run would need new memory, and there is some for it."""
+        with self.changed:
+            capacity = capacity_for(nbytes, self._limits)
+            found = find_room(self.slots, run, max(1, nbytes), capacity, self._limits, reuse=True)
+            return found is not None and found.is_spare
+
+    def why_full(self, run: str, nbytes: int) -> str:
+        """Why no slot can be had now, for people."""
+        with self.changed:
+            return why_full(self.slots, run, nbytes, self._limits)
 
     @property
     def full(self) -> bool:
@@ -312,7 +310,7 @@ class Ring:
 
     def notify(self) -> None:
         """Wake whoever waits for a change; call it under the lock."""
-        self._changes += 1
+        self.changes += 1
         self.changed.notify_all()
         for callback in self._watchers:
             callback()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import SnapshotTooLarge
 from lightning_spot.image.manifest import Order, snapshot_order
-from lightning_spot.memory.slots import Slot, SlotState, reusable
+from lightning_spot.memory.slots import Slot, SlotState, bases_of, newest_of_lineages, reusable
 from lightning_spot.staging.slot import slot_capacity
 
 _MUCH_LARGER = 4
@@ -49,6 +49,12 @@ class Room:
         """Whether it is memory that was not used before, and nothing makes room for it."""
         return not (self.forget or self.release or (self.slot is not None and self.slot.capacity))
 
+    @property
+    def is_spare(self) -> bool:
+        """Whether memory is made, and no snapshot dropped for it."""
+        drops = bool(self.forget) or (self.slot is not None and self.slot.state is SlotState.COMMITTED)
+        return not drops and (self.is_new or bool(self.release))
+
 
 def capacity_for(nbytes: int, limits: Limits) -> int:
     """Memory to give a snapshot of ``nbytes``.
@@ -71,7 +77,9 @@ def capacity_for(nbytes: int, limits: Limits) -> int:
     return min(slot_capacity(nbytes), max(nbytes, most))
 
 
-def find_room(slots: list[Slot], run: str, nbytes: int, capacity: int, limits: Limits) -> Room | None:
+def find_room(
+    slots: list[Slot], run: str, nbytes: int, capacity: int, limits: Limits, *, reuse: bool = False
+) -> Room | None:
     """Choose a slot for a snapshot: a free one, a new one, or the one whose snapshot is missed least.
 
     Args:
@@ -80,6 +88,7 @@ def find_room(slots: list[Slot], run: str, nbytes: int, capacity: int, limits: L
         nbytes: size of the snapshot.
         capacity: memory to give it, if none that is there fits.
         limits: of the ring.
+        reuse: whether a superseded snapshot, of which nobody needs the bytes, goes before new memory is used.
 
     Returns:
         ``None`` if no slot can be had now.
@@ -90,7 +99,8 @@ def find_room(slots: list[Slot], run: str, nbytes: int, capacity: int, limits: L
         return None
     free = [slot for slot in slots if slot.state is SlotState.FREE and not slot.readers] + forget
     idle = [slot for slot in idle if slot not in forget]
-    for candidate in _free_first(slots, free, nbytes, limits):
+    superseded = _superseded(slots, idle, nbytes) if reuse and not forget else []
+    for candidate in _free_first(slots, free, nbytes, limits, superseded):
         if (room := _try(slots, candidate, free, [], nbytes, capacity, limits)) is not None:
             return Room(room.slot, forget, room.release)
     for candidate in idle:
@@ -114,7 +124,9 @@ def why_full(slots: list[Slot], run: str, nbytes: int, limits: Limits) -> str:
         share = f"; one run may use {format_bytes(limits.run_memory_bytes or 0)} of this node's memory (--run-memory)"
     reasons: Counter[str] = Counter()
     for slot in slots:
-        if slot.state is SlotState.FILLING:
+        if slot.spare:
+            reasons["being made"] += 1
+        elif slot.state is SlotState.FILLING:
             reasons["being filled"] += 1
         elif slot.dirty:
             reasons[f"not at {' and '.join(sorted(slot.dirty))} yet, which is too slow or fails"] += 1
@@ -140,17 +152,33 @@ def _within_quota(slots: list[Slot], idle: list[Slot], run: str, capacity: int, 
     return forget if over <= 0 else None
 
 
-def _free_first(slots: list[Slot], free: list[Slot], nbytes: int, limits: Limits) -> list[Slot | None]:
-    """Free slots that fit, a new one, then those that must be made anew; a small file leaves large slots alone."""
+def _superseded(slots: list[Slot], idle: list[Slot], nbytes: int) -> list[Slot]:
+    """Slots that fit, and hold what neither a resume nor a node behind would miss: older snapshots."""
+    missed = newest_of_lineages(slots) | bases_of(slots)
+    return [slot for slot in idle if slot.snapshot and slot not in missed and slot.takes(nbytes)]
+
+
+def _free_first(
+    slots: list[Slot], free: list[Slot], nbytes: int, limits: Limits, superseded: list[Slot]
+) -> list[Slot | None]:
+    """Free slots that fit, a new one, then those that must be made anew; a small file leaves large slots alone.
+
+    Superseded ones go before a new one is made.
+    """
     fitting = sorted((slot for slot in free if slot.takes(nbytes)), key=lambda slot: (slot.capacity, _kept(slot)))
-    wasted = [slot for slot in fitting if slot.capacity > _MUCH_LARGER * nbytes + _SMALL_BYTES]
+    wasted = [slot for slot in fitting if _is_much_larger(slot, nbytes)]
+    superseded = [slot for slot in superseded if not _is_much_larger(slot, nbytes)]
     new: list[Slot | None] = [None] if limits.slots is None or len(slots) < limits.slots else []
     without = [slot for slot in free if not slot.capacity]
     unfit = [slot for slot in free if slot.capacity and not slot.takes(nbytes)]
     base = max((slot for slot in fitting if slot.portion is not None), key=_kept, default=None)
     last = [slot for slot in fitting if slot is base]  # of the next snapshot, only what changed since it is sent
     rest = [slot for slot in fitting if slot not in wasted and slot is not base]
-    return [*rest, *without, *new, *last, *unfit, *(slot for slot in wasted if slot is not base)]
+    return [*rest, *superseded, *without, *new, *last, *unfit, *(slot for slot in wasted if slot is not base)]
+
+
+def _is_much_larger(slot: Slot, nbytes: int) -> bool:
+    return slot.capacity > _MUCH_LARGER * nbytes + _SMALL_BYTES
 
 
 def _kept(slot: Slot) -> Order:

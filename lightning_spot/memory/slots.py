@@ -80,6 +80,7 @@ class Slot:
         portion: the ranges of a snapshot at a memory node that the memory holds; all else in it is something else.
         sent_crcs: place and content of the CRC fields as they came, if several hosts sent the snapshot.
         given: whether other processes look at its memory for as long as they like: nothing is written to that any more.
+        spare: whether it is made ready before anybody needs it: who does waits for it, and makes no other.
     """
 
     index: int
@@ -107,6 +108,7 @@ class Slot:
     portion: HeldPortion | None = None
     sent_crcs: tuple[tuple[int, bytes], ...] = ()
     given: bool = False
+    spare: bool = False
 
     def takes(self, nbytes: int) -> bool:
         """Whether a snapshot of ``nbytes`` can be written to its memory."""
@@ -145,6 +147,7 @@ class Slot:
         self.state, self.run, self.manifest, self.places = SlotState.FREE, "", None, None
         self.dirty, self.safe, self.refused, self.settled = [], [], [], False
         self.floats, self.inexact_at, self.surpassed, self.sent_crcs = (), [], None, ()
+        self.spare = False
 
 
 def newest_of_lineages(slots: Iterable[Slot]) -> set[Slot]:

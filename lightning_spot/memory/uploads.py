@@ -23,6 +23,7 @@ from lightning_spot.memory.abroad import Abroad, Heard
 from lightning_spot.memory.ahead import SlotsAhead
 from lightning_spot.memory.bases import Base
 from lightning_spot.memory.joint import Shared
+from lightning_spot.memory.leasing import lease
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import key_of
@@ -104,9 +105,10 @@ class Uploads:
         upload_id: str = "",
         shared: Shared | None = None,
         layout_id: str = "",
+        spare: bool = False,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Upload:
-        """Take a slot for a new snapshot; see :meth:`Ring.lease` for what else it raises.
+        """Take a slot for a new snapshot; see :func:`leasing.lease` for what else it raises.
 
         Args:
             run: the run, as in URLs.
@@ -121,6 +123,7 @@ class Uploads:
                 when the answer was lost; ``""`` has one made.
             shared: if several ranks of this host will fill it, see :meth:`Shares.joint`.
             layout_id: of the layout that is meant, likewise.
+            spare: see :func:`leasing.lease`.
             cancelled: asked while waiting: whether nobody wants the slot any more.
 
         Raises:
@@ -141,7 +144,7 @@ class Uploads:
             self._overtake(key)
         if manifest is not None or (shared is not None and shared.by_hosts):
             self._ahead.wait(key)
-        slot = self._ring.lease(key, nbytes, wait_s, cancelled=gone)
+        slot = lease(self._ring, key, nbytes, wait_s, cancelled=gone, reuse=bool(session), spare=spare)
         upload = Upload(upload_id or uuid.uuid4().hex, key, attempt, slot, nbytes, name, session, time.monotonic())
         upload.held, slot.held, slot.checked_s = slot.held, "", float("-inf")
         upload.joint = joint

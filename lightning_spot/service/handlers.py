@@ -54,7 +54,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
 from lightning_spot.image.written import read_ranges
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.runs import RunInfo, parse_run
+from lightning_spot.memory.runs import RunInfo, key_of, parse_run
 from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.wire import (
     DIGEST_HEADER,
@@ -301,6 +301,7 @@ class Service:
             upload_id=identifier(body, "upload"),
             shared=shared_of(body) if near else None,
             layout_id=identifier(body, "layout_id"),
+            spare=near and body.get("spare") is True,
         )
         return web.json_response({**leased(self.node, upload), "base": base_info(upload)})
 
@@ -371,7 +372,8 @@ class Service:
         written = read_ranges(body.get("written"), manifest.nbytes)
         upload = request.match_info["upload"]
         done = await asyncio.to_thread(self.node.seal, upload, manifest, destinations, floats, written)
-        return web.json_response({"checksums": list(done.checksums)})
+        short = self.node.ring.is_short(key_of(done), done.nbytes)
+        return web.json_response({"checksums": list(done.checksums), "short": short})
 
     async def _abort(self, request: web.Request) -> web.Response:
         self.node.abort(request.match_info["upload"])

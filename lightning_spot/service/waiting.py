@@ -50,6 +50,7 @@ class Waiting:
         upload_id: str = "",
         shared: Shared | None = None,
         layout_id: str = "",
+        spare: bool = False,
     ) -> Upload:
         """Take a slot, see :meth:`Uploads.lease`.
 
@@ -65,6 +66,7 @@ class Waiting:
             upload_id: chosen by who asks.
             shared: if several ranks of this host will fill it.
             layout_id: of the layout that is meant, likewise.
+            spare: whether a slot is wanted only if the next snapshot would need one that is still to be made.
 
         Raises:
             RingFull: if no slot became free in time, or too many wait.
@@ -90,6 +92,7 @@ class Waiting:
                         upload_id=upload_id,
                         shared=shared,
                         layout_id=layout_id,
+                        spare=spare,
                     )
                     break
                 except RingFull:

@@ -44,14 +44,32 @@ def map_shared(fd: int, nbytes: int) -> mmap.mmap:
     """
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     shared = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=protection)
-    if not _map_pages(shared, nbytes):  # a kernel before 5.14
+    if not _map_pages(shared, nbytes, write=False):  # a kernel before 5.14
         shared.close()
         return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | _POPULATE, prot=protection)
     return shared
 
 
-def _map_pages(shared: mmap.mmap, nbytes: int) -> bool:
-    """Fill the page tables of a mapping on several threads; whether that could be done."""
+def make_shared(fd: int, nbytes: int) -> mmap.mmap:
+    """Make the pages of an empty file in memory, and map them, see :func:`map_shared`.
+
+    All processors make them, for the same reason; ``fallocate`` would use one.
+
+    Raises:
+        OSError: if there is no room for all of them.
+    """
+    os.ftruncate(fd, nbytes)
+    shared = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    if _map_pages(shared, nbytes, write=True):
+        return shared
+    shared.close()
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, nbytes)  # on a kernel before 5.14; or it says what is wrong
+    return map_shared(fd, nbytes)
+
+
+def _map_pages(shared: mmap.mmap, nbytes: int, *, write: bool) -> bool:
+    """Fill the page tables of a mapping on several threads, see :func:`populate`; whether that could be done."""
     todo, taking = iter(range(0, nbytes, _AT_ONCE_BYTES)), threading.Lock()
     failed = threading.Event()
 
@@ -61,7 +79,7 @@ def _map_pages(shared: mmap.mmap, nbytes: int) -> bool:
                 start = next(todo, None)
             if start is None:
                 return
-            if not populate(shared, start, min(_AT_ONCE_BYTES, nbytes - start), write=False):
+            if not populate(shared, start, min(_AT_ONCE_BYTES, nbytes - start), write=write):
                 failed.set()
 
     count = min(_MOST_THREADS, os.cpu_count() or 1, -(-nbytes // _AT_ONCE_BYTES))
@@ -116,7 +134,7 @@ def seal_memory(fd: int) -> bool:
 class SlotMemory:
     """The memory of one slot.
 
-    Created by the ring that owns it; others map it by its descriptor. Its pages exist from the start (``fallocate``),
+    Created by the ring that owns it; others map it by its descriptor. Its pages exist from the start,
     so that a copy into it never faults and a full tmpfs shows here, not as a ``SIGBUS`` in the middle of a copy.
 
     Attributes:
@@ -127,12 +145,12 @@ class SlotMemory:
         map: the memory as this process sees it.
     """
 
-    def __init__(self, fd: int, capacity: int, backing: str, path: Path | None) -> None:
+    def __init__(self, fd: int, shared: mmap.mmap, backing: str, path: Path | None) -> None:
         self.fd = fd
-        self.capacity = capacity
+        self.capacity = len(shared)
         self.backing = backing
         self.path = path
-        self.map = map_shared(fd, capacity)
+        self.map = shared
 
     @classmethod
     def create(cls, capacity: int, path: Path | None) -> SlotMemory:
@@ -151,7 +169,7 @@ class SlotMemory:
             fd = -1
             try:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-                os.posix_fallocate(fd, 0, capacity)
+                shared = make_shared(fd, capacity)
             except OSError as error:
                 if fd >= 0:
                     os.close(fd)
@@ -165,27 +183,24 @@ class SlotMemory:
                     format_bytes(capacity),
                 )
             else:
-                return cls(fd, capacity, "tmpfs", path)
+                return cls(fd, shared, "tmpfs", path)
         return cls._memory_file(capacity)
 
     @classmethod
     def _memory_file(cls, capacity: int) -> SlotMemory:
         fd = memory_file("lightning-spot-slot")
         try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(fd, 0, capacity)
-            else:
-                os.ftruncate(fd, capacity)
+            shared = make_shared(fd, capacity)
         except OSError as error:
             os.close(fd)
             raise TierError(f"this host gives no {format_bytes(capacity)} of memory for a slot: {error}") from error
-        return cls(fd, capacity, "memfd", None)
+        return cls(fd, shared, "memfd", None)
 
     @classmethod
     def reopen(cls, path: Path) -> SlotMemory:
         """Open a slot that an earlier node left in tmpfs."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        return cls(fd, os.fstat(fd).st_size, "tmpfs", path)
+        return cls(fd, map_shared(fd, os.fstat(fd).st_size), "tmpfs", path)
 
     def view(self, nbytes: int) -> memoryview:
         """The first ``nbytes`` bytes, writable. Release it before the slot is closed."""

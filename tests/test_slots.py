@@ -1,0 +1,178 @@
+"""Slots made when they are needed: how many a training gets, who waits for one, what is said of skipped snapshots."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from lightning_spot.errors import RingFull
+from lightning_spot.fit import pacing as pacing_module
+from lightning_spot.fit.pacing import Pacing
+from lightning_spot.interval.deadline import Deadline
+from lightning_spot.interval.policy import EverySeconds, EverySteps
+from lightning_spot.memory.host import InProcessHost
+from tests.conftest import named_run, until
+from tests.gated import GatedStore, image_of, manifest_of
+from tests.test_writer import Desk
+
+NBYTES = 1000
+
+
+class Here:
+    """A ring in this process, and its trainer's hold on it."""
+
+    def __init__(self, root: Path) -> None:
+        self.store = GatedStore(str(root / "tier"))
+        self.host = InProcessHost(slots=3, memory_bytes=2**26, open_store=lambda _url: self.store)
+        self.host.open_run(named_run("run", self.store.url, keep=100))
+        self.slots = self.host._node.ring.slots
+
+    def take(self, step: int) -> bool:
+        """A snapshot; whether the next one would need a slot that is not made yet."""
+        lease = self.host.lease(NBYTES, 0.0)
+        lease.map[:NBYTES] = image_of(step, NBYTES)
+        return self.host.seal(lease, manifest_of(step, run_id=""))
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Here]:
+    made = Here(tmp_path)
+    yield made
+    made.store.open.set()
+    made.host.leave(complete=True)
+
+
+def test_while_a_tier_keeps_up_two_slots_do(here: Here) -> None:
+    assert here.take(1)  # the newest stays, and there is no other
+    for step in range(2, 6):
+        assert here.host.flush(30) == []
+        assert not here.take(step)  # the one before it is superseded, and nobody reads it
+    assert len(here.slots) == 2
+
+
+def test_a_third_is_wanted_while_the_tier_reads_one(here: Here) -> None:
+    here.store.open.clear()
+    here.take(1)
+    until(lambda: here.store.tries, "the tier to be at it")
+    assert here.take(2)
+    assert not here.take(3)  # where there is room for no more, none is wanted
+    assert len(here.slots) == 3
+
+
+def test_what_a_node_behind_has_is_kept_for_deltas(here: Here) -> None:
+    here.take(1)
+    assert here.host.flush(30) == []
+    with here.host._node.ring.changed:
+        here.slots[0].safe.append("spot://127.0.0.1:7070/run")
+    assert here.take(2)
+
+
+def test_a_spare_slot_is_made_only_if_one_is_wanted(here: Here) -> None:
+    here.take(1)
+    spare = here.host.lease(NBYTES, 0.0, spare=True)
+    here.host.abort(spare)
+    with pytest.raises(RingFull):
+        here.host.lease(NBYTES, 0.0, spare=True)
+    assert here.host.lease(NBYTES, 0.0).slot == spare.slot
+
+
+def test_who_needs_the_slot_that_is_being_made_waits_for_it(here: Here) -> None:
+    here.take(1)
+    spare = here.host.lease(NBYTES, 0.0, spare=True)
+    with pytest.raises(RingFull, match="1 being made"):
+        here.host.lease(NBYTES, 0.0)
+    found: list[int] = []
+    waiting = threading.Thread(target=lambda: found.append(here.host.lease(NBYTES, 30.0).slot))
+    waiting.start()
+    here.host.abort(spare)
+    waiting.join()
+    assert found == [spare.slot]
+    assert len(here.slots) == 2
+
+
+# -- the writer -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    made = Desk(tmp_path)
+    yield made
+    made.writer.close()
+    made.host.leave(complete=True)
+
+
+def slots_of(desk: Desk) -> list[str]:
+    return [slot["state"] for slot in desk.host._node.status()["slots"]]
+
+
+def test_the_writer_has_slots_made_one_after_the_other(desk: Desk) -> None:
+    desk.writer.warm(700_000)
+    until(lambda: desk.writer.ready, "the first slot")
+    assert slots_of(desk) == ["free"]
+    desk.begin(1, desk.checkpoint()).result(30)
+    until(lambda: slots_of(desk) == ["committed", "free"], "the second one")
+    for step in range(2, 6):
+        assert desk.host.flush(30) == []
+        desk.begin(step, desk.checkpoint()).result(30)
+    assert len(slots_of(desk)) == 2
+
+
+def test_an_urgent_snapshot_waits_no_longer_for_its_slot_than_it_may(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease, go_on = desk.host.lease, threading.Event()
+
+    def slow(*what: Any, **more: Any) -> Any:
+        assert go_on.wait(30)
+        return lease(*what, **more)
+
+    monkeypatch.setattr(desk.host, "lease", slow)
+    desk.writer.warm(700_000)
+    waited: list[float] = []
+    monkeypatch.setattr(desk.writer._maker, "wait", lambda wait_s: bool(waited.append(wait_s)))
+    manifest = manifest_of(1)
+    over = Deadline(end_s=0.0, is_named=True)
+    for wait_s in (3.0, over.wait_s, 0.0):
+        with pytest.raises(RingFull, match="still being made"):
+            desk.writer.begin(desk.checkpoint(), manifest, wait_s=wait_s)
+    assert waited == [3.0, over.wait_s, desk.host.max_stall_s]
+    assert 0 < over.wait_s < 0.1
+    go_on.set()
+
+
+# -- what is said -----------------------------------------------------------------------------------------------------
+
+
+def at_seams(pacing: Pacing, steps: range, can_begin: Callable[[], str]) -> None:
+    trainer = SimpleNamespace(global_step=0, is_global_zero=True, world_size=1)
+    for trainer.global_step in steps:
+        if pacing.due(cast(Any, trainer), can_begin, tuple):
+            pacing.taken(trainer.global_step)
+
+
+def test_snapshots_that_no_slot_was_there_for_are_counted_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(pacing_module, "rank_zero_info", said.append)
+    pacing = Pacing(EverySteps(1))
+    at_seams(pacing, range(1, 4), lambda: "")
+    at_seams(pacing, range(4, 9), lambda: "alone")
+    at_seams(pacing, range(9, 10), lambda: "")
+    at_seams(pacing, range(10, 12), lambda: "alone")
+    assert pacing.passed_over == 4
+    assert len(said) == 1
+    assert "3 snapshots that were due before that of step 4 are skipped" in said[0]
+
+
+@pytest.mark.parametrize("policy", [EverySteps(4), EverySeconds(1e-9)])
+def test_one_that_comes_late_is_not_skipped(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(pacing_module, "rank_zero_info", said.append)
+    pacing = Pacing(policy)
+    at_seams(pacing, range(1, 7), lambda: "")
+    at_seams(pacing, range(7, 30), lambda: "alone")
+    assert (pacing.passed_over, said) == (0, [])
