@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightning_spot.capture.attempt import RingSettings
+from lightning_spot.capture.attempt import RingSettings, expected_nbytes
 from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.split import Ranks
@@ -25,6 +25,7 @@ from lightning_spot.client import embedded
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable, SettingsError, ShareMissing
+from lightning_spot.fit.hosts import Hosts
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.node import Node
@@ -187,6 +188,24 @@ def test_other_ranks_wait_for_nothing_and_what_training_changes_meanwhile_is_sav
     for future in begun:
         future.result(LAST_S)
     desk.check(begun[-1].result())
+
+
+def test_a_slot_of_another_host_is_made_before_it_is_needed(desk: Desk) -> None:
+    """Else the first snapshot waits until the kernel has made its pages: seconds where a portion has gigabytes."""
+    hosts = Hosts(HOSTS, can_bring=True)
+    assert [hosts.warmed_by(rank) for rank in range(4)] == [0.0, 0.5, 0.0, 0.0]
+    desk.others[0].warm(expected := expected_nbytes([torch.zeros(1_000_000)], 0.5))
+    assert 2_000_000 < expected < 10_000_000
+    host = desk.hosts[1]
+
+    def made() -> Any:
+        slots = host._call("GET", "/v1/status", None)["slots"]
+        return [slot["capacity_bytes"] for slot in slots if slot["state"] == "free" and slot["capacity_bytes"]]
+
+    (capacity,) = until(made, "a slot")
+    desk.check(desk.take(1))
+    assert made() == [capacity]
+    assert capacity >= expected
 
 
 class OnTwoHosts(SimpleNamespace):

@@ -86,6 +86,12 @@ def open_host(location: Location, settings: RingSettings) -> Host:
     )
 
 
+def expected_nbytes(state: Any, part: float = 1.0) -> int:
+    """About the bytes of a snapshot with the tensors of ``state``, and what goes with them, or of a part of it."""
+    tensors = tensors_in(state)
+    return int(part * sum(item.numel() * item.element_size() + _PER_TENSOR_BYTES for item in tensors)) + _OUTLINE_BYTES
+
+
 class Attempt:
     """One attempt of a run. Made once ``fit`` begins; :meth:`finish` ends it.
 
@@ -159,10 +165,8 @@ class Attempt:
 
     def warm(self, state: Any) -> None:
         """Have slots made in the background, large enough for the tensors of ``state`` and what goes with them."""
-        tensors = list(tensors_in(state))
-        nbytes = sum(tensor.numel() * tensor.element_size() + _PER_TENSOR_BYTES for tensor in tensors)
-        nbytes = int(nbytes * self.writer.across.part)
-        self.writer.warm(nbytes + _OUTLINE_BYTES, cuda=any(tensor.device.type == "cuda" for tensor in tensors))
+        cuda = any(tensor.device.type == "cuda" for tensor in tensors_in(state))
+        self.writer.warm(expected_nbytes(state, self.writer.across.part), cuda=cuda)
 
     def write(
         self,

@@ -19,6 +19,7 @@ from typing import Generic, TypeVar
 
 from lightning_spot.capture.contents import Plan, Unchanged
 from lightning_spot.capture.host_link import leave, within
+from lightning_spot.capture.leases import give_back
 from lightning_spot.capture.split import Number
 from lightning_spot.capture.views import SlotViews
 from lightning_spot.errors import NodeUnreachable, ShareMissing, SpotError, TornSnapshot
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _JOIN_S = 600.0  # as long as rank 0 may wait for a slot; a node says at once if there will be none
 _CLOSE_S = 10.0
+_ALLOCATE_S, _ALLOCATED_BYTES_PER_S = 60.0, 200e6  # a slot's pages are made by the kernel at 3 GB/s; swapping is slower
 
 What = TypeVar("What")
 
@@ -95,7 +97,7 @@ class Follower(ABC, Generic[What]):
         self._unchanged = Unchanged()
         self._unsteady: frozenset[int] = frozenset()
         self._pending: list[Task[What]] = []
-        self._tasks: queue.SimpleQueue[Task[What] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="spot-share", daemon=True)
         self._thread.start()
 
@@ -114,6 +116,14 @@ class Follower(ABC, Generic[What]):
             self._copier.fence()
             job.settle()
         self._pending = [task for task in self._pending if not task.done.done()]
+
+    def warm(self, nbytes: int) -> None:
+        """Have a slot made at the node of this host, in the background, for what its ranks write; others follow.
+
+        Args:
+            nbytes: of all that, about.
+        """
+        self._tasks.put(lambda: self._warm(nbytes))
 
     def settle(self, wait_s: float) -> None:
         """Wait until every part begun so far is in place or given up."""
@@ -149,7 +159,7 @@ class Follower(ABC, Generic[What]):
     def _put(self, task: Task[What]) -> None:
         """Have a part written."""
         self._pending.append(task)
-        self._tasks.put(task)
+        self._tasks.put(lambda: self._write(task))
 
     def _wait(self, task: Task[What], event: threading.Event) -> None:
         """Wait for something that comes before training may go on; if it does not come in time, the part is torn."""
@@ -191,11 +201,20 @@ class Follower(ABC, Generic[What]):
             raise TornSnapshot(f"{found} tensors were written to past torch's count of writes")
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while (do := self._tasks.get()) is not None:
             try:
-                self._write(task)
+                do()
             except Exception:  # training must not wait for a thread that has ended
-                logger.exception("lightning_spot: the share of %s was not written", task.name)
+                logger.exception("lightning_spot: a rank's part of a snapshot was not written")
+            del do
+
+    def _warm(self, nbytes: int) -> None:
+        if (host := self._host) is None:
+            return
+        try:
+            give_back(host, host.lease(nbytes, 0.0, limit_s=_ALLOCATE_S + nbytes / _ALLOCATED_BYTES_PER_S))
+        except SpotError as error:  # then it is made when it is needed
+            logger.debug("no slot was made ahead: %s", error)
 
     def _write(self, task: Task[What]) -> None:
         what, task.what = task.what, None

@@ -97,6 +97,11 @@ class Hosts:
         why_not = next((f"rank {rank}: {each}" for rank, each in enumerate(problems) if each), "")
         return cls(ranks, can_bring, mine, is_guest, connect, len(set(places)), why_not)
 
+    def warmed_by(self, rank: int) -> float:
+        """About the part of a snapshot for which a rank is to have a slot made, as the first one of another host."""
+        ranks = next((each for each in self.ranks[1:] if self.can_bring and each[0] == rank), ())
+        return len(ranks) / sum(map(len, self.ranks)) if ranks else 0.0
+
     def leave(self) -> None:
         """On a rank that writes no share: let the node of its host go."""
         if self.mine is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from lightning_spot.capture.attempt import Attempt, RingSettings
+from lightning_spot.capture.attempt import Attempt, RingSettings, expected_nbytes
 from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint
 from lightning_spot.capture.split import Ranks
@@ -120,6 +120,11 @@ class InShards(OfTrainer):
             self._check_hosts(hosts.count)
         if hosts.why_not:
             raise NodeUnreachable(f"every rank needs the memory node of its host, and one has none: {hosts.why_not}")
+
+    def warm(self, state: Any) -> None:
+        """On another rank than 0: have a slot made for a snapshot with the tensors of ``state``, if this rank is to."""
+        if self._joining is not None and (part := self._hosts.warmed_by(self._trainer.global_rank)):
+            self._joining.warm(expected_nbytes(state, part))
 
     def how(self, attempt: Attempt, *, waits: bool) -> str:
         """On rank 0: how the next snapshot is written, ``""`` if there is none now.

@@ -266,10 +266,9 @@ class Snapshotter(OfTrainer):
     def _warm(self) -> None:
         """Have slots made in the background as soon as the first step showed how large a snapshot is."""
         self._is_warm = True
-        if self.attempt is not None:
-            module, optimizers = self._trainer.lightning_module, self._trainer.optimizers
-            states = [list(optimizer.state.values()) for optimizer in optimizers]
-            self.attempt.warm([*module.parameters(), *module.buffers(), states])
+        module, optimizers = self._trainer.lightning_module, self._trainer.optimizers
+        states = [list(optimizer.state.values()) for optimizer in optimizers]
+        (self.attempt or self.in_shards or self.together).warm([*module.parameters(), *module.buffers(), states])
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_spot.capture.attempt import Attempt, RingSettings
+from lightning_spot.capture.attempt import Attempt, RingSettings, expected_nbytes
 from lightning_spot.capture.share import ShareWriter
 from lightning_spot.capture.split import ALIKE, Number, Owners, Ranks
 from lightning_spot.errors import ShareMissing
@@ -100,6 +100,11 @@ class Together(OfTrainer):
         across = Number.of_hosts(hosts.ranks, rank) if hosts.can_bring else None
         assert hosts.mine is not None
         self.writer = ShareWriter(hosts.mine, hosts.connect, number, copier, schedule, across)
+
+    def warm(self, state: Any) -> None:
+        """On another rank than 0: have a slot made for a snapshot with the tensors of ``state``, if this rank is to."""
+        if self.writer is not None and (part := self._hosts.warmed_by(self._trainer.global_rank)):
+            self.writer.warm(expected_nbytes(state, part))
 
     def close(self) -> None:
         """Write no more shares. A second call does nothing."""

@@ -226,6 +226,7 @@ class Abroad:
             upload = self._uploads.lease(
                 run, attempt, portion.nbytes, name=name, wait_s=_WAIT_FOR_SLOT_S, shared=shared
             )
+            self._uploads.make_another(upload)
             self._uploads.shares.wait(upload)
             self._uploads.bring(upload)
             image = PortionImage(portion, upload.slot.view(portion.nbytes), gathering.nbytes)

@@ -164,6 +164,10 @@ class Uploads:
                 raise
         return begun
 
+    def make_another(self, upload: Upload) -> None:
+        """Have a second slot made for the snapshots of a run while the first one is filled."""
+        self._ahead.make(upload.run, upload.nbytes, 2)
+
     def find(self, upload_id: str) -> Upload:
         """The upload of that id, marked as alive.
 
