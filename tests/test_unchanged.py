@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -145,6 +146,63 @@ def test_writes_past_the_counts_are_found_and_said(
     for step_ in range(20, 25):
         desk.weights[3].data.view(-1)[8] = step_
         assert desk.take(step_) > WEIGHT  # always copied from now on
+
+
+def hold(desk: FrozenDesk, gate: threading.Event) -> None:
+    """Let the background do nothing before ``gate`` is set."""
+
+    def wait() -> None:
+        gate.wait(30)
+
+    desk.writer._tasks.put(wait)
+
+
+def test_a_write_past_the_counts_is_found_before_a_counted_one_hides_it(
+    desk: FrozenDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer steps before the background has come to compare: training compares itself."""
+    monkeypatch.setattr(contents, "_looks_alike", lambda *_: True)
+    desk.weights[3].data.view(-1)[7] = 1e9
+    gate = threading.Event()
+    hold(desk, gate)
+    done = desk.begin(6, desk.checkpoint())
+    desk.writer.copied()
+    with torch.no_grad():
+        desk.weights[3].mul_(2)
+    gate.set()
+    with pytest.raises(TornSnapshot):
+        done.result(30)
+    desk.take(7)
+
+
+def test_parameters_may_be_swapped(desk: FrozenDesk) -> None:
+    """As ``module.to()`` does where ``torch.__future__`` says so: torch refuses it while there is a weak reference."""
+    swap: Any = torch.utils.swap_tensors
+    swap(desk.weights[2], nn.Parameter(torch.randn(300, 100)))
+    assert desk.take(6) > WEIGHT
+    swap(desk.weights[1], desk.weights[2])
+    assert desk.take(7) > 2 * WEIGHT
+
+
+def test_writes_past_the_counts_in_mid_copy_are_seen(desk: FrozenDesk) -> None:
+    """As optimizers do that step in the hooks of gradients, or look ahead, by ``tensor.data``."""
+    for step_ in range(6, 9):
+        with torch.no_grad():
+            torch._foreach_add_(desk.weights, 1.0)
+        gate = threading.Event()
+        hold(desk, gate)
+        wanted = [weight.detach().clone() for weight in desk.weights]
+        done = desk.begin(step_, desk.checkpoint())
+        for weight in desk.weights[1:3]:
+            weight.data.mul_(2)
+        desk.writer.copied()
+        gate.set()
+        if step_ == 6:
+            with pytest.raises(TornSnapshot, match="2 tensors"):
+                done.result(30)
+        else:  # these are copied at once by now
+            done.result(30)
+            assert same(desk.saved(step_), wanted, desk.buffer)
 
 
 @pytest.mark.parametrize("among", [1, 2, 3, 6, CHECK_EVERY])

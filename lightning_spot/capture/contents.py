@@ -11,9 +11,10 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
+import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -36,6 +37,11 @@ _WHOLE_BYTES = 64 * 1024  # up to here all of a storage is compared each time
 _SPOTS = 4
 _SPOT_BYTES = 64
 _COUNTED_S = 0.05  # a write may be under way whose count is noted when it ends
+
+PAST_COUNTS = (
+    "%d tensors were written to past torch's count of writes (tensor.data, or code of your own); the last %d snapshots"
+    " may hold what they were before. From now on these are copied each time"
+)
 
 Owners = Mapping[int, Sequence[torch.Tensor]]
 """Tensors whose counts of writes count, by the address of their storage."""
@@ -100,6 +106,8 @@ class Plan:
         pieces: that are not there yet.
         written: the ranges that are not there yet, ``None`` where most are not, or that is unknown.
         unchecked: pieces that are there, by the counts of their owners, and whose bytes are compared this time.
+        found: of these, how many were compared and differ.
+        looking: held by whoever compares them.
         marks: see :class:`Known`.
     """
 
@@ -109,6 +117,8 @@ class Plan:
     past_counts: int = 0
     written: Ranges | None = None
     unchecked: list[Unchecked] = field(default_factory=list)
+    found: int = 0
+    looking: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def nbytes(self) -> int:
@@ -188,19 +198,22 @@ class Unchanged:
     def written_past_counts(self, plan: Plan, view: SlotView) -> int:
         """Compare the bytes that were left to be checked, on any thread; how many storages differ from the slot.
 
-        A storage that was written to in the right way meanwhile says nothing.
+        A storage that was written to in the right way meanwhile says nothing: so it is to be over before the optimizer
+        steps. Who comes while it is under way waits, and a later call compares nothing.
         """
-        unchecked, plan.unchecked = plan.unchecked, []
-        found = [
-            piece.named
-            for piece, tensors, owner, mark in unchecked
-            if piece.named is not None
-            and piece.storage.nbytes() == piece.named.nbytes  # else its memory was given back: nothing can be compared
-            and not _same(piece, view, 0, piece.nbytes)
-            and _still(owner, tensors, mark)
-        ]
-        self.distrusted.update(named for named in found if named is not None)
-        return len(found)
+        with plan.looking:
+            unchecked, plan.unchecked = plan.unchecked, []
+            found = [
+                piece.named
+                for piece, tensors, owner, mark in unchecked
+                if piece.named is not None
+                and piece.storage.nbytes() == piece.named.nbytes  # else its memory was given back: nothing is there
+                and not _same(piece, view, 0, piece.nbytes)
+                and _still(owner, tensors, mark)
+            ]
+            self.distrusted.update(named for named in found if named is not None)
+            plan.found += len(found)
+            return plan.found
 
     def _leave_for_later(self, plan: Plan) -> None:
         """Compare a share only where all of it would take long."""
@@ -234,15 +247,16 @@ class Turns:
 
 
 class _Owner:
-    """The tensors whose counts tell of a storage; they are not kept alive.
+    """The tensors whose counts tell of a storage; but for parameters, they are not kept alive.
 
-    A ``DTensor`` is known by what this rank has of it: ``module.cpu()`` fails where there is a weak reference to it.
+    Where there is a weak reference to a parameter, ``torch.utils.swap_tensors`` fails, and with it what torch does by
+    it (``module.to()``, as ``torch.__future__`` may have it). A ``DTensor`` is known by what this rank has of it.
     """
 
     __slots__ = ("_counts", "_known", "_number")
 
     def __init__(self, tensors: Sequence[torch.Tensor], number: int) -> None:
-        self._known = [weakref.ref(local_of(tensor)) for tensor in tensors]
+        self._known = [_reference(local_of(tensor)) for tensor in tensors]
         self._number = number
         self._counts = not any(tensor.is_inference() for tensor in tensors)
 
@@ -262,6 +276,10 @@ class _Owner:
         if len(tensors) == 1:
             return (self._number, tensors[0]._version)
         return (self._number, *[tensor._version for tensor in tensors])
+
+
+def _reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    return (lambda: tensor) if isinstance(tensor, torch.nn.Parameter) else weakref.ref(tensor)
 
 
 _UNCOUNTED = itertools.count()

@@ -6,6 +6,7 @@ thread: to wait for the slot, to copy, to say that the bytes are in place.
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
@@ -50,6 +51,7 @@ class Task(Generic[What]):
         wait_s: how long rank 0 may wait for a clean slot.
         thread: number of the thread that trains.
         job: the copies, once the slot is there.
+        look: compares what the slot had already with the tensors, which must not change before; how many differ.
         begun: whether the copies have begun, or never will.
         late: whether training has gone on without them.
         done: becomes ``None`` when the bytes are in place.
@@ -63,6 +65,7 @@ class Task(Generic[What]):
     wait_s: float
     thread: int = field(default_factory=threading.get_ident)
     job: CopyJob | None = None
+    look: Callable[[], int] = int
     begun: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
     late: bool = False
@@ -109,6 +112,7 @@ class Follower(ABC, Generic[What]):
             self._wait(task, task.begun)
             if (job := task.job) is None:
                 continue
+            task.look()
             try:
                 job.wait_cpu()
             except SpotError:
@@ -177,7 +181,9 @@ class Follower(ABC, Generic[What]):
         """A part was not written. Rank 0 says why there is no snapshot."""
         logger.debug("%s's part of %s: %s", task.who, task.name, error)
 
-    def _copy(self, task: Task[What], pieces: Sequence[Piece], view: SlotView, watches: Sequence[Watch]) -> CopyJob:
+    def _copy(
+        self, task: Task[What], plan: Plan, pieces: Sequence[Piece], view: SlotView, watches: Sequence[Watch]
+    ) -> CopyJob:
         """Start the copies for which training waits before its optimizer steps.
 
         Raises:
@@ -186,17 +192,20 @@ class Follower(ABC, Generic[What]):
         with task.lock:
             if task.late:
                 raise ShareMissing("training went on before its slot was there")
+            task.look = functools.partial(self._unchanged.written_past_counts, plan, view)
             task.job = job = self._copier.start(pieces, view, watches, self._schedule, task.thread)
         task.begun.set()
         return job
 
-    def _check_steady(self, job: CopyJob, plan: Plan, view: SlotView) -> None:
-        """Raise if a tensor was written to before it was copied, or one that was left out had been."""
+    def _check_steady(self, task: Task[What], job: CopyJob) -> None:
+        """Wait; raise if a tensor was written to before it was copied, or one that was left out had been."""
+        found = task.look()
+        job.wait()
         if job.moved:
             self._unsteady |= job.moved
             self.torn += 1
             raise TornSnapshot(f"{len(job.moved)} tensors changed between two optimizer steps while they were copied")
-        if found := self._unchanged.written_past_counts(plan, view):
+        if found:
             self.torn += 1
             raise TornSnapshot(f"{found} tensors were written to past torch's count of writes")
 

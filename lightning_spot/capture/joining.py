@@ -171,13 +171,12 @@ class Joining(Follower[_Part | SpotError]):
             for piece in plan.pieces
             if piece.storage.data_ptr() not in what.kept
         ]
-        job = self._copy(task, pieces, view, what.watches)
+        job = self._copy(task, plan, pieces, view, what.watches)
         plan.pieces.clear()
         pieces.clear()
         for offset, data in plan.frame:
             view.map[offset : offset + len(data)] = data
-        job.wait()
-        self._check_steady(job, plan, view)
+        self._check_steady(task, job)
         self._views.content(view).sealed(Known(lease.id, layout.frame, plan.marks))
 
     def _failed(self, task: Task[_Part | SpotError], error: SpotError) -> None:

@@ -110,15 +110,14 @@ class ShareWriter(Follower[_Share]):
         kept = [
             piece._replace(storage=what.copies.get(piece.storage.data_ptr(), piece.storage)) for piece in plan.pieces
         ]
-        job = self._copy(task, kept, view, watches)
+        job = self._copy(task, plan, kept, view, watches)
         plan.pieces.clear()
         if room is not None:
             place = portion.place(room[0]) if portion is not None else room[0]
             view.map[place : place + len(what.state)] = what.state
         self.copied_bytes += sum(piece.nbytes for piece in kept) + len(what.state)
         kept.clear()
-        job.wait()
-        self._check_steady(job, plan, view)
+        self._check_steady(task, job)
         self._views.content(view).sealed(Known(lease.id, (), plan.marks))
 
     def _check(self, lease: Lease, number: Number, what: _Share) -> tuple[Split, Portion | None]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from lightning_spot.capture.across import Across
-from lightning_spot.capture.contents import CHECK_EVERY, Known, Owners, Plan, Unchanged, owners_of
+from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, Known, Owners, Plan, Unchanged, owners_of
 from lightning_spot.capture.floating import floats_of
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.leases import Leases, give_back, say_backing
@@ -192,12 +192,14 @@ class SnapshotWriter:
     def copied(self) -> None:
         """Return when the tensors may change: call it before every optimizer step, swap of weights, and at the end."""
         for pending in self._pending:
+            self._unchanged.written_past_counts(pending.plan, pending.view)
             try:
                 pending.job.wait_cpu()
             except SpotError:
                 continue  # the background thread reports it through the future
             self._copier.fence()
             pending.job.settle()
+            self._unsteady |= pending.job.moved
         self._pending = [pending for pending in self._pending if not pending.done.done()]
 
     def settle(self, wait_s: float) -> None:
@@ -283,7 +285,7 @@ class SnapshotWriter:
         known = self._views.content(view).take(lease.held)
         plan = self._unchanged.plan(layout, owners, known if trusts else None, view)
         if plan.past_counts:
-            self._say_past_counts(plan.past_counts)
+            self.say_once("past-counts", PAST_COUNTS, plan.past_counts, CHECK_EVERY)
         return plan
 
     def _copy(self, plan: Plan, view: SlotView, owned: Owners) -> CopyJob:
@@ -308,15 +310,6 @@ class SnapshotWriter:
         plan.pieces.clear()  # no storage is kept alive longer than its copy takes
         return job
 
-    def _say_past_counts(self, count: int) -> None:
-        self.say_once(
-            "past-counts",
-            "%d tensors were written to past torch's count of writes (tensor.data, or code of your own); the last %d"
-            " snapshots may hold what they were before. From now on these are copied each time",
-            count,
-            CHECK_EVERY,
-        )
-
     # -- on the background thread ---------------------------------------------------------------------------------
 
     def _run_tasks(self) -> None:
@@ -334,17 +327,17 @@ class SnapshotWriter:
     def _finish(self, host: Host, pending: Pending) -> None:
         name = pending.manifest.name
         try:
+            found = self._unchanged.written_past_counts(pending.plan, pending.view)
             pending.job.wait()
             if pending.job.moved:
-                self._unsteady |= pending.job.moved
                 self.torn += 1
                 raise TornSnapshot(
                     f"snapshot {name} was dropped: {len(pending.job.moved)} tensors changed between two optimizer"
                     " steps while they were copied. From now on these are copied before the step goes on"
                 )
-            if found := self._unchanged.written_past_counts(pending.plan, pending.view):
+            if found:
                 self.torn += 1
-                self._say_past_counts(found)
+                self.say_once("past-counts", PAST_COUNTS, found, CHECK_EVERY)
                 raise TornSnapshot(f"snapshot {name} was dropped: {found} tensors were not as they were thought to be")
             is_short = self._commit(host, pending)
             known = Known(pending.lease.id, pending.outline.frame, pending.plan.marks)

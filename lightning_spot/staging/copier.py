@@ -12,6 +12,7 @@ import torch
 from lightning_spot.image.layout import Piece
 from lightning_spot.staging.cuda import CudaCopier, Held
 from lightning_spot.staging.job import NEVER, NOW, Batch, CopyJob, SlotView, Watch, batches_of, watch
+from lightning_spot.staging.samples import Sampler
 from lightning_spot.staging.spans import SlotSpan, some, whole
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Copier:
         self._closed = False
         self._started = threading.Semaphore(0)
         self._clock = clock
+        self._sampler = Sampler()
         self._cuda = CudaCopier(buffer_bytes, device)
         self._threads = [
             threading.Thread(target=self._work, name=f"spot-copier-{index}", daemon=True) for index in range(threads)
@@ -76,7 +78,7 @@ class Copier:
         timetable = (
             schedule.timetable([(piece.storage.data_ptr(), piece.nbytes) for piece in pieces]) if schedule else None
         )
-        job = CopyJob(pieces, watches, self._notify, self._clock, trains)
+        job = CopyJob(pieces, watches, self._notify, self._clock, trains, self._sampler)
         job.stands_still = timetable is not None and timetable.stands_still
         if job.stands_still:
             timetable = None

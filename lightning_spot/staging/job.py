@@ -16,6 +16,7 @@ from lightning_spot.errors import SpotError
 from lightning_spot.image.layout import Piece
 from lightning_spot.staging.cuda import CudaCopy
 from lightning_spot.staging.operations import Operation
+from lightning_spot.staging.samples import Sampler
 from lightning_spot.staging.spans import SlotSpan
 
 _LEAST_BATCH_BYTES = 16 * 1024 * 1024
@@ -66,6 +67,7 @@ class CopyJob:
         woken: tells the background threads that there is something to do.
         clock: of the background threads, seconds.
         trains: number of the thread that trains; ``None`` for the one that makes this.
+        sampler: notes bytes by which writes past the counts are seen.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class CopyJob:
         woken: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         trains: int | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         self.moved: frozenset[int] = frozenset()
         """Addresses of storages that changed before they were copied; if any, the copy is worthless."""
@@ -83,6 +86,8 @@ class CopyJob:
         self.stands_still = False
         """Whether training stands still until the snapshot is sealed."""
         self._watches = watches
+        self._sampler = sampler if sampler is not None else Sampler()
+        self._samples = self._sampler.take(self.pieces if watches else ())
         self._woken, self._clock = woken, clock
         self._tasks: deque[Batch] = deque()
         self._left = 0
@@ -144,19 +149,23 @@ class CopyJob:
         self.pieces.clear()
 
     def settle(self) -> None:
-        """Compare the version counters for the last time: from now on the tensors may change.
+        """Compare the version counters, and some bytes, for the last time: from now on the tensors may change.
 
         Called when all bytes are copied, or when what changes them is ordered after the copies (a CUDA stream), while
         no write is under way: by the training thread itself, or when it has gone on since.
         """
         with self._lock:
-            if not self._settled.is_set():
-                self.moved = frozenset(
-                    item.tensor.untyped_storage().data_ptr()
-                    for item in self._watches
-                    if item.tensor._version != item.version
-                )
-                self._settled.set()
+            if self._settled.is_set():
+                return
+            counted = frozenset(
+                item.tensor.untyped_storage().data_ptr()
+                for item in self._watches
+                if item.tensor._version != item.version
+            )
+            past_counts = self._samples.changed() - counted
+            self._sampler.is_wary |= bool(past_counts)
+            self.moved = counted | past_counts
+            self._settled.set()
 
     def hold(self, batches: Iterable[Batch], cuda: CudaCopy | None) -> None:
         """Take over what is to be copied; once, before anything else."""

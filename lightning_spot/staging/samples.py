@@ -1,0 +1,61 @@
+"""Some bytes of storages, noted when their copy is ordered: a write that torch does not count shows in them."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Sequence
+
+from lightning_spot.image.layout import Piece
+
+STORAGES = 32
+"""Of how many storages some bytes are noted each time; of all, from when one has shown such a write."""
+
+_BYTES, _WARY_BYTES = 64, 4096
+_dice = random.Random()  # training's own generator is left alone
+
+
+class Samples:
+    """Bytes of storages as they were, and must stay until :meth:`changed` was asked.
+
+    Args:
+        pieces: that are about to be copied; of those on a GPU nothing is noted.
+        nbytes: how many bytes of each.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], nbytes: int) -> None:
+        self._noted: list[tuple[Piece, int, int, bytes]] = []
+        for piece in pieces:
+            if piece.storage.device.type == "cpu":
+                size = min(nbytes, piece.nbytes)
+                place = piece.start + int(_dice.random() * (piece.nbytes - size + 1))
+                address = piece.storage.data_ptr()
+                self._noted.append((piece, place, address, ctypes.string_at(address + place, size)))
+
+    def changed(self) -> frozenset[int]:
+        """Addresses of the storages whose bytes are others now. They are let go: it is asked once."""
+        noted, self._noted = self._noted, []
+        return frozenset(
+            address
+            for piece, place, address, was in noted
+            if piece.storage.data_ptr() == address  # else it has other memory by now, and what was copied is not said
+            and piece.storage.nbytes() >= place + len(was)
+            and ctypes.string_at(address + place, len(was)) != was
+        )
+
+
+class Sampler:
+    """Notes some bytes of what is copied.
+
+    Attributes:
+        is_wary: whether a write that torch does not count was seen: more is noted then, of every storage.
+    """
+
+    def __init__(self) -> None:
+        self.is_wary = False
+
+    def take(self, pieces: Sequence[Piece]) -> Samples:
+        """Note bytes of some of the storages."""
+        if self.is_wary:
+            return Samples(pieces, _WARY_BYTES)
+        return Samples(pieces if len(pieces) <= STORAGES else _dice.sample(pieces, STORAGES), _BYTES)
