@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 
 from benchmarks.chain import NotPermitted
+from lightning_spot.capture.attempt import RingSettings
+from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.exact.compare import differences
+from lightning_spot.fit.hosts import Hosts
+from lightning_spot.fit.together import Together
 from lightning_spot.memory.node import Node
+from lightning_spot.protocol.wire import parse_spot_url
+from lightning_spot.run.location import Location
 from tests.conftest import until
 from tests.gated import MIB
 from tests.network import TOKEN, Network, listening
@@ -103,28 +112,59 @@ def test_an_urgent_snapshot_does_not_wait_for_other_hosts(
 
 
 @pytest.mark.soak
-def test_the_memory_node_is_lost_and_training_goes_on(train: Train, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "replicas"), [(1, 1), (2, 1), (2, 2)])
+def test_the_memory_node_is_lost_and_training_goes_on(train: Train, tmp_path: Path, count: int, replicas: int) -> None:
+    """Where there is another one, hosts go on to bring snapshots there."""
     root = tmp_path / "run"
     root.mkdir()
-    command = [sys.executable, "-m", "lightning_spot.service.program", "--listen", "127.0.0.1:0", "--memory", "256MiB"]
-    with open(root / "node", "wb") as log:
-        node = subprocess.Popen([*command, "--allow", str(tmp_path)], stdout=log, stderr=log, env=dict(os.environ))
-    try:
-        until(lambda: "listening" in (root / "node").read_text(), "the node to listen")
-        url = (root / "node").read_text().partition(" on ")[2].partition(",")[0]
+    with contextlib.ExitStack() as stack:
+        nodes = dict(stack.enter_context(memory_node(root / f"node-{number}", tmp_path)) for number in range(count))
         steps = root / "steps"
         command = [sys.executable, "-m", "tests.together_trainer", str(root), *map(str, HOSTS), "--steps", "40"]
+        command += ["--memory", ",".join(nodes), "--replicas", str(replicas)]
+        command += ["--hold", "15"] if count > 1 else []
         with open(root / "log", "a") as log_file:
-            training = subprocess.Popen([*command, "--memory", url], stdout=log_file, stderr=log_file)
+            training = subprocess.Popen(command, stdout=log_file, stderr=log_file)
         until(lambda: steps.exists() and len(steps.read_text().splitlines()) >= 15, "it to train", 200.0)
-        node.kill()
+        if replicas == 2:
+            assert all(has_snapshots(url) for url in nodes)
+        nodes[carrying(nodes)].kill()
+        (root / "go").touch()
         assert training.wait(300) == 0, (root / "log").read_text()
+    check_states(root)
+    assert manifests(root)[0].complete
+    told = accounts(root, 2)[0]
+    assert told["brought"] >= (30 if count > 1 else 5), told
+    assert told["missed"] <= 2, told
+
+
+@contextlib.contextmanager
+def memory_node(log: Path, allowed: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A memory node as a process; its URL."""
+    command = [sys.executable, "-m", "lightning_spot.service.program", "--listen", "127.0.0.1:0", "--memory", "256MiB"]
+    with open(log, "wb") as file:
+        node = subprocess.Popen([*command, "--allow", str(allowed)], stdout=file, stderr=file, env=dict(os.environ))
+    try:
+        until(lambda: "listening" in log.read_text(), "the node to listen")
+        yield log.read_text().partition(" on ")[2].partition(",")[0], node
     finally:
         node.kill()
         node.wait()
-    check_states(root)
-    assert manifests(root)[0].complete
-    assert accounts(root, 2)[0]["brought"] >= 5
+
+
+def run_at(url: str) -> tuple[dict[str, Any], list[Any]]:
+    """What a node says of its one run, and its slots."""
+    status = NodeClient(parse_spot_url(f"{url}/run")[0]).call("GET", "/v1/status")
+    return next(iter(status["runs"].values()), {}), status["slots"]
+
+
+def has_snapshots(url: str) -> bool:
+    return any(slot["snapshot"] for slot in run_at(url)[1])
+
+
+def carrying(urls: Iterable[str]) -> str:
+    """The node that brings the run to its durable tier."""
+    return next(url for url in urls if run_at(url)[0].get("destinations"))
 
 
 class Machines:
@@ -203,3 +243,19 @@ def test_two_machines_train_and_something_is_lost(machines: Machines, tmp_path: 
     check_states(tmp_path / "run")
     ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]
     assert differences(*ends) == []
+
+
+class OnTwoRanks(SimpleNamespace):
+    """A trainer, as far as it is asked for its ranks."""
+
+
+def test_approximations_on_several_hosts_are_sent_by_the_first_which_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hosts, "meet", lambda *_: Hosts(count=2))
+    ring = RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=False, compression="topk")
+    trainer: Any = OnTwoRanks(strategy=DDPStrategy(), world_size=2, global_rank=0)
+    attempt: Any = SimpleNamespace(writer=SimpleNamespace(across=SimpleNamespace()))
+    together = Together(trainer, ring)
+    with pytest.warns(UserWarning, match=r"the host of rank 0 sends every snapshot by itself.*Leave compression="):
+        assert not together.begin(attempt, Location.of(tmp_path, "spot://a:1", None), "run", 1)

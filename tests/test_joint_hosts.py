@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,6 +24,7 @@ from lightning_spot.image.layout import Layout, lay_out
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Portion, Portions, cut, is_whole, joined
 from lightning_spot.image.written import Ranges
+from lightning_spot.memory import visits
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
@@ -59,11 +61,12 @@ class Checkpoint:
 
 
 class Team:
-    """A memory node, and two hosts: the first leads."""
+    """Memory nodes, and two hosts: the first leads."""
 
-    def __init__(self, root: Path, memory: Node, url: str) -> None:
-        self.root, self.memory = root, memory
-        self.at = f"{url}/{RUN}"
+    def __init__(self, root: Path, memories: list[Node], urls: list[str]) -> None:
+        self.root, self.memories = root, dict(zip((f"{url}/{RUN}" for url in urls), memories, strict=True))
+        self.memory = memories[0]
+        self.at = " ".join(self.memories)
         self.first, self.second = self.make_node(None), self.make_node(None)
         self.pool = ThreadPoolExecutor(8)
         self.first.begin_session("first")
@@ -81,10 +84,13 @@ class Team:
     def open(self) -> None:
         self.attempt += 1
         info = RunInfo(name="run", id=RUN_ID, location=f"file://{self.root}/run", attempt=self.attempt, token="t")
-        url = self.at.rpartition("/")[0]
-        self.first.open_run(replace(info, durable_url=str(self.root / "run"), nodes=(url,), session="first"))
-        self.second.open_run(replace(info, carry=False, session="second"))
-        until(lambda: self.first.routes.status(RUN_ID)["carrier"] == self.at, "the node to carry the run on")
+        nodes = tuple(url.rpartition("/")[0] for url in self.memories)
+        info = replace(info, nodes=nodes, replicas=len(nodes), durable_url=str(self.root / "run"))
+        self.first.open_run(replace(info, session="first"))
+        self.second.open_run(replace(info, nodes=(), durable_url=None, carry=False, session="second"))
+        kept = functools.partial(self.first.routes.status, RUN_ID)
+        until(lambda: len(kept()["kept_at"]) == len(nodes), "the nodes to be open, and one to carry the run on")
+        self.at = " ".join(kept()["kept_at"])
 
     def lead(self, step: int, checkpoint: Checkpoint) -> Upload:
         name = snapshot_name(step, self.attempt)
@@ -104,7 +110,7 @@ class Team:
 
     def join(self, step: int) -> Upload:
         name = snapshot_name(step, self.attempt)
-        self.second.uploads.abroad.join(RUN, self.attempt, name, self.at, 1)
+        self.second.uploads.abroad.visits.join(RUN, self.attempt, name, self.at, 1)
         ask = functools.partial(self.second.uploads.shares.join, RUN, self.attempt, name, 1, "second", "d")
         upload: Upload = until(ask, "the share", LAST_S)
         return upload
@@ -127,20 +133,20 @@ class Team:
         self.follow(step, checkpoint)
         return sealing.result(LAST_S)
 
-    def sent(self, node: Node) -> Any:
-        return node.uploads.abroad._tiers[self.at].sent  # type: ignore[attr-defined]
+    def sent(self, node: Node, url: str = "") -> Any:
+        return node.uploads.abroad.bringing.tier(url or self.at).sent  # type: ignore[attr-defined]
 
     def filling(self) -> int:
-        """Slots that nobody can use now, at all three."""
-        nodes = (self.first, self.second, self.memory)
+        """Slots that nobody can use now, anywhere."""
+        nodes = (self.first, self.second, *self.memories.values())
         return sum(slot["state"] == "filling" for node in nodes for slot in node.ring.status()["slots"])
 
     def all_free(self) -> None:
         until(lambda: not self.filling(), "all slots to be usable again")
 
-    def check(self, manifest: Manifest, checkpoint: Checkpoint) -> None:
+    def check(self, manifest: Manifest, checkpoint: Checkpoint, url: str = "") -> None:
         """The memory node has the snapshot, and torch reads it."""
-        store = NodeStore(self.at)
+        store = NodeStore(url or self.at)
         found = next(each for each in store.survey().manifests if each.name == manifest.name)
         assert found.checksums == manifest.checksums
         image = memoryview(bytearray(found.nbytes))
@@ -163,7 +169,7 @@ def teams(tmp_path: Path) -> Iterator[Callable[..., Team]]:
     with served(memory) as port:
 
         def make(url: str = "") -> Team:
-            made.append(Team(tmp_path, memory, url or f"spot://127.0.0.1:{port}"))
+            made.append(Team(tmp_path, [memory], [url or f"spot://127.0.0.1:{port}"]))
             return made[-1]
 
         yield make
@@ -174,6 +180,16 @@ def teams(tmp_path: Path) -> Iterator[Callable[..., Team]]:
 @pytest.fixture
 def team(teams: Callable[..., Team]) -> Team:
     return teams()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Team]:
+    """Two hosts, and two memory nodes that each have every snapshot."""
+    memories = [Node(slots=None, memory_bytes=64 * MIB, open_store=open_store, allow=[str(tmp_path)]) for _ in range(2)]
+    with served(memories[0]) as first, served(memories[1]) as second:
+        team = Team(tmp_path, memories, [f"spot://127.0.0.1:{port}" for port in (first, second)])
+        yield team
+        team.close()
 
 
 def test_two_hosts_bring_a_snapshot_together_and_each_sends_its_portion(team: Team) -> None:
@@ -232,12 +248,90 @@ def test_a_request_to_take_part_that_is_lost_is_sent_again(team: Team, monkeypat
     monkeypatch.setattr(NodeClient, "call", call)
     monkeypatch.setattr(joint, "_TRY_S", 0.01)
     checkpoint = Checkpoint(1)
-    team.second.uploads.abroad.join(RUN, 1, snapshot_name(1, 1), team.at, 1)
+    team.second.uploads.abroad.visits.join(RUN, 1, snapshot_name(1, 1), team.at, 1)
     until(lambda: len(asked) >= 3, "it to be asked for thrice", LAST_S)
     team.check(team.take(1, checkpoint), checkpoint)
     assert asked[:3] == ["lost", "early", "early"]
     assert asked[-2:] == ["in time", "in time"]
     team.all_free()
+
+
+def test_with_replicas_each_host_brings_its_portion_to_both_nodes(pair: Team) -> None:
+    checkpoint = Checkpoint(1)
+    manifest = pair.take(1, checkpoint)
+    pair.all_free()
+    theirs = sum(nbytes for _, nbytes in checkpoint.theirs)
+    for url in pair.memories:
+        pair.check(manifest, checkpoint, url)
+        assert pair.sent(pair.second, url).bytes == theirs
+        assert pair.sent(pair.first, url).bytes == manifest.nbytes - theirs
+    until(lambda: [each.step for each in pair.durable.survey().manifests] == [1], "it to be durable")
+    same = pair.take(2, checkpoint)
+    pair.all_free()
+    for url in pair.memories:  # each knows what the other end has
+        pair.check(same, checkpoint, url)
+        assert pair.sent(pair.second, url).bytes - theirs < 1_000
+
+
+@pytest.mark.parametrize("host", ["the first", "another"])
+def test_a_slow_replica_holds_nothing_up_and_has_a_later_snapshot(pair: Team, host: str) -> None:
+    carrier, slow = pair.at.split()
+    tier = (pair.first if host == "the first" else pair.second).uploads.abroad.bringing.tier(slow)
+    go_on, bring = threading.Event(), tier.bring
+
+    def held_up(*arguments: Any) -> Any:
+        assert go_on.wait(LAST_S)
+        return bring(*arguments)
+
+    tier.bring = held_up  # type: ignore[method-assign]
+    first, second, third = (Checkpoint(seed) for seed in (1, 2, 3))
+    pair.check(pair.take(1, first), first, carrier)
+    assert pair.first.uploads.abroad.busy() == {slow}
+    pair.at = carrier  # as the first host's node tells the next one
+    pair.check(pair.take(2, second), second, carrier)
+    assert not pair.memories[slow].committed(RUN)
+    go_on.set()
+    pair.all_free()
+    assert [slot.manifest.step for slot in pair.memories[slow].committed(RUN) if slot.manifest] == [1]
+    assert not pair.first.uploads.abroad.busy()
+    pair.at = f"{carrier} {slow}"
+    manifest = pair.take(3, third)
+    pair.all_free()
+    for url in pair.memories:
+        pair.check(manifest, third, url)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_with_one_of_two_replicas_lost_a_snapshot_counts_at_the_other(
+    pair: Team, lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visits, "_OTHERS_S", 0.1)
+    urls = pair.at.split()
+    left, nobody = urls[1 - lost], f"spot://127.0.0.1:1/{RUN}"
+    pair.at = " ".join([nobody, left] if lost == 0 else [left, nobody])
+    checkpoint = Checkpoint(1)
+    pair.check(pair.take(1, checkpoint), checkpoint, left)
+    pair.all_free()
+    assert not pair.first.uploads.abroad.busy()
+    pair.at = " ".join(urls)
+    manifest = pair.take(2, checkpoint)
+    pair.all_free()
+    for url in urls:
+        pair.check(manifest, checkpoint, url)
+
+
+def test_what_neither_replica_takes_is_given_up_at_both(pair: Team) -> None:
+    checkpoint = Checkpoint(1)
+    upload = pair.lead(1, checkpoint)
+    pair.fill(upload, checkpoint)
+    theirs = pair.join(1)
+    sealing = pair.pool.submit(pair.seal, upload, 1)
+    pair.second.uploads.shares.placed(theirs.id, 1, "rank 3: a tensor changed")
+    with pytest.raises(ShareMissing, match="rank 3: a tensor changed"):
+        sealing.result(LAST_S)
+    pair.all_free()
+    assert not any(node.committed(RUN) for node in pair.memories.values())
+    pair.check(pair.take(2, checkpoint), checkpoint, pair.at.split()[0])
 
 
 @pytest.mark.parametrize("how", ["torn", "ended", "never there"])

@@ -48,8 +48,10 @@ class Wide(pl.LightningModule):
 class Account(pl.Callback):
     """Notes the state of each step, ends a rank where it is told to, and says at the end what was done."""
 
-    def __init__(self, root: Path, spot: SpotCheckpoint, kill: tuple[int, int], notice: tuple[int, int]) -> None:
-        self.root, self.spot, self.kill, self.notice = root, spot, kill, notice
+    def __init__(
+        self, root: Path, spot: SpotCheckpoint, kill: tuple[int, int], notice: tuple[int, int], hold: int
+    ) -> None:
+        self.root, self.spot, self.kill, self.notice, self.hold = root, spot, kill, notice, hold
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if trainer.is_global_zero:
@@ -58,14 +60,21 @@ class Account(pl.Callback):
                 file.write(f"{trainer.global_step} {digest(module.state_dict())}\n")
 
     def wait_for_carrier(self, step: int) -> None:
-        """Where there are other hosts, begin when a memory node carries the run on, and that is known."""
+        """Where there are other hosts, begin when a memory node carries the run on, and all are open."""
         snapshotter = self.spot.snapshots.snapshotter
         attempt = snapshotter.attempt if snapshotter is not None else None
         assert attempt is not None
         writer = attempt.writer
-        if not writer.across.wanted or step > 2:
+        if step == self.hold:
+            until((self.root / "go").exists, "to be told to go on", 300.0)
+        if not writer.across.wanted or step not in (1, 2, self.hold + 2):
             return
-        until(lambda: writer.host is not None and writer.host.carrier(), "a node to carry the run on")
+        if step > 2:  # another node takes the place of one that is lost
+            writer.settle(60.0)
+            until(lambda: writer.host is not None and writer.host.carrier(), "another node to carry the run on", 60.0)
+            return
+        count = self.spot.snapshots.replicas
+        until(lambda: writer.host is not None and len(writer.host.carrier().split()) == count, "nodes to be ready")
         if step == 2:
             writer.settle(60.0)
 
@@ -106,26 +115,30 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--every", type=int, default=1)
-    parser.add_argument("--memory", default="auto")
+    parser.add_argument("--memory", default="auto", help="of several nodes: URLs, with commas between them")
+    parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--hosts", type=int, default=1, help="ranks believe to be on so many hosts")
     parser.add_argument("--nodes", type=int, default=1, help="machines, on each of which this was started")
     parser.add_argument("--unlike", action="store_true", help="rank 1 has another optimizer")
     parser.add_argument("--strict", action="store_true")
+    parser.add_argument("--hold", type=int, default=-9, help="step at which to wait for ROOT/go, and then for a node")
     parser.add_argument("--kill", type=int, nargs=2, default=(-1, -1), help="rank and step")
     parser.add_argument("--notice", type=int, nargs=2, default=(-1, -1), help="rank and step of a SIGTERM")
     arguments = parser.parse_args()
     be_on_host(int(os.environ.get("LOCAL_RANK", "0")) * arguments.hosts // arguments.ranks)
     torch.set_num_threads(1)
     pl.seed_everything(11, verbose=False)
+    nodes = arguments.memory.split(",")
     spot = SpotCheckpoint(
         str(arguments.root / "run"),
-        memory=None if arguments.memory == "none" else arguments.memory,
+        memory=None if arguments.memory == "none" else nodes if len(nodes) > 1 else arguments.memory,
+        replicas=arguments.replicas,
         interval=EverySteps(arguments.every),
         on_full="wait",
         keep=100,
         strict=arguments.strict,
     )
-    account = Account(arguments.root, spot, tuple(arguments.kill), tuple(arguments.notice))
+    account = Account(arguments.root, spot, tuple(arguments.kill), tuple(arguments.notice), arguments.hold)
     trainer = pl.Trainer(
         max_steps=arguments.steps,
         accelerator="cpu",

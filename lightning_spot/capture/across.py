@@ -23,10 +23,11 @@ class Across:
 
     Attributes:
         wanted: whether there are other hosts.
-        carrier: URL of the run at the memory node that carried it on when the last snapshot was committed.
+        carrier: where hosts may bring the next snapshot, as known when the last one was committed; see
+            :meth:`~lightning_spot.memory.host.Host.carrier`.
         brought: snapshots that hosts have brought together.
-        at: URL of the run at the memory node that has the newest snapshot, and may have lost it since; ``""`` if this
-            host has it, or the durable tier.
+        at: URLs of the run at the memory nodes to which the newest snapshot was brought, separated by spaces; one of
+            them has it, and may have lost it since. ``""`` if this host has it, or the durable tier.
         hosts: the ranks of each host, if they bring a state in shards; that of rank 0 first.
         own_nbytes: what this host brings of such a snapshot, on rank 0; 0 before the first one.
     """
@@ -100,17 +101,21 @@ class Across:
         self._last = self._gave_way = None
 
     def why_lost(self, name: str, wait_s: float) -> str:
-        """Why the memory node at :attr:`at` is not known to have a snapshot any more; ``""`` if it has it.
+        """Why none of the memory nodes at :attr:`at` is known to have a snapshot any more; ``""`` if one has it.
 
         Args:
             name: of the snapshot.
-            wait_s: how long to wait for the node's answer.
+            wait_s: how long to wait for their answers.
         """
-        try:
-            there = NodeStore(self.at).holds(name, wait_s)
-        except SpotError as error:
-            return f"cannot be asked ({error})"
-        return "" if there else "has it no more"
+        urls, reasons = self.at.split(), []
+        for url in urls:
+            try:
+                if NodeStore(url).holds(name, wait_s / len(urls)):
+                    return ""
+                reasons.append("has it no more")
+            except SpotError as error:
+                reasons.append(f"cannot be asked ({error})")
+        return "; the other one ".join(reasons)
 
 
 def _at(pending: Pending) -> str:

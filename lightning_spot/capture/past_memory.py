@@ -63,12 +63,7 @@ class PastMemory:
     @property
     def is_at_a_node(self) -> bool:
         """Whether the newest such snapshot went to a memory node, which may have lost it since."""
-        return self._there is not None
-
-    @property
-    def _there(self) -> NodeStore | None:
-        """The node that has it: it was written there, or several hosts have brought it."""
-        return NodeStore(self._writer.across.at) if self._writer.across.at else None
+        return bool(self._writer.across.at)
 
     def flush(self, wait_s: float) -> list[str]:
         """Wait until the node that has the newest such snapshot has made it durable.
@@ -76,13 +71,13 @@ class PastMemory:
         Returns:
             what was not reached in time, one line each.
         """
-        there = self._there
-        if there is None:
-            return []
-        try:
-            return there.flush(wait_s)
-        except SpotError as error:
-            return [f"the memory node that has the newest snapshot cannot be asked: {error}"]
+        unreached = []
+        for url in self._writer.across.at.split():  # it was written there, or several hosts have brought it
+            try:
+                return NodeStore(url).flush(wait_s)
+            except SpotError as error:
+                unreached.append(f"the memory node that has the newest snapshot cannot be asked: {error}")
+        return unreached
 
     def _write_to(self, node: str, checkpoint: Any, manifest: Manifest) -> bool:
         """Bring a snapshot to a memory node; whether it is there, and will be durable without this host."""

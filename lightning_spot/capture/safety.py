@@ -47,7 +47,8 @@ class Safety:
             url: tier.flushed_bytes / tier.flush_s for url, tier in tiers.items() if tier.flush_s and not tier.carried
         }
         at = self._writer.across.at
-        is_lost = bool(at) and self._writer.link.ask(lambda host: host.carrier(), at) != at
+        carrier = self._writer.link.ask(lambda host: host.carrier(), at).partition(" ")[0]
+        is_lost = bool(at) and carrier not in at.split()
         # What is committed and not safe yet goes first; where only a lost memory node had it, the one before it.
         waits = newest is not None and (is_lost or safe_step < newest.step)
         return plan_urgent(nbytes, left_s, speeds, waiting_bytes=nbytes if waits else 0)
@@ -120,11 +121,12 @@ class Safety:
         Returns:
             what is safe, for people.
         """
-        link, at = self._writer.link, self._writer.across.at
+        link, carrier = self._writer.link, self._writer.across.at.partition(" ")[0]
         give_up_s = time.monotonic() + _NOTICES_S
         owed = True
         while owed and deadline.left_s > 0 and not cut_short():
-            noticed = link.ask(lambda host: host.carrier(), at) != at or time.monotonic() > give_up_s
+            now = link.ask(lambda host: host.carrier(), carrier).partition(" ")[0]
+            noticed = now != carrier or time.monotonic() > give_up_s
             owed = bool(link.ask(lambda host: host.flush(_POLL_S), ["unknown"])) or not noticed
             time.sleep(_POLL_S)
         safe_step = link.ask(lambda host: host.safe_step(), None)

@@ -301,8 +301,9 @@ class EmbeddedHost:
 
     def carrier(self) -> str:
         """See :meth:`Host.carrier`."""
-        runs = self._call("GET", "/v1/status")["runs"]
-        return str(runs.get(self.run, {}).get("carrier", ""))
+        status = self._call("GET", "/v1/status")
+        urls = status["runs"].get(self.run, {}).get("kept_at", [])
+        return " ".join(str(url) for url in urls if url == urls[0] or url not in status["busy"])
 
     def refused(self) -> list[Manifest]:
         """See :meth:`Host.refused`."""

@@ -66,7 +66,7 @@ class Hosts:
         info = agreement.tell(attempt.info if attempt is not None else None)
         places = agreement.gather(_place(location))
         is_guest = places[agreement.rank] != places[0]
-        may_bring = bool(location.nodes) and settings.replicas == 1 and settings.compression != "topk"
+        may_bring = bool(location.nodes) and settings.compression != "topk"
 
         def connect() -> EmbeddedHost:
             if is_guest:

@@ -39,6 +39,10 @@ ALONE, TOGETHER, GATHERED = "alone", "together", "together, with the states of a
 ACROSS = "together with the ranks of all hosts, at "
 """Begins the word that all hosts bring a snapshot to a memory node, whose URL follows."""
 
+_NOT_APPROXIMATED = (
+    "compression='topk' with ranks on several hosts: the host of rank 0 sends every snapshot by itself, since what"
+    " several hosts bring is not approximated. Leave compression= as it is to have each host send its share"
+)
 _MOST_FAILURES = 2
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 60.0, 3600.0
 
@@ -87,6 +91,8 @@ class Together(OfTrainer):
         self._members = list(hosts.ranks[0]) if len(hosts.ranks[0]) > 1 else []
         if attempt is not None:
             attempt.writer.across.wanted = hosts.can_bring
+            if hosts.count > 1 and location.nodes and self._settings.compression == "topk":
+                rank_zero_warn(f"lightning_spot: {_NOT_APPROXIMATED}")
         if hosts.mine is None or trainer.global_rank in (0, *self._members) or hosts.can_bring:
             return attempt is None and hosts.mine is not None
         hosts.leave()

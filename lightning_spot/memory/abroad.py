@@ -1,8 +1,10 @@
-"""Snapshots that several hosts bring to one memory node, each its portion: what the node of each of these hosts does.
+"""Snapshots that several hosts bring to memory nodes, each its portion: what the node of each of these hosts does.
 
-The first host begins an upload at the memory node; the others join it by the snapshot's name. The ranks of each host
-fill a slot of its own node, which holds that host's portion only. When all of these are done, the portion is sent; when
-all portions are there, the first host has the memory node commit the snapshot. No host has all of it.
+The first host begins an upload at the memory node; the others join it by the snapshot's name (see ``visits``). The
+ranks of each host fill a slot of its own node, which holds that host's portion only. When all of these are done, the
+portion is sent; when all portions are there, the first host has the memory node commit it. No host has all of it.
+With replicas this is done at several memory nodes at a time. The snapshot counts when the one that carries the run on
+has committed it, or, if that fails, another one; the next one does not wait for the others, and goes past who is late.
 """
 
 from __future__ import annotations
@@ -14,20 +16,21 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from lightning_spot.errors import Fenced, SettingsError, ShareMissing, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Portion, PortionImage, Portions
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory import portions as held_portions
+from lightning_spot.memory.bringing import Bringing, check
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import parse_run
-from lightning_spot.memory.slots import HeldPortion
-from lightning_spot.memory.tier import Gathering, HasJoint, JointTier, Sent
+from lightning_spot.memory.tier import Gathering, JointTier, Sent
 from lightning_spot.memory.upload import Upload
+from lightning_spot.memory.visits import Visits
 from lightning_spot.tiers.store import Store
 
 if TYPE_CHECKING:
@@ -36,11 +39,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _OPEN_S = 30.0
-_JOIN_S = 120.0
-_WAIT_FOR_SLOT_S = 5.0
 
 Heard = Callable[[str, Manifest, float, Sent | None, Exception | None], None]
 """Told of each snapshot that this host has led: URL, manifest of its portion, seconds, what was sent, the error."""
+
+_Begun = tuple[JointTier, Gathering]
+_Result = TypeVar("_Result")
 
 
 @dataclass(eq=False, slots=True)
@@ -52,16 +56,18 @@ class _Lead:
         nbytes: of the image.
         hosts: how many bring it.
         portion: how the ranges lie in the slot; ``None`` where that holds the whole image.
-        tier: where it goes; ``None`` if that cannot be asked.
-        gathering: at the memory node, once it has begun there.
+        begun: for each memory node, by the URL of the run there, what was begun there, once it has.
+        left: those of them at which it is not over.
+        brought: whether one of them has committed it.
     """
 
     ranges: Ranges
     nbytes: int
     hosts: int
     portion: Portion | None = None
-    tier: JointTier | None = None
-    gathering: Future[Gathering] = field(default_factory=Future)
+    begun: dict[str, Future[_Begun]] = field(default_factory=dict)
+    left: set[str] = field(default_factory=set)
+    brought: bool = False
 
     @classmethod
     def of(cls, upload: Upload, shared: Shared) -> _Lead:
@@ -78,7 +84,8 @@ class _Lead:
             raise SettingsError(
                 f"the first host brings {portion.nbytes} bytes of {shared.name}, its slot is for {upload.nbytes}"
             )
-        return cls(ranges, nbytes, portions.hosts, portion)
+        urls = shared.at.split()
+        return cls(ranges, nbytes, portions.hosts, portion, {url: Future() for url in urls}, set(urls))
 
     def image(self, upload: Upload) -> PortionImage | memoryview:
         """The image, as far as it lies in the slot."""
@@ -95,22 +102,28 @@ class Abroad:
         registry: likewise.
         open_store: makes the stores of memory nodes.
         heard: see :data:`Heard`.
+
+    Attributes:
+        bringing: sends what lies in the slots of this host.
+        visits: the snapshots that other hosts lead.
     """
 
     def __init__(
         self, uploads: Uploads, ring: Ring, registry: Registry, open_store: Callable[[str], Store], heard: Heard
     ) -> None:
-        self._uploads, self._ring, self._registry = uploads, ring, registry
-        self._open_store, self._heard = open_store, heard
+        self._uploads, self._ring, self._heard = uploads, ring, heard
+        self.bringing = Bringing(uploads, ring, registry, open_store)
+        self.visits = Visits(self.bringing)
         self._lock = threading.Lock()
         self._leads: dict[str, _Lead] = {}
-        self._guests: set[tuple[str, str]] = set()
-        self._tiers: dict[str, JointTier] = {}
 
-    # -- the first host -------------------------------------------------------------------------------------------
+    def busy(self) -> set[str]:
+        """URLs of runs at memory nodes to which a snapshot is on its way."""
+        with self._lock:
+            return {url for lead in self._leads.values() for url in lead.left}
 
     def begin(self, upload: Upload) -> None:
-        """Have an upload begun at the memory node, in the background: the other hosts wait for that.
+        """Have an upload begun at the memory nodes, in the background: the other hosts wait for that.
 
         Raises:
             SettingsError: if its layout does not say what each host brings.
@@ -119,184 +132,135 @@ class Abroad:
         lead = _Lead.of(upload, upload.joint.shared)
         with self._lock:
             self._leads[upload.id] = lead
-        threading.Thread(target=self._begin, args=(upload, lead), name="spot-joint", daemon=True).start()
+        for url in lead.begun:
+            _background(lambda url=url: self._begin(upload, lead, url))  # type: ignore[misc]
 
     def seal(self, upload: Upload, manifest: Manifest) -> Manifest:
         """Send what this host brings, and have the snapshot committed once the others have brought theirs.
 
+        Returns:
+            the sealed manifest, as soon as the memory node that carries the run on has committed it, or, if that fails,
+            another one.
+
         Raises:
-            ShareMissing: if it is not committed in the end; the slot is freed, here and there.
+            ShareMissing: if none does in the end; the slot is freed, here and there.
             Fenced: if a later attempt holds the run.
         """
-        assert upload.joint is not None
-        shared, began_s = upload.joint.shared, time.monotonic()
         lead = self._leads.get(upload.id)
         if lead is None:
             raise SnapshotNotFound(f"upload {upload.id!r} does not exist (any more)")
         self._uploads.bring(upload)
-        own = replace(manifest, nbytes=sum(nbytes for _, nbytes in lead.ranges))
-        try:
-            if manifest.nbytes != lead.nbytes:
-                raise SettingsError(f"{manifest.name} has {manifest.nbytes} bytes, and was begun for {lead.nbytes}")
-            gathering = lead.gathering.result(_OPEN_S)
-            assert lead.tier is not None
-            sent = self._bring(lead.tier, gathering, upload, lead.ranges, lead.portion, lead.image(upload))
-            sealed = lead.tier.seal(gathering, _named(manifest, shared.at), lambda: _check(upload))
-        except Exception as error:
-            self._uploads.brought(upload, whole=False)
-            self._heard(shared.at, own, 0.0, None, error)
-            if isinstance(error, Fenced) or not isinstance(error, SpotError | futures.TimeoutError):
-                raise
-            why = str(error) or "it did not begin there in time"
-            raise ShareMissing(f"{manifest.name} did not come together at {shared.at}: {why}") from error
-        sealed = replace(sealed, run=manifest.run)
-        self._done(upload, lead.ranges)
-        held_portions.surpass(self._ring, upload.run, sealed)
-        self._heard(shared.at, own, time.monotonic() - began_s, sent, None)
-        return sealed
+        sending = {_background(lambda url=url: self._send(lead, url, upload, manifest)): url for url in lead.begun}  # type: ignore[misc]
+        first = next(iter(sending))
+        waiting = set(sending)
+        while waiting:
+            _, waiting = futures.wait(waiting, return_when=futures.FIRST_COMPLETED)
+            done = [each for each in sending if each.done() and each.exception() is None]
+            if done and first.done():
+                return done[0].result()
+        for each, url in sending.items():
+            error = each.exception()
+            if isinstance(error, SpotError | futures.TimeoutError) and not isinstance(error, Fenced):
+                why = str(error) or "it did not begin there in time"
+                raise ShareMissing(f"{manifest.name} did not come together at {url}: {why}") from error
+            each.result()
+        raise ShareMissing(f"{manifest.name} was to be brought to no memory node")
 
     def end(self, upload: Upload) -> None:
         """An upload is over. If it was given up, so it is there. Nothing happens if this host does not lead it."""
         with self._lock:
             lead = self._leads.pop(upload.id, None)
         if lead is not None and upload.given_up:
-
-            def give_up() -> None:
-                if lead.gathering.exception() is None and lead.tier is not None:  # which waits until it is known
-                    lead.tier.give_up(lead.gathering.result())
-
-            threading.Thread(target=give_up, name="spot-joint-end", daemon=True).start()
+            for begun in lead.begun.values():
+                _background(lambda begun=begun: _give_up(begun))  # type: ignore[misc]
 
     def decline(self, at: str, name: str, attempt: int, why: str) -> None:
-        """Tell the other hosts, in the background, that there will be no snapshot of a name."""
-
-        def tell() -> None:
-            try:
-                self._tier(at).decline(name, attempt=attempt, why=why)
-            except SpotError as error:  # they wait in vain for a while
-                logger.debug("%s could not be told: %s", at, error)
-
-        threading.Thread(target=tell, name="spot-joint-end", daemon=True).start()
-
-    def _begin(self, upload: Upload, lead: _Lead) -> None:
-        assert upload.joint is not None
-        shared = upload.joint.shared
-        try:
-            tier = self._tier(shared.at)
-            gathering = tier.begin(shared, lead.nbytes, attempt=upload.attempt, hosts=lead.hosts)
-        except BaseException as error:
-            lead.gathering.set_exception(error)
-            self._uploads.shares.fail(upload, f"{shared.at}: {error}")
-        else:
-            lead.tier = tier
-            lead.gathering.set_result(gathering)
-
-    # -- the other hosts ------------------------------------------------------------------------------------------
-
-    def join(self, run: str, attempt: int, name: str, at: str, host: int) -> None:
-        """Take part in a snapshot that another host leads: a slot for this host's portion is there in a moment.
+        """Tell the other hosts, in the background, that there will be no snapshot of a name.
 
         Args:
-            run: as in URLs.
-            attempt: that writes.
+            at: URLs of the run at the memory nodes, separated by spaces.
             name: of the snapshot.
-            at: URL of the run at the memory node.
-            host: number of this host, from 1.
+            attempt: that would have written it.
+            why: for people.
         """
-        with self._lock:
-            if (run, name) in self._guests:
-                return
-            self._guests.add((run, name))
-        visit = threading.Thread(target=self._visit, args=(run, attempt, name, at, host), name="spot-joint")
-        visit.daemon = True
-        visit.start()
 
-    def _visit(self, run: str, attempt: int, name: str, at: str, host: int) -> None:
-        upload: Upload | None = None
-        tier: JointTier | None = None
-        gathering: Gathering | None = None
-        try:
-            tier = self._tier(at)
-            gathering = tier.join(name, attempt=attempt, host=host, wait_s=_JOIN_S)
-            portions = Portions.read(gathering.shared.layout, gathering.nbytes)
-            if host > len(portions.ranks):
-                raise SettingsError(f"{name} is brought by {portions.hosts} hosts; there is none of number {host}")
-            portion = Portion(portions.ranges[host - 1])
-            shared = replace(gathering.shared, shares=1 + portions.ranks[host - 1], by_hosts=False)
-            upload = self._uploads.lease(
-                run, attempt, portion.nbytes, name=name, wait_s=_WAIT_FOR_SLOT_S, shared=shared
-            )
-            self._uploads.make_another(upload)
-            self._uploads.shares.wait(upload)
-            self._uploads.bring(upload)
-            image = PortionImage(portion, upload.slot.view(portion.nbytes), gathering.nbytes)
-            self._bring(tier, gathering, upload, portion.ranges, portion, image)
-            tier.placed(gathering, host)
-            self._done(upload, portion.ranges)
-        except BaseException as error:
-            self._failed(run, attempt, name, upload, error)
-            if tier is not None and gathering is not None:
-                self._tell(tier, gathering, host, error)
-            if not isinstance(error, SpotError):
-                raise
-        finally:
-            with self._lock:
-                self._guests.discard((run, name))
+        def tell(url: str) -> None:
+            try:
+                self.bringing.tier(url).decline(name, attempt=attempt, why=why)
+            except SpotError as error:  # they wait in vain for a while
+                logger.debug("%s could not be told: %s", url, error)
 
-    def _failed(self, run: str, attempt: int, name: str, upload: Upload | None, error: BaseException) -> None:
-        """Free the slot, and let no rank wait for it."""
-        logger.info("this host brings nothing to %s: %s", name, error)
+        for url in at.split():
+            _background(lambda url=url: tell(url))  # type: ignore[misc]
+
+    # -- at each memory node --------------------------------------------------------------------------------------
+
+    def _begin(self, upload: Upload, lead: _Lead, url: str) -> None:
+        assert upload.joint is not None
+        shared, begun = upload.joint.shared, lead.begun[url]
         try:
-            if upload is not None:
-                self._uploads.brought(upload, whole=False)
+            tier = self.bringing.tier(url)
+            begun.set_result((tier, tier.begin(shared, lead.nbytes, attempt=upload.attempt, hosts=lead.hosts)))
+        except Exception as error:
+            begun.set_exception(error)
+            if all(each.done() and each.exception() is not None for each in lead.begun.values()):
+                self._uploads.shares.fail(upload, f"{url}: {error}")
             else:
-                self._uploads.shares.decline(run, attempt, name, str(error) or type(error).__name__)
-        except SpotError as problem:  # a later attempt has begun, or the run is not known any more
-            logger.debug("nobody waits for %s: %s", name, problem)
+                self.decline(url, shared.name, upload.attempt, str(error))
 
-    def _tell(self, tier: JointTier, gathering: Gathering, host: int, error: BaseException) -> None:
+    def _send(self, lead: _Lead, url: str, upload: Upload, manifest: Manifest) -> Manifest:
+        """Bring the portion to one memory node, and have it commit the snapshot."""
+        own, began_s = replace(manifest, nbytes=sum(nbytes for _, nbytes in lead.ranges)), time.monotonic()
         try:
-            tier.placed(gathering, host, f"host {host}: {error or type(error).__name__}")
-        except SpotError as problem:  # it was given up there, or does not answer: the first host notices
-            logger.debug("%s could not be told that it is torn: %s", gathering.upload, problem)
+            if manifest.nbytes != lead.nbytes:
+                raise SettingsError(f"{manifest.name} has {manifest.nbytes} bytes, and was begun for {lead.nbytes}")
+            tier, gathering = lead.begun[url].result(_OPEN_S)
+            sent = self.bringing.bring(tier, gathering, upload, lead.ranges, lead.portion, lead.image(upload))
+            sealed = tier.seal(gathering, _named(manifest, url), lambda: check(upload))
+        except Exception as error:
+            if not self._ended(lead, url, upload, committed=False):
+                _background(lambda: _give_up(lead.begun[url]))
+            self._heard(url, own, 0.0, None, error)
+            raise
+        sealed = replace(sealed, run=manifest.run)
+        self._ended(lead, url, upload, committed=True)
+        held_portions.surpass(self._ring, upload.run, sealed)
+        self._heard(url, own, time.monotonic() - began_s, sent, None)
+        return sealed
 
-    # -- both -----------------------------------------------------------------------------------------------------
-
-    def _bring(
-        self,
-        tier: JointTier,
-        gathering: Gathering,
-        upload: Upload,
-        ranges: Ranges,
-        portion: Portion | None,
-        image: PortionImage | memoryview,
-    ) -> Sent:
-        earlier = None
-        if (base := gathering.base) is not None:
-            is_apart = portion is not None
-            earlier = held_portions.find(self._ring, upload.run, ranges, base, is_apart=is_apart)
-        info = self._registry.info(upload.run)
-        compression = info.compression if info is not None else "auto"
-        return tier.bring(gathering, image, ranges, earlier, lambda: _check(upload), compression)
-
-    def _done(self, upload: Upload, ranges: Ranges) -> None:
-        if self._uploads.brought(upload, whole=True):
-            held = HeldPortion(upload.run, upload.name, ranges)
-            held_portions.hold(self._ring, upload.slot, held, upload.id)
-
-    def _tier(self, at: str) -> JointTier:
+    def _ended(self, lead: _Lead, url: str, upload: Upload, *, committed: bool) -> bool:
+        """It is over at a node; whether it was the last one, after which the slot is free."""
         with self._lock:
-            if at not in self._tiers:
-                store = self._open_store(at)
-                if not isinstance(store, HasJoint):
-                    raise SettingsError(f"{at} is no memory node, so no hosts can bring a snapshot together there")
-                self._tiers[at] = store.joint  # it has learned how fast the node is
-            return self._tiers[at]
+            lead.left.discard(url)
+            lead.brought |= committed
+            if lead.left:
+                return False
+        if lead.brought:
+            self.bringing.done(upload, lead.ranges)
+        else:
+            self._uploads.brought(upload, whole=False)
+        return True
 
 
-def _check(upload: Upload) -> None:
-    if upload.ended:
-        raise ShareMissing(f"{upload.name} was given up")
+def _background(work: Callable[[], _Result]) -> Future[_Result]:
+    """Do something on a thread of its own."""
+    done: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="spot-joint", daemon=True).start()
+    return done
+
+
+def _give_up(begun: Future[_Begun]) -> None:
+    """Give up what was begun at a node, once it is known whether it was."""
+    if begun.exception() is None:
+        tier, gathering = begun.result()
+        tier.give_up(gathering)
 
 
 def _named(manifest: Manifest, at: str) -> Manifest:

@@ -102,6 +102,18 @@ class Chain:
         nodes = [replica.node.url for replica in self._replicas if replica.node is not None]
         return self._carrier.url if self._carrier is not None else next(iter(nodes), "")
 
+    @property
+    def used(self) -> list[str]:
+        """URLs of the run at the nodes that it is kept at, the carrier's first; none while none carries it on.
+
+        A node that has just failed, and was not asked since, is none of them.
+        """
+        with self._ring.changed:
+            sound = [each.node for each in self._replicas if not (each.doubted and each.node and each.node.failures)]
+            if self._carrier is None or self._carrier not in sound:
+                return []
+            return [self._carrier.url, *(node.url for node in sound if node and node is not self._carrier)]
+
     def away(self) -> dict[str, str]:
         """URLs of the run at nodes that do not work, and what was wrong."""
         with self._ring.changed:
@@ -200,7 +212,8 @@ class Chain:
             opened = node.open(carry=carry)
             if anew or not opened.carries:
                 node.find_lost(durable_too=anew)
-            node.find_surpassing()
+            if carry:
+                node.find_surpassing()  # another replica may be behind
         except SpotError as error:
             self._lost(replica, node, error)
             return False

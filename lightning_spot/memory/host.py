@@ -164,7 +164,11 @@ class Host(Protocol):
         """How each tier below is doing, by its URL."""
 
     def carrier(self) -> str:
-        """URL of the run at the memory node that carries it on to its durable tier; ``""`` while none does."""
+        """Where several hosts may bring the next snapshot: URLs of the run at memory nodes, separated by spaces.
+
+        The first is that of the one that carries the run on to its durable tier. Its other replicas follow, but for
+        those to which an earlier snapshot is still on its way. ``""`` while none carries it on.
+        """
 
     def refused(self) -> list[Manifest]:
         """Files of the run that a tier has refused for good, since a newer one is at their place."""

@@ -20,8 +20,9 @@ class Shared:
         shares: how many ranks fill it.
         digest: what all of them must agree on, such as a checksum of the layout; ``""`` if they see to it themselves.
         layout: what the other ranks have to know of it, a text of any form; kept until another one is given.
-        at: URL of the run at the memory node to which several hosts send it, each its portion, which the layout names
-            (see :class:`~lightning_spot.image.portion.Portions`); ``""`` if the ranks of one host have all of it.
+        at: URLs of the run at the memory nodes to which several hosts send it, separated by spaces, first that of the
+            one that carries it on. Each host sends its portion, which the layout names (see
+            :class:`~lightning_spot.image.portion.Portions`). ``""`` if the ranks of one host have all of it.
         image_nbytes: of the image, where the slot of the first host, too, holds its own portion only; else 0.
         by_hosts: at that node: whether the shares are hosts', and come over the network.
     """

@@ -312,6 +312,7 @@ class Node:
         return {
             **self.ring.status(),
             "flush_to": self.routes.flush_to,
+            "busy": sorted(self.uploads.abroad.busy()),
             "runs": {
                 run.info.text: {
                     "attempt": run.info.attempt,

@@ -127,6 +127,7 @@ class Routes:
             "carried": list(tiers.carried),
             "node": chain.active if chain is not None else "",
             "carrier": chain.active if chain is not None and chain.carries else "",
+            "kept_at": chain.used if chain is not None else [],
             "nodes": chain.status() if chain is not None else {},
             "why_not": chain.why_not if chain is not None else self._refusals.get(key, ""),
         }

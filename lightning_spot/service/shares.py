@@ -50,7 +50,7 @@ class ShareRequests:
         attempt = integer(body, "attempt", None, 0, MOST_ATTEMPTS)
         if at := text(body, "at"):
             host = integer(body, "host", None, 1, MOST_SHARES)
-            await asyncio.to_thread(self._node.uploads.abroad.join, run, attempt, name, at, host)
+            await asyncio.to_thread(self._node.uploads.abroad.visits.join, run, attempt, name, at, host)
         upload = await self._join(
             request,
             run,
