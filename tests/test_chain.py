@@ -156,6 +156,7 @@ def test_older_snapshots_count_again_when_a_node_has_lost_what_several_hosts_had
     asked = bench.behind[FIRST].opened
     until(lambda: bench.behind[FIRST].opened > asked + 2, "the node to be asked how things are")
     assert slot.surpassed  # it has the newer one
+    assert portions.surpassing(bench.node.ring, RUN_ID) is slot.surpassed
     bench.far[FIRST] = {}
     empty = bench.nodes[FIRST] = bench.make_node(FIRST, [str(tmp_path)])
     bench.behind[FIRST].node = empty if lost == "its memory" else None
@@ -164,6 +165,9 @@ def test_older_snapshots_count_again_when_a_node_has_lost_what_several_hosts_had
     assert bench.durable() == [1]
     gate.set()
     node.close()
+    slot.surpassed = manifest_of(2)
+    bench.save(3)  # by this host alone: what hosts had brought before may go
+    assert portions.surpassing(bench.node.ring, RUN_ID) is None
 
 
 def test_who_waits_for_a_run_has_its_nodes_asked_at_once(

@@ -25,6 +25,8 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshot, ModelChanged, NotSerialisable, RunBusy, SettingsError, TierError
 from lightning_spot.goodput.records import read_records
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.run import patience
+from lightning_spot.run.patience import Patience
 from lightning_spot.staging.copier import Copier
 from lightning_spot.tiers.local import LocalStore
 from tests import models
@@ -582,7 +584,8 @@ def test_state_that_cannot_be_pickled_does_not_stop_training(tmp_path: Path, cap
         trainer(spot(tmp_path, strict=True, resume=False)).fit(Odd(), data())
 
 
-def test_unreachable_node(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreachable_node(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "PATIENCE", Patience(first_pause_s=0.05))
     settings = {"memory": "spot://127.0.0.1:9", "flush_timeout_s": 3.0}
     with pytest.raises(TierError, match=r"holds no snapshot.*127\.0\.0\.1:9.*resume=False"):
         trainer(spot(tmp_path, **settings)).fit(Net(), data())  # that node may hold what there is to resume from

@@ -201,6 +201,7 @@ def test_two_hosts_bring_a_snapshot_together_and_each_sends_its_portion(team: Te
     assert team.sent(team.first).bytes == manifest.nbytes - theirs
     assert team.first.committed(RUN) == team.second.committed(RUN) == []  # neither has all of it
     until(lambda: [each.step for each in team.durable.survey().manifests] == [1], "it to be durable")
+    assert team.durable.has(manifest)
     team.all_free()
 
 

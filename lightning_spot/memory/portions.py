@@ -71,10 +71,13 @@ def surpass(ring: Ring, run: str, newer: Manifest) -> None:
 
 
 def surpassing(ring: Ring, run: str) -> Manifest | None:
-    """The snapshot at a memory node that older ones here are not waited for because of; ``None`` if there is none."""
+    """The snapshot at a memory node that is newer than all here; ``None`` if there is none."""
     with ring.changed:
-        newer = [slot.surpassed for slot in ring.committed(run) if slot.surpassed is not None]
-        return max(newer, key=lambda manifest: manifest.order, default=None)
+        slots = ring.committed(run)
+        newer = [slot.surpassed for slot in slots if slot.surpassed is not None]
+        newest = max(newer, key=lambda manifest: manifest.order, default=None)
+        here = [slot.snapshot for slot in slots if slot.snapshot is not None]
+        return None if newest is None or any(manifest.order > newest.order for manifest in here) else newest
 
 
 def fall_back(ring: Ring, run: str) -> None:
