@@ -9,13 +9,13 @@ import argparse
 import importlib.util
 import json
 import logging
-import platform
 import sys
+import time
+import traceback
 import warnings
 from dataclasses import asdict
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from benchmarks import (
     adapters,
@@ -33,7 +33,7 @@ from benchmarks import (
     scale,
     shares,
 )
-from benchmarks.measure import Result
+from benchmarks.measure import Result, about
 
 ALL = {
     "layout": layout,
@@ -68,21 +68,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", choices=[*ALL, []], help="which ones (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", type=Path, help="write all values to this file")
+    parser.add_argument("--json", type=Path, help="write all values to this file, after each benchmark")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     results: list[Result] = []
+    done: dict[str, Any] = {"about": about(), "benchmarks": {}}
+    failed = []
     for name in arguments.names or _all_that_can_run():
         print(f"{name} …", flush=True)
-        results += ALL[name].run(arguments.quick)
-    print(f"\n{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
+        began_s, found = time.monotonic(), []
+        try:
+            found = ALL[name].run(arguments.quick)
+        except Exception:  # the others are measured all the same
+            traceback.print_exc()
+            failed.append(name)
+        results += found
+        took_s = time.monotonic() - began_s
+        done["benchmarks"][name] = {"took_s": took_s, "failed": name in failed, "results": list(map(asdict, found))}
+        print("".join(f"  {result.row()}\n" for result in found) + f"  {name} took {took_s:.0f} s", flush=True)
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(done, indent=1))
+    print(f"\n{', '.join(f'{key} {value}' for key, value in done['about'].items())}\n")
     print("| what | median | min–max | target | met |\n|---|---|---|---|---|")
     for result in results:
         print(result.row())
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
-    return 0 if all(result.met for result in results) else 1
+    print(f"\nFailed: {', '.join(failed) or 'none'}.")
+    return 0 if not failed and all(result.met for result in results) else 1
 
 
 if __name__ == "__main__":

@@ -7,11 +7,13 @@ ranks (gloo), two fits without a guard alternate in the same way: their ratio is
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
+from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
@@ -42,18 +44,17 @@ class Small(pl.LightningModule):
 
 
 class Clock(pl.Callback):
-    """Seconds a step, from the start of training to its end, without the first steps."""
+    """Seconds of a step: the median, which what else the machine does now and then leaves alone."""
 
     def __init__(self) -> None:
-        self.step_s = 0.0
-        self._begin_s = 0.0
+        self._at_s: list[float] = []
 
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == STEPS // 10:
-            self._begin_s = time.perf_counter()
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._at_s.append(time.perf_counter())
 
-    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.step_s = (time.perf_counter() - self._begin_s) / (STEPS - STEPS // 10)
+    @property
+    def step_s(self) -> float:
+        return median(after - before for before, after in itertools.pairwise(self._at_s[STEPS // 10 :]))
 
 
 def step_s(*callbacks: pl.Callback, ranks: int = 1) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
+import platform
 import shutil
 import signal
 import statistics
@@ -14,7 +16,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import lightning
 import torch
 
 GIB = 2**30
@@ -24,11 +28,11 @@ PARAMETER_ELEMENTS = 560_000  # 150 parameters with Adam's two moments: 1.01 GB 
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the table: values of all rounds, judged by their median."""
+    """One line of the table: values of all rounds, judged by their median, or by nothing where there is no target."""
 
     name: str
     values: list[float]
-    target: float
+    target: float | None
     at_most: bool = True
     unit: str = "x"
 
@@ -38,15 +42,34 @@ class Result:
 
     @property
     def met(self) -> bool:
+        if self.target is None:
+            return True
         return self.median <= self.target if self.at_most else self.median >= self.target
 
     def row(self) -> str:
         low, high = min(self.values), max(self.values)
         sign = "≤" if self.at_most else "≥"
         spread = f"{low:.2f}–{high:.2f}"
-        verdict = "yes" if self.met else "**no**"
-        target = f"{sign} {self.target:g} {self.unit}"
+        verdict = "" if self.target is None else "yes" if self.met else "**no**"
+        target = "none" if self.target is None else f"{sign} {self.target:g} {self.unit}"
         return f"| {self.name} | {self.median:.2f} {self.unit} | {spread} | {target} | {verdict} |"
+
+
+def about() -> dict[str, Any]:
+    """When and where something was measured, and of what."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "when": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit or "unknown",
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "load_before": os.getloadavg()[0],
+    }
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -33,7 +33,7 @@ callbacks = [Watch()]
 if with_us:
     callbacks.append(SpotCheckpoint(dirpath, interval=EverySteps(1), slots=slots, on_full="wait"))
 trainer = pl.Trainer(max_steps=snapshots, callbacks=callbacks, accelerator="cpu", logger=False,
-    enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=bool(with_us))
+    enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
 trainer.fit(Model(), DataLoader(TensorDataset(torch.zeros(2000, 1)), 1))
 """
 MIB = 2**20

@@ -14,12 +14,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from benchmarks.peers import processes
 from benchmarks.peers.models import build
 from benchmarks.peers.ways import WAYS, Saving
 
-WARM_UP, LEAST_STEPS = 10, 20
+LEAD = 4
+SETTLE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,8 @@ class Cell:
         round: from 0.
         scale: one of ``SCALES``.
         device: ``"cpu"`` or ``"cuda"``.
+        warm_up: steps at least before it is waited until all that was begun is over.
+        least: steps at least that are measured.
     """
 
     model: str
@@ -41,22 +45,33 @@ class Cell:
     round: int
     scale: str
     device: str
+    warm_up: int = 50
+    least: int = 40
+
+    @property
+    def settled(self) -> int:
+        """The step before which training waits until nothing runs beside it: first saves start processes, make slots.
+
+        The snapshot of that step is over then.
+        """
+        return -(-self.warm_up // self.interval) * self.interval
 
     @property
     def first(self) -> int:
-        """The first step that is measured. Snapshots were taken before, and what the last one left behind is over."""
-        return -(-WARM_UP // self.interval) * self.interval + 3
+        """The first step that is measured: half-way between two snapshots, so that what each leaves to do is in it."""
+        half = self.interval // 2
+        return self.settled + half + -(-max(0, LEAD - half) // self.interval) * self.interval
 
     @property
     def measured(self) -> int:
         """Steps that are measured: a multiple of the interval."""
-        return -(-LEAST_STEPS // self.interval) * self.interval
+        return -(-self.least // self.interval) * self.interval
 
     @property
     def steps(self) -> int:
         """All steps. The last one is saved where that does not take long, so that what is restored can be compared."""
         least = self.first + self.measured + 1
-        return -(-least // self.interval) * self.interval if self.interval <= WARM_UP else least
+        return -(-least // self.interval) * self.interval if self.interval <= 10 else least
 
 
 class Stopwatch:
@@ -105,6 +120,9 @@ class Meter(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if batch_idx == self._cell.settled:
+            self._settle(pl_module)
+            self.found["settle_s"] = processes.wait_idle(self._command, SETTLE_S)
         if batch_idx == self._cell.first:
             self.found["cpu_before_s"] = processes.cpu_s(self._command)
             self.found["sent_before"] = processes.sent_bytes() if self._own_network else None
@@ -150,7 +168,8 @@ def run(cell: Cell, folder: Path, command: int) -> dict[str, Any]:
         max_steps=cell.steps,
         callbacks=[meter, *saving.callbacks],
         plugins=saving.plugins,
-        enable_checkpointing=saving.restore is not None,
+        # Without a ModelCheckpoint in the list Lightning adds one, which saves at the end.
+        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in saving.callbacks),
         accelerator="gpu" if cell.device == "cuda" else "cpu",
         devices=1,
         logger=False,
@@ -163,7 +182,7 @@ def run(cell: Cell, folder: Path, command: int) -> dict[str, Any]:
     sent_before = found.pop("sent_before")
     found["sent_bytes"] = None if sent_before is None else processes.sent_bytes() - sent_before
     found["state_bytes"] = _state_bytes(trainer)
-    found |= _restore(saving, trainer)
+    found |= _restore(saving, trainer, folder)
     saving.close()
     found["begun"], found["safe"] = dict(saving.begun), list(saving.safe)
     found["last_ones"] = saving.last_ones
@@ -177,9 +196,10 @@ def _state_bytes(trainer: pl.Trainer) -> int:
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
-def _restore(saving: Saving, trainer: pl.Trainer) -> dict[str, Any]:
+def _restore(saving: Saving, trainer: pl.Trainer, folder: Path) -> dict[str, Any]:
     if saving.restore is None:
         return {"restore_s": None, "restore_cpu_s": 0.0, "lost_steps": None, "equal": None}
+    processes.forget_pages(folder)
     cpu, began = os.times(), time.monotonic()
     step, checkpoint = saving.restore()
     restore_s, after = time.monotonic() - began, os.times()

@@ -7,13 +7,10 @@ measured already, are compared with; what is missing is named.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
 import json
 import os
-import platform
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,9 +18,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-import lightning
-import torch
-
+from benchmarks.measure import about
 from benchmarks.peers import processes
 from benchmarks.peers.cell import Cell
 from benchmarks.peers.measure import CellFailed, measure
@@ -74,6 +69,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--intervals", type=_intervals, default=[1, 10], help="steps between snapshots (default: 1,10)")
     found.add_argument("--ways", type=_names(WAYS), default=list(WAYS), help=f"default: all of {', '.join(WAYS)}")
     found.add_argument("--rounds", type=int, default=3, help="how often each cell is measured (default: 3)")
+    found.add_argument("--warm-up", type=int, default=50, help="steps before the measured ones, at least (default: 50)")
+    found.add_argument("--measured", type=int, default=40, help="steps that are measured, at least (default: 40)")
     found.add_argument("--budget", type=_seconds, default=900.0, help="no way is begun after that (default: 15m)")
     found.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     found.add_argument("--scale", choices=SCALES, default="small", help="of the models (default: small, for 2 cores)")
@@ -84,7 +81,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--docs", action="store_true", help="also write the tables into docs/benchmarks.md")
     found.add_argument("--note", default="", help="a sentence about the machine, for the report")
     found.add_argument("--quick", action="store_true", help="a tiny model, few ways, one round: does it all work?")
-    found.add_argument("--again", type=Path, metavar="JSON", help="measure nothing, report on these results")
+    found.add_argument(
+        "--again", type=Path, metavar="JSON", nargs="+", help="measure nothing, report on these results together"
+    )
     return found
 
 
@@ -94,14 +93,13 @@ def main(arguments: list[str]) -> int:
     if options.quick:
         options.scale, options.rounds, options.intervals = "tiny", 1, [10]
         options.models, options.ways = ["plain"], [way for way in options.ways if way in QUICK]
-    found = Found(**json.loads(options.again.read_text())) if options.again else compare(options)
     options.out.mkdir(parents=True, exist_ok=True)
-    _write(found, options.out)
+    found = [Found(**json.loads(path.read_text())) for path in options.again] if options.again else [compare(options)]
     text = write_report(found, options.out)
     if options.docs:
         write_docs(DOCS, text)
     print(text)
-    return 1 if found.missing or found.failed else 0
+    return 1 if any(one.missing or one.failed for one in found) else 0
 
 
 def compare(options: argparse.Namespace) -> Found:
@@ -120,18 +118,21 @@ def compare(options: argparse.Namespace) -> Found:
             options.intervals,
             options.ways,
             options.rounds,
+            seed=options.seed,
             scale=options.scale,
             device=options.device,
-            seed=options.seed,
+            warm_up=options.warm_up,
+            least=options.measured,
         )
     )
-    found = Found(about(options), missing=[vars(cell) for block in planned for cell in block])
-    options.out.mkdir(parents=True, exist_ok=True)
+    machine = about() | {"device": options.device, "scale": options.scale, "note": options.note}
+    found = Found(machine, missing=[vars(cell) for block in planned for cell in block])
     with tempfile.TemporaryDirectory(prefix="ls-peers-", dir=options.folder) as folder:
         for block in planned:
             _measure_block(block, found, Path(folder), options, began_s + options.budget)
     found.about["load_after"] = os.getloadavg()[0]
     found.about["took_s"] = time.monotonic() - began_s
+    _write(found, options.out)
     return found
 
 
@@ -156,24 +157,3 @@ def _measure_block(block: list[Cell], found: Found, folder: Path, options: argpa
 
 def _write(found: Found, folder: Path) -> None:
     (folder / "peers.json").write_text(json.dumps(found.plain(), indent=1))
-
-
-def about(options: argparse.Namespace) -> dict[str, Any]:
-    """Machine, commit, versions."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "when": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": commit or "unknown",
-        "cpus": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "device": options.device,
-        "threads": torch.get_num_threads(),
-        "scale": options.scale,
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "load_before": os.getloadavg()[0],
-        "load_after": os.getloadavg()[0],
-        "note": options.note,
-    }

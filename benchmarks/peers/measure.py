@@ -21,7 +21,8 @@ from benchmarks.peers import processes
 from benchmarks.peers.cell import Cell
 from benchmarks.peers.sightings import POLL_S, Sightings
 
-MEMORY_EVERY_S = 1.0
+MEMORY_EVERY_S, MEMORY_SHARE = 0.25, 0.02
+MEMORY_LIMIT = 0.8
 PATIENCE_S = 20.0  # for nodes and writers to end by themselves
 
 
@@ -60,9 +61,12 @@ def measure(cell: Cell, folder: Path, limit_s: float) -> dict[str, Any]:
     try:
         while found is None and time.monotonic() < deadline_s:
             sightings.look()
-            if time.monotonic() >= memory_at_s:
+            if (now_s := time.monotonic()) >= memory_at_s:
                 peak_bytes = max(peak_bytes, processes.memory_bytes(os.getpid(), shm))
-                memory_at_s = time.monotonic() + MEMORY_EVERY_S
+                if peak_bytes > MEMORY_LIMIT * processes.total_bytes():
+                    raise CellFailed(f"needs more than {MEMORY_LIMIT:.0%} of this machine's memory")
+                looked_s = time.monotonic() - now_s  # in which the processes looked at can map nothing
+                memory_at_s = time.monotonic() + max(MEMORY_EVERY_S, looked_s / MEMORY_SHARE)
             if ours.poll(POLL_S):
                 with contextlib.suppress(EOFError):
                     found = ours.recv()

@@ -11,20 +11,25 @@ from benchmarks.peers.cell import Cell
 
 
 def blocks(
-    models: list[str], intervals: list[int], ways: list[str], rounds: int, *, scale: str, device: str, seed: int
+    models: list[str], intervals: list[int], ways: list[str], rounds: int, *, seed: int, **settings: Any
 ) -> Iterator[list[Cell]]:
     """Blocks of cells that are compared with each other: one model, one interval, one round, all ways in random order.
 
     The models of a round come in the order given, so that a budget that is too small leaves out the last ones.
+
+    Args:
+        models: see :class:`Cell`.
+        intervals: likewise.
+        ways: likewise.
+        rounds: blocks of each model and interval.
+        seed: of the random order.
+        settings: of every cell.
     """
     rng = random.Random(seed)
     for number in range(rounds):
         for model in models:
             for interval in rng.sample(intervals, len(intervals)):
-                cells = [
-                    Cell(model=model, interval=interval, way=way, round=number, scale=scale, device=device)
-                    for way in ways
-                ]
+                cells = [Cell(model=model, interval=interval, way=way, round=number, **settings) for way in ways]
                 rng.shuffle(cells)
                 yield cells
 

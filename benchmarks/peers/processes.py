@@ -19,6 +19,8 @@ _CHILD_SUBREAPER = 36  # prctl(2)
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET of unshare(2)
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 1  # ioctls of network devices, netdevice(7)
 _BLOCK_BYTES = 512  # of ru_oublock
+_LOOK_S, _QUIET_LOOKS = 0.1, 3
+_IDLE = 0.3  # of one processor: to look takes some of it, and ticks are coarse
 
 
 def adopt_orphans() -> None:
@@ -53,6 +55,39 @@ def _stats() -> Iterator[tuple[int, list[str]]]:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 # After the name, which may hold anything: state, parent, ...
                 yield int(entry.name), Path(entry.path, "stat").read_text().rpartition(")")[2].split()
+
+
+def wait_idle(root: int, limit_s: float) -> float:
+    """Wait until no process below ``root`` computes or writes any more; the seconds that took, ``limit_s`` at most.
+
+    Called by one of them, which does nothing else meanwhile.
+    """
+    began_s, is_synced = time.monotonic(), False
+    before_s, quiet = cpu_s(root), 0
+    while (waited_s := time.monotonic() - began_s) < limit_s:
+        time.sleep(_LOOK_S)
+        now_s = cpu_s(root)
+        quiet, before_s = (quiet + 1 if now_s - before_s < _IDLE * _LOOK_S else 0), now_s
+        if quiet == _QUIET_LOOKS:
+            if is_synced:
+                break
+            os.sync()  # who waits for the disk uses no processor
+            is_synced, quiet = True, 0
+    return waited_s
+
+
+def forget_pages(folder: Path) -> None:
+    """Have the files in a folder read from the disk the next time: some were written past the page cache."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError), open(os.path.join(place, name), "rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def total_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_bytes(root: int, shm: Path) -> int:

@@ -14,7 +14,8 @@ from benchmarks.peers.plan import Found
 MIB = 2**20
 BEGIN, END = "<!-- peers: made by `python -m benchmarks peers --docs` -->", "<!-- peers: end -->"
 TIERS = ("host", "peer", "durable")
-NOT_EXACT = ("asymcheck-topk",)
+NOT_EXACT = ("asymcheck-topk", "ours+node topk")
+WITHOUT = ("none", "none again")
 _HEAD = """\
 | way | step time | waits, a snapshot | added, a snapshot | CPU, a snapshot | memory | safe: {tiers} | sent | written \
 | restore | rounds |
@@ -124,7 +125,9 @@ def _sent_more(cell: dict[str, Any], none: dict[str, Any]) -> float | None:
 def _remarks(cells: list[dict[str, Any]]) -> str:
     due = sum(_measured(cell) // cell["interval"] for cell in cells)
     taken = sum(cell["inside"] for cell in cells)
-    remarks = [f"{taken} of {due} snapshots taken"] if 0 < taken < due else []
+    remarks = [f"{taken} of {due} snapshots taken"] if taken < due and cells[0]["way"] not in WITHOUT else []
+    if taken and not any(cell["safe_after_s"][tier] for cell in cells for tier in TIERS):
+        remarks.append("none seen safe")
     if any(cell["equal"] is False and cell["way"] not in NOT_EXACT for cell in cells):
         remarks.append("**restored another state**")
     if any(cell["killed"] for cell in cells):
@@ -174,27 +177,35 @@ def _not_measured(what: str, cells: list[dict[str, Any]]) -> list[str]:
     return ["", f"{what}:", "", *lines]
 
 
-def write_report(found: Found, folder: Path) -> str:
+def write_report(comparisons: list[Found], folder: Path) -> str:
     """Write ``peers.md`` and, with matplotlib, one picture for each table; returns the text."""
-    text = report(found)
+    text = "\n".join(map(report, comparisons))
     (folder / "peers.md").write_text(text)
     try:
-        from matplotlib.figure import Figure
+        import matplotlib  # noqa: F401
     except ImportError:
         print("no pictures: matplotlib is not installed (extra `plot`)")
         return text
-    for (model, interval), table in tables(found).items():
-        ways = [way for way in reversed(table.by_cost()) if way != "none" and table.overhead(way).values]
-        figure = Figure(figsize=(7, 1 + 0.28 * len(ways)), layout="constrained")
-        axes = figure.subplots()
-        for row, way in enumerate(ways):
-            values = [100 * value for value in table.overhead(way).values]
-            axes.barh(row, statistics.median(values), color="tab:blue" if way.startswith("ours") else "lightgrey")
-            axes.plot(values, [row] * len(values), "k.", markersize=3)
-        axes.set_yticks(range(len(ways)), ways)
-        axes.set_xlabel(f"longer than without checkpoints, % ({model}, every {interval})")
-        figure.savefig(folder / f"peers-{model}-{interval}.svg")
+    for found in comparisons:
+        for (model, interval), table in tables(found).items():
+            picture = folder / f"peers-{found.about['scale']}-{model}-{interval}.svg"
+            _draw(table, f"{model} ({found.about['scale']}), every {interval}", picture)
     return text
+
+
+def _draw(table: Table, what: str, picture: Path) -> None:
+    from matplotlib.figure import Figure
+
+    ways = [way for way in reversed(table.by_cost()) if way != "none" and table.overhead(way).values]
+    figure = Figure(figsize=(7, 1 + 0.28 * len(ways)), layout="constrained")
+    axes = figure.subplots()
+    for row, way in enumerate(ways):
+        values = [100 * value for value in table.overhead(way).values]
+        axes.barh(row, statistics.median(values), color="tab:blue" if way.startswith("ours") else "lightgrey")
+        axes.plot(values, [row] * len(values), "k.", markersize=3)
+    axes.set_yticks(range(len(ways)), ways)
+    axes.set_xlabel(f"longer than without checkpoints, % ({what})")
+    figure.savefig(picture)
 
 
 def write_docs(page: Path, text: str) -> None:

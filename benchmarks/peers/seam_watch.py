@@ -24,7 +24,7 @@ class SeamWatch(pl.Callback):
 
     def __init__(self, spot: SpotCheckpoint) -> None:
         self._spot = spot
-        self._begun_s, self._begun_step = 0.0, -1
+        self._begun_s, self._before = 0.0, (-1, 0)
         self._last: _Last | None = None
         self.begun: dict[int, float] = {}
         self.spent_s = 0.0
@@ -38,15 +38,19 @@ class SeamWatch(pl.Callback):
             Seams.of(trainer).add(self._last)
 
     def before_validation(self, trainer: pl.Trainer) -> None:
-        self._begun_s, self._begun_step = time.monotonic(), self._spot.snapshots.begun_step
+        self._begun_s, self._before = time.monotonic(), self._counts()
 
     after_batch = before_validation
 
     def passed(self) -> None:
         """Ours have done what they do at this seam."""
         self.spent_s += time.monotonic() - self._begun_s
-        if (step := self._spot.snapshots.begun_step) != self._begun_step:
+        step, skipped = self._counts()
+        if step != self._before[0] and skipped == self._before[1]:  # one for which there was no slot is none
             self.begun[step] = self._begun_s
+
+    def _counts(self) -> tuple[int, int]:
+        return self._spot.snapshots.begun_step, self._spot.skipped
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         Seams.of(trainer).remove(self)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from benchmarks.peers.seam_watch import SeamWatch
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.stores import open_store
 from lightning_spot.run.sources import StoreSource
+from lightning_spot.staging.modes import MODES
 
 BASELINES: dict[str, type[Baseline]] = {
     "dash": Dash,
@@ -232,12 +232,9 @@ def _ways() -> dict[str, Way]:
         "torchsnapshot": of_callback(_torchsnapshot),
         **{name: of_callback(kind) for name, kind in BASELINES.items()},
     }
-    known = inspect.signature(SpotCheckpoint).parameters
-    if "partitions" in known:
-        ways |= {f"ours {mode}": _ours(partitions=mode) for mode in ("eager", "asymmetric", "backward")}
-    if "compression" in known:
-        ways |= {"ours+node delta": _ours(memory_node=True, compression="delta")}
-        ways |= {"ours+node whole": _ours(memory_node=True, compression=None)}
+    ways |= {f"ours {mode}": _ours(partitions=mode) for mode in MODES}
+    for name, compression in (("delta", "delta"), ("whole", None), ("topk", "topk")):
+        ways[f"ours+node {name}"] = _ours(memory_node=True, compression=compression)
     return ways
 
 
