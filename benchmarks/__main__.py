@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import json
 import logging
+import signal
 import sys
 import time
 import traceback
@@ -98,4 +99,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on the way out, nodes are ended and files removed
     sys.exit(main())

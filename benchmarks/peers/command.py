@@ -10,7 +10,6 @@ import argparse
 import importlib
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -105,7 +104,6 @@ def main(arguments: list[str]) -> int:
 def compare(options: argparse.Namespace) -> Found:
     """Measure what was asked for, within the budget."""
     processes.adopt_orphans()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on the way out, cells are ended and files removed
     if options.device == "cuda":
         resource_tracker.ensure_running()  # once, not as a child that the first cell leaves behind
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask for a GPU must not make forking unsafe
