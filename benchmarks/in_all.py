@@ -13,13 +13,12 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.in_all_trainer import Plan
+from benchmarks.in_all_trainer import OURS, Plan
 from benchmarks.measure import GIB, Result, scratch
 
 LARGE = {"width": 2064, "layers": 22, "batch": 64}  # 1.13 GB with AdamW's moments, about 1 s a step on 2 cores
 SMALL = {"width": 640, "layers": 20, "batch": 64}  # 0.1 GB
 PEERS = {"async": "AsyncCheckpointIO", "plain": "plain ModelCheckpoint save"}
-_OURS = ("spot-",)
 
 Fit = dict[str, Any]
 
@@ -42,13 +41,13 @@ def between(found: Fit, since: str, until: str, what: str) -> float:
 
 
 def by_place(found: Fit) -> dict[str, float]:
-    """CPU seconds per GiB of snapshots, in the steady state: of the node, of the hooks, of each thread of ours."""
+    """CPU seconds per GiB of snapshots, in the steady state: of the node, in the hooks, of each thread of ours."""
     gib = found["snapshots"] * found["nbytes"] / GIB
     first, second = (found["used"][mark]["threads"] for mark in ("first", "second"))
     places = {"node": between(found, "first", "second", "node_s")}
-    places["training thread"] = between(found, "first", "second", "hooks_s")
+    places["hooks"] = between(found, "first", "second", "hooks_s")
     for name in second:
-        if name.startswith(_OURS):
+        if name.startswith(OURS):
             places[name] = second[name] - first.get(name, 0.0)
     return {name: used_s / gib for name, used_s in places.items()}
 

@@ -6,6 +6,7 @@ its threads, and of the node, its child.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -27,6 +28,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.measure import WarmCopy
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.staging.modes import Partitions
+
+OURS = "spot-"
+"""What the names of our threads begin with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +96,18 @@ class Watch(pl.Callback):
         self._step_began_s = 0.0
 
     def wrap(self, owner: Any, name: str) -> None:
-        """Count the CPU seconds of the training thread in a method."""
+        """Count the CPU seconds of this process in a method, without what threads of ours use that stay."""
         real: Callable[..., Any] = getattr(owner, name)
 
+        def used_s() -> float:
+            return time.process_time() - sum(seconds for name, seconds in threads_s().items() if name.startswith(OURS))
+
         def timed(*arguments: Any, **named: Any) -> Any:
-            began_s = time.thread_time()
+            began_s = used_s()
             try:
                 return real(*arguments, **named)
             finally:
-                self.hooks_s += time.thread_time() - began_s
+                self.hooks_s += used_s() - began_s
 
         setattr(owner, name, timed)
 
@@ -118,18 +125,24 @@ class Watch(pl.Callback):
         own = psutil.Process()
         times = own.cpu_times()
         nodes = [child.cpu_times() for child in own.children() if "lightning_spot" in " ".join(child.cmdline())]
-        threads: dict[str, float] = {}
-        for thread in threading.enumerate():
-            if thread.native_id is not None and thread is not threading.main_thread():
-                ran = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()
-                threads[thread.name] = threads.get(thread.name, 0.0) + int(ran[0]) / 1e9
         return Used(
             time.perf_counter(),
             times.user + times.system,
             sum(node.user + node.system for node in nodes),
             self.hooks_s,
-            threads,
+            threads_s(),
         )
+
+
+def threads_s() -> dict[str, float]:
+    """CPU seconds of each thread that Python knows, but the main one, by its name."""
+    threads: dict[str, float] = {}
+    for thread in threading.enumerate():
+        if thread.native_id is not None and thread is not threading.main_thread():
+            with contextlib.suppress(OSError):  # it has just ended
+                ran = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()
+                threads[thread.name] = threads.get(thread.name, 0.0) + int(ran[0]) / 1e9
+    return threads
 
 
 def train(plan: Plan) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from operator import methodcaller
@@ -13,11 +14,12 @@ import torch
 
 from lightning_spot.errors import SpotError
 from lightning_spot.image.layout import Piece
+from lightning_spot.staging import job as job_module
 from lightning_spot.staging import operations
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.cuda import CudaCopier
 from lightning_spot.staging.device import DeviceClock
-from lightning_spot.staging.job import CopyJob, SlotView, watch
+from lightning_spot.staging.job import Batch, CopyJob, SlotView, watch
 from lightning_spot.staging.partitions import Partition, Span
 from lightning_spot.staging.schedule import Held, Schedule, Timetable
 from lightning_spot.staging.spans import SlotSpan, cut_end
@@ -175,6 +177,27 @@ def test_where_training_stands_still_it_copies_by_itself(desk: Desk) -> None:
     job = copier.start(desk.pieces, desk.view, schedule=Fixed.still())
     assert job.stands_still
     assert job.is_done
+    assert all(map(desk.copied, range(4)))
+    copier.close()
+
+
+def test_where_training_stands_still_all_processors_copy(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes the next piece by itself: in torch's team each waits for the slowest after every tensor."""
+    monkeypatch.setattr(job_module, "_LEAST_BATCH_BYTES", 64)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    helping, at_it, both = Batch.helping, set(), threading.Event()
+
+    def noted(batch: Batch) -> None:
+        at_it.add(threading.get_ident())
+        if len(at_it) == 2:
+            both.set()
+        assert both.wait(30)
+        helping(batch)
+
+    monkeypatch.setattr(Batch, "helping", noted)
+    copier = Copier(threads=0)
+    copier.start(desk.pieces, desk.view, schedule=Fixed.still()).wait_cpu()
+    assert len(at_it) == 2
     assert all(map(desk.copied, range(4)))
     copier.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import threading
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from lightning_spot.staging.samples import Sampler
 from lightning_spot.staging.spans import SlotSpan
 
 _LEAST_BATCH_BYTES = 16 * 1024 * 1024
+_MOST_THREADS = 4
 NOW, NEVER = float("-inf"), float("inf")
 
 
@@ -182,9 +184,24 @@ class CopyJob:
                 task.ready_s = NOW
 
     def copy_here(self) -> None:
-        """Copy all storages on the CPU on this thread, with the team of threads that torch computes with here."""
-        while self._step(Batch.at_once, NEVER):
-            pass
+        """Copy all storages on the CPU, on this thread and as many others as there are processors, up to a few.
+
+        These take the next piece when they are done with one. In torch's team, each waits for the slowest after every
+        storage, and uses its processor meanwhile.
+        """
+
+        def work() -> None:
+            while self._step(Batch.helping, NEVER):
+                pass
+
+        helpers = [
+            threading.Thread(target=work, name="spot-copy") for _ in range(min(_MOST_THREADS, os.cpu_count() or 1) - 1)
+        ]
+        for helper in helpers:
+            helper.start()
+        work()
+        for helper in helpers:
+            helper.join()
 
     def step_in_background(self) -> None:
         """Copy one batch that is due, if there is one."""
