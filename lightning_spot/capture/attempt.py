@@ -237,7 +237,7 @@ class Attempt:
     ) -> None:
         if isinstance(error, RingFull):
             self.skipped += 1
-            cause = "slots not made" if self.writer.is_making else "full"  # another cause, later, is said too
+            cause = "full" if self.writer.ready else "slots not made"  # another cause, later, is said too
             self.writer.say_once(cause, "snapshot of step %d is skipped, and others may be: %s", manifest.step, error)
         elif isinstance(error, Fenced):
             self.fenced = True

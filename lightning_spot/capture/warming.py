@@ -44,11 +44,6 @@ class SlotMaker:
         """Whether a snapshot can begin now without waiting for the first slot to be made."""
         return self._ready.is_set()
 
-    @property
-    def is_making(self) -> bool:
-        """Whether a slot is being made."""
-        return self._thread is not None
-
     def wait(self, wait_s: float) -> bool:
         """Wait for the first slot; whether it is there."""
         return self._ready.wait(wait_s)

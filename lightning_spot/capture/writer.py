@@ -119,11 +119,6 @@ class SnapshotWriter:
         """Whether a snapshot can begin now without waiting for its slot to be made."""
         return self._maker.ready
 
-    @property
-    def is_making(self) -> bool:
-        """Whether a slot is being made in the background."""
-        return self._maker.is_making
-
     def warm(self, nbytes: int, *, cuda: bool = False) -> None:
         """Make, map and (for a GPU) pin slots in the background, so that no snapshot meets a cold one.
 
