@@ -24,6 +24,7 @@ from lightning_spot.fit import iterations
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.staging import schedule
+from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.job import CopyJob
 from lightning_spot.staging.profile import Kind, Profile
 from lightning_spot.staging.schedule import Schedule, Timetable
@@ -106,6 +107,24 @@ def test_every_snapshot_is_its_step(tmp_path: Path, seen: Seen, partitions: str)
         points = [kinds[part.point] for part in timetable.partitions]
         assert partitions == "auto" or len(points) > 1
         assert partitions != "backward" or set(points) == {Kind.GRADIENT}
+
+
+class WritesWhereAnEpochEnds(pl.Callback):
+    """To one number, past the counts; its hook comes before ours."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pl_module.net[0].weight.data[0, 0] += 1
+
+
+def test_what_callbacks_write_where_an_epoch_ends_comes_after_its_last_snapshot(
+    tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Copier, "_work", lambda self: self._started.release())  # copied only where training waits
+    probe = Probe()
+    trainer(probe, WritesWhereAnEpochEnds(), spot(tmp_path, "eager"), max_epochs=2).fit(Net(), data(2))
+    seen.images.pop(4)  # of the end
+    assert set(seen.images) == {1, 2, 3}
+    seen.check(probe)
 
 
 class Watched(pl.Callback):

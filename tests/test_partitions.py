@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_spot.staging.partitions import (
@@ -41,6 +41,7 @@ def large_enough(partitions: list[Partition], sizes: list[int], least: int) -> N
 
 @QUICK
 @given(SIZES, st.lists(ANY_TIME, min_size=1, max_size=30), st.integers(1, 10**8))
+@example([10**6], [1.7e308, 1.7e308], 1)
 def test_shares_hold_every_byte_once_in_order(sizes: list[int], idle: list[float], least: int) -> None:
     windows = [Window(number, 0.0, seconds) for number, seconds in enumerate(idle)]
     partitions = by_idle_time(sizes, windows, least)

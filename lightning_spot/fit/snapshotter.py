@@ -251,6 +251,8 @@ class Snapshotter(OfTrainer):
             self._take(before_validation=before_validation, how=how)
         if self.iterations is not None:
             self.iterations.begins()
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self.disturbed()  # other callbacks' hooks of the epoch's end come before ours
 
     def _paces(self) -> tuple[TierPace, ...]:
         return self.attempt.safety.paces() if self.attempt is not None else ()
@@ -286,13 +288,12 @@ class Snapshotter(OfTrainer):
         self, dump: Dump, *, complete: bool = False, urgent: bool = False, wait_s: float, how: str = ALONE
     ) -> None:
         trainer = self._trainer
+        self.begun_step = trainer.global_step
         if self.in_shards is not None:
-            self.begun_step = trainer.global_step
             how, interval = "" if complete or urgent else how, self.pacing.state_dict()
             self.in_shards.write(self.attempt, dump, interval, complete=complete, how=how, wait_s=wait_s)
             return
         checkpoint = self.together.checkpoint(dump, how)
-        self.begun_step = trainer.global_step
         if self.attempt is not None:
             checkpoint[KEY] |= {"interval": self.pacing.state_dict(), "lineage": self.attempt.lineage}
             self._store(checkpoint, complete=complete, wait_s=wait_s, ranks=self.together.ranks(how))

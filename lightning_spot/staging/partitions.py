@@ -71,7 +71,7 @@ def by_idle_time(sizes: Sequence[int], windows: Sequence[Window], least: int = L
     """
     total = sum(sizes)
     weights = [window.idle_s if 0 < window.idle_s < math.inf else 0.0 for window in windows]
-    whole = math.fsum(weights)
+    whole = sum(weights)
     if not 0 < whole < math.inf:
         weights, whole = [1.0] * len(windows), float(len(windows))
     ends, chosen, begun, so_far = [], [], 0, 0.0
