@@ -27,7 +27,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol.wire import NO_DIGEST, Address, Frame, PartKind, parse_spot_url
-from lightning_spot.service import fields, files, handlers, part_receiver, saving
+from lightning_spot.service import fields, files, part_receiver, saving, uploads
 from lightning_spot.service.connections import Connections
 from tests.conftest import RunningNode, until
 from tests.gated import image_of
@@ -451,7 +451,7 @@ def snapshot_of(run: str, step: int, nbytes: int, part_bytes: int) -> tuple[Mani
 
 def test_every_upload_has_a_stream_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of 64 hosts sends over four connections: the first ones must not keep the others out."""
-    monkeypatch.setattr(handlers, "MOST_STREAMS", 8)
+    monkeypatch.setattr(uploads, "MOST_STREAMS", 8)
     node = Node(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
     with served(node) as port, ExitStack() as stack:
         client = NodeClient(Address("127.0.0.1", port))
@@ -471,7 +471,7 @@ def test_every_upload_has_a_stream_however_many_there_are(monkeypatch: pytest.Mo
 
 
 def test_a_sender_makes_do_with_the_connections_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "MOST_STREAMS", 2)
+    monkeypatch.setattr(uploads, "MOST_STREAMS", 2)
     node = Node(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
     with served(node) as port:
         store = NodeStore(f"spot://127.0.0.1:{port}/run")

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_spot.capture.attempt import Attempt, RingSettings, open_host
-from lightning_spot.capture.host_link import leave
+from lightning_spot.capture.attempt import Attempt, RingSettings
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import by_storage, optimizer_owned
 from lightning_spot.exact import namespaces
@@ -19,6 +18,7 @@ from lightning_spot.exact.seams import Seam, Seams
 from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.fit import earlier
 from lightning_spot.fit.agreement import Agreement
+from lightning_spot.fit.beginning import Beginning
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.iterations import Iterations
 from lightning_spot.fit.pacing import Pacing
@@ -29,10 +29,8 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.interval.costs import TierPace
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.interval.policy import IntervalPolicy
-from lightning_spot.memory.host import Host
 from lightning_spot.run.choice import say_what_is_left
 from lightning_spot.run.location import Location
-from lightning_spot.run.survey import Survey
 from lightning_spot.staging.modes import Partitions
 
 if TYPE_CHECKING:
@@ -95,8 +93,7 @@ class Snapshotter(OfTrainer):
         self.iterations: Iterations | None = None
         self.in_shards = InShards(trainer, location, settings.ring) if is_sharded(trainer) else None
         self._resume = resume
-        self._host: Host | None = None
-        self._found: Survey | None = None
+        self._beginning = Beginning(trainer, location, settings.ring, resume, self.in_shards)
         self._committed: Manifest | None = None
         self._where = ""
         self._skipped = 0
@@ -121,37 +118,16 @@ class Snapshotter(OfTrainer):
     def open(self) -> None:
         """Open the ring, ask all tiers what they hold, and begin the next attempt of the run."""
         earlier.goes_on_at(self.location)
-        self._found = Agreement(self._trainer).on_rank_zero(self._look)
-        self._resume.when_decided(self._found, self._begin_attempt)
-
-    def _look(self) -> Survey:
-        self.location.check()
-        if self.in_shards is not None:
-            self.in_shards.check()
-        # First: it takes over what a killed node left in memory.
-        self._host = open_host(self.location, self.settings.ring)
-        return self._resume.look(self.location)
+        found = Agreement(self._trainer).on_rank_zero(self._beginning.look)
+        self._resume.when_decided(found, self._begin_attempt)
 
     def _begin_attempt(self) -> None:
         trainer = self._trainer
         if self.in_shards is not None or trainer.is_global_zero:
             self.iterations = Iterations(trainer, self.settings.partitions)
 
-        def begin() -> Attempt:
-            host, self._host = self._host, None
-            assert host is not None
-            assert self._found is not None
-            return Attempt(
-                self._found,
-                host,
-                self.settings.ring,
-                self._resume.trial(),
-                fingerprint=str(self._resume.fingerprint or ""),
-                schedule=self.iterations.schedule if self.iterations is not None else None,
-                sharded_over=trainer.world_size if self.in_shards is not None else 0,
-            )
-
-        self.attempt = attempt = Agreement(trainer).on_rank_zero(begin)
+        schedule = self.iterations.schedule if self.iterations is not None else None
+        self.attempt = attempt = Agreement(trainer).on_rank_zero(partial(self._beginning.attempt, schedule))
         named = (attempt.number, attempt.info.text) if attempt is not None else (0, "")
         self.number, run = trainer.strategy.broadcast(named)
         self._resume.attempt = self.number
@@ -167,8 +143,8 @@ class Snapshotter(OfTrainer):
         self._seen_step = trainer.global_step
         if self.attempt is not None and self._resume.lineage is not None:
             self.attempt.lineage = self._resume.lineage
-        elif self._found is not None:
-            say_what_is_left(self._found)
+        elif self._beginning.found is not None:
+            say_what_is_left(self._beginning.found)
         self.pacing.begin(trainer, self.number, self._resume.interval)
         Seams.of(trainer).add(self)
         self._undo.append(lambda: Seams.of(trainer).remove(self))
@@ -380,9 +356,7 @@ class Snapshotter(OfTrainer):
         self.close()
         self.together.close()
         attempt, self.attempt = self.attempt, None
-        if self._host is not None:  # no attempt has begun
-            leave(self._host)
-            self._host = None
+        self._beginning.let_go()
         if self.in_shards is not None:
             self.in_shards.finish(wait_s)
         if attempt is None:

@@ -14,33 +14,28 @@ Memory is made, checked and given back outside the lock: gigabytes take seconds.
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lightning_spot.errors import Fenced, SnapshotNotFound
-from lightning_spot.image.manifest import Manifest, Order
+from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.room import Limits, capacity_for, find_room, why_full
 from lightning_spot.memory.slots import (
     Slot,
     SlotState,
-    Tiers,
     bases_of,
     file_order,
-    newest_of_lineages,
     only_here,
-    owed,
     reusable,
 )
+from lightning_spot.memory.table import SlotTable
 from lightning_spot.staging.slot import SlotMemory
 
 logger = logging.getLogger(__name__)
 
 
-class Ring:
+class Ring(SlotTable):
     """A set of slots, bounded in number or in memory only. All methods may be called from any thread.
 
     Args:
@@ -62,15 +57,10 @@ class Ring:
         area: Path | None = None,
         run_memory_bytes: int | None = None,
     ) -> None:
+        super().__init__(SlotArea(area) if area is not None else None)
         self.memory_bytes = memory_bytes
         self.run_memory_bytes = run_memory_bytes
-        self.changed = threading.Condition(threading.RLock())
-        self.area = SlotArea(area) if area is not None else None
-        self.slots = self.area.adopt() if self.area is not None else []
         self._limits = Limits(slots, memory_bytes, run_memory_bytes)
-        self.changes = 0
-        self._tiers: dict[str, Tiers] = {}
-        self._watchers: list[Callable[[], None]] = []
         self._sequence = max((slot.sequence for slot in self.slots), default=0)
 
     # -- who fills a slot -----------------------------------------------------------------------------------------
@@ -174,26 +164,6 @@ class Ring:
 
     # -- what is committed ----------------------------------------------------------------------------------------
 
-    def set_tiers(self, run: str, tiers: Tiers | None) -> None:
-        """Say where a run's snapshots go from now on (``None``: it is forgotten); what is owed follows from it."""
-        with self.changed:
-            if self._tiers.get(run) != tiers:
-                self._tiers.pop(run, None)
-                if tiers is not None:
-                    self._tiers[run] = tiers
-                self.refresh(run)
-                self.notify()
-
-    def tiers(self, run: str) -> Tiers:
-        """Where a run's snapshots go."""
-        return self._tiers.get(run, Tiers())
-
-    def carried(self) -> set[str]:
-        """URLs that nodes behind this one write, and this one does not."""
-        with self.changed:
-            own = {url for tiers in self._tiers.values() for url in tiers.own}
-            return {url for tiers in self._tiers.values() for url in tiers.carried} - own
-
     def trim(self, run: str, keep: int) -> None:
         """Forget all but the newest ``keep`` snapshots of a run, as far as they may be reused."""
         with self.changed:
@@ -206,39 +176,6 @@ class Ring:
                 self._forget(slot)
             if old:
                 self.notify()
-
-    def mark_safe(self, slot: Slot, manifest: Manifest, url: str) -> None:
-        """Clear a dirty bit; call it only after the tier said the snapshot is committed there."""
-        self._note(slot, manifest, slot.safe, url)
-
-    def mark_inexact(self, slot: Slot, manifest: Manifest, url: str) -> None:
-        """Note that a tier has an approximation of a snapshot, which stays owed there."""
-        self._note(slot, manifest, slot.inexact_at, url)
-
-    def mark_refused(self, slot: Slot, manifest: Manifest, url: str) -> None:
-        """Stop trying to bring a snapshot to a tier that refuses it for good (a fence)."""
-        self._note(slot, manifest, slot.refused, url)
-
-    def mark_lost(self, slot: Slot, manifest: Manifest, url: str) -> None:
-        """A tier has lost a snapshot that was safe there: it is owed again if it is the newest."""
-        with self.changed:
-            if slot.manifest is manifest and url in slot.safe:
-                slot.safe.remove(url)
-                self._written(slot)
-
-    def settle(self, run: str, lineage: str, order: Order) -> None:
-        """Note that a snapshot is durable although nobody brought it there from here: it, and older ones, may go."""
-        with self.changed:
-            for slot in self.committed(run):
-                manifest = slot.snapshot
-                if (
-                    manifest is not None
-                    and not slot.settled
-                    and manifest.lineage == lineage
-                    and manifest.order <= order
-                ):
-                    slot.settled = True
-                    self._written(slot)
 
     def drop(self, run: str, name: str) -> tuple[Manifest, list[str]]:
         """Forget a snapshot. Who reads it at the moment may go on: the slot is not reused before that.
@@ -261,59 +198,7 @@ class Ring:
                 return manifest, urls
             raise SnapshotNotFound(f"no snapshot {name!r} of run {run!r} in memory")
 
-    def committed(self, run: str | None = None) -> list[Slot]:
-        """Slots that hold a committed snapshot, newest first."""
-        with self.changed:
-            found = [slot for slot in self.slots if slot.manifest and run in (None, slot.run)]
-            return sorted(found, key=lambda slot: slot.sequence, reverse=True)
-
-    def find(self, run: str, name: str) -> Slot | None:
-        """The slot that holds a committed snapshot, if any."""
-        with self.changed:
-            return next(iter(self._named(run, name)), None)
-
-    def slot(self, index: int) -> Slot | None:
-        """The slot of a number, if there is one."""
-        with self.changed:
-            return next((slot for slot in self.slots if slot.index == index), None)
-
-    @contextmanager
-    def reading(self, slot: Slot, manifest: Manifest) -> Iterator[memoryview]:
-        """Pin a committed snapshot and hand out its bytes.
-
-        Raises:
-            SnapshotNotFound: if the slot holds another one by now.
-        """
-        with self.changed:
-            if slot.manifest is not manifest:
-                raise SnapshotNotFound(f"snapshot {manifest.name!r} has just left memory")
-            slot.readers += 1
-        view = slot.view(manifest.nbytes)
-        try:
-            yield view
-        finally:
-            view.release()
-            self.unpin(slot)
-
-    def unpin(self, slot: Slot) -> None:
-        """One reader of a slot, which was counted before, is done."""
-        with self.changed:
-            slot.readers -= 1
-            self.notify()
-
     # -- the whole ------------------------------------------------------------------------------------------------
-
-    def watch(self, callback: Callable[[], None]) -> None:
-        """Have ``callback`` called whenever something changed. It must return at once, and runs under the lock."""
-        with self.changed:
-            self._watchers.append(callback)
-
-    def notify(self) -> None:
-        """Wake whoever waits for a change; call it under the lock."""
-        self.changes += 1
-        self.changed.notify_all()
-        for callback in self._watchers:
-            callback()
 
     def status(self) -> dict[str, Any]:
         """The slots, as JSON-ready values."""
@@ -341,33 +226,11 @@ class Ring:
 
     # -- inside, under the lock -----------------------------------------------------------------------------------
 
-    def _named(self, run: str, name: str) -> list[Slot]:
-        return [slot for slot in self.slots if slot.manifest and slot.run == run and slot.manifest.name == name]
-
     def _new_slot(self) -> Slot:
         taken = {slot.index for slot in self.slots}
         slot = Slot(next(index for index in range(len(taken) + 1) if index not in taken))
         self.slots.append(slot)
         return slot
-
-    def refresh(self, run: str) -> None:
-        """Work out anew what is owed of a run. Call it under the lock."""
-        newest = newest_of_lineages(slot for slot in self.slots if slot.run == run)
-        for slot in self.slots:
-            if slot.run == run and slot.manifest is not None:
-                slot.dirty = owed(slot, self.tiers(run), newest=slot in newest)
-
-    def _note(self, slot: Slot, manifest: Manifest, urls: list[str], url: str) -> None:
-        with self.changed:
-            if slot.manifest is manifest and url not in urls:
-                urls.append(url)
-                self._written(slot)
-
-    def _written(self, slot: Slot) -> None:
-        self.refresh(slot.run)
-        if self.area is not None:
-            self.area.record(slot)
-        self.notify()
 
     def _forget(self, slot: Slot) -> None:
         if self.area is not None and slot.manifest is not None:

@@ -27,6 +27,7 @@ LAYOUT_BODY_BYTES = 32 * 1024 * 1024
 """Longest JSON body of a request that may carry a layout."""
 
 MOST_BYTES = 2**46
+MOST_NODES = 64
 MOST_ATTEMPTS = 10**9
 LONGEST_WAIT_S = 3600.0
 _BODY_TIMEOUT_S = 30.0

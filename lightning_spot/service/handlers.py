@@ -36,69 +36,44 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
-import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from typing import Any
 
 from aiohttp import hdrs, web
 
 from lightning_spot.config import PROTOCOL_VERSION
-from lightning_spot.errors import NodeRefused, ProtocolMismatch, SettingsError, SpotError, TooManyStreams
-from lightning_spot.image.floats import read_floats
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.errors import NodeRefused, ProtocolMismatch, SettingsError, SpotError
 from lightning_spot.image.parts import checksum
-from lightning_spot.image.written import read_ranges
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.runs import RunInfo, key_of, parse_run
 from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.wire import (
     DIGEST_HEADER,
     PROTOCOL_HEADER,
     TARGET_HEADER,
-    UPGRADE,
     error_body,
     error_status,
     target_of,
 )
-from lightning_spot.service.connections import MOST_CONNECTIONS, Connections
+from lightning_spot.service.connections import Connections
 from lightning_spot.service.fields import (
     LONGEST_WAIT_S,
-    MANIFEST_BODY_BYTES,
-    MOST_ATTEMPTS,
-    MOST_BYTES,
-    compression,
-    identifier,
-    integer,
+    MOST_NODES,
     json_body,
-    only_same_host,
-    same_host,
     seconds,
     text,
     texts,
 )
 from lightning_spot.service.files import Files
 from lightning_spot.service.hosts import HostRequests
-from lightning_spot.service.part_receiver import receive_parts
 from lightning_spot.service.readiness import not_ready
-from lightning_spot.service.shares import ShareRequests, base_info, leased, shared_body, shared_of
+from lightning_spot.service.runs import RunRequests
+from lightning_spot.service.shares import ShareRequests
+from lightning_spot.service.uploads import UploadRequests
 from lightning_spot.service.waiting import Waiting
-
-logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-MOST_STREAMS = 256
-"""Streams of parts at once, shared by the uploads; each has one in any case."""
-
-_MOST_STREAMS_OF_AN_UPLOAD = 16
-_MOST_KEPT = 10**6
-_MOST_NODES = 64
-_MOST_PID = 2**31
 _OPEN_TO_ALL = ("/healthz", "/readyz")
 
 
@@ -111,17 +86,14 @@ class Service:
 
     Attributes:
         last_request_s: when the last request came (monotonic).
-        committed_s: when a snapshot was committed last (monotonic), 0 for never.
     """
 
     def __init__(self, node: Node, token: str | None) -> None:
         self.node = node
         self.last_request_s = time.monotonic()
-        self.committed_s = 0.0
         self._token = token
         self._waiting: Waiting | None = None
-        self._streams: Counter[str] = Counter()  # of each upload
-        self._stream_threads = ThreadPoolExecutor(MOST_CONNECTIONS, thread_name_prefix="spot-stream")
+        self._uploads = UploadRequests(node, self._wait_for_slot)
         self._connections: Connections | None = None
 
     def application(self) -> web.Application:
@@ -136,21 +108,13 @@ class Service:
                 web.get("/healthz", self._healthy),
                 web.get("/readyz", self._ready),
                 web.get("/v1/status", self._status),
-                web.get("/v1/runs", self._runs),
-                web.post("/v1/runs/{run}/open", self._open),
-                web.post("/v1/runs/{run}/close", self._close),
-                web.post("/v1/runs/{run}/settle", self._settle),
-                web.get("/v1/runs/{run}/snapshots", self._snapshots),
+                *RunRequests(self.node).routes(),
+                *self._uploads.routes(),
                 web.get("/v1/runs/{run}/files", files.listing),
-                web.post("/v1/runs/{run}/uploads", self._lease),
                 web.post("/v1/runs/{run}/shares", shares.join),
                 web.post("/v1/runs/{run}/decline", shares.decline),
                 web.post("/v1/uploads/{upload}/placed", shares.placed),
                 *hosts.routes(),
-                web.post("/v1/uploads/{upload}/stream", self._stream),
-                web.post("/v1/uploads/{upload}/commit", self._commit),
-                web.post("/v1/uploads/{upload}/seal", self._seal),
-                web.delete("/v1/uploads/{upload}", self._abort),
                 web.post("/v1/check", self._check),
                 web.post("/v1/flush", self._flush),
                 web.get("/v1/files/{run}/{path:.+}", files.read),
@@ -167,12 +131,12 @@ class Service:
 
     def close(self) -> None:
         """Stop receiving parts. Call it once the uploads were given up."""
-        self._stream_threads.shutdown(wait=False, cancel_futures=True)
+        self._uploads.close()
 
     @property
     def last_upload_s(self) -> float:
         """When a trainer asked for a slot, or committed a snapshot, last (monotonic), 0 for never."""
-        return max(self.committed_s, self._waiting.asked_s if self._waiting is not None else 0.0)
+        return max(self._uploads.committed_s, self._waiting.asked_s if self._waiting is not None else 0.0)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -224,7 +188,7 @@ class Service:
 
     async def _check(self, request: web.Request) -> web.Response:
         body = await json_body(request)
-        await asyncio.to_thread(self.node.check_flush_to, texts(body, "via", _MOST_NODES))
+        await asyncio.to_thread(self.node.check_flush_to, texts(body, "via", MOST_NODES))
         return web.json_response({})
 
     async def _flush(self, request: web.Request) -> web.Response:
@@ -233,77 +197,7 @@ class Service:
         left = await asyncio.to_thread(self.node.flush, run, seconds(body, "wait_s", 60.0, LONGEST_WAIT_S))
         return web.json_response({"unreached": left})
 
-    # -- runs -----------------------------------------------------------------------------------------------------
-
-    async def _runs(self, _request: web.Request) -> web.Response:
-        return web.json_response({"runs": await asyncio.to_thread(self.node.listed)})
-
-    async def _open(self, request: web.Request) -> web.Response:
-        body = await json_body(request)
-        name, identity = parse_run(request.match_info["run"])
-        near = same_host(request)
-        info = RunInfo(
-            name=name,
-            id=identity,
-            location=text(body, "location"),
-            attempt=integer(body, "attempt", 0, 0, MOST_ATTEMPTS),
-            token=text(body, "token"),
-            keep=integer(body, "keep", 2, 0, _MOST_KEPT),
-            durable_url=text(body, "durable_url") if body.get("durable_url") is not None else None,
-            durable_every_s=seconds(body, "durable_every_s", 0.0, 365 * 86400.0),
-            compression=compression(body),
-            nodes=texts(body, "nodes", _MOST_NODES) if near else (),
-            replicas=integer(body, "replicas", 1, 1, _MOST_NODES) if near else 1,
-            carry=body.get("carry", True) is not False,
-            session=text(body, "session") if near else "",
-            pid=integer(body, "pid", 0, 0, _MOST_PID),
-            host=text(body, "host"),
-        )
-        return web.json_response(asdict(await asyncio.to_thread(self.node.open_run, info)))
-
-    async def _close(self, request: web.Request) -> web.Response:
-        body = await json_body(request)
-        self.node.close_run(request.match_info["run"], complete=body.get("complete") is True)
-        return web.json_response({})
-
-    async def _settle(self, request: web.Request) -> web.Response:
-        body = await json_body(request)
-        attempt = integer(body, "attempt", None, 0, MOST_ATTEMPTS)
-        name, lineage = text(body, "name"), text(body, "lineage")
-        await asyncio.to_thread(self.node.settle, request.match_info["run"], attempt, name, lineage)
-        return web.json_response({})
-
-    async def _snapshots(self, request: web.Request) -> web.Response:
-        key = self.node.key(request.match_info["run"])
-        listed = [
-            {"manifest": json.loads(slot.manifest.to_json()), "dirty": slot.dirty, "safe": slot.safe}
-            for slot in self.node.ring.committed(key)
-            if slot.manifest is not None
-        ]
-        refused = [json.loads(manifest.to_json()) for manifest in self.node.flusher.refused(key)]
-        claimed = await asyncio.to_thread(self.node.claimed, request.match_info["run"])
-        return web.json_response({"attempt": claimed, "snapshots": listed, "refused": refused})
-
-    # -- uploads --------------------------------------------------------------------------------------------------
-
-    async def _lease(self, request: web.Request) -> web.Response:
-        near = same_host(request)
-        body = await shared_body(request) if near else await json_body(request)
-        upload = await self._wait_for_slot(
-            request,
-            request.match_info["run"],
-            integer(body, "attempt", None, 0, MOST_ATTEMPTS),
-            integer(body, "nbytes", None, 0, MOST_BYTES),
-            seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
-            session=text(body, "session") if near else "",
-            name=text(body, "name"),
-            manifest=Manifest.from_dict(body["manifest"]) if body.get("manifest") is not None else None,
-            upload_id=identifier(body, "upload"),
-            shared=shared_of(body) if near else None,
-            layout_id=identifier(body, "layout_id"),
-            spare=near and body.get("spare") is True,
-        )
-        return web.json_response({**leased(self.node, upload), "base": base_info(upload)})
+    # -- who waits ------------------------------------------------------------------------------------------------
 
     async def _wait_for_slot(
         self, request: web.Request, run: str, attempt: int, nbytes: int, wait_s: float, **more: Any
@@ -325,59 +219,6 @@ class Service:
         if self._waiting is None:
             self._waiting = Waiting(self.node)
         return self._waiting
-
-    async def _stream(self, request: web.Request) -> web.Response:
-        """Hand the connection over to a thread that receives straight into the slot."""
-        upload = self.node.find_upload(request.match_info["upload"])
-        transport = request.transport
-        sock = transport.get_extra_info("socket") if transport is not None else None
-        if request.headers.get(hdrs.UPGRADE) != UPGRADE or transport is None or sock is None:
-            raise NodeRefused(f"a stream needs 'Upgrade: {UPGRADE}'", status=426)
-        self._check_streams(upload)
-        assert isinstance(transport, asyncio.Transport)
-        transport.pause_reading()
-        loop = asyncio.get_running_loop()
-        self._streams[upload.id] += 1
-        try:
-            with sock.dup() as connection, self.node.streaming(upload, connection):
-                await loop.run_in_executor(self._stream_threads, receive_parts, connection, self.node, upload)
-        except (OSError, SpotError) as error:
-            logger.debug("a stream of parts ended: %s", error)
-        finally:
-            self._streams -= Counter([upload.id])  # which forgets an upload that has none
-            transport.close()  # the connection no longer speaks HTTP
-        return web.Response()
-
-    def _check_streams(self, upload: Upload) -> None:
-        """Refuse a stream beyond an upload's part of them; the first one of an upload never."""
-        mine, uploads = self._streams[upload.id], len(self._streams | Counter([upload.id]))
-        hosts = upload.joint.shared.shares if upload.joint is not None else 1
-        most = min(_MOST_STREAMS_OF_AN_UPLOAD * hosts, max(hosts, MOST_STREAMS // uploads))
-        if mine and (mine >= most or self._streams.total() >= MOST_STREAMS):
-            raise TooManyStreams("this upload has its part of the streams that this node serves at once")
-
-    async def _commit(self, request: web.Request) -> web.Response:
-        self.committed_s = time.monotonic()
-        body = await json_body(request, MANIFEST_BODY_BYTES)
-        manifest = await asyncio.to_thread(Manifest.from_dict, body.get("manifest"))
-        done = await asyncio.to_thread(self.node.commit, request.match_info["upload"], manifest)
-        return web.json_response({"checksums": list(done.checksums)})
-
-    async def _seal(self, request: web.Request) -> web.Response:
-        only_same_host(request)
-        body = await json_body(request, MANIFEST_BODY_BYTES)
-        manifest = Manifest.from_dict(body.get("manifest"))
-        floats = read_floats(body.get("floats", []), manifest.nbytes)
-        destinations = list(texts(body, "destinations", _MOST_NODES)) if body.get("destinations") is not None else None
-        written = read_ranges(body.get("written"), manifest.nbytes)
-        upload = request.match_info["upload"]
-        done = await asyncio.to_thread(self.node.seal, upload, manifest, destinations, floats, written)
-        short = self.node.ring.is_short(key_of(done), done.nbytes)
-        return web.json_response({"checksums": list(done.checksums), "short": short})
-
-    async def _abort(self, request: web.Request) -> web.Response:
-        self.node.abort(request.match_info["upload"])
-        return web.json_response({})
 
 
 async def _name_protocol(_request: web.Request, response: web.StreamResponse) -> None:

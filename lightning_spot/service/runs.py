@@ -1,0 +1,101 @@
+"""Requests about runs: which there are, let an attempt write one, what of it is here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+
+from aiohttp import web
+
+from lightning_spot.memory.node import Node
+from lightning_spot.memory.runs import RunInfo, parse_run
+from lightning_spot.service.fields import (
+    MOST_ATTEMPTS,
+    MOST_NODES,
+    compression,
+    integer,
+    json_body,
+    same_host,
+    seconds,
+    text,
+    texts,
+)
+
+_MOST_KEPT = 10**6
+_MOST_PID = 2**31
+
+
+class RunRequests:
+    """Handlers over the runs of a node.
+
+    Args:
+        node: whose.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where they are asked."""
+        return [
+            web.get("/v1/runs", self.listing),
+            web.post("/v1/runs/{run}/open", self.open),
+            web.post("/v1/runs/{run}/close", self.close),
+            web.post("/v1/runs/{run}/settle", self.settle),
+            web.get("/v1/runs/{run}/snapshots", self.snapshots),
+        ]
+
+    async def listing(self, _request: web.Request) -> web.Response:
+        """The runs this node knows."""
+        return web.json_response({"runs": await asyncio.to_thread(self._node.listed)})
+
+    async def open(self, request: web.Request) -> web.Response:
+        """Let an attempt write."""
+        body = await json_body(request)
+        name, identity = parse_run(request.match_info["run"])
+        near = same_host(request)
+        info = RunInfo(
+            name=name,
+            id=identity,
+            location=text(body, "location"),
+            attempt=integer(body, "attempt", 0, 0, MOST_ATTEMPTS),
+            token=text(body, "token"),
+            keep=integer(body, "keep", 2, 0, _MOST_KEPT),
+            durable_url=text(body, "durable_url") if body.get("durable_url") is not None else None,
+            durable_every_s=seconds(body, "durable_every_s", 0.0, 365 * 86400.0),
+            compression=compression(body),
+            nodes=texts(body, "nodes", MOST_NODES) if near else (),
+            replicas=integer(body, "replicas", 1, 1, MOST_NODES) if near else 1,
+            carry=body.get("carry", True) is not False,
+            session=text(body, "session") if near else "",
+            pid=integer(body, "pid", 0, 0, _MOST_PID),
+            host=text(body, "host"),
+        )
+        return web.json_response(asdict(await asyncio.to_thread(self._node.open_run, info)))
+
+    async def close(self, request: web.Request) -> web.Response:
+        """The trainer leaves."""
+        body = await json_body(request)
+        self._node.close_run(request.match_info["run"], complete=body.get("complete") is True)
+        return web.json_response({})
+
+    async def settle(self, request: web.Request) -> web.Response:
+        """A snapshot was made durable by its sender."""
+        body = await json_body(request)
+        attempt = integer(body, "attempt", None, 0, MOST_ATTEMPTS)
+        name, lineage = text(body, "name"), text(body, "lineage")
+        await asyncio.to_thread(self._node.settle, request.match_info["run"], attempt, name, lineage)
+        return web.json_response({})
+
+    async def snapshots(self, request: web.Request) -> web.Response:
+        """The attempt that writes, what is in memory, what a tier has refused."""
+        key = self._node.key(request.match_info["run"])
+        listed = [
+            {"manifest": json.loads(slot.manifest.to_json()), "dirty": slot.dirty, "safe": slot.safe}
+            for slot in self._node.ring.committed(key)
+            if slot.manifest is not None
+        ]
+        refused = [json.loads(manifest.to_json()) for manifest in self._node.flusher.refused(key)]
+        claimed = await asyncio.to_thread(self._node.claimed, request.match_info["run"])
+        return web.json_response({"attempt": claimed, "snapshots": listed, "refused": refused})

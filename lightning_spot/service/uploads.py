@@ -1,0 +1,154 @@
+"""Requests that fill a slot: take one, receive the parts of a snapshot into it, make it one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+from aiohttp import hdrs, web
+
+from lightning_spot.errors import NodeRefused, SpotError, TooManyStreams
+from lightning_spot.image.floats import read_floats
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.written import read_ranges
+from lightning_spot.memory.node import Node
+from lightning_spot.memory.runs import key_of
+from lightning_spot.memory.upload import Upload
+from lightning_spot.protocol.wire import UPGRADE
+from lightning_spot.service.connections import MOST_CONNECTIONS
+from lightning_spot.service.fields import (
+    LONGEST_WAIT_S,
+    MANIFEST_BODY_BYTES,
+    MOST_ATTEMPTS,
+    MOST_BYTES,
+    MOST_NODES,
+    identifier,
+    integer,
+    json_body,
+    only_same_host,
+    same_host,
+    seconds,
+    text,
+    texts,
+)
+from lightning_spot.service.hosts import Lease
+from lightning_spot.service.part_receiver import receive_parts
+from lightning_spot.service.shares import base_info, leased, shared_body, shared_of
+
+logger = logging.getLogger(__name__)
+
+MOST_STREAMS = 256
+"""Streams of parts at once, shared by the uploads; each has one in any case."""
+
+_MOST_STREAMS_OF_AN_UPLOAD = 16
+
+
+class UploadRequests:
+    """Handlers over the uploads of a node.
+
+    Args:
+        node: whose.
+        lease: waits for a slot on the event loop, see :meth:`Waiting.lease`.
+
+    Attributes:
+        committed_s: when a snapshot was committed last (monotonic), 0 for never.
+    """
+
+    def __init__(self, node: Node, lease: Lease) -> None:
+        self.committed_s = 0.0
+        self._node, self._wait_for_slot = node, lease
+        self._streams: Counter[str] = Counter()  # of each upload
+        self._stream_threads = ThreadPoolExecutor(MOST_CONNECTIONS, thread_name_prefix="spot-stream")
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where they are asked."""
+        return [
+            web.post("/v1/runs/{run}/uploads", self.lease),
+            web.post("/v1/uploads/{upload}/stream", self.stream),
+            web.post("/v1/uploads/{upload}/commit", self.commit),
+            web.post("/v1/uploads/{upload}/seal", self.seal),
+            web.delete("/v1/uploads/{upload}", self.abort),
+        ]
+
+    def close(self) -> None:
+        """Stop receiving parts. Call it once the uploads were given up."""
+        self._stream_threads.shutdown(wait=False, cancel_futures=True)
+
+    async def lease(self, request: web.Request) -> web.Response:
+        """Take a slot."""
+        near = same_host(request)
+        body = await shared_body(request) if near else await json_body(request)
+        upload = await self._wait_for_slot(
+            request,
+            request.match_info["run"],
+            integer(body, "attempt", None, 0, MOST_ATTEMPTS),
+            integer(body, "nbytes", None, 0, MOST_BYTES),
+            seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
+            session=text(body, "session") if near else "",
+            name=text(body, "name"),
+            manifest=Manifest.from_dict(body["manifest"]) if body.get("manifest") is not None else None,
+            upload_id=identifier(body, "upload"),
+            shared=shared_of(body) if near else None,
+            layout_id=identifier(body, "layout_id"),
+            spare=near and body.get("spare") is True,
+        )
+        return web.json_response({**leased(self._node, upload), "base": base_info(upload)})
+
+    async def stream(self, request: web.Request) -> web.Response:
+        """Hand the connection over to a thread that receives straight into the slot."""
+        upload = self._node.find_upload(request.match_info["upload"])
+        transport = request.transport
+        sock = transport.get_extra_info("socket") if transport is not None else None
+        if request.headers.get(hdrs.UPGRADE) != UPGRADE or transport is None or sock is None:
+            raise NodeRefused(f"a stream needs 'Upgrade: {UPGRADE}'", status=426)
+        self._check_streams(upload)
+        assert isinstance(transport, asyncio.Transport)
+        transport.pause_reading()
+        loop = asyncio.get_running_loop()
+        self._streams[upload.id] += 1
+        try:
+            with sock.dup() as connection, self._node.streaming(upload, connection):
+                await loop.run_in_executor(self._stream_threads, receive_parts, connection, self._node, upload)
+        except (OSError, SpotError) as error:
+            logger.debug("a stream of parts ended: %s", error)
+        finally:
+            self._streams -= Counter([upload.id])  # which forgets an upload that has none
+            transport.close()  # the connection no longer speaks HTTP
+        return web.Response()
+
+    def _check_streams(self, upload: Upload) -> None:
+        """Refuse a stream beyond an upload's part of them; the first one of an upload never."""
+        mine, uploads = self._streams[upload.id], len(self._streams | Counter([upload.id]))
+        hosts = upload.joint.shared.shares if upload.joint is not None else 1
+        most = min(_MOST_STREAMS_OF_AN_UPLOAD * hosts, max(hosts, MOST_STREAMS // uploads))
+        if mine and (mine >= most or self._streams.total() >= MOST_STREAMS):
+            raise TooManyStreams("this upload has its part of the streams that this node serves at once")
+
+    async def commit(self, request: web.Request) -> web.Response:
+        """Make it a snapshot."""
+        self.committed_s = time.monotonic()
+        body = await json_body(request, MANIFEST_BODY_BYTES)
+        manifest = await asyncio.to_thread(Manifest.from_dict, body.get("manifest"))
+        done = await asyncio.to_thread(self._node.commit, request.match_info["upload"], manifest)
+        return web.json_response({"checksums": list(done.checksums)})
+
+    async def seal(self, request: web.Request) -> web.Response:
+        """Make a slot a snapshot that was filled through shared memory (this host only)."""
+        only_same_host(request)
+        body = await json_body(request, MANIFEST_BODY_BYTES)
+        manifest = Manifest.from_dict(body.get("manifest"))
+        floats = read_floats(body.get("floats", []), manifest.nbytes)
+        destinations = list(texts(body, "destinations", MOST_NODES)) if body.get("destinations") is not None else None
+        written = read_ranges(body.get("written"), manifest.nbytes)
+        upload = request.match_info["upload"]
+        done = await asyncio.to_thread(self._node.seal, upload, manifest, destinations, floats, written)
+        short = self._node.ring.is_short(key_of(done), done.nbytes)
+        return web.json_response({"checksums": list(done.checksums), "short": short})
+
+    async def abort(self, request: web.Request) -> web.Response:
+        """Give it up."""
+        self._node.abort(request.match_info["upload"])
+        return web.json_response({})
