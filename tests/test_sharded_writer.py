@@ -134,7 +134,7 @@ def test_a_rank_that_ends_while_it_looks_for_its_node_leaves_no_thread(desk: Des
     go_on.set()
     ending.join(LAST_S)
     assert isinstance(other.exception(LAST_S), NodeUnreachable)
-    assert not desk.other._thread.is_alive()
+    assert desk.other._tasks.close(0.0)
 
 
 def test_a_rank_whose_training_goes_on_before_the_slot_is_there_drops_that_snapshot_only(desk: Desk) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import queue
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -18,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from lightning_spot.capture.background import Background
 from lightning_spot.capture.contents import Plan, Unchanged
 from lightning_spot.capture.host_link import leave, within
 from lightning_spot.capture.leases import give_back
@@ -100,9 +100,7 @@ class Follower(ABC, Generic[What]):
         self._unchanged = Unchanged()
         self._unsteady: frozenset[int] = frozenset()
         self._pending: list[Task[What]] = []
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="spot-share", daemon=True)
-        self._thread.start()
+        self._tasks = Background("spot-share")
 
     # -- on the training thread -----------------------------------------------------------------------------------
 
@@ -146,11 +144,9 @@ class Follower(ABC, Generic[What]):
             complete: whether nobody needs the node of this host any more.
         """
         self.copied()
-        self._tasks.put(None)
-        self._thread.join(_CLOSE_S)
-        if self._thread.is_alive() and self._host is not None:
+        if not self._tasks.close(_CLOSE_S) and self._host is not None:
             self._host.disconnect()  # what it waits for breaks off
-            self._thread.join(_CLOSE_S)
+            self._tasks.close(_CLOSE_S)
         self._copier.close()
         self._pending.clear()
         host, self._host = self._host, None
@@ -208,14 +204,6 @@ class Follower(ABC, Generic[What]):
         if found:
             self.torn += 1
             raise TornSnapshot(f"{found} tensors were written to past torch's count of writes")
-
-    def _run(self) -> None:
-        while (do := self._tasks.get()) is not None:
-            try:
-                do()
-            except Exception:  # training must not wait for a thread that has ended
-                logger.exception("lightning_spot: a rank's part of a snapshot was not written")
-            del do
 
     def _warm(self, nbytes: int) -> None:
         if (host := self._host) is None:

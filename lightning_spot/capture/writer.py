@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -21,13 +19,14 @@ from typing import Any
 import torch
 
 from lightning_spot.capture.across import Across
+from lightning_spot.capture.background import Background
 from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, Known, Owners, Plan, Unchanged, owners_of
 from lightning_spot.capture.floating import floats_of
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.leases import Leases, give_back, say_backing
 from lightning_spot.capture.outline import Outliner
 from lightning_spot.capture.pending import Pending
-from lightning_spot.capture.saying import SayOnce
+from lightning_spot.capture.saying import SayOnce, say_failing
 from lightning_spot.capture.split import Divider, Ranks
 from lightning_spot.capture.streaming import store_streamed
 from lightning_spot.capture.views import SlotViews
@@ -93,7 +92,7 @@ class SnapshotWriter:
         self.past_memory: Manifest | None = None
         self.torn = self.copied_bytes = 0
         self.together, self.missed, self.missed_because = 0, 0, ""
-        self._leases = Leases(self.link, functools.partial(say_backing, self.say_once))
+        self._leases = leases = Leases(self.link, functools.partial(say_backing, self.say_once))
         self._copier = copier if copier is not None else Copier()
         self._schedule = schedule
         self._views = SlotViews(self._copier)
@@ -103,9 +102,7 @@ class SnapshotWriter:
         self._unchanged = Unchanged()
         self._divider = Divider()
         self._outliner = Outliner(self.say_once)
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run_tasks, name="spot-writer", daemon=True)
-        self._thread.start()
+        self._tasks = Background("spot-writer", leases.give_back, lambda: leases.idle_s)
 
     # -- on the training thread -----------------------------------------------------------------------------------
 
@@ -211,12 +208,10 @@ class SnapshotWriter:
     def close(self) -> None:
         """Stop the threads. The host stays open: it is the caller's, unless it keeps a thread waiting."""
         self.link.close()
-        self._tasks.put(None)
-        self._thread.join(_CLOSE_S)
-        made = self._maker.close(_CLOSE_S)
-        if (self._thread.is_alive() or not made) and self.host is not None:
+        done, made = self._tasks.close(_CLOSE_S), self._maker.close(_CLOSE_S)
+        if not (done and made) and self.host is not None:
             self.host.disconnect()
-            self._thread.join(_CLOSE_S)
+            self._tasks.close(_CLOSE_S)
             self._maker.close(_CLOSE_S)
         self._copier.close()
         for host in self._views.others(None):
@@ -307,18 +302,6 @@ class SnapshotWriter:
 
     # -- on the background thread ---------------------------------------------------------------------------------
 
-    def _run_tasks(self) -> None:
-        while True:
-            try:
-                task = self._tasks.get(timeout=self._leases.idle_s)
-            except queue.Empty:
-                self._leases.give_back()
-                continue
-            if task is None:
-                break
-            task()
-        self._leases.give_back()
-
     def _finish(self, host: Host, pending: Pending) -> None:
         name = pending.manifest.name
         try:
@@ -350,7 +333,7 @@ class SnapshotWriter:
                 self._look_ahead(host, pending, is_short)
             self._look_at(pending.tried)
             if pending.lease.backing != "process":
-                self._say_failing()
+                say_failing(self.say_once, self.link.ask(lambda host: host.tiers(), {}))
 
     def _look_ahead(self, host: Host, pending: Pending, is_short: bool) -> None:
         """Have the slot of the next snapshot made, or lease it."""
@@ -373,13 +356,3 @@ class SnapshotWriter:
         else:
             logger.warning("lightning_spot: snapshot %s was not committed: %s", pending.manifest.name, error)
         pending.done.set_exception(error)
-
-    def _say_failing(self) -> None:
-        """Say here what a node says in its own log only: a tier fails, refuses this attempt, or was not brought one."""
-        for url, tier in (self.link.ask(lambda host: host.tiers(), None) or {}).items():
-            if tier.error:
-                self.say_once(f"{url} fails", "%s fails (%s); the node on this host goes on trying", url, tier.error)
-            if tier.refused:
-                self.say_once(f"{url} refuses", "%s takes nothing of this attempt any more: %s", url, tier.refused)
-            if tier.dropped:
-                self.say_once(tier.dropped, "a snapshot was damaged in memory and dropped: %s", tier.dropped)

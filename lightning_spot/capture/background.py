@@ -1,0 +1,57 @@
+"""A thread beside training that does what it is given, one thing after another."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+
+class Background:
+    """Does tasks in turn on a thread of its own, until :meth:`close`.
+
+    Args:
+        name: of the thread.
+        idle: called when nothing has come for a while, and at the end.
+        idle_s: how long that is, asked each time; ``None`` for ever.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        idle: Callable[[], None] = lambda: None,
+        idle_s: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        self._idle, self._idle_s = idle, idle_s
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, task: Callable[[], None]) -> None:
+        """Have something done after all that was put before."""
+        self._tasks.put(task)
+
+    def close(self, wait_s: float) -> bool:
+        """Do what was put so far, and no more; whether the thread has ended, after ``wait_s`` seconds at most."""
+        self._tasks.put(None)
+        self._thread.join(wait_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                task = self._tasks.get(timeout=self._idle_s())
+            except queue.Empty:
+                self._idle()
+                continue
+            if task is None:
+                break
+            try:
+                task()
+            except Exception:  # nobody is to wait for a thread that has ended
+                logger.exception("lightning_spot: a task beside training failed unexpectedly")
+            del task  # and what it holds
+        self._idle()
