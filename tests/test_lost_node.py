@@ -405,9 +405,9 @@ def test_what_a_tier_has_refused_is_not_called_durable(tmp_path: Path) -> None:
 def test_what_was_stored_past_memory_is_safe_before_a_deadline() -> None:
     """The ring knows nothing of it; it is said to be safe, and no urgent snapshot waits for it."""
     stored = manifest_of(7)
-    host = SimpleNamespace(safe_step=lambda: None, flush=lambda _wait_s: [], tiers=dict)
+    host = SimpleNamespace(safe_step=lambda: None, flush=lambda _wait_s: [], tiers=dict, carrier=str)
     writer = SimpleNamespace(committed=stored, past_memory=stored, host=host, settle=lambda _wait_s: None)
-    writer.across = SimpleNamespace(at="")
+    writer.across = SimpleNamespace(at="", own_nbytes=0)
     writer.link = SimpleNamespace(ask=lambda question, _default: question(host))
     safety = Safety(cast(SnapshotWriter, writer))
     plan = safety.plan(None)
@@ -443,7 +443,7 @@ def test_neither_an_earlier_attempt_nor_a_file_makes_this_ones_snapshot_safe(tmp
     assert host.safe_step() is None
     newest = manifest_of(50, 2)
     writer = SimpleNamespace(committed=newest, past_memory=None, host=host, settle=lambda _wait_s: None)
-    writer.across = SimpleNamespace(at="")
+    writer.across = SimpleNamespace(at="", own_nbytes=0)
     writer.link = SimpleNamespace(ask=lambda question, _default: question(host))
     safety = Safety(cast(SnapshotWriter, writer))
     assert "safe nowhere else" in safety.bring(Deadline.of(None, 0.0), safety.plan(None), lambda: False)
