@@ -125,7 +125,7 @@ def test_the_memory_node_is_lost_and_training_goes_on(train: Train, tmp_path: Pa
         command += ["--hold", "15"] if count > 1 else []
         with open(root / "log", "a") as log_file:
             training = subprocess.Popen(command, stdout=log_file, stderr=log_file)
-        until(lambda: steps.exists() and len(steps.read_text().splitlines()) >= 15, "it to train", 200.0)
+        until(lambda: steps.exists() and len(steps.read_text().splitlines()) >= 14, "it to train", 100.0)
         if replicas == 2:
             assert all(has_snapshots(url) for url in nodes)
         nodes[carrying(nodes)].kill()
