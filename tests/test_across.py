@@ -24,7 +24,7 @@ from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.exact.compare import differences
 from lightning_spot.fit.hosts import Hosts
-from lightning_spot.fit.together import Together
+from lightning_spot.fit.together import ACROSS, ALONE, Together
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.run.location import Location
@@ -135,7 +135,7 @@ def test_the_memory_node_is_lost_and_training_goes_on(train: Train, tmp_path: Pa
     assert manifests(root)[0].complete
     told = accounts(root, 2)[0]
     assert told["brought"] >= (30 if count > 1 else 5), told
-    assert told["missed"] <= 2, told
+    assert told["missed"] <= 3, told
 
 
 @contextlib.contextmanager
@@ -259,3 +259,26 @@ def test_approximations_on_several_hosts_are_sent_by_the_first_which_is_said(
     together = Together(trainer, ring)
     with pytest.warns(UserWarning, match=r"the host of rank 0 sends every snapshot by itself.*Leave compression="):
         assert not together.begin(attempt, Location.of(tmp_path, "spot://a:1", None), "run", 1)
+
+
+def test_hosts_go_on_together_after_a_miss_that_is_noticed_late_and_ask_who_carries_the_run_on(tmp_path: Path) -> None:
+    ring = RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=False)
+    trainer: Any = OnTwoRanks(strategy=SimpleNamespace(model=None), optimizers=[], world_size=2, global_rank=0)
+    together = Together(trainer, ring)
+    together._hosts = Hosts(ranks=((0,), (1,)), can_bring=True)
+    together.rooms.put(1, b"own")
+    state = SimpleNamespace(is_under_way=False, carrier="spot://a:1/run", brought=0)
+    writer = SimpleNamespace(together=0, missed=0, missed_because="a:1 does not answer", across=state)
+    attempt: Any = SimpleNamespace(writer=writer)
+    assert together.how(attempt) == ACROSS + "spot://a:1/run"
+    for missed in (1, 2):
+        state.carrier = ""
+        assert together.how(attempt) == ALONE  # begun before the one before it is known to be missed
+        writer.missed = missed
+        state.carrier = "spot://a:1/run"
+        if missed == 1:
+            assert together.how(attempt) == ALONE
+            assert state.carrier == ""
+    with pytest.warns(UserWarning, match="it is tried again later"):
+        assert together.how(attempt) == ALONE
+    assert together._hosts.can_bring

@@ -66,8 +66,8 @@ class Together(OfTrainer):
         self._settings = settings
         self._hosts = Hosts()
         self._members: list[int] = []
-        self._failures, self._missed, self._taken = 0, 0, 0
-        self._how, self._across_from_s, self._pause_s = "", 0.0, _FIRST_PAUSE_S
+        self._failures, self._missed, self._taken, self._brought = 0, 0, 0, 0
+        self._was_across, self._across_from_s, self._pause_s = False, 0.0, _FIRST_PAUSE_S
 
     # -- begin and end --------------------------------------------------------------------------------------------
 
@@ -136,13 +136,14 @@ class Together(OfTrainer):
             return ALONE
         if writer.together > self._taken:
             self._taken, self._failures = writer.together, 0
-            if self._how.startswith(ACROSS):
-                self._pause_s = _FIRST_PAUSE_S
+        if writer.across.brought > self._brought:
+            self._brought, self._pause_s = writer.across.brought, _FIRST_PAUSE_S
         if writer.missed > self._missed:
             self._missed = writer.missed
+            writer.across.carrier = ""  # until it is known who carries the run on now
             return self._after_miss(writer.missed_because)
         how = self._usual(attempt, waits=waits, across=across)
-        self._how = how or self._how  # that of the last one, which may still be missed
+        self._was_across |= how.startswith(ACROSS)  # it may be missed when others were begun since
         return how
 
     def _usual(self, attempt: Attempt, *, waits: bool, across: bool) -> str:
@@ -165,8 +166,9 @@ class Together(OfTrainer):
         differ = ALIKE in because
         if self._failures < _MOST_FAILURES and not differ:
             return ALONE
-        if self._how.startswith(ACROSS) and not differ:
-            self._failures, self._across_from_s = 0, time.monotonic() + self._pause_s
+        if self._was_across and not differ:
+            self._failures, self._was_across = 0, False
+            self._across_from_s = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
             rank_zero_warn(
                 f"lightning_spot: the hosts cannot bring snapshots together: {because}. For now the host of rank 0"
