@@ -71,8 +71,6 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--json", type=Path, help="write all values to this file, after each benchmark")
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     results: list[Result] = []
     done: dict[str, Any] = {"about": about(), "benchmarks": {}}
     failed = []
@@ -99,5 +97,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on the way out, nodes are ended and files removed
     sys.exit(main())

@@ -161,12 +161,12 @@ def test_a_rank_that_has_nothing_of_a_late_state_is_told_of_it_with_the_next_sna
     assert len(differing) > 1
     assert len(plans(now, trains=True)[0]) == 1
 
-    attempt: Any = SimpleNamespace(writer=SimpleNamespace(missed=0))
+    attempt: Any = SimpleNamespace(writer=SimpleNamespace(missed=0, across=SimpleNamespace(hosts=0)))
     trainer: Any = nn.Module()
     in_shards = InShards(trainer, Location.of("/nowhere", "auto", None), cast(Any, None))
     said = []
     for attempt.writer.missed in (0, 1, 1, 2, 2):
-        said.append(in_shards.how(attempt))
+        said.append(in_shards.how(attempt, waits=False))
     assert said == [ALONE, GATHERED, ALONE, GATHERED, ALONE]  # after each that was missed, ranks ask each other
 
 

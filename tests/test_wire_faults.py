@@ -18,7 +18,7 @@ from lightning_spot.image import delta, packing
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory import bases
 from lightning_spot.protocol.wire import NO_DIGEST, Address, BaseInfo, PartKind
-from lightning_spot.service import handlers
+from lightning_spot.service import uploads
 from tests.conftest import until
 from tests.gated import MIB, manifest_of
 from tests.proxy import Proxy
@@ -35,8 +35,8 @@ def test_a_receiver_that_claims_what_it_has_not_gets_it_whole(
     image = state(1, MIB)
     pair.near.bring(1, bytes(image))
     image[:1000] = bytes(1000)
-    of = handlers.base_info
-    monkeypatch.setattr(handlers, "base_info", lambda upload: {**(of(upload) or {}), "checksums": [checksum(image)]})
+    of = uploads.base_info
+    monkeypatch.setattr(uploads, "base_info", lambda upload: {**(of(upload) or {}), "checksums": [checksum(image)]})
     pair.near.bring(2, bytes(image))
     assert kinds == {"SAME": 1, "WHOLE": 2}
     pair.check(2, bytes(image))
@@ -49,7 +49,7 @@ def test_a_receiver_that_answers_nonsense_gets_everything_whole(
     pair.open()
     image = bytes(state(1, 1000))
     pair.near.bring(1, image)
-    monkeypatch.setattr(handlers, "base_info", lambda _upload: answer)
+    monkeypatch.setattr(uploads, "base_info", lambda _upload: answer)
     pair.near.bring(2, image)
     assert kinds == {"WHOLE": 2}
     pair.check(2, image)
