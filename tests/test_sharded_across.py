@@ -51,7 +51,9 @@ def gone(rank: int) -> EmbeddedHost:
 class Desk:
     """Writers of four ranks, of which each host has every other one."""
 
-    def __init__(self, root: Path, memory: Node, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, root: Path, memory: Node, url: str, monkeypatch: pytest.MonkeyPatch, memory_bytes: int = 2**26
+    ) -> None:
         self.url, self.memory = str(root / "run"), memory
         self.at = f"{url}/run@{RUN_ID}"
         self.hosts: list[EmbeddedHost] = []
@@ -62,7 +64,7 @@ class Desk:
                     (folder := Path(os.environ[name]) / "h1").mkdir(mode=0o700)
                     monkeypatch.setenv(name, str(folder))
                 info = replace(info, nodes=(), durable_url=None, carry=False)
-            host = embedded.start(self.url, "run", slots=3, memory_bytes=2**26, idle_timeout_s=30.0)
+            host = embedded.start(self.url, "run", slots=3, memory_bytes=memory_bytes, idle_timeout_s=30.0)
             if rank in (0, 1):
                 host.open_run(info)
             host.run, host.attempt = info.text, 1
@@ -136,26 +138,43 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Desk]:
     memory = Node(slots=None, memory_bytes=64 * MIB, open_store=open_store, allow=[str(tmp_path)])
     with served(memory) as port:
-        made = Desk(tmp_path, memory, f"spot://127.0.0.1:{port}", monkeypatch)
+        made = Desk(tmp_path, memory, f"spot://127.0.0.1:{port}", monkeypatch, getattr(request, "param", 2**26))
         try:
             yield made
         finally:
             made.close()
 
 
-def test_shards_of_ranks_that_are_no_neighbours_come_together_whichever_of_them_change(desk: Desk) -> None:
+def test_shards_of_ranks_that_are_no_neighbours_come_together_whichever_of_them_change(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []  # how large slots are made ahead
+
+    def another(_host: Any, nbytes: int) -> bool:
+        asked.append(nbytes)
+        return False
+
+    monkeypatch.setattr(desk.first._maker, "another", another)
     for step in range(1, 7):
         desk.check(manifest := desk.take(step))
         assert desk.first.committed == manifest
         assert 0.4 < desk.first.across.own_nbytes / manifest.nbytes < 0.6
         desk.weights += 1
+    assert asked
+    assert max(asked) < 0.6 * manifest.nbytes
     copied = [writer.copied_bytes for writer in (desk.first, *desk.others)]
     share = 4 * ROWS * COLUMNS // 4
     for nbytes in copied:  # what is frozen, once for each slot
         assert 6 * share < nbytes < 13 * share
+
+
+@pytest.mark.parametrize("desk", [2**20], indirect=True)
+def test_a_host_needs_memory_for_its_own_part_only(desk: Desk) -> None:
+    desk.check(manifest := desk.take(1))
+    assert manifest.nbytes > 2**20
 
 
 def test_a_rank_of_another_host_whose_own_state_has_no_room_drops_that_snapshot_and_has_it_in_the_next(

@@ -337,7 +337,7 @@ class SnapshotWriter:
 
     def _look_ahead(self, host: Host, pending: Pending, is_short: bool) -> None:
         """Have the slot of the next snapshot made, or lease it."""
-        made = is_short and self._maker.another(host, pending.manifest.nbytes)
+        made = is_short and self._maker.another(host, pending.outline.nbytes)  # of several hosts, this one's portion
         if not made and self._leases_ahead and pending.lease.shared is None:
             self._leases.lease_ahead(host, pending.manifest.nbytes)
 

@@ -143,9 +143,10 @@ class UploadRequests:
         floats = read_floats(body.get("floats", []), manifest.nbytes)
         destinations = list(texts(body, "destinations", MOST_NODES)) if body.get("destinations") is not None else None
         written = read_ranges(body.get("written"), manifest.nbytes)
-        upload = request.match_info["upload"]
-        done = await asyncio.to_thread(self._node.seal, upload, manifest, destinations, floats, written)
-        short = self._node.ring.is_short(key_of(done), done.nbytes)
+        upload = self._node.find_upload(request.match_info["upload"])
+        done = await asyncio.to_thread(self._node.seal, upload.id, manifest, destinations, floats, written)
+        is_portion = upload.joint is not None and upload.joint.shared.image_nbytes > 0
+        short = self._node.ring.is_short(key_of(done), upload.nbytes if is_portion else done.nbytes)
         return web.json_response({"checksums": list(done.checksums), "short": short})
 
     async def abort(self, request: web.Request) -> web.Response:
