@@ -38,6 +38,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.images: dict[int, bytes] = {}
+        self.unended: dict[int, bytes] = {}  # without those of the end
         self.timetables: list[tuple[Profile, Timetable]] = []
         self.released: list[int] = []
 
@@ -59,7 +60,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
     def seal(self: InProcessHost, lease: Lease, manifest: Manifest, *more: Any, **named: Any) -> Any:
         done = real_seal(self, lease, manifest, *more, **named)
-        found.images[manifest.step] = bytes(lease.map[: manifest.nbytes])
+        found.images[manifest.step] = image = bytes(lease.map[: manifest.nbytes])
+        if not manifest.complete:
+            found.unended[manifest.step] = image
         return done
 
     def timetable(self: Schedule, pieces: Any) -> Timetable | None:
@@ -116,14 +119,44 @@ class WritesWhereAnEpochEnds(pl.Callback):
         pl_module.net[0].weight.data[0, 0] += 1
 
 
+class SkipsTheLast(Net):
+    """Steps by itself, but not in the last of four batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        if batch_idx < 3:
+            optimizer.step()
+
+
+class Stops(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step >= 3
+
+
+ENDS: dict[str, tuple[Callable[[], Net], int, int, dict[str, Any]]] = {
+    "its batches are over": (Net, 2, 4, {}),
+    "the last one does not step": (SkipsTheLast, 4, 6, {}),
+    "max_steps": (Net, 8, 3, {"max_steps": 3}),
+    "should_stop": (Net, 8, 3, {}),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
 def test_what_callbacks_write_where_an_epoch_ends_comes_after_its_last_snapshot(
-    tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(Copier, "_work", lambda self: self._started.release())  # copied only where training waits
-    probe = Probe()
-    trainer(probe, WritesWhereAnEpochEnds(), spot(tmp_path, "eager"), max_epochs=2).fit(Net(), data(2))
-    seen.images.pop(4)  # of the end
-    assert set(seen.images) == {1, 2, 3}
+    module, batches, steps, more = ENDS[how]
+    probe, others = Probe(), [Stops()] if how == "should_stop" else []
+    trainer(probe, *others, WritesWhereAnEpochEnds(), spot(tmp_path, "eager"), **more).fit(module(), data(batches))
+    seen.images = seen.unended
+    assert set(seen.images) == set(range(1, steps + 1))
     seen.check(probe)
 
 

@@ -162,6 +162,11 @@ class Snapshotter(OfTrainer):
     def after_batch(self, trainer: pl.Trainer) -> None:
         """Take a snapshot if one is due."""
         self._at_seam(before_validation=False)
+        loop = trainer.fit_loop.epoch_loop
+        # Where an epoch ends, also within its batches, other callbacks' hooks come before ours.
+        is_at_limit = 0 <= trainer.max_steps <= trainer.global_step  # right after a resume, the loop is not done then
+        if loop.batch_progress.is_last_batch or loop.done or is_at_limit:
+            self.disturbed()
 
     def before_validation(self, trainer: pl.Trainer) -> None:
         """Take a snapshot if one is due: a resumed run begins with this validation."""
@@ -227,8 +232,6 @@ class Snapshotter(OfTrainer):
             self._take(before_validation=before_validation, how=how)
         if self.iterations is not None:
             self.iterations.begins()
-        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            self.disturbed()  # other callbacks' hooks of the epoch's end come before ours
 
     def _paces(self) -> tuple[TierPace, ...]:
         return self.attempt.safety.paces() if self.attempt is not None else ()
