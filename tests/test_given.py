@@ -15,7 +15,7 @@ import torch
 
 from lightning_spot.client.session import Session
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory import ahead, given
+from lightning_spot.memory import ahead, given, portions
 from lightning_spot.run import receiving, sources
 from lightning_spot.run.sources import MemorySource, Use
 from lightning_spot.run.survey import Survey, survey
@@ -106,6 +106,49 @@ def test_a_node_that_takes_the_slot_over_does_not_write_to_it_either(make: Calla
         heir.save(step, attempt=2, wait_s=30)
         assert heir.flush() == []
     assert content(fd) == image_of(1, 1000)
+    os.close(fd)
+
+
+def test_the_next_node_cuts_the_file_where_one_was_killed_before_it_had(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else no rank could read it: torch looks for the end of a file at its end."""
+    killed = make(slots=2)
+    killed.open(durable=False)
+    manifest = killed.save(1)
+    slot = killed.node.ring.find(RUN_ID, manifest.name)
+    assert slot is not None
+
+    class Killed(BaseException):
+        pass
+
+    def kill(_memory: SlotMemory, _nbytes: int) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotMemory, "cut", kill)
+        with pytest.raises(Killed):
+            given.give(killed.node.ring, slot, manifest)
+    killed.die()
+    heir = make(slots=2)
+    (taken,) = heir.node.committed(RUN)
+    assert taken.given
+    assert taken.manifest is not None
+    fd = give(heir, taken.manifest)
+    assert content(fd) == image_of(1, 1000)
+    os.close(fd)
+
+
+def test_what_is_left_if_a_memory_node_is_lost_gets_no_other_memory(make: Callable[..., Bench]) -> None:
+    bench = make()
+    bench.open(durable=False)
+    fd = give(bench, bench.save(1))
+    (slot,) = bench.node.committed(RUN)
+    portions.surpass(bench.node.ring, RUN_ID, manifest_of(2))
+    assert slot.surpassed
+    assert given.idle(bench.node.ring, RUN_ID) is None
+    slot.settled = True
+    assert given.idle(bench.node.ring, RUN_ID) is slot
     os.close(fd)
 
 

@@ -19,7 +19,7 @@ from lightning_spot.client import joint
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import Fenced, NodeUnreachable, SettingsError, ShareMissing, SpotError
+from lightning_spot.errors import Fenced, NodeUnreachable, RingFull, SettingsError, ShareMissing, SpotError
 from lightning_spot.image.layout import Layout, lay_out
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Portion, Portions, cut, is_whole, joined
@@ -457,6 +457,64 @@ def test_an_older_snapshot_that_is_not_durable_is_owed_no_more(team: Team, monke
     team.take(2, Checkpoint(2))
     assert not slot.dirty
     assert team.first.flush(RUN, 0.0) == []
+
+
+def test_what_only_the_other_node_takes_is_made_durable_by_that_one(
+    pair: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carrier, other = pair.at.split()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise RingFull("none of 2 slots can be had now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.first.uploads.abroad.bringing.tier(carrier), "begin", full)
+        manifest = pair.take(1, Checkpoint(1))
+    pair.all_free()
+    assert not pair.memories[carrier].committed(RUN)
+    until(lambda: [each.step for each in pair.durable.survey().manifests] == [1], "it to be durable")
+    assert pair.durable.has(manifest)
+    assert pair.first.routes.status(RUN_ID)["carrier"] == other
+
+
+def test_a_later_attempt_at_one_node_ends_the_earlier_one_at_both(pair: Team) -> None:
+    carrier, _ = pair.at.split()
+    NodeStore(carrier).open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=2, token="other"))
+    with pytest.raises(Fenced):
+        pair.take(1, Checkpoint(1))
+    pair.all_free()
+
+
+def test_what_the_last_node_to_end_does_not_take_is_given_up_there(pair: Team) -> None:
+    tier = pair.first.uploads.abroad.bringing.tier(pair.at.split()[1])
+    go_on = threading.Event()
+
+    def broken(*_: Any) -> Any:
+        assert go_on.wait(LAST_S)
+        raise NodeUnreachable("its line is broken")
+
+    tier.bring = broken  # type: ignore[method-assign]
+    pair.take(1, Checkpoint(1))
+    go_on.set()
+    pair.all_free()
+
+
+def test_with_a_spare_replica_lost_older_snapshots_are_not_waited_for(pair: Team) -> None:
+    chain = pair.first.routes._chains[RUN_ID]
+    whole = pair.first.lease(RUN, 1, 1000, session="first")
+    with whole.slot.view(1000) as view:
+        view[:] = bytes(978) + b"PK\x05\x06" + bytes(18)
+    pair.first.seal(whole.id, manifest_of(1))
+    (slot,) = pair.first.committed(RUN)
+    pair.take(2, Checkpoint(2))
+    pair.all_free()
+    assert slot.surpassed
+    carrier, other = pair.at.split()
+    spare = next(each for each in chain._replicas if each.node is not None and each.node.url == other)
+    assert spare.node is not None
+    chain._lost(spare, spare.node, SettingsError("gone"))
+    assert slot.surpassed
+    assert pair.memories[carrier].committed(RUN)
 
 
 def test_what_is_not_every_byte_once_is_not_committed(team: Team) -> None:

@@ -183,10 +183,13 @@ class Parts:
     """Stands in for a writer: its snapshots are a few bytes, and no other host brings any."""
 
     across = SimpleNamespace(at="")
+    past_memory: Manifest | None = None
 
     def store_past_memory(self, _checkpoint: Any, manifest: Manifest, store: Store) -> Manifest:
         self.across = SimpleNamespace(at=store.url if isinstance(store, NodeStore) else "")
-        return store.put_parts(manifest, iter([memoryview(image_of(manifest.step, manifest.nbytes))]), attempt=1)
+        data = memoryview(image_of(manifest.step, manifest.nbytes))
+        self.past_memory = stored = store.put_parts(manifest, iter([data]), attempt=1)
+        return stored
 
 
 def past_memory(durable: Path, *nodes: str) -> PastMemory:
@@ -223,6 +226,29 @@ def test_what_only_a_lost_memory_node_had_is_named(tmp_path: Path, start_node: C
     assert past.flush(1.0) == []
 
 
+def test_of_two_nodes_the_one_that_has_the_newest_snapshot_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also until it carries the run on: before, it owes nothing."""
+    past, safe, flushed = past_memory(tmp_path / "durable"), list[str](), list[str]()
+    monkeypatch.setattr(Parts, "across", SimpleNamespace(at="spot://127.0.0.1:8/run spot://127.0.0.1:9/run"))
+    monkeypatch.setattr(Parts, "past_memory", manifest_of(1))
+    there = [(manifest_of(1), list[str](), safe)]
+    monkeypatch.setattr(NodeStore, "listing", lambda store: there if ":9" in store.url else [])
+
+    def flush(store: NodeStore, _wait_s: float) -> list[str]:
+        flushed.append(store.url)
+        safe.extend([str(tmp_path / "durable")] if len(flushed) == 2 else [])
+        return []
+
+    monkeypatch.setattr(NodeStore, "flush", flush)
+    assert past.flush(30.0) == []
+    assert flushed == ["spot://127.0.0.1:9/run"] * 2
+    safe.clear()
+    (line,) = past.flush(0.0)
+    assert "does not make it durable" in line
+
+
 def test_what_is_durable_past_memory_is_so_where_nothing_older_can_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -243,7 +269,8 @@ def test_what_a_memory_node_lost_that_was_started_anew_is_named(
     """That one has nothing to flush, and says so."""
     past = past_memory(tmp_path / "durable")
     said: list[str] = []
-    monkeypatch.setattr(NodeStore, "flush", lambda _store, _wait_s: [])
+    monkeypatch.setattr(NodeStore, "listing", lambda _store: [])
+    monkeypatch.setattr(Parts, "past_memory", manifest_of(1, nbytes=5000))
     monkeypatch.setattr(Parts, "across", SimpleNamespace(at="spot://127.0.0.1:9/run"))
     writer = SimpleNamespace(
         committed=manifest_of(1, nbytes=5000),

@@ -25,7 +25,7 @@ from lightning_spot.errors import (
     TierError,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory import flusher
+from lightning_spot.memory import flusher, portions
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
@@ -862,3 +862,18 @@ def test_one_writer_never_undoes_what_another_committed(tmp_path: Path, monkeypa
     monkeypatch.setattr(first, "_aside", overtaken)
     first.put(sealed, image, attempt=1)
     assert second.has(sealed)
+
+
+def test_what_is_left_if_a_memory_node_is_lost_goes_only_where_there_is_no_memory_for_more(bench: Bench) -> None:
+    bench.open(durable=False)
+    bench.save(1)
+    ring, (slot,) = bench.node.ring, bench.node.committed(RUN)
+    for step in (3, 2):  # a slow node has an older one after a fast one has the newest
+        portions.surpass(ring, RUN_ID, manifest_of(step))
+    assert slot.surpassed is not None
+    assert slot.surpassed.step == 3
+    for _ in range(2):
+        assert ring.is_short(RUN_ID, 1000)
+        assert ring.try_lease(RUN_ID, 1000, reuse=True) is not None
+    assert bench.committed() == [1]
+    assert ring.try_lease(RUN_ID, 1000, reuse=True) is slot

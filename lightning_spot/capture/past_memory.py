@@ -18,6 +18,8 @@ from lightning_spot.tiers.store import retain
 logger = logging.getLogger(__name__)
 
 _AWAY_S = 30.0  # a node that failed is not tried before; training waits for each try
+_CARRIED_S = 15.0  # for a node that alone has the newest one to be asked to carry the run on
+_LOOK_S = 0.1
 
 
 class PastMemory:
@@ -66,18 +68,39 @@ class PastMemory:
         return bool(self._writer.across.at)
 
     def flush(self, wait_s: float) -> list[str]:
-        """Wait until the node that has the newest such snapshot has made it durable.
+        """Wait until a node that has the newest such snapshot has made it durable.
 
         Returns:
             what was not reached in time, one line each.
         """
-        unreached = []
-        for url in self._writer.across.at.split():  # it was written there, or several hosts have brought it
-            try:
-                return NodeStore(url).flush(wait_s)
-            except SpotError as error:
-                unreached.append(f"the memory node that has the newest snapshot cannot be asked: {error}")
-        return unreached
+        newest, deadline_s = self._writer.past_memory, time.monotonic() + wait_s
+        give_up_s = min(deadline_s, time.monotonic() + _CARRIED_S)
+        while True:
+            owed, away = list[str](), list[str]()
+            for url in self._writer.across.at.split():  # it was written there, or several hosts have brought it
+                try:
+                    lines = self._owed_at(url, newest.name, deadline_s) if newest is not None else None
+                except SpotError as error:
+                    away.append(f"the memory node that has the newest snapshot cannot be asked: {error}")
+                    continue
+                if lines == []:
+                    return []
+                owed += lines or []
+            if not owed or time.monotonic() >= give_up_s:
+                return owed or away
+            time.sleep(_LOOK_S)
+
+    def _owed_at(self, url: str, name: str, deadline_s: float) -> list[str] | None:
+        """What a node owes of a snapshot in the end, one line each; ``None`` if it does not have it (any more)."""
+        store = NodeStore(url)
+        if not any(manifest.name == name for manifest, _dirty, _safe in store.listing()):
+            return None
+        if owed := store.flush(max(0.0, deadline_s - time.monotonic())):
+            return owed
+        held = [safe for manifest, _dirty, safe in store.listing() if manifest.name == name]
+        if held and self._info.durable_url not in held[0]:
+            return [f"{name} is at {url}, which does not make it durable"]
+        return []
 
     def _write_to(self, node: str, checkpoint: Any, manifest: Manifest) -> bool:
         """Bring a snapshot to a memory node; whether it is there, and will be durable without this host."""

@@ -24,6 +24,7 @@ from lightning_spot.image.portion import Portion, PortionImage, Portions
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory import portions as held_portions
 from lightning_spot.memory.bringing import Bringing, check
+from lightning_spot.memory.chain import LeftBehind
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
@@ -58,7 +59,7 @@ class _Lead:
         portion: how the ranges lie in the slot; ``None`` where that holds the whole image.
         begun: for each memory node, by the URL of the run there, what was begun there, once it has.
         left: those of them at which it is not over.
-        brought: whether one of them has committed it.
+        brought: as one of them has committed it.
     """
 
     ranges: Ranges
@@ -67,7 +68,7 @@ class _Lead:
     portion: Portion | None = None
     begun: dict[str, Future[_Begun]] = field(default_factory=dict)
     left: set[str] = field(default_factory=set)
-    brought: bool = False
+    brought: Manifest | None = None
 
     @classmethod
     def of(cls, upload: Upload, shared: Shared) -> _Lead:
@@ -144,7 +145,7 @@ class Abroad:
 
         Raises:
             ShareMissing: if none does in the end; the slot is freed, here and there.
-            Fenced: if a later attempt holds the run.
+            Fenced: if a later attempt holds the run, as one of them says.
         """
         lead = self._leads.get(upload.id)
         if lead is None:
@@ -155,12 +156,20 @@ class Abroad:
         waiting = set(sending)
         while waiting:
             _, waiting = futures.wait(waiting, return_when=futures.FIRST_COMPLETED)
-            done = [each for each in sending if each.done() and each.exception() is None]
-            if done and first.done():
+            ended = [each for each in sending if each.done()]
+            for each in ended:
+                if isinstance(each.exception(), Fenced):
+                    each.result()
+            done = [each for each in ended if each.exception() is None]
+            if done and first in done:
+                return first.result()
+            if done and first in ended:
+                why = f"it has not got {manifest.name}, which another node has: {first.exception()}"
+                self._heard(sending[first], manifest, 0.0, None, LeftBehind(why, tier=sending[first]))
                 return done[0].result()
         for each, url in sending.items():
             error = each.exception()
-            if isinstance(error, SpotError | futures.TimeoutError) and not isinstance(error, Fenced):
+            if isinstance(error, SpotError | futures.TimeoutError):
                 why = str(error) or "it did not begin there in time"
                 raise ShareMissing(f"{manifest.name} did not come together at {url}: {why}") from error
             each.result()
@@ -218,28 +227,27 @@ class Abroad:
             sent = self.bringing.bring(tier, gathering, upload, lead.ranges, lead.portion, lead.image(upload))
             sealed = tier.seal(gathering, _named(manifest, url), lambda: check(upload))
         except Exception as error:
-            if not self._ended(lead, url, upload, committed=False):
-                _background(lambda: _give_up(lead.begun[url]))
+            self._ended(lead, url, upload, None)
+            _background(lambda: _give_up(lead.begun[url]))
             self._heard(url, own, 0.0, None, error)
             raise
         sealed = replace(sealed, run=manifest.run)
-        self._ended(lead, url, upload, committed=True)
-        held_portions.surpass(self._ring, upload.run, sealed)
+        self._ended(lead, url, upload, sealed)
         self._heard(url, own, time.monotonic() - began_s, sent, None)
         return sealed
 
-    def _ended(self, lead: _Lead, url: str, upload: Upload, *, committed: bool) -> bool:
-        """It is over at a node; whether it was the last one, after which the slot is free."""
+    def _ended(self, lead: _Lead, url: str, upload: Upload, sealed: Manifest | None) -> None:
+        """It is over at a node, as ``sealed`` if that has committed it. After the last one, the slot is free."""
         with self._lock:
             lead.left.discard(url)
-            lead.brought |= committed
-            if lead.left:
-                return False
-        if lead.brought:
+            lead.brought = lead.brought or sealed
+            brought, is_last, counts = lead.brought, not lead.left, next(iter(lead.begun)) not in lead.left
+        if brought is not None and counts:
+            held_portions.surpass(self._ring, upload.run, brought)
+        if is_last and brought is not None:
             self.bringing.done(upload, lead.ranges)
-        else:
+        elif is_last:
             self._uploads.brought(upload, whole=False)
-        return True
 
 
 def _background(work: Callable[[], _Result]) -> Future[_Result]:

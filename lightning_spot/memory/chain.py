@@ -33,6 +33,10 @@ _LAST_LOOK_S = 2.0
 _MOST_FAILURES = 3
 
 
+class LeftBehind(NodeUnreachable):
+    """Another node has a snapshot that several hosts have brought, and this one, which carries the run on, has not."""
+
+
 @dataclass(eq=False, slots=True)
 class _Replica:
     """One of the nodes that a run is to be kept at.
@@ -41,12 +45,14 @@ class _Replica:
         node: which one it is now; ``None`` while none works.
         trying: the one that is being asked whether it works; no other replica asks it meanwhile.
         doubted: whether something is to be asked of it at once.
+        is_behind: whether it is to be let go, see :class:`LeftBehind`.
         look_s: until it is asked next what is durable.
     """
 
     node: NextNode | None = None
     trying: NextNode | None = None
     doubted: bool = False
+    is_behind: bool = False
     look_s: float = _FIRST_LOOK_S
 
 
@@ -148,6 +154,7 @@ class Chain:
                     replica.node.failures += 1
                     replica.node.why = str(error)
                     replica.doubted = True
+                    replica.is_behind |= isinstance(error, LeftBehind) and replica.node is self._carrier
                 self._ring.notify()
 
     def ask_soon(self) -> None:
@@ -228,7 +235,7 @@ class Chain:
                 self.why_not = node.why_not
             if anew:
                 node.forget_told()
-            replica.node, replica.doubted = node, False
+            replica.node, replica.doubted = node, replica.is_behind
             self._apply()
             if anew or self._carrier is not before or (node.why_not and not refused):
                 self._say(node)
@@ -243,9 +250,11 @@ class Chain:
             node.away_until_s = now_s + min(LAST_AWAY_S, FIRST_AWAY_S * 2 ** min(node.failures - 1, 10))
             said, node.why, node.why_not = bool(node.why) and not was_used, str(error), ""
             if was_used:
-                replica.node, replica.doubted = None, False
+                replica.node, replica.doubted, replica.is_behind = None, False, False
+            is_last = not any(other.node is not None for other in self._replicas)
+            if was_used and is_last:  # else another one has what this one had, or it shows when that is asked to carry
                 fall_back(self._ring, self.info.key)
-            if before is node or not any(other.node is not None for other in self._replicas):
+            if before is node or is_last:
                 self._carrier, self.why_not = None, f"{node.url}: {error}"
             self._apply()
             if not said:
@@ -255,7 +264,7 @@ class Chain:
     def _follow(self, replica: _Replica, node: NextNode) -> float:
         """Learn from the node what is safe, or tell it; how long to wait before the next look."""
         if replica.doubted:
-            if node.failures >= _MOST_FAILURES:
+            if node.failures >= _MOST_FAILURES or replica.is_behind:
                 self._lost(replica, node, NodeUnreachable(node.why, tier=node.url))
                 return 0.0
             # One failed put may be a broken connection: the node is lost only if it does not answer either.

@@ -9,7 +9,7 @@ import logging
 
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.ring import Ring
-from lightning_spot.memory.slots import Slot, SlotState, bases_of, newest_of_lineages, reusable
+from lightning_spot.memory.slots import Slot, SlotState, bases_of, left_if_lost, newest_of_lineages, reusable
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +27,13 @@ def give(ring: Ring, slot: Slot, manifest: Manifest) -> bool:
     with ring.changed:
         if slot.manifest is not manifest or slot.memory is None:
             return False
-        if slot.given:
-            return True
-        slot.given = True
-        if ring.area is not None and slot.memory.path is not None and not ring.area.record(slot):
-            # The next node would write to it.
-            slot.given = False
-            return False
-        slot.memory.cut(manifest.nbytes)
+        if not slot.given:
+            slot.given = True
+            if ring.area is not None and slot.memory.path is not None and not ring.area.record(slot):
+                # The next node would write to it.
+                slot.given = False
+                return False
+        slot.memory.cut(manifest.nbytes)  # also where the node that has recorded it was killed before that
         return True
 
 
@@ -46,7 +45,8 @@ def idle(ring: Ring, run: str) -> Slot | None:
         run: key of the run whose slots may be taken.
     """
     with ring.changed:
-        missed, may_go = newest_of_lineages(ring.slots) | bases_of(ring.slots), reusable(ring.slots)
+        missed = newest_of_lineages(ring.slots) | bases_of(ring.slots) | left_if_lost(ring.slots)
+        may_go = reusable(ring.slots)
         for slot in ring.slots:
             if not slot.given or slot.memory is None or slot.readers:
                 continue

@@ -63,7 +63,7 @@ def surpass(ring: Ring, run: str, newer: Manifest) -> None:
     """Note that a memory node has a newer snapshot, of which no host has all: older ones are not waited for."""
     with ring.changed:
         for slot in ring.committed(run):
-            manifest = slot.snapshot
+            manifest = slot.surpassed or slot.snapshot  # a slow node may have an older one only now
             if manifest is not None and manifest.lineage == newer.lineage and manifest.order < newer.order:
                 slot.surpassed = newer
         ring.refresh(run)

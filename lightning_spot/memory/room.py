@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import SnapshotTooLarge
 from lightning_spot.image.manifest import Order, snapshot_order
-from lightning_spot.memory.slots import Slot, SlotState, bases_of, newest_of_lineages, reusable
+from lightning_spot.memory.slots import Slot, SlotState, bases_of, left_if_lost, newest_of_lineages, reusable
 from lightning_spot.staging.slot import slot_capacity
 
 _MUCH_LARGER = 4
@@ -153,8 +153,11 @@ def _within_quota(slots: list[Slot], idle: list[Slot], run: str, capacity: int, 
 
 
 def _superseded(slots: list[Slot], idle: list[Slot], nbytes: int) -> list[Slot]:
-    """Slots that fit, and hold what neither a resume nor a node behind would miss: older snapshots."""
-    missed = newest_of_lineages(slots) | bases_of(slots)
+    """Slots that fit, and hold what neither a resume nor a node behind would miss: older snapshots.
+
+    What would be left if a memory node is lost goes only once there is no memory for more.
+    """
+    missed = newest_of_lineages(slots) | bases_of(slots) | left_if_lost(slots)
     return [slot for slot in idle if slot.snapshot and slot not in missed and slot.takes(nbytes)]
 
 

@@ -167,6 +167,11 @@ def newest_of_lineages(slots: Iterable[Slot]) -> set[Slot]:
     return {*newest.values(), *newest_exact.values()}
 
 
+def left_if_lost(slots: Iterable[Slot]) -> set[Slot]:
+    """The slots whose snapshot is nowhere else, if only a memory node has a newer one: that node may be lost."""
+    return {slot for slot in slots if slot.surpassed and not (slot.safe or slot.settled)}
+
+
 def bases_of(slots: Iterable[Slot]) -> set[Slot]:
     """The slots that hold the newest snapshot of each run that is at a node behind this one, for each such node."""
     newest = {
