@@ -301,6 +301,8 @@ class Fit:
         self.optimizers: list[Any] = [torch.optim.SGD(tensors(1))]
         self.world_size, self.strict = 2, strict
         self.together, self.missed, self.missed_because = 0, 0, ""
+        self.carrier = ""
+        self.across = SimpleNamespace(carrier="", is_under_way=False, brought=0)
         self.deciding = Together(self, self)  # type: ignore[arg-type]
         self.deciding._members = [0, 1]
         self.deciding.rooms.put(1, b"x")
@@ -309,6 +311,7 @@ class Fit:
         """How the next one is written, after one that was missed, or some that were taken."""
         self.missed, self.missed_because = self.missed + bool(missed), missed or self.missed_because
         self.together += taken
+        self.across.carrier = self.carrier  # as the snapshot before, when it was committed, was told
         return self.deciding.how(self)  # type: ignore[arg-type]
 
     def say_once(self, *_: Any) -> None:
@@ -332,26 +335,25 @@ def test_ranks_go_on_together_after_what_passes(strict: bool) -> None:
 def test_hosts_bring_snapshots_together_while_a_memory_node_carries_the_run_on() -> None:
     at, fit = ACROSS + "spot://a:7070/run", Fit()
     fit.deciding._members, fit.deciding._hosts = [], Hosts(((0,), (1,)), can_bring=True)
-    fit.across = SimpleNamespace(carrier="", is_under_way=False)  # type: ignore[attr-defined]
     assert fit.how() == ALONE
-    fit.across.carrier = "spot://a:7070/run"  # type: ignore[attr-defined]
+    fit.carrier = "spot://a:7070/run"
     assert fit.how() == checked(at) == at
     ranks = fit.deciding.ranks(at)
     assert ranks is not None
     assert (ranks.shares, list(ranks.states), ranks.hosts, ranks.at) == (2, [1], (1, 1), "spot://a:7070/run")
     assert fit.deciding.how(fit, across=False) == ALONE  # type: ignore[arg-type] # an urgent one
-    fit.across.is_under_way = True  # type: ignore[attr-defined]
+    fit.across.is_under_way = True
     assert fit.how() == ""
     assert fit.deciding.how(fit, waits=True) == at  # type: ignore[arg-type]
-    fit.across.is_under_way = False  # type: ignore[attr-defined]
+    fit.across.is_under_way = False
     assert [fit.how(missed="late"), fit.how(), fit.how(taken=1), fit.how(missed="late"), fit.how()] == [
         *(ALONE, at, at, ALONE, at)
     ]
-    fit.across.is_under_way = True  # type: ignore[attr-defined]
+    fit.across.is_under_way = True
     assert fit.how() == ""
     with pytest.warns(UserWarning, match="the hosts cannot bring snapshots together: late"):
         assert fit.how(missed="late") == ALONE
-    fit.across.is_under_way = False  # type: ignore[attr-defined]
+    fit.across.is_under_way = False
     assert fit.how() == ALONE  # for a while
     fit.deciding._across_from_s = 0.0
     assert fit.how() == at
