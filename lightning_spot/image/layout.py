@@ -8,8 +8,11 @@ storage keeps its place from one snapshot to the next, as long as those before i
 from __future__ import annotations
 
 import io
+import itertools
+import operator
 import struct
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -62,6 +65,10 @@ class Piece(NamedTuple):
         return self._replace(offset=self.offset + start, start=self.start + start, nbytes=nbytes, crc_at=())
 
 
+_PIECE = tuple.__new__
+"""Makes one of thousands of pieces: to call the class takes thrice as long."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """A checkpoint file before it is filled.
@@ -86,7 +93,7 @@ class Layouter:
 
     def __init__(self) -> None:
         self._pickler = TensorPickler()
-        self._places: list[_Place] = []
+        self._places = _Places()
 
     def lay_out(self, checkpoint: Any, nbytes: int | None = None) -> Layout:
         """Lay ``checkpoint`` out.
@@ -99,38 +106,79 @@ class Layouter:
             LayoutUnsupported: if it needs more than ``nbytes``.
         """
         pickled = self._pickler.dump(checkpoint)
-        storages = self._pickler.storages
+        storages, places = self._pickler.storages, self._places
         self._pickler.forget()
-        places = self._place(list(storages))
-        end = places[-1].end if places else 0
-        frame, entries = [place.before for place in places], [place.entry for place in places]
-        last_nbytes = places[-1].nbytes if places else 0
-        tail, directory_at = _tail(pickled, entries, last_nbytes, end)
+        places.place(storages)
+        last = places.all[-1] if places.all else None
+        end, last_nbytes = (last.end, last.nbytes) if last is not None else (0, 0)
+        tail, directory_at = _tail(pickled, places.entries, last_nbytes, end)
         if nbytes is not None:
-            tail, directory_at = _filled_up(pickled, entries, last_nbytes, end, nbytes)
-        pieces = []
-        entry_at = directory_at
-        for place in places:
-            if place.nbytes:
-                crc_at = (place.end + CRC_IN_DESCRIPTOR, entry_at + CRC_IN_DIRECTORY)
-                pieces.append(Piece(storages[place.named], place.offset, place.nbytes, crc_at, place.named))
-            entry_at += len(place.entry)
-        frame.append((end, tail))
-        return Layout(end + len(tail), tuple(frame), tuple(pieces))
+            tail, directory_at = _filled_up(pickled, places.entries, last_nbytes, end, nbytes)
+        frame = (*places.before, (end, tail))
+        return Layout(end + len(tail), frame, places.pieces(storages, directory_at + CRC_IN_DIRECTORY))
 
-    def _place(self, present: list[Named]) -> list[_Place]:
-        """Places of the storages that are there now."""
-        there = set(present)
-        places = [place for place in self._places if place.named in there]
-        old = zip(places, self._places, strict=False)
-        kept = next((index for index, (new, was) in enumerate(old) if new is not was), len(places))
-        there.difference_update([place.named for place in places])
-        moved = [place.named for place in places[kept:]] + [named for named in present if named in there]
-        del places[kept:]
-        for named in moved:
-            places.append(_Place(named, places[-1] if places else None))
-        self._places = places
-        return places
+
+class _Places:
+    """The places of all storages, in the order of the file; what is needed of each place for a layout lies in a row.
+
+    Attributes:
+        all: the places.
+        before: what stands in front of each storage, and where.
+        entries: in the directory.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[_Place] = []
+        self.before: list[tuple[int, bytes]] = []
+        self.entries: list[bytes] = []
+        self._placed: dict[Named, None] = {}
+        self._filled: list[tuple[Named, int, int, int, int]] = []  # of pieces: named, offset, length, fields of the CRC
+        self._entries_end = 0
+
+    def place(self, present: Mapping[Named, object]) -> None:
+        """Give the storages that are there now their places."""
+        gone = map(operator.not_, map(present.__contains__, self._placed))
+        kept = next(itertools.compress(itertools.count(), gone), len(self.all))
+        behind = [place.named for place in self.all[kept:] if place.named in present]
+        new = list(itertools.filterfalse(self._placed.__contains__, present))
+        if kept < len(self.all):
+            self._cut(kept)
+        for named in (*behind, *new):
+            self._add(_Place(named, self.all[-1] if self.all else None))
+
+    def pieces(self, storages: Mapping[Named, torch.UntypedStorage], entries_at: int) -> tuple[Piece, ...]:
+        """All storages but empty ones.
+
+        Args:
+            storages: that have a place.
+            entries_at: where in the file the CRC of the first entry in the directory is.
+        """
+        return tuple(
+            [
+                _PIECE(Piece, (storages[named], offset, nbytes, (crc_at, entry_at + entries_at), named, 0))
+                for named, offset, nbytes, crc_at, entry_at in self._filled
+            ]
+        )
+
+    def _add(self, place: _Place) -> None:
+        self.all.append(place)
+        self.before.append(place.before)
+        self.entries.append(place.entry)
+        self._placed[place.named] = None
+        if place.nbytes:
+            crc_at = place.end + CRC_IN_DESCRIPTOR
+            self._filled.append((place.named, place.offset, place.nbytes, crc_at, self._entries_end))
+        self._entries_end += len(place.entry)
+
+    def _cut(self, kept: int) -> None:
+        gone = self.all[kept:]
+        for row in (self.all, self.before, self.entries):
+            del row[kept:]
+        for place in gone:
+            del self._placed[place.named]
+            self._entries_end -= len(place.entry)
+        filled = sum(place.nbytes > 0 for place in gone)
+        del self._filled[len(self._filled) - filled :]
 
 
 class _Place:
