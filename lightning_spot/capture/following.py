@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 from lightning_spot.capture.background import Background
 from lightning_spot.capture.contents import Plan, Unchanged
 from lightning_spot.capture.host_link import leave, within
-from lightning_spot.capture.leases import give_back
+from lightning_spot.capture.leases import give_back, have_made
 from lightning_spot.capture.split import Number
 from lightning_spot.capture.views import SlotViews
 from lightning_spot.errors import NodeUnreachable, ShareMissing, SpotError, TornSnapshot
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 _JOIN_S = 600.0  # as long as rank 0 may wait for a slot; a node says at once if there will be none
 _CLOSE_S = 10.0
-_ALLOCATE_S, _ALLOCATED_BYTES_PER_S = 60.0, 200e6  # a slot's pages are made by the kernel at 3 GB/s; swapping is slower
 
 What = TypeVar("What")
 
@@ -209,7 +208,7 @@ class Follower(ABC, Generic[What]):
         if (host := self._host) is None:
             return
         try:
-            give_back(host, host.lease(nbytes, 0.0, limit_s=_ALLOCATE_S + nbytes / _ALLOCATED_BYTES_PER_S))
+            give_back(host, have_made(host, nbytes))
         except SpotError as error:  # then it is made when it is needed
             logger.debug("no slot was made ahead: %s", error)
 

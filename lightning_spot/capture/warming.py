@@ -7,15 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from lightning_spot.capture.leases import give_back
+from lightning_spot.capture.leases import give_back, have_made
 from lightning_spot.capture.views import SlotViews
 from lightning_spot.errors import NodeUnreachable, RingFull, SnapshotTooLarge, SpotError, TierError
 from lightning_spot.memory.host import Host
 from lightning_spot.staging.copier import Copier
 
 logger = logging.getLogger(__name__)
-
-_ALLOCATE_S, _ALLOCATED_BYTES_PER_S = 60.0, 200e6  # a slot's pages are made by the kernel at 3 GB/s; swapping is slower
 
 
 class SlotMaker:
@@ -106,7 +104,7 @@ class SlotMaker:
     def _make(self, host: Host, nbytes: int, cuda: bool, *, spare: bool) -> None:
         began_s = time.monotonic()
         try:
-            lease = host.lease(nbytes, 0.0, limit_s=_ALLOCATE_S + nbytes / _ALLOCATED_BYTES_PER_S, spare=spare)
+            lease = have_made(host, nbytes, spare=spare)
             try:
                 view = self._views.of(host, lease)
                 if cuda:
