@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -151,12 +152,15 @@ def runtime_dir(own_folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def until(holds: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
-    """Poll until ``holds()`` is true and return it; fail with ``what`` otherwise."""
-    end = time.monotonic() + deadline_s
+    """Poll until ``holds()`` is true and return it; fail with ``what`` otherwise.
+
+    The thread waits for a lock: of one that sleeps, a snapshot cannot tell that it writes to no tensor, and waits.
+    """
+    end, never = time.monotonic() + deadline_s, threading.Event()
     while time.monotonic() < end:
         if value := holds():
             return value
-        time.sleep(0.02)
+        never.wait(0.02)
     raise AssertionError(f"waited {deadline_s:.0f} s in vain for: {what}")
 
 

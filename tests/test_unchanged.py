@@ -146,9 +146,9 @@ def test_writes_past_the_counts_are_found_and_said(
     assert desk.writer.torn == len(torn) == 1
     assert torn == [6] or not all_each_time
     assert caplog.text.count("past torch's count of writes") == 1
-    for step_ in range(20, 25):
-        desk.weights[3].data.view(-1)[8] = step_
-        assert desk.take(step_) > WEIGHT  # always copied from now on
+    for later in range(step_ + 1, step_ + 6):
+        desk.weights[3].data.view(-1)[8] = later
+        assert desk.take(later) > WEIGHT  # always copied from now on
 
 
 def hold(desk: FrozenDesk, gate: threading.Event) -> None:
