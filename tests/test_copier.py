@@ -253,6 +253,44 @@ def test_a_failed_copy_is_told_to_who_waits(desk: Desk, copier: Copier, monkeypa
         job.wait()
 
 
+class PressedCtrlC:
+    """Ctrl-C comes while one piece is copied by the thread that trains."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._helping, self._trains, self._is_over = Batch.helping, threading.get_ident(), False
+        monkeypatch.setattr(Batch, "helping", lambda batch: self._copy(batch))
+
+    def _copy(self, batch: Batch) -> None:
+        if not self._is_over and threading.get_ident() == self._trains:
+            self._is_over = True
+            raise KeyboardInterrupt
+        self._helping(batch)
+
+
+def test_ctrl_c_ends_the_training_that_copies_and_not_the_snapshot(
+    desk: Desk, copier: Copier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken for a failed copy: the snapshot was dropped, and training went on."""
+    PressedCtrlC(monkeypatch)
+    job = copier.start(desk.pieces, desk.view, watch(desk.tensors), Fixed(IN_TURN, limit_s=1e9))
+    with pytest.raises(KeyboardInterrupt):
+        job.wait_cpu()
+    job.wait_cpu()  # as is done when training ends
+    job.wait()
+    assert all(map(desk.copied, range(4)))
+    assert not job.moved
+
+
+def test_ctrl_c_while_training_stands_still_leaves_nobody_copying(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_module, "_LEAST_BATCH_BYTES", 64)
+    PressedCtrlC(monkeypatch)
+    copier = Copier(threads=0)
+    with pytest.raises(KeyboardInterrupt):
+        copier.start(desk.pieces, desk.view, schedule=Fixed.still())
+    assert "spot-copy" not in {thread.name for thread in threading.enumerate()}
+    copier.close()
+
+
 # -- a GPU that is a list of work -------------------------------------------------------------------------------------
 
 

@@ -231,6 +231,19 @@ def test_a_tensor_that_is_there_twice_is_one_object_and_all_others_are_still_kno
     assert counts == [3, 2, 2]  # those that come again each time
 
 
+def test_what_is_known_of_a_window_that_moves_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was learned of each place was kept as long as the storage."""
+    monkeypatch.setattr(pickling, "_MOST_KINDS", 8)
+    pickler = pickling.TensorPickler()
+    history = torch.randn(100)
+    for step in range(1, 60):
+        pickler.dump({"window": history[:step], "whole": history})
+    assert len(pickler._learned) <= 10
+    layouter = Layouter()
+    for step in range(1, 60):
+        assert_like_torch(layouter, {"window": history[:step], "whole": history})
+
+
 class Renewed:
     """Each time it is pickled it holds another tensor, twice."""
 

@@ -388,11 +388,14 @@ def test_the_last_snapshot_that_was_damaged_in_memory_is_taken_again(tmp_path: P
     run.writer.close()
 
 
-def test_the_last_snapshot_that_was_damaged_and_cannot_be_taken_again_is_not_called_durable(tmp_path: Path) -> None:
-    """The weights have changed since: what is there now is another state."""
+@pytest.mark.parametrize("write", [lambda weights: weights.add_(1), lambda weights: weights.data.add_(1)])
+def test_the_last_snapshot_that_was_damaged_and_cannot_be_taken_again_is_not_called_durable(
+    tmp_path: Path, write: Callable[[torch.Tensor], Any]
+) -> None:
+    """The weights have changed since, counted by torch or not: what is there now is another state."""
     run = Damaging(tmp_path, complete=True)
     last = LastState.of(run.state, run.newest)
-    run.state["weights"].add_(1)
+    write(run.state["weights"])
     ending = run.ending(last)
     assert ending.bring(30.0) is False
     assert run.durable() == [1]

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -721,6 +722,27 @@ def test_small_tmpfs_falls_back_to_memory_files(
     backings = {slot["backing"] for slot in bench.node.status()["slots"] if slot["snapshot"]}
     assert backings == {"memfd"}
     assert "shm-size" in caplog.text
+
+
+@pytest.mark.parametrize(("free", "backing"), [(511, "memfd"), (512, "tmpfs")])
+def test_a_small_tmpfs_is_never_filled_up_by_a_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, backing: str
+) -> None:
+    """It was, for a moment: workers of a DataLoader, which pass tensors on through it, are killed then."""
+    filled: list[str] = []
+
+    def noted(fd: int, nbytes: int, real: Callable[..., mmap.mmap] = slot_module.make_shared) -> mmap.mmap:
+        filled.append(os.readlink(f"/proc/self/fd/{fd}"))
+        return real(fd, nbytes)
+
+    monkeypatch.setattr(slot_module, "make_shared", noted)
+    room = SimpleNamespace(f_blocks=1000, f_bavail=free, f_frsize=4096)
+    monkeypatch.setattr(os, "fstatvfs", lambda _fd: room)
+    memory = SlotMemory.create(2 * MIB, tmp_path / "slot")
+    assert memory.backing == backing
+    assert [str(tmp_path) in path for path in filled] == [backing == "tmpfs"]
+    memory.close()
+    assert not (tmp_path / "slot").exists()
 
 
 # -- this host's memory -----------------------------------------------------------------------------------------------

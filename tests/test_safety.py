@@ -19,17 +19,20 @@ from lightning_spot.capture.across import Across
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.safety import Safety
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
+from lightning_spot.capture.warming import SlotMaker
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import NodeUnreachable
+from lightning_spot.errors import NodeUnreachable, RingFull, SpotError
 from lightning_spot.exact.seams import Seam
+from lightning_spot.fit.fit import Fit
 from lightning_spot.interval.deadline import Deadline, Plan
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.staging import schedule
+from lightning_spot.tiers.local import LocalStore
 from tests.gated import MIB, RUN_ID, image_of, manifest_of
 from tests.models import Net, data, trainer
 from tests.served import served
@@ -138,6 +141,86 @@ def test_training_does_not_stand_still_for_an_urgent_snapshot(tmp_path: Path, mo
     assert "step 3" in said[0]
     assert "is safe in" in said[0]
     assert stood == [False]
+
+
+class InValidation(pl.Callback):
+    """A notice comes in the middle of a validation, of a training that is stopped for it."""
+
+    def __init__(self, snapshots: RemoteSnapshot) -> None:
+        self.snapshots, self.said = snapshots, ""
+        self.seen: list[int] = []  # part of its state, as it is
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        Fit.of(trainer).exit.expect_stop()
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.seen.append(trainer.global_step)
+        if not trainer.sanity_checking and self.snapshots.snapshotter is not None:
+            deadline = Deadline.of(None, 60.0)
+            self.said = self.snapshots.snapshotter.secure(Seam.VALIDATION, deadline, lambda: False)
+            raise Stop
+
+
+class Averaged(InValidation):
+    """Validates with other weights, as averages are put in by many: by ``tensor.data``."""
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for parameter in pl_module.parameters():
+            parameter.data.mul_(0.5)
+
+
+def noticed_in_validation(root: Path, kind: type[InValidation], every: int) -> tuple[str, list[dict[str, Any]]]:
+    """What was said, and the snapshots there are."""
+    snapshots = RemoteSnapshot(str(root), memory=None, interval=EverySteps(every))
+    callback = kind(snapshots)
+    with pytest.raises(Stop):
+        trainer(callback, snapshots, limit_train_batches=4).fit(Net(), data(), data(2))
+    found = LocalStore(root).survey().manifests
+    return callback.said, [torch.load(root / manifest.data_path, weights_only=True) for manifest in found]
+
+
+def test_weights_that_were_swapped_past_the_counts_are_not_taken_for_those_of_training(tmp_path: Path) -> None:
+    """The urgent snapshot had the averages: the resumed run trained on from them."""
+    said, found = noticed_in_validation(tmp_path / "run", Averaged, every=1000)
+    assert said.startswith("no snapshot of this attempt is committed")
+    assert not found
+
+
+def test_what_a_validation_adds_to_a_state_is_not_in_the_snapshot_before_it(tmp_path: Path) -> None:
+    """The resumed run validates again, and had it twice."""
+    said, found = noticed_in_validation(tmp_path / "run", InValidation, every=1000)
+    assert "step 4" in said
+    (state,) = [state for key, state in found[0]["callbacks"].items() if key.startswith("InValidation")]
+    assert state == {"seen": [0, 0]}  # of the sanity check
+
+
+@pytest.mark.parametrize(
+    ("every", "error"),
+    [(4, RingFull("all slots are on their way")), (1000, NodeUnreachable("gone"))],
+    ids=["skipped before", "node lost now"],
+)
+def test_a_snapshot_that_could_not_be_begun_is_taken_at_a_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, error: SpotError
+) -> None:
+    """It counted as begun: nothing was taken, and the run resumed from an older one."""
+    lease, refused = InProcessHost.lease, []
+
+    def refuses(self: InProcessHost, *what: Any, **more: Any) -> Any:
+        if not refused:
+            refused.append(what)
+            raise error
+        return lease(self, *what, **more)
+
+    monkeypatch.setattr(SlotMaker, "first", lambda *_, **__: None)
+    monkeypatch.setattr(InProcessHost, "lease", refuses)
+    said, found = noticed_in_validation(tmp_path / "run", InValidation, every)
+    assert refused
+    assert "step 4" in said
+    assert "is safe in" in said
+    assert len(found) == 1
 
 
 class Owner:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,10 +22,10 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_spot.client import embedded
+from lightning_spot.client import embedded, session
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.part_encoder import OutgoingPart
-from lightning_spot.errors import NodeUnreachable, RunBusy, SpotError
+from lightning_spot.errors import NodeUnreachable, RunBusy, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.process import ProcessId
@@ -340,6 +342,43 @@ def test_a_forked_child_has_no_session_and_does_no_harm(tmp_path: Path) -> None:
     lease.map[: lease.nbytes] = image_of(1, lease.nbytes)
     host.seal(lease, manifest_of(1, 1, NBYTES))
     assert [manifest.step for manifest in host.manifests()] == [1]
+
+
+def test_an_answer_that_ctrl_c_left_is_not_taken_for_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next slot that was mapped was another one: what was written there was not what its node had sealed."""
+    host = start(tmp_path)
+    host.open_run(info_of(str(tmp_path), 1))
+    take(host, 1, NBYTES)
+
+    def pressed(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "recv_fds", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            host.session.map_slot(0)
+    with pytest.raises(NodeUnreachable):
+        host.session.map_slot(1)
+    host.leave(complete=False)
+
+
+def test_a_slot_that_cannot_be_mapped_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under ``ulimit -v``: it ended the training."""
+    host = start(tmp_path)
+    host.open_run(info_of(str(tmp_path), 1))
+
+    def fails(_fd: int, _nbytes: int) -> Any:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "map_shared", fails)
+        with pytest.raises(TierError, match="cannot map a slot"):
+            host.lease(NBYTES, 0.0)
+    assert filling(host) == 0
+    take(host, 1, NBYTES)
+    host.leave(complete=False)
 
 
 def test_replaced_slots_are_unmapped_in_the_trainer(tmp_path: Path) -> None:

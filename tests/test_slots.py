@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from lightning_spot.errors import RingFull
 from lightning_spot.fit import pacing as pacing_module
@@ -16,6 +17,7 @@ from lightning_spot.fit.pacing import Pacing
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.interval.policy import EverySeconds, EverySteps
 from lightning_spot.memory.host import InProcessHost
+from lightning_spot.staging.slot import SlotMemory
 from tests.conftest import named_run, until
 from tests.gated import GatedStore, image_of, manifest_of
 from tests.test_writer import Desk
@@ -120,6 +122,29 @@ def test_the_writer_has_slots_made_one_after_the_other(desk: Desk) -> None:
         assert desk.host.flush(30) == []
         desk.begin(step, desk.checkpoint()).result(30)
     assert len(slots_of(desk)) == 2
+
+
+def test_a_state_that_is_larger_than_was_expected_has_its_slot_made_in_the_background(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with averages that a callback adds: training waited while it was made, and took a slow node for a lost one."""
+    made_by: list[threading.Thread] = []
+
+    def create(capacity: int, path: Path | None, real: Callable[..., SlotMemory] = SlotMemory.create) -> SlotMemory:
+        made_by.append(threading.current_thread())
+        return real(capacity, path)
+
+    monkeypatch.setattr(SlotMemory, "create", create)
+    desk.writer.warm(700_000)
+    until(lambda: desk.writer.ready, "the first slot")
+    averages = torch.ones(3_000_000)
+    with pytest.raises(RingFull, match="a larger one is being made"):
+        desk.writer.begin(desk.checkpoint(more=averages), manifest_of(1))
+    until(lambda: desk.writer.ready, "the larger one")
+    desk.begin(2, desk.checkpoint(more=averages)).result(30)
+    until(lambda: slots_of(desk).count("free") == 2, "the second one, beside the small one")
+    desk.begin(3, desk.checkpoint(more=torch.ones(9_000_000))).result(30)  # who may wait, waits for it
+    assert threading.current_thread() not in made_by
 
 
 def test_an_urgent_snapshot_waits_no_longer_for_its_slot_than_it_may(

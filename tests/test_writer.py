@@ -84,6 +84,13 @@ def test_a_pickle_of_any_length_gives_the_same_snapshots(desk: Desk, notes: list
         desk.buffer.mul_(-1)
 
 
+def test_nothing_is_kept_of_a_snapshot_where_nobody_asks_whether_it_is_copied(desk: Desk) -> None:
+    """Files that a user saves: the pickled part of each was kept until training ended."""
+    for step in range(4):
+        desk.begin(step, desk.checkpoint()).result(30)
+    assert len(desk.writer._pending) == 1
+
+
 def test_a_file_that_grows_and_shrinks(desk: Desk) -> None:
     for step, extra in enumerate([10, 3_000_000, 10]):
         desk.begin(step, desk.checkpoint(extra=torch.ones(extra))).result(30)

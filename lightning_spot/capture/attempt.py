@@ -254,11 +254,6 @@ class Attempt:
                 self.writer.miss(error)
             self._complain(type(error).__name__, error)
 
-    def misses(self, before: int, wait_s: float) -> bool:
-        """Wait until what was begun is committed or given up: whether more were missed than ``before``."""
-        self.writer.settle(wait_s)
-        return self.writer.missed > before
-
     def finish(self, wait_s: float, *, complete: bool) -> bool | None:
         """Commit and flush what is under way, within ``wait_s``, and close.
 

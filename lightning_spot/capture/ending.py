@@ -14,7 +14,7 @@ from typing import Any
 from lightning_spot.capture.host_link import leave, within
 from lightning_spot.capture.past_memory import PastMemory
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint
-from lightning_spot.capture.tensors import tensors_in
+from lightning_spot.capture.tensors import Glances, tensors_in
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable, SpotError
@@ -40,22 +40,26 @@ class LastState:
         checkpoint: the state; ``None`` where this rank has a part of it only.
         manifest: of its snapshot, not sealed.
         watches: of its tensors, to know whether they have changed since.
+        glances: at them, likewise.
     """
 
     checkpoint: dict[str, Any] | None
     manifest: Manifest
     watches: list[Watch]
+    glances: Glances
 
     @classmethod
     def of(cls, checkpoint: dict[str, Any] | ShardedCheckpoint, manifest: Manifest) -> LastState:
         """Keep a state."""
         whole = None if isinstance(checkpoint, ShardedCheckpoint) else checkpoint
-        return cls(whole, manifest, watch(tensors_in(whole)))
+        return cls(whole, manifest, watch(tensors_in(whole)), Glances(tensors_in(whole)))
 
     @property
     def can_be_written(self) -> bool:
         """Whether it is there, and no tensor of it has changed."""
-        return self.checkpoint is not None and all(item.tensor._version == item.version for item in self.watches)
+        if self.checkpoint is None or any(item.tensor._version != item.version for item in self.watches):
+            return False
+        return not self.glances.are_others
 
 
 class Ending:

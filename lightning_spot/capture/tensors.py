@@ -9,6 +9,7 @@ import torch
 
 _STRIDED = torch.strided
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_GLANCE_BYTES = 64
 
 
 def tensors_in(state: Any) -> Iterator[torch.Tensor]:
@@ -70,3 +71,29 @@ def optimizer_owned(optimizers: Iterable[Any]) -> dict[int, list[torch.Tensor]]:
             owned += group["params"]
         owned += tensors_in(list(optimizer.state.values()))
     return by_storage({id(tensor): tensor for tensor in owned}.values())
+
+
+class Glances:
+    """Some bytes of each tensor, on its device: they show where most numbers change, whether torch counts it or not.
+
+    Args:
+        tensors: to look at; those without a storage of their own are left out.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._seen = [(tensor, _glance(tensor)) for tensor in tensors if storage_address(tensor)]
+
+    @property
+    def are_others(self) -> bool:
+        """Whether one of them has other bytes by now. A GPU is waited for."""
+        return any(not storage_address(tensor) or not torch.equal(_glance(tensor), seen) for tensor, seen in self._seen)
+
+
+def _glance(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the bytes in the middle of a tensor."""
+    tensor = local_of(tensor)
+    storage = tensor.untyped_storage()
+    middle = (tensor.storage_offset() + tensor.numel() // 2) * tensor.element_size()
+    start = max(0, min(middle, storage.nbytes() - _GLANCE_BYTES))
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return whole[start : start + _GLANCE_BYTES].clone()

@@ -12,6 +12,7 @@ from lightning_spot.capture.views import SlotViews
 from lightning_spot.errors import NodeUnreachable, RingFull, SnapshotTooLarge, SpotError, TierError
 from lightning_spot.memory.host import Host
 from lightning_spot.staging.copier import Copier
+from lightning_spot.staging.slot import slot_capacity
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,16 @@ class SlotMaker:
         if host is not None:
             self._ready.clear()
             self._begin(host, spare=False)
+
+    def fits(self, host: Host, nbytes: int) -> bool:
+        """Whether slots are made large enough for a snapshot; if not, a larger one is made in the background.
+
+        What callbacks add is not known before, nor what a training gets later: another optimizer's state, averages.
+        """
+        if self._size is None or nbytes <= slot_capacity(self._size[0]):
+            return True
+        self.first(host, nbytes, cuda=self._size[1])
+        return False
 
     def again(self, host: Host) -> None:
         """Make the first slot of another ring; returns when it is there."""

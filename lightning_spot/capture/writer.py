@@ -22,7 +22,7 @@ from lightning_spot.capture.across import Across
 from lightning_spot.capture.background import Background
 from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, Known, Owners, Plan, Unchanged, owners_of
 from lightning_spot.capture.floating import floats_of
-from lightning_spot.capture.host_link import HostLink
+from lightning_spot.capture.host_link import HostLink, within
 from lightning_spot.capture.leases import Leases, give_back, say_backing
 from lightning_spot.capture.outline import Outliner
 from lightning_spot.capture.pending import Pending
@@ -143,7 +143,7 @@ class SnapshotWriter:
             manifest: what it is; size and checksums are filled in.
             owned: tensors that only the optimizer changes, by the address of their storage.
             kept: further tensors whose counts of writes tell whether they changed, such as frozen parameters.
-            wait_s: how long to wait for a clean slot.
+            wait_s: how long to wait for a clean slot, in all.
             destinations: tiers below, if not the run's.
             ranks: that fill it together with this one; each of them begins its share by itself.
 
@@ -156,14 +156,15 @@ class SnapshotWriter:
         host = self.host
         if host is None:
             raise NodeUnreachable("the memory node on this host is lost; a new one is being started")
+        deadline_s = time.monotonic() + wait_s
         self._wait_warm(host, wait_s)
-        self.across.make_way(host, ranks.at if ranks is not None else "", wait_s)
+        self.across.make_way(host, ranks.at if ranks is not None else "", within(deadline_s))
         if lost := self._views.others(host):
             self.copied()
             for other in lost:
                 self._views.drop(other)
         divide = functools.partial(self._divider.divide, name=manifest.name, owned=owned, kept=kept, ranks=ranks)
-        layout, lease, manifest, whole = self._open(host, checkpoint, manifest, wait_s, divide)
+        layout, lease, manifest, whole = self._open(host, checkpoint, manifest, within(deadline_s), divide)
         try:
             view = self._views.of(host, lease)
             plan = self._plan(layout, lease, view, owners_of(owned, kept), trusts=not manifest.complete)
@@ -173,6 +174,7 @@ class SnapshotWriter:
             raise
         floats = floats_of(whole, owned) if self._approximates else ()
         pending = Pending(manifest, lease, job, Future(), destinations, outline_of(layout), plan, view, floats)
+        self._forget_done()
         self._pending.append(pending)
         self.across.begun(pending)
         self._tasks.put(lambda: self._finish(host, pending))
@@ -192,6 +194,9 @@ class SnapshotWriter:
             self._copier.fence()
             pending.job.settle()
             self._unsteady |= pending.job.moved
+        self._forget_done()
+
+    def _forget_done(self) -> None:
         self._pending = [pending for pending in self._pending if not pending.done.done()]
 
     def settle(self, wait_s: float) -> None:
@@ -251,9 +256,12 @@ class SnapshotWriter:
         self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: _Divide
     ) -> tuple[Layout, Lease, Manifest, Layout]:
         """Lay a snapshot out, and take the slot for it; the layout of what is written here, and the whole one."""
+        deadline_s = time.monotonic() + wait_s
         whole = self._outliner.lay_out(checkpoint)
         shared, layout = divide(whole)
-        lease = self._leases.take(host, layout.nbytes, wait_s, shared)
+        if not self._maker.fits(host, layout.nbytes) and not (wait_s and self._maker.wait(wait_s)):
+            raise RingFull("the slots are too small for it; a larger one is being made")
+        lease = self._leases.take(host, layout.nbytes, within(deadline_s), shared)
         return layout, lease, replace(manifest, nbytes=layout.nbytes), whole
 
     def _commit(self, host: Host, pending: Pending) -> bool:
@@ -294,7 +302,11 @@ class SnapshotWriter:
         for offset, data in plan.frame:
             view.map[offset : offset + len(data)] = data
         self.copied_bytes += plan.nbytes
-        first.wait_cpu()
+        try:
+            first.wait_cpu()
+        except BaseException:
+            first.wait_cpu()  # Ctrl-C: nothing may come into the slot once it is given back
+            raise
         self._copier.fence()  # before what may take longer: a GPU's training would wait for that too
         job = self._copier.start(later, view, watch(chain.from_iterable(watched.values())), self._schedule)
         plan.pieces.clear()  # no storage is kept alive longer than its copy takes

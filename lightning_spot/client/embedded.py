@@ -20,7 +20,7 @@ from typing import Any
 from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.client.session import Session
 from lightning_spot.config import MAX_STALL_S, read_environment
-from lightning_spot.errors import NodeUnreachable, SpotError
+from lightning_spot.errors import NodeUnreachable, SpotError, TierError
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import Ranges
@@ -220,7 +220,11 @@ class EmbeddedHost:
         leased = self._call("POST", path, body, limit_s=wait_s + (limit_s or self.max_stall_s))
         if shared is not None:
             self._layout = KnownLayout.of(shared.layout)
-        return self._mapped(leased, nbytes, 0, shared)
+        try:
+            return self._mapped(leased, nbytes, 0, shared)
+        except TierError:  # the node keeps the slot for it
+            self._call("DELETE", f"/v1/uploads/{leased['upload']}")
+            raise
 
     def join(self, name: str, *, share: int, digest: str = "", wait_s: float, at: str = "", host: int = 0) -> Lease:
         """See :meth:`Host.join`."""

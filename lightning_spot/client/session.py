@@ -12,7 +12,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from lightning_spot.errors import NodeUnreachable, SnapshotNotFound
+from lightning_spot.errors import NodeUnreachable, SnapshotNotFound, TierError
 from lightning_spot.staging.slot import map_shared
 
 _LONGEST_LINE = 65536
@@ -60,12 +60,18 @@ class Session:
         _sessions.add(self)
 
     def map_slot(self, index: int) -> mmap.mmap:
-        """Map the memory of a leased slot into this process, shared and writable."""
+        """Map the memory of a leased slot into this process, shared and writable.
+
+        Raises:
+            TierError: if this process may not map so much.
+        """
         answer, fd = self._ask({"slot": index})
         if fd is None:
             raise NodeUnreachable(f"the node on this host no longer has slot {index}")
         try:
             return map_shared(fd, int(answer["capacity"]))
+        except OSError as error:  # such as ``ulimit -v``, or too many mappings
+            raise TierError(f"this process cannot map a slot of {answer['capacity']} bytes: {error}") from error
         finally:
             os.close(fd)
 
@@ -106,9 +112,11 @@ class Session:
                 piece = self._socket.recv(_LONGEST_LINE)
                 data = data + piece if piece else b""
             answer = json.loads(data) if data else None
-        except (OSError, ValueError) as error:
+        except BaseException as error:
             _close_all(fds)
-            self._socket.close()  # an answer that comes late must not be taken for the next one's
+            self._socket.close()  # an answer that comes late, or after Ctrl-C, must not be taken for the next one's
+            if not isinstance(error, (OSError, ValueError)):
+                raise
             raise NodeUnreachable(f"the node on this host has gone, or does not answer: {error}") from error
         finally:
             self._lock.release()

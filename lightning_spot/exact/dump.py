@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lightning_spot.capture.tensors import tensors_in
+from lightning_spot.capture.tensors import Glances, tensors_in
 from lightning_spot.exact.private import writes_of
 from lightning_spot.exact.rank_states import Rooms, State, packed
 
@@ -22,6 +24,20 @@ VERSION = 3
 
 READABLE = (2, VERSION)
 
+_KEYED: frozenset[type] = frozenset((dict, OrderedDict, defaultdict))
+
+
+class _Noted(NamedTuple):
+    """How the tensors of a checkpoint were.
+
+    Attributes:
+        versions: torch's counts of the writes to them.
+        glances: some of their bytes: averages of weights are put in place past the counts, too.
+    """
+
+    versions: list[int]
+    glances: Glances
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dump:
@@ -33,7 +49,7 @@ class Dump:
         validation_progress: count of validation batches, if a validation follows the step; else ``None``.
         loggers: where each logger is, on rank 0.
         unsaved: names of attributes that have changed and are in no ``state_dict``.
-        versions: torch's counts of the writes to the checkpoint's tensors; ``None`` if they were not noted.
+        noted: how the checkpoint's tensors were; ``None`` if that was not noted.
     """
 
     checkpoint: dict[str, Any]
@@ -41,16 +57,22 @@ class Dump:
     validation_progress: dict[str, int] | None
     loggers: list[dict[str, Any]]
     unsaved: list[str]
-    versions: list[int] | None = None
+    noted: _Noted | None = None
 
-    def counted(self) -> Dump:
-        """The same with the counts noted, so that it is known later whether it :attr:`is_unchanged`."""
-        return replace(self, versions=versions_of(self.checkpoint))
+    def kept(self) -> Dump:
+        """The same to be held while training goes on; later it is known whether it :attr:`is_unchanged`.
+
+        Its tensors are still those of training. Its containers are its own: callbacks give theirs as they are, and fill
+        them on.
+        """
+        noted = _Noted(versions_of(self.checkpoint), Glances(_tensors_of(self.checkpoint)))
+        return replace(self, checkpoint=_with_own_containers(self.checkpoint, {}), noted=noted)
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether no tensor was written to since it was counted, as weight averaging does around a validation."""
-        return self.versions == versions_of(self.checkpoint)
+        """Whether no tensor was written to since it was :meth:`kept`, as weight averaging does around a validation."""
+        noted = self.noted
+        return noted is not None and noted.versions == versions_of(self.checkpoint) and not noted.glances.are_others
 
     def gathered(self, trainer: pl.Trainer, rooms: Rooms) -> dict[str, Any]:
         """The checkpoint with the states of all ranks, on rank 0. Every rank calls this at the same place.
@@ -85,8 +107,35 @@ class Dump:
 
 def versions_of(checkpoint: dict[str, Any]) -> list[int]:
     """Torch's counts of the writes to a checkpoint's tensors, without those of the exact state."""
+    return [writes_of(tensor) for tensor in _tensors_of(checkpoint)]
+
+
+def _tensors_of(checkpoint: dict[str, Any]) -> list[torch.Tensor]:
     parts = (value for key, value in checkpoint.items() if key != KEY)
-    return [writes_of(tensor) for part in parts for tensor in tensors_in(part)]
+    return [tensor for part in parts for tensor in tensors_in(part)]
+
+
+def _with_own_containers(value: Any, made: dict[int, Any]) -> Any:
+    """The same value; plain dicts, lists and what is like them are copies, what is in them is not.
+
+    Args:
+        value: any value.
+        made: copies so far, by the identity of what they are of: a container may hold itself.
+    """
+    kind = type(value)
+    if id(value) in made:
+        return made[id(value)]
+    if kind in _KEYED:
+        own = made[id(value)] = copy.copy(value)  # with its attributes, such as those of a ``state_dict``
+        own.update((key, _with_own_containers(item, made)) for key, item in value.items())
+        return own
+    if kind is list:
+        own = made[id(value)] = []
+        own += [_with_own_containers(item, made) for item in value]
+        return own
+    if kind is tuple:
+        return tuple(_with_own_containers(item, made) for item in value)
+    return copy.copy(value) if kind in (set, deque, bytearray) else value
 
 
 def _gather(trainer: pl.Trainer, state: State) -> list[bytes]:

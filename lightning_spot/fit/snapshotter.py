@@ -171,8 +171,8 @@ class Snapshotter(OfTrainer):
     def before_validation(self, trainer: pl.Trainer) -> None:
         """Take a snapshot if one is due: a resumed run begins with this validation."""
         self._at_seam(before_validation=True)
-        if self.keeps_for_validation and self.begun_step != trainer.global_step:
-            self._kept = FitState.of(trainer).dump(before_validation=True).counted()
+        if self.keeps_for_validation:
+            self._kept = FitState.of(trainer).dump(before_validation=True).kept()
         self.disturbed()  # averaging callbacks exchange weights around a validation
 
     def after_validation(self) -> None:
@@ -312,21 +312,39 @@ class Snapshotter(OfTrainer):
         self.wait_copied()
         if self.iterations is not None:  # none comes over which to spread a snapshot, and training does not stand still
             self.iterations.end()
-        dump = self._dump(seam) if self.begun_step != trainer.global_step else None
+        step = trainer.global_step
+        dump = self._dump(seam) if not trainer.strategy.broadcast(self._has_taken(step, deadline.left_s / 2)) else None
+        if not all(Agreement(trainer).gather(dump is not None)):
+            dump = None
         plan = attempt.safety.plan(deadline) if attempt is not None else None
         take = trainer.strategy.broadcast(plan is not None and plan.take)
         again: Callable[[], None] | None = None
         if dump is not None and take:
-            missed = attempt.writer.missed if attempt is not None else 0
             self._write(dump, urgent=True, wait_s=deadline.wait_s, how=self.together.how_last(attempt))
             self.together.copied()
             if self.in_shards is None and attempt is not None:
                 again = partial(self._store, dump.checkpoint, wait_s=deadline.wait_s, ranks=None)
-                if attempt.misses(missed, deadline.left_s):
+                if not self._has_taken(step, deadline.left_s):  # a share was missing, or the node was lost
+                    attempt.writer.link.wait(deadline.left_s)
                     again()
         if attempt is None or plan is None:
             return ""
         return attempt.safety.bring(deadline, plan, cut_short, again)
+
+    def _has_taken(self, step: int, wait_s: float) -> bool:
+        """Whether a snapshot of a step is committed. One that was begun may have been skipped, or be dropped yet.
+
+        Args:
+            step: of the snapshot.
+            wait_s: how long to wait for one that is on its way, seconds.
+        """
+        if self.attempt is None or self.begun_step != step:
+            return False
+        if self.in_shards is not None:  # of one name there are never the parts of two
+            return True
+        self.attempt.writer.settle(wait_s)
+        committed = self.attempt.writer.committed
+        return committed is not None and committed.step == step
 
     def _dump(self, seam: Seam) -> Dump | None:
         """The newest state that a run can resume from exactly: in the middle of a validation, the one before it."""

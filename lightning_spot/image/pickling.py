@@ -250,6 +250,8 @@ class TensorPickler:
         number = str(named.number).encode()
         data = b"".join((kind.before, pickle.BINUNICODE, struct.pack("<L", len(number)), number, kind.behind))
         learned = self._learned[form] = _Learned(data, named, kind.dtype)
+        if len(named.forms) >= _MOST_KINDS:  # as where a window moves over it
+            self._unlearn(named)
         named.forms.append(form)
         return learned
 
@@ -292,8 +294,12 @@ class TensorPickler:
     def _drop(self, named: Named) -> None:
         del self._named[named.identity]
         heapq.heappush(self._free, named.number)
+        self._unlearn(named)
+
+    def _unlearn(self, named: Named) -> None:
         for form in named.forms:
             self._learned.pop(form, None)
+        named.forms.clear()
 
 
 class _Pickler(pickle.Pickler):

@@ -199,9 +199,11 @@ class CopyJob:
         ]
         for helper in helpers:
             helper.start()
-        work()
-        for helper in helpers:
-            helper.join()
+        try:
+            work()
+        finally:
+            for helper in helpers:
+                helper.join()
 
     def step_in_background(self) -> None:
         """Copy one batch that is due, if there is one."""
@@ -227,8 +229,11 @@ class CopyJob:
                 order()
             except BaseException as error:  # told to whoever waits
                 self._error = error
-            if cuda.is_ordered:
-                self._count_down()
+                if not isinstance(error, Exception):  # Ctrl-C is for the thread it came to
+                    raise
+            finally:
+                if cuda.is_ordered:
+                    self._count_down()
 
     def _step(self, copy: Callable[[Batch], None], now_s: float) -> bool:
         """Copy one batch; ``False`` when none is left to take now."""
@@ -239,8 +244,12 @@ class CopyJob:
             self._tasks.remove(task)
         try:
             copy(task)
-        except BaseException as error:  # told to whoever waits
+        except Exception as error:  # told to whoever waits
             self._error = error
+        except BaseException:  # Ctrl-C is for the thread it came to; whoever comes next copies this
+            with self._lock:
+                self._tasks.appendleft(task)
+            raise
         self._count_down()
         return True
 

@@ -68,6 +68,16 @@ def make_shared(fd: int, nbytes: int) -> mmap.mmap:
     return map_shared(fd, nbytes)
 
 
+def _check_room(fd: int, nbytes: int) -> None:
+    """Raise ``OSError`` where the file system has no room, before a page is made: filling it up would end its users.
+
+    Workers of a DataLoader, which pass tensors on through it, are killed by SIGBUS where it is full for a moment.
+    """
+    found = os.fstatvfs(fd)
+    if found.f_blocks and found.f_bavail * found.f_frsize < nbytes:  # without blocks it has no limit
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def _map_pages(shared: mmap.mmap, nbytes: int, *, write: bool) -> bool:
     """Fill the page tables of a mapping on several threads, see :func:`populate`; whether that could be done."""
     todo, taking = iter(range(0, nbytes, _AT_ONCE_BYTES)), threading.Lock()
@@ -169,6 +179,7 @@ class SlotMemory:
             fd = -1
             try:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+                _check_room(fd, capacity)
                 shared = make_shared(fd, capacity)
             except OSError as error:
                 if fd >= 0:
