@@ -92,9 +92,9 @@ class Team:
         until(lambda: len(kept()["kept_at"]) == len(nodes), "the nodes to be open, and one to carry the run on")
         self.at = " ".join(kept()["kept_at"])
 
-    def lead(self, step: int, checkpoint: Checkpoint) -> Upload:
+    def lead(self, step: int, checkpoint: Checkpoint, shares: int = 1) -> Upload:
         name = snapshot_name(step, self.attempt)
-        shared = Shared(name=name, shares=1, digest="d", layout=checkpoint.told(), at=self.at)
+        shared = Shared(name=name, shares=shares, digest="d", layout=checkpoint.told(), at=self.at)
         nbytes = checkpoint.layout.nbytes
         return self.first.lease(RUN, self.attempt, nbytes, name=shared.name, session="first", shared=shared)
 
@@ -379,6 +379,26 @@ def test_the_first_host_ends_and_nobody_waits(team: Team) -> None:
         waiting.result(LAST_S)
 
 
+def test_a_memory_node_without_room_is_not_waited_for_by_other_hosts(
+    team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise RingFull("none of 2 slots can be had now")
+
+    checkpoint = Checkpoint(1)
+    waiting = team.pool.submit(team.join, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(team.first.uploads.abroad.bringing.tier(team.at), "begin", full)
+        upload = team.lead(1, checkpoint)
+        team.fill(upload, checkpoint)
+        with pytest.raises(ShareMissing, match="can be had now"):
+            team.seal(upload, 1)
+    with pytest.raises(ShareMissing, match="can be had now"):
+        waiting.result(10.0)
+    team.all_free()
+    team.check(team.take(2, checkpoint), checkpoint)
+
+
 def test_a_later_attempt_gives_up_what_an_earlier_one_was_bringing(team: Team) -> None:
     upload, checkpoint = team.lead(1, Checkpoint(1)), Checkpoint(1)
     team.fill(upload, checkpoint)
@@ -442,6 +462,23 @@ def test_a_memory_node_that_is_lost_is_said_and_older_snapshots_count_again(team
     upload = team.lead(3, checkpoint)
     with pytest.raises(ShareMissing, match="did not come together at"):
         team.seal(upload, 3)
+    team.all_free()
+
+
+def test_a_memory_node_at_which_none_begins_is_asked_how_it_is_though_a_rank_of_the_first_host_is_late(
+    team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next snapshot would go there, too, and after two the hosts would bring none for a minute."""
+    heard: list[str] = []
+    monkeypatch.setattr(team.first.routes, "heard", lambda url, error: heard.append(f"{url}: {error}"))
+
+    def lost(*_: Any, **__: Any) -> None:
+        raise NodeUnreachable("nobody there")
+
+    monkeypatch.setattr(team.first.uploads.abroad.bringing.tier(team.at), "begin", lost)
+    with pytest.raises(ShareMissing, match="nobody there"):
+        team.seal(team.lead(1, Checkpoint(1), shares=2), 1)
+    assert heard == [f"{team.at}: nobody there"]
     team.all_free()
 
 

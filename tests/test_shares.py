@@ -175,6 +175,19 @@ def test_nobody_waits_for_a_snapshot_that_will_not_be(ranks: Ranks) -> None:
         ranks.of.join(RUN, 1, snapshot_name(6, 1), 1, "a stranger")
 
 
+@pytest.mark.parametrize("when", ["before it has begun", "after that"])
+def test_a_snapshot_that_was_given_up_waits_for_no_share(ranks: Ranks, when: str) -> None:
+    """Ranks that hear of it first ask for no share any more."""
+    ranks.of.wait_s = 1.0  # else ten minutes
+    upload = ranks.lease(1) if when == "after that" else None
+    ranks.of.decline(RUN, 1, snapshot_name(1, 1), "another host has given it up")
+    upload = upload or ranks.lease(1)
+    with pytest.raises(ShareMissing, match="another host has given it up"):
+        ranks.node.seal(upload.id, manifest_of(1))
+    assert ranks.slots_filling() == 0
+    assert ranks.take(2).step == 2
+
+
 def test_a_share_that_never_comes_is_waited_for_no_longer_than_allowed(ranks: Ranks) -> None:
     upload = ranks.lease(1)
     ranks.fill(ranks.join(1, 1), 1, 1)

@@ -41,8 +41,9 @@ logger = logging.getLogger(__name__)
 
 _OPEN_S = 30.0
 
-Heard = Callable[[str, Manifest, float, Sent | None, Exception | None], None]
-"""Told of each snapshot that this host has led: URL, manifest of its portion, seconds, what was sent, the error."""
+Heard = Callable[[str, Manifest | None, float, Sent | None, Exception | None], None]
+"""Told of each snapshot that this host has led: URL, manifest of its portion if it was brought, seconds, what was sent,
+the error."""
 
 _Begun = tuple[JointTier, Gathering]
 _Result = TypeVar("_Result")
@@ -165,7 +166,7 @@ class Abroad:
                 return first.result()
             if done and first in ended:
                 why = f"it has not got {manifest.name}, which another node has: {first.exception()}"
-                self._heard(sending[first], manifest, 0.0, None, LeftBehind(why, tier=sending[first]))
+                self._heard(sending[first], None, 0.0, None, LeftBehind(why, tier=sending[first]))
                 return done[0].result()
         for each, url in sending.items():
             error = each.exception()
@@ -211,28 +212,30 @@ class Abroad:
             tier = self.bringing.tier(url)
             begun.set_result((tier, tier.begin(shared, lead.nbytes, attempt=upload.attempt, hosts=lead.hosts)))
         except Exception as error:
+            self._heard(url, None, 0.0, None, error)  # before anybody asks where the next one goes
             begun.set_exception(error)
             if all(each.done() and each.exception() is not None for each in lead.begun.values()):
                 self._uploads.shares.fail(upload, f"{url}: {error}")
-            else:
-                self.decline(url, shared.name, upload.attempt, str(error))
+            self.decline(url, shared.name, upload.attempt, str(error))
 
     def _send(self, lead: _Lead, url: str, upload: Upload, manifest: Manifest) -> Manifest:
         """Bring the portion to one memory node, and have it commit the snapshot."""
-        own, began_s = replace(manifest, nbytes=sum(nbytes for _, nbytes in lead.ranges)), time.monotonic()
+        began_s, begun = time.monotonic(), lead.begun[url]
         try:
             if manifest.nbytes != lead.nbytes:
                 raise SettingsError(f"{manifest.name} has {manifest.nbytes} bytes, and was begun for {lead.nbytes}")
-            tier, gathering = lead.begun[url].result(_OPEN_S)
+            tier, gathering = begun.result(_OPEN_S)
             sent = self.bringing.bring(tier, gathering, upload, lead.ranges, lead.portion, lead.image(upload))
             sealed = tier.seal(gathering, _named(manifest, url), lambda: check(upload))
         except Exception as error:
             self._ended(lead, url, upload, None)
-            _background(lambda: _give_up(lead.begun[url]))
-            self._heard(url, own, 0.0, None, error)
+            _background(lambda: _give_up(begun))
+            if not (begun.done() and begun.exception() is error):
+                self._heard(url, None, 0.0, None, error)
             raise
         sealed = replace(sealed, run=manifest.run)
         self._ended(lead, url, upload, sealed)
+        own = replace(manifest, nbytes=sum(nbytes for _, nbytes in lead.ranges))
         self._heard(url, own, time.monotonic() - began_s, sent, None)
         return sealed
 

@@ -338,9 +338,11 @@ class Node:
         info = self.registry.info(key)
         self.ring.trim(key, info.keep if info is not None else KEEP)
 
-    def _brought(self, url: str, portion: Manifest, seconds: float, sent: Sent | None, error: Exception | None) -> None:
+    def _brought(
+        self, url: str, portion: Manifest | None, seconds: float, sent: Sent | None, error: Exception | None
+    ) -> None:
         """Several hosts have put a snapshot together at a memory node, or have not; this one has led."""
-        if error is None:
+        if portion is not None:
             self.flusher.took(url, portion, seconds, sent)
         if error is None or isinstance(error, NodeUnreachable):
             self._heard(url, error)

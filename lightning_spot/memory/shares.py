@@ -29,6 +29,7 @@ HOST_SILENT_S = 60.0
 """Where hosts fill it, it is given up if none of them has sent anything for so long, once the first one is done."""
 
 _LOOK_S = 1.0
+_NEVER: tuple[Order, str] = ((0, 0, 0), "")
 
 
 class Shares:
@@ -84,6 +85,9 @@ class Shares:
         if upload.joint is not None:
             with self._changed:
                 self._open[upload.id] = upload
+                over, why = self._over.get(upload.run, _NEVER)
+                if _order_of(upload.joint.shared.name) <= over:  # who asks for a share of it is told so
+                    upload.joint.failed = upload.joint.failed or why
                 for share in range(1, upload.joint.shared.shares):
                     if self._without.get((upload.run, share)) == upload.joint.shared.name:
                         self._fail_without(upload.joint, share)
@@ -93,6 +97,9 @@ class Shares:
         """There will be no snapshot of that name: nobody waits for it any more."""
         key = self._admit(run, attempt)
         with self._changed:
+            for upload in self._open.values():
+                if upload.run == key and upload.joint is not None and upload.joint.shared.name == name:
+                    upload.joint.failed = upload.joint.failed or why
             self._end(key, name, why)
 
     def wait(self, upload: Upload) -> None:
@@ -256,7 +263,7 @@ class Shares:
 
     def _check_awaited(self, key: str, name: str, order: Order) -> None:
         """Raise if a snapshot will never be begun (any more)."""
-        over, why = self._over.get(key, ((0, 0, False), ""))
+        over, why = self._over.get(key, _NEVER)
         if order <= over:
             raise ShareMissing(f"there is no share of {name} to write: {why}")
 
@@ -301,7 +308,7 @@ class Shares:
 
     def _end(self, key: str, name: str, why: str) -> None:
         order = _order_of(name)
-        if order > self._over.get(key, ((0, 0, False), ""))[0]:
+        if order > self._over.get(key, _NEVER)[0]:
             self._over[key] = (order, why)
         self._wake()
 
