@@ -67,6 +67,7 @@ class Together(OfTrainer):
         self._hosts = Hosts()
         self._members: list[int] = []
         self._failures, self._missed, self._taken, self._brought = 0, 0, 0, 0
+        self._was_tried = False  # since the last failure was counted
         self._was_across, self._across_from_s, self._pause_s = False, 0.0, _FIRST_PAUSE_S
 
     # -- begin and end --------------------------------------------------------------------------------------------
@@ -143,6 +144,7 @@ class Together(OfTrainer):
             writer.across.carrier = ""  # until it is known who carries the run on now
             return self._after_miss(writer.missed_because)
         how = self._usual(attempt, waits=waits, across=across)
+        self._was_tried |= how not in ("", ALONE)
         self._was_across |= how.startswith(ACROSS)  # it may be missed when others were begun since
         return how
 
@@ -162,7 +164,8 @@ class Together(OfTrainer):
         return TOGETHER if self._members and (known or not self._writes_own_states) else ALONE
 
     def _after_miss(self, because: str) -> str:
-        self._failures += 1
+        # One that was begun before the one before it was known to be missed says no more than that.
+        self._failures, self._was_tried = self._failures + self._was_tried, False
         differ = ALIKE in because
         if self._failures < _MOST_FAILURES and not differ:
             return ALONE
