@@ -33,11 +33,13 @@ from benchmarks import (
     restore,
     scale,
     shares,
+    training_thread,
 )
 from benchmarks.measure import Result, about
 
 ALL = {
     "layout": layout,
+    "training-thread": training_thread,
     "blocking": blocking,
     "ingest": ingest,
     "restore": restore,

@@ -77,52 +77,67 @@ class Model(pl.LightningModule):
         return Idle(self.parameters())
 
 
-class Rounds(pl.Callback):
-    """In each round: one snapshot of ours, one warm copy, and Lightning's own saves of the same state."""
+class Waits:
+    """Counts the seconds that training spends in our hooks, and where snapshots begin.
 
-    def __init__(self, spot: SpotCheckpoint, watch: SeamWatch, folder: Path, every: int) -> None:
-        self.spot, self.watch, self.folder, self.every = spot, watch, folder, every
-        self.in_hooks_s = self.before_s = 0.0
-        self.ours: list[float] = []
-        self.others: dict[str, list[float]] = {"copy": [], "async": [], "plain": [], "plugin": []}
-        self.plugins: dict[str, Any] = {}
-        self.copy: WarmCopy | None = None
+    Args:
+        spot: ours, whose hooks are wrapped.
+        watch: of the seams, in the same trainer.
+    """
+
+    def __init__(self, spot: SpotCheckpoint, watch: SeamWatch) -> None:
+        self._spot, self._watch = spot, watch
+        self._in_hooks_s = 0.0
         for hook in HOOKS:
             self._time(hook)
 
     def _time(self, hook: str) -> None:
-        real = getattr(self.spot, hook)
+        real = getattr(self._spot, hook)
 
         def timed(*arguments: Any) -> None:
-            self.in_hooks_s += seconds(lambda: real(*arguments))
+            self._in_hooks_s += seconds(lambda: real(*arguments))
 
-        setattr(self.spot, hook, timed)
+        setattr(self._spot, hook, timed)
+
+    @property
+    def spent_s(self) -> float:
+        """So far."""
+        return self._in_hooks_s + self._watch.spent_s
+
+    def quieten(self) -> None:
+        """Nothing of what was begun runs any more."""
+        writer = _writer(self._spot)
+        assert writer is not None
+        writer.settle(60.0)
+        assert writer.host is not None
+        writer.host.flush(120.0)
+
+
+class Rounds(pl.Callback):
+    """In each round: one snapshot of ours, one warm copy, and Lightning's own saves of the same state."""
+
+    def __init__(self, spot: SpotCheckpoint, watch: SeamWatch, folder: Path, every: int) -> None:
+        self.spot, self.waits, self.folder, self.every = spot, Waits(spot, watch), folder, every
+        self.before_s = 0.0
+        self.ours: list[float] = []
+        self.others: dict[str, list[float]] = {"copy": [], "async": [], "plain": [], "plugin": []}
+        self.plugins: dict[str, Any] = {}
+        self.copy: WarmCopy | None = None
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
         step = trainer.global_step
         if step % self.every == 2 and step > self.every:
             # The last snapshot is over: the optimizer step after it has passed.
-            spent_s = self._waited_s() - self.before_s
-            self._quieten()
+            spent_s = self.waits.spent_s - self.before_s
+            self.waits.quieten()
             if self.spot.last_committed_step == step - 2:
                 self.ours.append(spent_s)
                 self._compare(trainer)
             else:
                 print(f"  left out: step {step - 2} has no snapshot", flush=True)
         if step % self.every == self.every - 1:
-            self._quieten()
-            self.before_s = self._waited_s()
-
-    def _waited_s(self) -> float:
-        return self.in_hooks_s + self.watch.spent_s
-
-    def _quieten(self) -> None:
-        """Nothing of what was begun runs any more."""
-        writer = _writer(self.spot)
-        assert writer is not None
-        writer.settle(60.0)
-        assert writer.host is not None
-        writer.host.flush(120.0)
+            self.waits.quieten()
+            self.before_s = self.waits.spent_s
 
     def _compare(self, trainer: pl.Trainer) -> None:
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)

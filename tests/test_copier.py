@@ -221,6 +221,7 @@ def test_storages_are_copied_one_by_one_where_torch_cannot_otherwise(
     desk: Desk, copier: Copier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(torch, "_foreach_copy_")
+    monkeypatch.setattr(job_module, "_SMALL_BYTES", 0)
     job = copier.start(desk.pieces, desk.view, watch(desk.tensors))
     until(lambda: all(map(desk.copied, range(4))), "copies in the background")
     job.wait()
@@ -246,9 +247,12 @@ def test_closing_copies_what_is_held(desk: Desk) -> None:
     assert all(map(desk.copied, range(4)))
 
 
-def test_a_failed_copy_is_told_to_who_waits(desk: Desk, copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SlotSpan, "target", lambda *_: 1 / 0)
-    job = copier.start(desk.pieces, desk.view)
+@pytest.mark.parametrize(("call", "number"), [("target", 2), ("address", 0)], ids=["large", "small"])
+def test_a_failed_copy_is_told_to_who_waits(
+    desk: Desk, copier: Copier, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    monkeypatch.setattr(SlotSpan, call, lambda *_: 1 / 0)
+    job = copier.start([desk.pieces[number]], desk.view)
     with pytest.raises(SpotError, match="division by zero"):
         job.wait()
 

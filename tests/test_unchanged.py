@@ -16,6 +16,7 @@ from torch import nn
 from lightning_spot import EverySteps, RemoteSnapshot
 from lightning_spot.capture import contents
 from lightning_spot.capture.contents import CHECK_EVERY
+from lightning_spot.capture.tensors import by_storage, storage_address
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import TornSnapshot
 from lightning_spot.image.manifest import snapshot_name
@@ -30,6 +31,10 @@ class FrozenDesk(Desk):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.weights = [nn.Parameter(torch.randn(300, 100)) for _ in range(5)]
+        self.more: list[torch.Tensor] = []
+
+    def owned(self) -> list[torch.Tensor]:
+        return [*self.weights, *self.more]
 
     def checkpoint(self, note: str = "", **more: Any) -> dict[str, Any]:
         weights = [weight.detach() for weight in self.weights]
@@ -115,6 +120,34 @@ def test_another_parameter_on_the_same_memory_counts_anew(desk: FrozenDesk, capl
         desk.take(step_)
     assert desk.writer.torn == 0
     assert "past torch's count" not in caplog.text
+
+
+def test_a_second_tensor_on_the_same_memory_counts_too(desk: FrozenDesk) -> None:
+    """As long as it is there: its writes are those of another count."""
+    other = desk.weights[2].data
+    desk.more = [other]
+    desk.take(6)
+    for step_ in range(7, 12):
+        desk.take(step_)
+    other.mul_(2)
+    assert desk.take(12) > WEIGHT
+    for step_ in range(13, 17):
+        desk.take(step_)
+    assert desk.take(17) < SMALL
+    desk.more.clear()
+    assert desk.take(18) > WEIGHT
+    assert desk.writer.torn == 0
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_tensors_are_found_by_their_memory() -> None:
+    whole, sparse = torch.arange(6.0), torch.eye(2).to_sparse()
+    given = [whole, whole[2:], sparse, torch.empty(0), torch.eye(2).to_sparse_csr(), nn.Parameter(torch.ones(2))]
+    for tensors in (given, given[:2] + given[5:]):  # some without memory of their own, none
+        found = by_storage(iter(tensors))
+        assert list(found) == [address for address in map(storage_address, tensors[1:]) if address]
+        assert [len(together) for together in found.values()] == [2, 1]
+        assert found[whole.data_ptr()][1] is given[1]
 
 
 def step(optimizer: torch.optim.Optimizer, desk: FrozenDesk) -> None:

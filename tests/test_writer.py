@@ -39,8 +39,12 @@ class Desk:
     def checkpoint(self, note: str = "", **more: Any) -> dict[str, Any]:
         return {"note": note, "state": {"w": self.weights, "b": self.buffer}, **more}
 
+    def owned(self) -> list[torch.Tensor]:
+        """The tensors that the optimizer has."""
+        return self.weights
+
     def begin(self, step: int, checkpoint: dict[str, Any], *, complete: bool = False) -> Any:
-        owned = by_storage(self.weights)
+        owned = by_storage(self.owned())
         name = snapshot_name(step, 1, complete=complete)
         manifest = Manifest(run="run", name=name, step=step, attempt=1, nbytes=0, complete=complete)
         return self.writer.begin(checkpoint, manifest, owned=owned, wait_s=30.0)

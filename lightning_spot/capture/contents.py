@@ -130,7 +130,9 @@ def owners_of(owned: Owners, kept: Owners) -> Owners:
     """All owners: a storage may have some of either."""
     owners = dict(owned)
     for address, tensors in kept.items():
-        found = owners.get(address, ())
+        found = owners.setdefault(address, tensors)
+        if len(tensors) == 1 and tensors[0] is found[0]:  # so it is nearly always
+            continue
         if more := [tensor for tensor in tensors if all(tensor is not other for other in found)]:
             owners[address] = [*found, *more]
     return owners
@@ -164,17 +166,21 @@ class Unchanged:
         plan = Plan(frame, [], {})
         marks = known.marks if known is not None else {}
         present: dict[Named, _Owner] = {}
+        left_out = set()
         for piece in layout.pieces:
             storage, offset, nbytes, _, named, start = piece
             tensors = owners.get(storage.data_ptr())
-            if named is None or tensors is None or not tensors[0].is_cpu:
+            if named is None or tensors is None or not (first := tensors[0]).is_cpu:
                 plan.pieces.append(piece)
                 continue
             owner = self._owners.get(named)
-            if owner is None or not owner.is_that_of(tensors):
-                owner = self._new_owner(tensors)
+            if owner is not None and owner.only() is first and len(tensors) == 1:  # so it is nearly always
+                mark: _Mark = (owner.number, first._version)
+            else:
+                if owner is None or not owner.is_that_of(tensors):
+                    owner = self._new_owner(tensors)
+                mark = owner.mark(tensors)
             present[named] = owner
-            mark = owner.mark(tensors)
             plan.marks[named] = place = ((offset, start, nbytes), mark)
             if nbytes < _LEAST_BYTES or marks.get(named) != place or named in self.distrusted:
                 plan.pieces.append(piece)
@@ -182,15 +188,15 @@ class Unchanged:
                 self.distrusted.add(named)
                 plan.past_counts += named in self._trusted
                 plan.pieces.append(piece)
-            elif nbytes > _WHOLE_BYTES:
-                plan.unchecked.append(Unchecked(piece, tensors, owner, mark))
+            else:
+                left_out.add(named)
+                if nbytes > _WHOLE_BYTES:
+                    plan.unchecked.append(Unchecked(piece, tensors, owner, mark))
         if known is not None and 2 * plan.nbytes < layout.nbytes:
             entries = [(offset, len(data)) for offset, data in plan.frame]
             plan.written = in_order([*entries, *((piece.offset, piece.nbytes) for piece in plan.pieces)])
         self._leave_for_later(plan)
-        self._trusted = (
-            self._trusted | (plan.marks.keys() - {piece.named for piece in plan.pieces})
-        ) & plan.marks.keys()
+        self._trusted = {named for named in self._trusted | left_out if named in plan.marks}
         self.distrusted &= plan.marks.keys()
         self._owners = present
         return plan
@@ -251,35 +257,40 @@ class _Owner:
 
     Where there is a weak reference to a parameter, ``torch.utils.swap_tensors`` fails, and with it what torch does by
     it (``module.to()``, as ``torch.__future__`` may have it). A ``DTensor`` is known by what this rank has of it.
+
+    Attributes:
+        number: begins each :meth:`mark`.
+        only: gives the tensor, if it is the only one and writes to it are counted; ``None`` if not, or if it is gone.
     """
 
-    __slots__ = ("_counts", "_known", "_number")
+    __slots__ = ("_counts", "_known", "number", "only")
 
     def __init__(self, tensors: Sequence[torch.Tensor], number: int) -> None:
         self._known = [_reference(local_of(tensor)) for tensor in tensors]
-        self._number = number
         self._counts = not any(tensor.is_inference() for tensor in tensors)
+        self.number = number
+        is_only = self._counts and len(tensors) == 1
+        self.only: Callable[[], torch.Tensor | None] = self._known[0] if is_only else _nothing
 
     def is_that_of(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are the tensors."""
-        known = self._known
-        if len(known) == 1 == len(tensors):
-            return known[0]() is local_of(tensors[0])
-        return len(known) == len(tensors) and all(
-            one() is local_of(other) for one, other in zip(known, tensors, strict=True)
+        return len(self._known) == len(tensors) and all(
+            one() is local_of(other) for one, other in zip(self._known, tensors, strict=True)
         )
 
     def mark(self, tensors: Sequence[torch.Tensor]) -> _Mark:
         """What stays the same as long as the tensors do, and are not written to."""
         if not self._counts:
-            return (self._number, next(_UNCOUNTED))  # like no other: nothing counts writes to it
-        if len(tensors) == 1:
-            return (self._number, tensors[0]._version)
-        return (self._number, *[tensor._version for tensor in tensors])
+            return (self.number, next(_UNCOUNTED))  # like no other: nothing counts writes to it
+        return (self.number, *[tensor._version for tensor in tensors])
 
 
 def _reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     return (lambda: tensor) if isinstance(tensor, torch.nn.Parameter) else weakref.ref(tensor)
+
+
+def _nothing() -> None:
+    return None
 
 
 _UNCOUNTED = itertools.count()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -112,25 +112,25 @@ class ChangedValues:
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Note how everything is, after all ``on_train_start``: a resumed run calls those, too."""
-        module = trainer.lightning_module
-        self._trains = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-        self._modules = {name: _Attributes(part) for name, part in _parts(module)}
+        modules = list(trainer.lightning_module.named_modules())
+        self._trains = _trains(modules)
+        self._modules = {name: _Attributes(part) for name, part in _parts(modules)}
         self._settings = _settings(trainer)
 
     def capture(self, trainer: pl.Trainer) -> State:
         """What differs by now, as values that load with ``weights_only=True``."""
-        module, before = trainer.lightning_module, self.before
+        modules, before = list(trainer.lightning_module.named_modules()), self.before
         changed = {
             name: self._modules[name].changed(part, before.attributes.get(name, set()))
-            for name, part in _parts(module)
+            for name, part in _parts(modules)
             if name in self._modules
         }
         settings = _settings(trainer)
         return {
             "trains": {
-                name: parameter.requires_grad
-                for name, parameter in module.named_parameters()
-                if self._trains.get(name, parameter.requires_grad) != parameter.requires_grad or name in before.trains
+                name: trains
+                for name, trains in _trains(modules).items()
+                if self._trains.get(name, trains) != trains or name in before.trains
             },
             "attributes": {name: values for name, values in changed.items() if values},
             "settings": {**_changed(self._settings, settings), **_of(before.settings, settings)},
@@ -145,7 +145,7 @@ class ChangedValues:
         for name, trains in saved["trains"].items():
             if name in parameters:
                 parameters[name].requires_grad_(trains)
-        parts = dict(_parts(module))
+        parts = dict(_parts(module.named_modules()))
         for name, values in saved["attributes"].items():
             for attribute, value in values.items():
                 if name in parts:
@@ -166,9 +166,10 @@ class _Attributes:
         self._names = _own_names() if isinstance(part, namespaces.classes("", "LightningModule")) else OF_MODULES
         # Modules of torch keep nothing that their numbers would have to agree with.
         self._is_torchs = type(part).__module__.startswith("torch.nn")
-        self._scalars = dict(self._of_kind(part, SCALARS))
-        self._marks = {} if self._is_torchs else {name: mark(value) for name, value in self._of_kind(part, KEPT)}
-        self._others = {} if self._is_torchs else self._not_plain(part)
+        own = self._own(part)
+        self._scalars = _of_kind(own, SCALARS)
+        self._marks = {} if self._is_torchs else {name: mark(value) for name, value in _of_kind(own, KEPT).items()}
+        self._others = {} if self._is_torchs else _not_plain(part, own)
 
     def changed(self, part: nn.Module, before: Collection[str] = ()) -> State:
         """Copies of what has changed; of ``training`` only, where not all of it is plain.
@@ -177,36 +178,38 @@ class _Attributes:
             part: the module.
             before: names of attributes that count as changed.
         """
-        scalars = dict(self._of_kind(part, SCALARS))
+        own = self._own(part)
+        scalars = _of_kind(own, SCALARS)
         changed = {**_changed(self._scalars, scalars), **_of(before, scalars)}
         if self._is_torchs:
             return changed
         try:
-            others = self._not_plain(part)
+            others = _not_plain(part, own)
             if others.keys() != self._others.keys() or any(others[name] is not self._others[name] for name in others):
                 raise _NotPlain
             left = [MOST_BYTES, _MOST_ITEMS]
-            for name, value in self._of_kind(part, KEPT):
+            for name, value in _of_kind(own, KEPT).items():
                 if name in before or name not in self._marks or not is_same(self._marks[name], mark(value)):
                     changed[name] = _copy(value, left)
         except _NotPlain:
             return {name: value for name, value in changed.items() if name == "training"}
         return changed
 
-    def _of_kind(self, part: nn.Module, kinds: frozenset[type]) -> Iterator[tuple[str, Any]]:
-        return (item for item in vars(part).items() if type(item[1]) in kinds and item[0] not in self._names)
+    def _own(self, part: nn.Module) -> State:
+        return {name: value for name, value in vars(part).items() if name not in self._names}
 
-    def _not_plain(self, part: nn.Module) -> State:
-        """Everything else, and the shapes of buffers that no checkpoint holds."""
-        found = {
-            name: value
-            for name, value in vars(part).items()
-            if name not in self._names and type(value) not in SCALARS and type(value) not in KEPT
-        }
-        for name in private.NON_PERSISTENT.of(part):
-            buffer = private.BUFFERS.of(part).get(name)
-            found[f"{name} of a shape"] = _shape(buffer.shape) if buffer is not None else None
-        return found
+
+def _of_kind(own: State, kinds: frozenset[type]) -> State:
+    return {name: value for name, value in own.items() if type(value) in kinds}
+
+
+def _not_plain(part: nn.Module, own: State) -> State:
+    """Everything else, and the shapes of buffers that no checkpoint holds."""
+    found = {name: value for name, value in own.items() if type(value) not in SCALARS and type(value) not in KEPT}
+    for name in private.NON_PERSISTENT.of(part):
+        buffer = private.BUFFERS.of(part).get(name)
+        found[f"{name} of a shape"] = _shape(buffer.shape) if buffer is not None else None
+    return found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -215,10 +218,20 @@ def _shape(shape: torch.Size) -> torch.Size:
     return shape
 
 
-def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _trains(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, bool]:
+    """Which parameters are trained; one that has several names, by each."""
+    return {
+        f"{name}.{key}" if name else key: parameter.requires_grad
+        for name, part in modules
+        for key, parameter in private.PARAMETERS.of(part).items()
+        if parameter is not None
+    }
+
+
+def _parts(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
     """Modules whose attributes are the user's: metrics have their own way."""
     metrics: tuple[str, ...] = ()
-    for name, part in module.named_modules():
+    for name, part in modules:
         if isinstance(part, Metric):
             metrics += (f"{name}.",)
         elif not metrics or not name.startswith(metrics):

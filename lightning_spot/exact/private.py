@@ -254,6 +254,7 @@ SHOULD_SYNC = "_should"  # of a _Sync, which has it as an argument
 # -- modules and DDP --------------------------------------------------------------------------------------------------
 
 NON_PERSISTENT = Name(HOOKED, "_non_persistent_buffers_set", lambda t: t.lightning_module, set)
+PARAMETERS = Name(HOOKED, "_parameters", lambda t: t.lightning_module, dict)
 BUFFERS = Name(HOOKED, "_buffers", lambda t: t.lightning_module, dict)
 COMM_HOOKS = Name(BUCKETS, "_comm_hooks", _ddp)
 REDUCER = Name(BUCKETS, "reducer", _ddp)

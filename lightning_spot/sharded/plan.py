@@ -155,7 +155,8 @@ class Planner:
                 continue
             if form != _form_of(item):
                 return False
-            self._seen[number] = _seen(item)
+            if spec is not None:
+                self._seen[number] = _seen(item)
         return True
 
     def _make(self, items: list[Any]) -> Plan:

@@ -22,7 +22,13 @@ from lightning_spot.staging.spans import SlotSpan
 
 _LEAST_BATCH_BYTES = 16 * 1024 * 1024
 _MOST_THREADS = 4
+_SMALL_BYTES = 32 * 1024  # copied in less time than it takes to hand a tensor over to torch, or to get the GIL back
 NOW, NEVER = float("-inf"), float("inf")
+
+_memmove = ctypes.CDLL(None).memmove  # lets go of the GIL
+_memmove_small = ctypes.PyDLL(None).memmove  # keeps it
+_memmove.argtypes = _memmove_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove.restype = _memmove_small.restype = None
 
 
 class Watch(NamedTuple):
@@ -37,9 +43,13 @@ class Watch(NamedTuple):
     version: int
 
 
+_WATCH = tuple.__new__
+"""Makes one of thousands of watches: to call the class takes thrice as long."""
+
+
 def watch(tensors: Iterable[torch.Tensor]) -> list[Watch]:
     """Note the version counters of ``tensors``. Inference tensors have none and are left out: nothing tracks them."""
-    return [Watch(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+    return [_WATCH(Watch, (tensor, tensor._version)) for tensor in tensors if not tensor.is_inference()]
 
 
 class SlotView:
@@ -160,9 +170,7 @@ class CopyJob:
             if self._settled.is_set():
                 return
             counted = frozenset(
-                item.tensor.untyped_storage().data_ptr()
-                for item in self._watches
-                if item.tensor._version != item.version
+                tensor.untyped_storage().data_ptr() for tensor, version in self._watches if tensor._version != version
             )
             past_counts = self._samples.changed() - counted
             self._sampler.is_wary |= bool(past_counts)
@@ -282,13 +290,20 @@ class Batch:
         if not hasattr(torch, "_foreach_copy_"):  # a private name; only the time of the training thread depends on it
             self.helping()
             return
-        targets = [span.target(self._slot.tensor) for span in self._spans]
-        torch._foreach_copy_(targets, [span.source() for span in self._spans])
+        self._move(span for span in self._spans if span.nbytes <= _SMALL_BYTES)
+        if large := [span for span in self._spans if span.nbytes > _SMALL_BYTES]:
+            targets = [span.target(self._slot.tensor) for span in large]
+            torch._foreach_copy_(targets, [span.source() for span in large])
 
     def helping(self) -> None:
         """Copy it on the calling thread alone: no second team of threads beside those of training."""
-        for span in self._spans:
-            ctypes.memmove(self._slot.address + span.place, span.address(), span.nbytes)  # lets go of the GIL
+        self._move(self._spans)
+
+    def _move(self, spans: Iterable[SlotSpan]) -> None:
+        base = self._slot.address
+        for span in spans:
+            move = _memmove if span.nbytes > _SMALL_BYTES else _memmove_small
+            move(base + span.place, span.address(), span.nbytes)
 
 
 def batches_of(
@@ -300,13 +315,14 @@ def batches_of(
     batch: list[SlotSpan] = []
     size = 0
     for span in spans:
-        rest: SlotSpan | None = span
-        while rest is not None:
-            first, rest = (rest, None) if rest.nbytes <= limit - size else rest.cut(limit - size)
-            batch.append(first)
-            size, left = size + first.nbytes, left - first.nbytes
-            if size >= limit:
-                yield Batch(batch, slot, place, after_s, ready_s)
-                batch, size, limit = [], 0, max(left // 3, _LEAST_BATCH_BYTES)
+        rest = span
+        while rest.nbytes >= limit - size:
+            first, rest = rest.cut(limit - size)
+            yield Batch([*batch, first], slot, place, after_s, ready_s)
+            batch, size, left = [], 0, left - limit
+            limit = max(left // 3, _LEAST_BATCH_BYTES)
+        if rest.nbytes:
+            batch.append(rest)
+            size += rest.nbytes
     if batch:
         yield Batch(batch, slot, place, after_s, ready_s)
