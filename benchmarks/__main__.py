@@ -36,6 +36,7 @@ from benchmarks import (
     training_thread,
 )
 from benchmarks.measure import Result, about
+from benchmarks.placement import bind_team
 
 ALL = {
     "layout": layout,
@@ -76,6 +77,7 @@ def main() -> int:
     results: list[Result] = []
     done: dict[str, Any] = {"about": about(), "benchmarks": {}}
     failed = []
+    bind_team()
     for name in arguments.names or _all_that_can_run():
         print(f"{name} …", flush=True)
         began_s, found = time.monotonic(), []

@@ -26,6 +26,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measure import WarmCopy
+from benchmarks.placement import bind_team
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.staging.modes import Partitions
 
@@ -195,4 +196,5 @@ def _tensors(trainer: pl.Trainer) -> list[torch.Tensor]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    bind_team()
     print(json.dumps(train(Plan(**json.loads(sys.argv[1])))))

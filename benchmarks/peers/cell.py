@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from benchmarks.peers import processes
 from benchmarks.peers.models import build
 from benchmarks.peers.ways import WAYS, Saving
+from benchmarks.placement import bind_team
 
 LEAD = 4
 SETTLE_S = 30.0
@@ -161,6 +162,7 @@ def run(cell: Cell, folder: Path, command: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     own_network = processes.own_network()
+    bind_team()
     model, data = build(cell.model, cell.scale, cell.steps)
     saving = WAYS[cell.way](folder, cell.interval)
     meter = Meter(cell, saving, command, own_network=own_network)
