@@ -130,3 +130,43 @@ def test_the_generator_of_the_device_is_set_too(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(restoring, "restore_random", restore_random)
     train("plain", tmp_path, seed=77, max_epochs=2)
     assert devices == [torch.device("cpu")]
+
+
+LAST = 18
+
+
+class Stops(pl.Callback):
+    """Asks for the end of training."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step >= LAST
+
+
+class KilledAfterLastStep(pl.Callback):
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step >= LAST:
+            raise Stop
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"max_steps": LAST}, id="max_steps"),
+        pytest.param({"max_steps": LAST, "val_check_interval": 6}, id="max_steps-validation", marks=pytest.mark.soak),
+        pytest.param({"limit_val_batches": 0}, id="should_stop", marks=pytest.mark.soak),
+        pytest.param({"limit_val_batches": 2}, id="should_stop-validation"),
+    ],
+)
+def test_a_run_that_has_taken_its_last_step_comes_to_its_end(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Lightning would not go into that epoch again: no hook at its end, or at that of training, would be called."""
+    roots = [tmp_path / "undisturbed", tmp_path / "stopped"]
+    for root, is_killed in ((roots[0], False), (roots[1], True), (roots[1], False)):
+        callbacks: list[pl.Callback] = [spot(root, every=1000 if root is roots[0] else 1)]
+        callbacks += [] if "max_steps" in settings else [Stops()]
+        callbacks += [KilledAfterLastStep()] if is_killed else []
+        with contextlib.suppress(Stop):
+            train("plain", root, seed=77, callbacks=callbacks, **settings)
+        manifest, _ = newest(root)
+        assert (manifest.step, manifest.complete) == (LAST, not is_killed)
+    assert list(differences(final(roots[0]), final(roots[1]))) == []
+    assert logged(roots[1]) == logged(roots[0]) != []

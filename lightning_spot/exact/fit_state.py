@@ -209,6 +209,8 @@ class FitState(PerTrainer):
             rest = self._switches.run(private.TUNERS, lambda: shipped.rest_tuners(self._trainer, found))
             self._undo += rest or []
         self._restoring.load(checkpoint)
+        undo = self._switches.run(private.PROGRESS, lambda: self._restoring.enter_stopped(checkpoint))
+        self._undo += [undo] if undo is not None else []
 
     def end_untrained(self) -> None:
         """At the end of ``fit``: of a run that was complete already, put back what a program may read now."""

@@ -1,17 +1,18 @@
-"""Lightning's counters of batches, where what it saves of them would lead a resume astray."""
+"""Lightning's counters of batches and steps, where what it saves of them would lead a resume astray."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from lightning_spot.exact import private
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-
-from lightning_spot.exact import private
-
 State = dict[str, Any]
 
+_EPOCHS = "epoch_progress"
 _BATCHES = "epoch_loop.batch_progress"
 _VALIDATION = "epoch_loop.val_loop.batch_progress"
 
@@ -56,3 +57,49 @@ def restore(trainer: pl.Trainer, added: State) -> None:
     total = private.BATCH_PROGRESS.of(trainer.fit_loop.epoch_loop).total
     for name, count in added.items():
         setattr(total, name, getattr(total, name) - count)
+
+
+def is_in_epoch(checkpoint: State) -> bool:
+    """Whether the end of an epoch was still to come when a checkpoint was taken."""
+    epochs = checkpoint["loops"]["fit_loop"][_EPOCHS]["current"]
+    return bool(epochs["ready"] > epochs["processed"])
+
+
+def enter_epoch(trainer: pl.Trainer, *, validates: bool, should_stop: bool) -> Callable[[], None]:
+    """Have Lightning go into the epoch it was stopped in, though no step is left: the end of it is, and of training.
+
+    It would not, where the number of steps is reached or ``should_stop`` is set.
+
+    Args:
+        trainer: that fits.
+        validates: whether the end of the epoch begins with a validation.
+        should_stop: as it was; a validation may be due because of that.
+
+    Returns:
+        takes that back, as far as the epoch was not entered.
+    """
+    loop, advance = trainer.fit_loop, private.ADVANCE.of(trainer.fit_loop)
+    epoch_loop, advance_in_epoch = loop.epoch_loop, private.ADVANCE_IN_EPOCH.of(loop.epoch_loop)
+    kind = type(loop)
+
+    def leave() -> None:
+        loop.__class__ = kind
+        loop.__dict__.pop(private.ADVANCE.name, None)
+        epoch_loop.__dict__.pop(private.ADVANCE_IN_EPOCH.name, None)
+
+    def enter() -> None:
+        leave()
+        if validates:
+            private.ADVANCE_IN_EPOCH.set(epoch_loop, validate)
+        else:  # or one more batch would be fetched before that is looked at
+            private.HAS_VALIDATED.set(epoch_loop.val_loop, True)
+        advance()
+
+    def validate(data_fetcher: Any) -> None:
+        leave()
+        trainer.should_stop = should_stop
+        advance_in_epoch(data_fetcher)
+
+    loop.__class__ = type(kind.__name__, (kind,), {"done": False})
+    private.ADVANCE.set(loop, enter)
+    return leave

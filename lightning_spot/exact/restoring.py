@@ -54,6 +54,7 @@ class Restoring(OfTrainer):
         self._hooked = hooked
         self._buffers = module_buffers
         self._values: State | None = None  # until the first step
+        self._steps_are_over = False  # whether the run was to take no more of them
         self._positions: State | None = None
         self._random: State | None = None
         self._val_total: dict[str, int] | None = None
@@ -88,6 +89,7 @@ class Restoring(OfTrainer):
         self._values = self._positions = values = self._of_this_rank(shared["ranks"])
         self._random = values["random"]
         self._val_total = shared["validation_progress"]
+        self._steps_are_over = values["should_stop"] or 0 <= trainer.max_steps <= checkpoint["global_step"]
         self.unsaved = shared.get("unsaved", [])  # an earlier version has not noted it
         self._of_loaders(values, Loaders.resume)
         self._precise = _more_precise(trainer.lightning_module, checkpoint)
@@ -136,9 +138,16 @@ class Restoring(OfTrainer):
     def begin_stopped(self) -> None:
         """Of a run that was to stop: maybe not one more batch is fetched, so what waits for one is put back now."""
         values = self._values
-        if values is not None and values["should_stop"] and self._val_total is None:
+        if values is not None and self._steps_are_over and self._val_total is None:
             restore_random(values["random"], self._trainer.strategy.root_device)
             self.go_on()
+
+    def enter_stopped(self, checkpoint: dict[str, Any]) -> Callable[[], None] | None:
+        """Of a run that takes no more steps: have Lightning come to the end of its epoch; how to take that back."""
+        values, validates = self._values, self._val_total is not None
+        if values is None or not self._steps_are_over or not progress.is_in_epoch(checkpoint):
+            return None
+        return progress.enter_epoch(self._trainer, validates=validates, should_stop=values["should_stop"])
 
     def position_for(self, loader: PositionedLoader) -> State | None:
         """Position at which ``loader`` begins its epoch: the saved one for the first epoch after a resume."""

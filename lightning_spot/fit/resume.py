@@ -304,12 +304,13 @@ class Resume(OfTrainer):
             )
 
     def say_if_complete(self) -> None:
-        """Say at the end of ``fit`` that the run had ended before: Lightning trains nothing then, without a word."""
+        """Say at the end of ``fit`` that nothing was left to train: Lightning trains nothing then, without a word."""
         chosen, location = self.chosen, self.location
         if chosen is None or location is None or self._has_trained:
             return
+        how = "is complete" if chosen.complete else "has come farther than this fit goes"
         rank_zero_info(
-            f"lightning_spot: run {location.name!r} is complete (epoch {chosen.epoch}, step {chosen.step}):"
+            f"lightning_spot: run {location.name!r} {how} (epoch {chosen.epoch}, step {chosen.step}):"
             " nothing was left to train. Raise max_epochs or max_steps to go on, or choose another dirpath for a"
             " new run"
         )
