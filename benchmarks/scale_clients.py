@@ -1,7 +1,8 @@
 """Clients of a memory node, as many in one process as are asked for; no torch. Prints one JSON object.
 
-``python -m benchmarks.scale_clients URL FIRST CLIENTS NBYTES SECONDS``: each client is a run of its own. It commits as
-many snapshots as it gets slots, and then, when it is told to, one after the other; no part is as it was before.
+``python -m benchmarks.scale_clients URL FIRST CLIENTS NBYTES PART_BYTES SECONDS [DURABLE]``: each client is a run of
+its own. It commits as many snapshots as it gets slots, and then, when it is told to, one after the other; no part is as
+it was before. With a directory, the node brings each run on to one of its own in there.
 """
 
 from __future__ import annotations
@@ -16,9 +17,6 @@ from lightning_spot.errors import SpotError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo
 
-PARTS = 8
-"""Of a snapshot: as many as keep four connections busy."""
-
 SLOTS = 3
 """That a run has at a node at once, at most."""
 
@@ -26,19 +24,29 @@ SLOTS = 3
 class Client:
     """One run at the node.
 
+    Args:
+        url: of the node.
+        number: of the run.
+        nbytes: of a snapshot.
+        part_bytes: of its parts.
+        durable: directory that the node brings it on to, ``""`` for none.
+
     Attributes:
         commits: for each snapshot, when it began and when it was committed (Unix seconds).
         errors: what went wrong, one text each.
     """
 
-    def __init__(self, url: str, number: int, nbytes: int) -> None:
+    def __init__(self, url: str, number: int, nbytes: int, part_bytes: int, durable: str = "") -> None:
         self.commits: list[tuple[float, float]] = []
         self.errors: list[str] = []
         self._run = f"{number + 1:012x}"
         self._store = NodeStore(f"{url}/run@{self._run}")
-        self._image = bytearray(nbytes)
-        self._step = 0
-        self._store.open_run(RunInfo(name="run", id=self._run, location=f"file:///{self._run}", attempt=1, token="t"))
+        self._image, self._part_bytes = bytearray(nbytes), part_bytes
+        self._step = int(1000 * time.time())  # later than those of this run in an earlier measurement
+        below = f"{durable}/{self._run}" if durable else None
+        self._store.open_run(
+            RunInfo(name="run", id=self._run, location=f"file:///{self._run}", attempt=1, token="t", durable_url=below)
+        )
 
     def warm(self) -> None:
         """Have the node make its slots; what goes wrong here counts, too."""
@@ -54,8 +62,7 @@ class Client:
     def _put(self) -> None:
         self._step = step = self._step + 1
         image = memoryview(self._image)
-        part_bytes = len(image) // PARTS
-        for start in range(0, len(image), part_bytes):
+        for start in range(0, len(image), self._part_bytes):
             image[start : start + 8] = step.to_bytes(8, "little")
         plain = Manifest(
             run="run",
@@ -65,7 +72,7 @@ class Client:
             step=step,
             attempt=1,
             nbytes=len(image),
-            part_bytes=part_bytes,
+            part_bytes=self._part_bytes,
         )
         manifest = plain.sealed(image)
         began_s = time.time()
@@ -78,16 +85,18 @@ class Client:
 
 
 def main() -> None:
-    url, first, count, nbytes, seconds = sys.argv[1], *map(int, sys.argv[2:5]), float(sys.argv[5])
-    clients = [Client(url, first + number, nbytes) for number in range(count)]
+    url, seconds, durable = sys.argv[1], float(sys.argv[6]), "".join(sys.argv[7:])
+    first, count, nbytes, part_bytes = map(int, sys.argv[2:6])
+    clients = [Client(url, first + number, nbytes, part_bytes, durable) for number in range(count)]
     for client in clients:
         client.warm()
     print("ready", flush=True)
     sys.stdin.readline()
-    until_s = time.time() + seconds
+    cpu_s, until_s = time.process_time(), time.time() + seconds
     with ThreadPoolExecutor(count) as pool:
         list(pool.map(lambda client: client.work(until_s), clients))
-    print(json.dumps([{"commits": client.commits, "errors": client.errors} for client in clients]))
+    found = [{"commits": client.commits, "errors": client.errors} for client in clients]
+    print(json.dumps({"cpu_s": time.process_time() - cpu_s, "clients": found}))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,97 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks import scale
+from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.remote import NodeStore
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory import flusher, room
+from lightning_spot.memory.node import Node
+from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.slots import Slot
+from lightning_spot.memory.work import Job, Work
 from lightning_spot.service.uploads import MOST_STREAMS
+from tests.conftest import until
+from tests.gated import RUN_ID, Bench, image_of
+from tests.served import served
+
+OTHERS = [f"{number:012x}" for number in range(1, 4)]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """A node that has brought two snapshots of each of four runs to their directories, and has nothing to do."""
+    monkeypatch.setattr(flusher, "_IDLE_S", 600.0)
+    bench = Bench(tmp_path, slots=None)
+    for run_id in [*OTHERS, RUN_ID]:
+        bench.open(run_id=run_id)
+        for step in (1, 2):
+            bench.save(step, run_id=run_id)
+            assert bench.flush() == []
+    yield bench
+    bench.close()
+
+
+def test_a_commit_asks_nothing_of_the_slots_of_other_runs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside 64 runs, it took a node half as much processor time again as beside none."""
+    looked_at: set[str] = set()
+    own = Work._own
+
+    def note(work: Work, slot: Slot) -> list[str]:
+        looked_at.add(slot.run)
+        return own(work, slot)
+
+    monkeypatch.setattr(Work, "_own", note)
+    monkeypatch.setattr(room, "reusable", lambda _slots: pytest.fail("there was room"))
+    bench.save(3)
+    assert bench.flush() == []
+    assert looked_at == {RUN_ID}
+    assert bench.tier().puts() == [1, 2, 3]
+
+
+def test_a_change_wakes_the_thread_of_its_own_tier_only(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 64 threads looked at all slots whenever anything had changed at one of them."""
+    work = bench.node.flusher.work
+    ask, found = work.next, dict[str, tuple[Job | None, float | None]]()
+
+    def note(url: str, now_s: float) -> tuple[Job | None, float | None]:
+        found[url] = ask(url, now_s)
+        return found[url]
+
+    monkeypatch.setattr(work, "next", note)
+    for run_id in [*OTHERS, RUN_ID]:
+        bench.save(3, run_id=run_id)
+    until(lambda: len(found) == 4 and set(found.values()) == {(None, None)}, "all threads to wait")
+    found.clear()
+    bench.save(4)
+    assert bench.flush() == []
+    assert list(found) == [bench.tier().url]
+
+
+def test_how_far_a_node_is_shows_from_connecting_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was asked whether it is well: a busy one answers late, and was then sent to over more connections."""
+    asked: list[str] = []
+    call = NodeClient.call
+    monkeypatch.setattr(
+        NodeClient,
+        "call",
+        lambda self, method, path, *rest, **more: (asked.append(path), call(self, method, path, *rest, **more))[1],
+    )
+    node = Node(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
+    with served(node) as port:
+        store = NodeStore(f"spot://127.0.0.1:{port}/run@{RUN_ID}")
+        store.open_run(RunInfo(name="run", id=RUN_ID, location="file:///run", attempt=1, token="token"))
+        image = memoryview(image_of(1, 1000))
+        manifest = Manifest(run="run", run_id=RUN_ID, name=snapshot_name(1, 1), step=1, attempt=1, nbytes=1000)
+        store.put(manifest.sealed(image), image, attempt=1)
+        store.client.close()
+    assert [path.rpartition("/")[2] for path in asked] == ["open", "uploads", "commit"]
+    assert store._lanes._pace.latency_s > 0
 
 
 @pytest.mark.soak

@@ -21,7 +21,6 @@ CONNECTIONS = 4
 _MOST_CONNECTIONS = 16
 _SENDS_OF_A_PART = 3
 _PAUSE_S = 1.0
-_ASK_S = 5.0
 
 
 class PartLanes:
@@ -53,11 +52,9 @@ class PartLanes:
             NodeUnreachable: if the node does not answer any more.
             CorruptSnapshot: if a part arrives damaged again and again.
         """
-        began_s = time.monotonic()
-        self._client.call("GET", "/healthz", timeout_s=_ASK_S)
-        self._pace.answered(time.monotonic() - began_s)
         most = min(count, useful_streams(self._pace.latency_s, fewest=CONNECTIONS, most=_MOST_CONNECTIONS))
         climb, lock = Climb(min(self._connections, most), most), threading.Lock()
+        lanes: list[_Lane] = []
         jobs: list[Future[Sent]] = []
         sent = Sent()
         with ThreadPoolExecutor(max(1, most)) as pool:
@@ -69,7 +66,8 @@ class PartLanes:
 
             def begin() -> None:
                 while len(jobs) < climb.lanes:
-                    jobs.append(pool.submit(_Lane(self._client, self._url, upload, shared, encoder, moved).run))
+                    lanes.append(_Lane(self._client, self._url, upload, shared, encoder, moved))
+                    jobs.append(pool.submit(lanes[-1].run))
 
             shared = _Shared(parts)
             with lock:
@@ -82,6 +80,9 @@ class PartLanes:
                 raise
         if count and not shared.are_taken:
             raise TooManyStreams("this node serves no connection for the parts", tier=self._url)
+        for lane in lanes:
+            for connect_s in lane.connects_s:
+                self._pace.answered(connect_s)
         self._connections = max(CONNECTIONS, climb.best_lanes)
         return sent
 
@@ -96,6 +97,9 @@ class _Lane:
         parts: to take from.
         encoder: says how each is sent.
         moved: called with the bytes that a part took.
+
+    Attributes:
+        connects_s: how long it took to connect, each time: how far away the node is, however busy.
     """
 
     def __init__(
@@ -107,6 +111,7 @@ class _Lane:
         encoder: PartEncoder,
         moved: Callable[[int], None],
     ) -> None:
+        self.connects_s: list[float] = []
         self._client, self._url, self._upload = client, url, upload
         self._parts, self._encoder, self._moved = parts, encoder, moved
         self._again: dict[int, Part] = {}
@@ -134,6 +139,7 @@ class _Lane:
 
     def _send_over(self) -> None:
         stream = self._client.stream(self._upload)
+        self.connects_s.append(stream.connect_s)
         try:
             for part, digest in stream.send(self._outgoing()):
                 self._encoder.sent(part, stream.lap())

@@ -60,6 +60,8 @@ class Flusher:
         self._heard = heard
         self._earlier = functools.partial(glance, ring)
         self._threads: dict[str, threading.Thread] = {}
+        self._wakes: dict[str, threading.Condition] = {}  # of each thread: one change wakes one, and not hundreds
+        self._delayed: set[str] = set()  # tiers whose next job is to be done later
         self._stores: dict[str, Store] = {}
         self._refused: dict[str, dict[str, Manifest]] = {}
         self._swept_s: dict[tuple[str, str], float] = {}
@@ -148,6 +150,8 @@ class Flusher:
         with self._ring.changed:
             self._closed = True
             threads = list(self._threads.values())
+            for wake in self._wakes.values():
+                wake.notify()
             self._ring.notify()
         for thread in threads:
             thread.join(timeout=_JOIN_S)
@@ -157,13 +161,16 @@ class Flusher:
         return (health.error if health else "") or "not done in time"
 
     def _serve(self) -> None:
-        """Make sure that a thread works for every tier that is owed something. Under the ring's lock."""
+        """Have a thread work for every tier that is owed something. Under the ring's lock."""
         if self._closed:
             return
-        for url in self.work.urls() - self._threads.keys():
+        urls = self.work.urls()
+        for url in (urls | self._delayed) & self._wakes.keys():
+            self._wakes[url].notify()
+        for url in urls - self._threads.keys():
             self.health.setdefault(url, TierHealth(kind="node" if url.startswith("spot://") else "durable"))
             thread = threading.Thread(target=self._work, args=(url,), name=f"spot-flusher-{url}", daemon=True)
-            self._threads[url] = thread
+            self._threads[url], self._wakes[url] = thread, threading.Condition(self._ring.lock)
             thread.start()
 
     def _work(self, url: str) -> None:
@@ -188,10 +195,12 @@ class Flusher:
     def _next(self, url: str) -> Job | None:
         """The next thing to do at a tier, its slot pinned; ``None`` when this thread is not needed any more."""
         idle_until = time.monotonic() + _IDLE_S
-        with self._ring.changed:
+        wake = self._wakes[url]
+        with wake:
             while not self._closed:
                 now = time.monotonic()
                 job, due_s = self.work.next(url, now)
+                self._delayed.discard(url)
                 if job is not None:
                     if job.slot is not None:
                         job.slot.readers += 1
@@ -201,9 +210,12 @@ class Flusher:
                     if now >= idle_until:
                         self.work.rest(url)
                         break
-                idle_until = now + _IDLE_S if due_s is not None else idle_until
-                self._ring.changed.wait((due_s if due_s is not None else idle_until) - now)
-            self._threads.pop(url, None)
+                    wake.wait(idle_until - now)
+                else:
+                    self._delayed.add(url)
+                    idle_until = now + _IDLE_S
+                    wake.wait(due_s - now)
+            del self._threads[url], self._wakes[url]
             return None
 
     def _attempt(self, job: Job) -> int:

@@ -45,7 +45,8 @@ class Ring(SlotTable):
         run_memory_bytes: most bytes the slots of one run may hold; ``None`` for no such limit.
 
     Attributes:
-        changed: lock of all that the ring holds; notified whenever something changed.
+        lock: of all that the ring holds.
+        changed: the same lock; notified whenever something changed.
         changes: how often that was.
     """
 
@@ -167,10 +168,10 @@ class Ring(SlotTable):
     def trim(self, run: str, keep: int) -> None:
         """Forget all but the newest ``keep`` snapshots of a run, as far as they may be reused."""
         with self.changed:
-            held = (slot for slot in self.slots if slot.run == run and slot.snapshot is not None)
+            held = [slot for slot in self.slots if slot.run == run and slot.snapshot is not None]
             committed = sorted(held, key=lambda slot: slot.manifest.order if slot.manifest else (0, 0, 0), reverse=True)
-            idle = reusable(self.slots)
-            bases = bases_of(committed)
+            idle = reusable(held)
+            bases = bases_of(held)
             old = [slot for slot in committed[max(1, keep) :] if slot in idle and slot not in bases]
             for slot in old:
                 self._forget(slot)

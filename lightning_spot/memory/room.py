@@ -93,16 +93,20 @@ def find_room(
     Returns:
         ``None`` if no slot can be had now.
     """
+    free = [slot for slot in slots if slot.state is SlotState.FREE and not slot.readers]
+    if not reuse and limits.run_memory_bytes is None:
+        room = _without_loss(slots, free, [], nbytes, capacity, limits)
+        if room is not None:  # mostly there is: then nobody asks what each of hundreds of slots is worth
+            return room
     idle = reusable(slots)
     forget = _within_quota(slots, idle, run, capacity, limits)
     if forget is None:
         return None
-    free = [slot for slot in slots if slot.state is SlotState.FREE and not slot.readers] + forget
+    free += forget
     idle = [slot for slot in idle if slot not in forget]
     superseded = _superseded(slots, idle, nbytes) if reuse and not forget else []
-    for candidate in _free_first(slots, free, nbytes, limits, superseded):
-        if (room := _try(slots, candidate, free, [], nbytes, capacity, limits)) is not None:
-            return Room(room.slot, forget, room.release)
+    if (room := _without_loss(slots, free, superseded, nbytes, capacity, limits)) is not None:
+        return Room(room.slot, forget, room.release)
     for candidate in idle:
         if (room := _try(slots, candidate, free, idle, nbytes, capacity, limits)) is not None:
             return Room(room.slot, [*forget, *room.forget], room.release)
@@ -159,6 +163,16 @@ def _superseded(slots: list[Slot], idle: list[Slot], nbytes: int) -> list[Slot]:
     """
     missed = newest_of_lineages(slots) | bases_of(slots) | left_if_lost(slots)
     return [slot for slot in idle if slot.snapshot and slot not in missed and slot.takes(nbytes)]
+
+
+def _without_loss(
+    slots: list[Slot], free: list[Slot], superseded: list[Slot], nbytes: int, capacity: int, limits: Limits
+) -> Room | None:
+    """Room that costs no snapshot which anybody would miss."""
+    for candidate in _free_first(slots, free, nbytes, limits, superseded):
+        if (room := _try(slots, candidate, free, [], nbytes, capacity, limits)) is not None:
+            return room
+    return None
 
 
 def _free_first(

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.floats import Floats
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.manifest import Manifest, Order
 from lightning_spot.image.written import Ranges
 from lightning_spot.staging.slot import SlotMemory
 
@@ -155,16 +155,15 @@ def newest_of_lineages(slots: Iterable[Slot]) -> set[Slot]:
 
     Where a memory node has a newer one, this host has none of these.
     """
-    newest: dict[tuple[str, str], Slot] = {}
-    newest_exact: dict[tuple[str, str], Slot] = {}
+    newest: dict[tuple[str, str, bool], tuple[Order, Slot]] = {}
     for slot in slots:
         if (manifest := slot.snapshot) is not None and not slot.surpassed:
-            key = (slot.run, manifest.lineage)
-            for found in (newest, newest_exact) if manifest.exact else (newest,):
-                other = found.get(key)
-                if other is None or other.manifest is None or manifest.order > other.manifest.order:
-                    found[key] = slot
-    return {*newest.values(), *newest_exact.values()}
+            order = manifest.order
+            for only_exact in (False, True) if manifest.exact else (False,):
+                key = (slot.run, manifest.lineage, only_exact)
+                if key not in newest or order > newest[key][0]:
+                    newest[key] = (order, slot)
+    return {slot for _, slot in newest.values()}
 
 
 def left_if_lost(slots: Iterable[Slot]) -> set[Slot]:
@@ -176,7 +175,7 @@ def bases_of(slots: Iterable[Slot]) -> set[Slot]:
     """The slots that hold the newest snapshot of each run that is at a node behind this one, for each such node."""
     newest = {
         (slot.run, url): slot
-        for slot in sorted(slots, key=lambda slot: slot.sequence)
+        for slot in sorted((slot for slot in slots if slot.safe), key=lambda slot: slot.sequence)
         for url in slot.safe
         if slot.snapshot is not None and url.startswith("spot://")
     }

@@ -11,6 +11,8 @@ from lightning_spot.image.manifest import Manifest, Order
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.slots import Slot, Tiers, newest_of_lineages, owed
 
+_NOWHERE = Tiers()
+
 
 class SlotTable:
     """The slots of a node, and what is known of them. All methods may be called from any thread.
@@ -20,13 +22,15 @@ class SlotTable:
 
     Attributes:
         slots: all of them.
-        changed: lock of all that the table holds; notified whenever something changed.
+        lock: of all that the table holds.
+        changed: the same lock; notified whenever something changed.
         changes: how often that was.
         area: see above.
     """
 
     def __init__(self, area: SlotArea | None) -> None:
-        self.changed = threading.Condition(threading.RLock())
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.area = area
         self.slots = area.adopt() if area is not None else []
         self.changes = 0
@@ -47,7 +51,7 @@ class SlotTable:
 
     def tiers(self, run: str) -> Tiers:
         """Where a run's snapshots go."""
-        return self._tiers.get(run, Tiers())
+        return self._tiers.get(run, _NOWHERE)
 
     def carried(self) -> set[str]:
         """URLs that nodes behind this one write, and this one does not."""

@@ -84,7 +84,7 @@ class Work:
 
     def urls(self) -> set[str]:
         """Tiers that this node has something to do at."""
-        owed = {url for slot in self._ring.slots for url in self._own(slot)}
+        owed = {url for slot in self._ring.slots if slot.dirty or slot.coming is not None for url in self._own(slot)}
         deleting = {url for url, deletions in self._deletions.items() if any(self._deletable(url, deletions))}
         return owed | deleting | {url for url, manifests in self._retentions.items() if manifests}
 
@@ -221,7 +221,11 @@ class Work:
             yield Job(Kind.DELETE, key_of(manifest), manifest)
         for run, manifest in self._retentions.get(url, {}).items():
             yield Job(Kind.RETAIN, run, manifest)
-        slots = [slot for slot in self._ring.slots if url in self._own(slot)]
+        slots = [
+            slot
+            for slot in self._ring.slots  # of hundreds, most are other runs', and owe this tier nothing
+            if (url in slot.dirty or slot.coming is not None) and url in self._own(slot)
+        ]
         coming = [slot for slot in slots if slot.manifest is None]
         soon_old = {slot.run for slot in coming if isinstance(slot.coming, Sealing)}
         for slot in sorted(slots, key=lambda slot: slot.sequence):

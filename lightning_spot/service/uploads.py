@@ -121,7 +121,8 @@ class UploadRequests:
 
     def _check_streams(self, upload: Upload) -> None:
         """Refuse a stream beyond an upload's part of them; the first one of an upload never."""
-        mine, uploads = self._streams[upload.id], len(self._streams | Counter([upload.id]))
+        mine = self._streams[upload.id]
+        uploads = len(self._streams) + (not mine)
         hosts = upload.joint.shared.shares if upload.joint is not None else 1
         most = min(_MOST_STREAMS_OF_AN_UPLOAD * hosts, max(hosts, MOST_STREAMS // uploads))
         if mine and (mine >= most or self._streams.total() >= MOST_STREAMS):
@@ -131,8 +132,8 @@ class UploadRequests:
         """Make it a snapshot."""
         self.committed_s = time.monotonic()
         body = await json_body(request, MANIFEST_BODY_BYTES)
-        manifest = await asyncio.to_thread(Manifest.from_dict, body.get("manifest"))
-        done = await asyncio.to_thread(self._node.commit, request.match_info["upload"], manifest)
+        upload = request.match_info["upload"]
+        done = await asyncio.to_thread(lambda: self._node.commit(upload, Manifest.from_dict(body.get("manifest"))))
         return web.json_response({"checksums": list(done.checksums)})
 
     async def seal(self, request: web.Request) -> web.Response:
