@@ -12,9 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import benchmarks
 import benchmarks.__main__ as every
+from benchmarks.blocking import Idle
 from benchmarks.measure import Result
 from benchmarks.peers import processes
 from benchmarks.peers.cell import Cell, Stopwatch
@@ -135,6 +137,17 @@ def test_a_snapshot_for_which_there_was_no_slot_does_not_count_as_begun() -> Non
         spot.snapshots.begun_step, spot.skipped = step, skipped
         watch.passed()
     assert sorted(watch.begun) == [1, 3]
+
+
+def test_of_an_optimizer_that_does_nothing_all_counts_as_written() -> None:
+    """Else ours would copy nothing again, and be measured without its copies."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = Idle([parameter])
+    optimizer.step()
+    owned = [parameter, *optimizer.state[parameter].values()]
+    before = [tensor._version for tensor in owned]
+    optimizer.step()
+    assert all(tensor._version > version for tensor, version in zip(owned, before, strict=True))
 
 
 def test_a_benchmark_that_fails_leaves_the_others_what_they_found(

@@ -327,6 +327,8 @@ def test_ranks_go_on_together_after_what_passes(strict: bool) -> None:
         assert fit.how() == TOGETHER
         assert fit.how(taken=1) == TOGETHER
     assert fit.how(missed="rank 1 was late") == ALONE
+    assert fit.how(missed="rank 1 was late") == ALONE  # begun before that was known: both count as one
+    assert fit.how() == TOGETHER
     with pytest.warns(UserWarning, match="rank 1 was late. From now on rank 0 writes them alone"):
         assert fit.how(missed="rank 1 was late") == ALONE
     assert fit.how(taken=1) == ALONE

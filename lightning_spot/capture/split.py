@@ -7,6 +7,7 @@ these tensors in the same order: that in which their optimizers hold them.
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import random
 import zlib
@@ -84,7 +85,7 @@ class Number:
         return cls(sum(map(len, hosts[:host])) + here, host, here + bool(host))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Split:
     """Where in a file the tensors lie that all ranks hold, and which bytes are whose.
 
@@ -173,15 +174,19 @@ class Split:
 
     def left_to_rank_0(self, layout: Layout) -> Layout:
         """The layout with what rank 0 writes: its share, and all that no other rank holds."""
-        cuts = dict.fromkeys(self.places, (0, 0))  # not by addresses: one may have several places
-        cuts.update({self.places[index]: (start, nbytes) for index, start, nbytes in self.share(0)})
-        states = {start for start, _ in self.states.values()}
-        pieces = []
+        cuts, pieces = self._cuts_of_rank_0, []
         for piece in layout.pieces:
             start, nbytes = cuts.get(piece.offset, (0, piece.nbytes))
-            if nbytes and piece.offset not in states:
+            if nbytes:
                 pieces.append(piece.cut(start, nbytes))
         return Layout(layout.nbytes, layout.frame, tuple(pieces))
+
+    @functools.cached_property  # the same for each snapshot, and the training thread asks
+    def _cuts_of_rank_0(self) -> dict[int, tuple[int, int]]:
+        """What rank 0 writes of that which others hold: first byte and length, by the place in the file."""
+        cuts = dict.fromkeys(self.places, (0, 0))  # not by addresses: one may have several places
+        cuts.update({self.places[index]: (start, nbytes) for index, start, nbytes in self.share(0)})
+        return cuts | dict.fromkeys((start for start, _ in self.states.values()), (0, 0))
 
     def difference(self, held: tuple[Held, ...], rank: int) -> str:
         """The first difference between the tensors of rank 0 and those of another rank, for people; ``""`` if none."""
@@ -215,17 +220,22 @@ class Divider:
         split = Split.of(layout, owned, kept, ranks)
         if self._last is None or split != self._last[0]:
             self._last = (split, split.to_json())
+        split, told = self._last  # the one that knows its cuts
         here = ranks.hosts[0] if ranks.hosts else ranks.shares
-        shared = Shared(name=name, shares=here, digest=sample(owned, name), layout=self._last[1], at=ranks.at)
+        shared = Shared(name=name, shares=here, digest=sample(owned, name), layout=told, at=ranks.at)
         return shared, split.left_to_rank_0(layout)
 
 
 def held_by(owned: Owners) -> tuple[Held, ...]:
     """The tensors that optimizers own, in their order."""
     return tuple(
-        Held(str(tensors[0].dtype).removeprefix("torch."), tensors[0].untyped_storage().nbytes())
-        for tensors in owned.values()
+        [Held(_name_of(tensors[0].dtype), tensors[0].untyped_storage().nbytes()) for tensors in owned.values()]
     )
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def sample(owned: Owners, seed: str) -> str:
@@ -234,7 +244,7 @@ def sample(owned: Owners, seed: str) -> str:
     Tensors on a GPU are not looked at: that would wait for it.
     """
     dice = random.Random(seed)
-    on_cpu = [tensors[0] for tensors in owned.values() if tensors[0].is_cpu and tensors[0].untyped_storage().nbytes()]
+    on_cpu = [tensors[0] for tensors in owned.values() if tensors[0].is_cpu]
     sums = []
     for tensor in dice.sample(on_cpu, min(len(on_cpu), _SAMPLES)):
         storage = tensor.untyped_storage()
