@@ -157,7 +157,7 @@ def _report(before: list[Entry], after: list[Entry], started_s: float) -> None:
         ("has made up the loss", f"{level_s - started_s:.1f} s after the command"),
         ("finished at", f"step {end['step']} of {total}, accuracy {end.get('val_accuracy', 0):.4f}"),
     ]
-    print("\n".join(f"   {name:<22}{value}" for name, value in rows))
+    print("\n".join(f"   {name:<24}{value}" for name, value in rows))
     first_step = next(entry["step"] for entry in after if entry["event"] == "step")
     for is_so, what in [
         (start["attempt"] == killed["attempt"] + 1, "the second run does not know that it is the next attempt"),

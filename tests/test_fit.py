@@ -479,6 +479,11 @@ def test_unwritable_dirpath(tmp_path: Path) -> None:
         trainer(SpotCheckpoint(str(blocker / "run-1"))).fit(Net(), data())
 
 
+def test_two_callbacks_do_not_take_each_others_place(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"two callbacks of this Trainer take snapshots in .*run-1.*keep one"):
+        trainer(spot(tmp_path), spot(tmp_path)).fit(Net(), data())
+
+
 def test_lightnings_own_checkpoints_stay_as_they_are(tmp_path: Path) -> None:
     run = trainer(spot(tmp_path), enable_checkpointing=True, default_root_dir=tmp_path)
     run.fit(Net(), data(), models.data(3))

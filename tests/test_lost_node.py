@@ -158,6 +158,7 @@ def test_a_state_that_fits_no_memory_is_streamed(
         assert tested.returncode == 0, tested.stdout
     assert caplog.text.count("cannot fit this node's memory") == 1
     assert caplog.text.count("part by part") == 1
+    assert "no memory node could be started" not in caplog.text  # it has as little memory as was said
     caplog.set_level("INFO")
     again = spot(tmp_path, memory=memory, memory_limit=1000, keep=2, notices=None)
     trainer(again).fit(Net(), data())

@@ -286,8 +286,9 @@ def test_detection(tmp_path: Path, server: MetadataServer, monkeypatch: pytest.M
     probe = {"aws": (server.url, "/latest/api/token", "PUT", {})}
     assert detect_cloud(tmp_path / "none", probe) == "aws"
     monkeypatch.setenv("LIGHTNING_SPOT_CLOUD", "azrue")
-    with pytest.raises(SettingsError, match="azrue"):
-        detect_cloud()
+    for of_no_use in (detect_cloud, lambda: open_sources("auto")):  # the second at once, not on the thread that asks
+        with pytest.raises(SettingsError, match="azrue"):
+            of_no_use()
 
 
 def test_detection_on_no_cloud_is_quick(

@@ -1,7 +1,8 @@
-"""What the README shows works as it stands: its code runs, its commands are understood, its files are there."""
+"""What README and guide show works as it stands: code runs, commands are understood, names and files are there."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -9,10 +10,13 @@ from pathlib import Path
 import lightning as L
 import pytest
 
+import lightning_spot
+from lightning_spot import config
 from lightning_spot.cli.command import command_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+GUIDE = (ROOT / "docs" / "guide.md").read_text()
 COMMAND = re.compile(r"^lightning-spot .*?(?=\s+#|$)|(?<=`)lightning-spot [^`]+", re.MULTILINE)
 
 
@@ -29,12 +33,28 @@ def test_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list((tmp_path / "checkpoints" / "run-1").glob("step-*/model.ckpt"))
 
 
-@pytest.mark.parametrize("command", sorted(set(COMMAND.findall(README))))
+@pytest.mark.parametrize("command", sorted(set(COMMAND.findall(f"{README}\n{GUIDE}"))))
 def test_commands_are_understood(command: str) -> None:
     command_parser().parse_args(shlex.split(command)[1:])  # exits where it is not
 
 
-def test_links_lead_somewhere() -> None:
-    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", README)
+@pytest.mark.parametrize(("text", "folder"), [(README, ROOT), (GUIDE, ROOT / "docs")])
+def test_links_lead_somewhere(text: str, folder: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)
     assert targets
-    assert [target for target in targets if not (ROOT / target).exists()] == []
+    assert [target for target in targets if not (folder / target).exists()] == []
+
+
+def test_the_guide_names_every_variable() -> None:
+    known = set(re.findall(r"LIGHTNING_SPOT_[A-Z_]+", inspect.getsource(config)))
+    of_the_drill = {"LIGHTNING_SPOT_DRILL"}  # which sets it by itself
+    assert set(re.findall(r"LIGHTNING_SPOT_[A-Z_]+", GUIDE)) == known - of_the_drill
+
+
+def test_the_settings_of_the_guide_are_there() -> None:
+    made_here = [lightning_spot.SpotCheckpoint, lightning_spot.EverySteps, lightning_spot.EverySeconds]
+    made_here += [lightning_spot.ConvergenceAware, lightning_spot.PreemptionGuard, lightning_spot.SpotCheckpointIO]
+    known = {name for kind in made_here for name in inspect.signature(kind).parameters}
+    of_lightning = {"callbacks", "ckpt_path", "plugins", "enable_checkpointing"}
+    named = set(re.findall(r"\b([a-z_]+)=", "".join(re.findall(r"`[^`\n]+`", GUIDE))))
+    assert named - of_lightning <= known

@@ -23,7 +23,8 @@ class Entry:
     Attributes:
         manifest: what it is.
         source: where it is.
-        state: ``"durable"``, ``"dirty"`` (in memory, on its way) or ``"safe"`` (in memory, and at a tier below).
+        state: ``"durable"``; of one in memory ``"dirty"`` (on its way to a tier below), ``"safe"`` (there, too) or
+            ``"memory only"`` (neither).
     """
 
     manifest: Manifest

@@ -46,8 +46,8 @@ def detect_cloud(dmi: Path = _DMI, probes: dict[str, Probe] | None = None) -> st
         dmi: directory of the firmware's identification.
         probes: what to ask, by cloud: endpoint, path, method, headers.
     """
-    if given := read_environment().cloud:
-        return _given(given)
+    if given := _given():
+        return given if given != "none" else None
     if _read(dmi, "chassis_asset_tag") == _AZURE_TAG:
         return "azure"
     for file in ("sys_vendor", "product_name", "board_vendor", "bios_vendor"):
@@ -65,6 +65,9 @@ class AutoSource:
 
     Args:
         detect: finds the cloud.
+
+    Raises:
+        SettingsError: if ``LIGHTNING_SPOT_CLOUD`` names none.
     """
 
     name = "auto"
@@ -72,6 +75,7 @@ class AutoSource:
     grace_s: float | None = None
 
     def __init__(self, detect: Callable[[], str | None] = detect_cloud) -> None:
+        _given()  # what cannot be used is an error here, and not on the thread that asks
         self._detect = detect
         self._source: NoticeSource | None = None
         self._asked = False
@@ -94,10 +98,12 @@ class AutoSource:
             self._source.close()
 
 
-def _given(name: str) -> str | None:
-    if name not in (*CLOUDS, "none"):
+def _given() -> str | None:
+    """What ``LIGHTNING_SPOT_CLOUD`` says; ``None`` if it is not set."""
+    name = read_environment().cloud
+    if name is not None and name not in (*CLOUDS, "none"):
         raise SettingsError(f"LIGHTNING_SPOT_CLOUD={name!r}: it is {', '.join(CLOUDS)} or none")
-    return name if name != "none" else None
+    return name
 
 
 def _read(dmi: Path, file: str) -> str:

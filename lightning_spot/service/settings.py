@@ -95,7 +95,8 @@ def settings_from(arguments: argparse.Namespace) -> NodeSettings:
     for flag, value in (("--drain-timeout", arguments.drain_timeout), ("--idle-timeout", arguments.idle_timeout)):
         check_number(flag, value, 0)
     memory_bytes = parse_bytes(arguments.memory, "--memory")
-    if str(arguments.memory).strip().isdigit() and memory_bytes < _LEAST_WITHOUT_A_UNIT:
+    by_hand = not arguments.embedded  # a trainer writes bytes, and has its own limit, however small it is
+    if by_hand and str(arguments.memory).strip().isdigit() and memory_bytes < _LEAST_WITHOUT_A_UNIT:
         raise SettingsError(
             f"--memory {arguments.memory}: that is {arguments.memory} bytes. Give a unit, such as {arguments.memory}GiB"
         )
