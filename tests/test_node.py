@@ -376,6 +376,16 @@ def test_it_ends_when_the_run_ends(tmp_path: Path) -> None:
     until(lambda: not record.running(), "the node to end")
 
 
+def test_one_with_another_token_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was said, after half a minute, that it does not answer."""
+    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "first")
+    host = embedded.start(str(tmp_path), "run", **SETTINGS)
+    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "second")
+    with pytest.raises(NodeRefused, match="was started with another LIGHTNING_SPOT_TOKEN"):
+        embedded.attach(str(tmp_path), "run")
+    assert node_pid(host)  # and it was not ended
+
+
 def test_it_ends_when_idle(tmp_path: Path) -> None:
     host = embedded.start(str(tmp_path), "run", **{**SETTINGS, "idle_timeout_s": 0.5})
     record = embedded.find_record(str(tmp_path))

@@ -55,6 +55,6 @@ def test_the_settings_of_the_guide_are_there() -> None:
     made_here = [lightning_spot.SpotCheckpoint, lightning_spot.EverySteps, lightning_spot.EverySeconds]
     made_here += [lightning_spot.ConvergenceAware, lightning_spot.PreemptionGuard, lightning_spot.SpotCheckpointIO]
     known = {name for kind in made_here for name in inspect.signature(kind).parameters}
-    of_lightning = {"callbacks", "ckpt_path", "plugins", "enable_checkpointing"}
-    named = set(re.findall(r"\b([a-z_]+)=", "".join(re.findall(r"`[^`\n]+`", GUIDE))))
+    of_lightning = {"callbacks", "ckpt_path", "plugins", "enable_checkpointing", "monitor", "state_dict_type"}
+    named = set(re.findall(r"(?<![-\w])([a-z_]+)=", "".join(re.findall(r"`[^`\n]+`", GUIDE))))
     assert named - of_lightning <= known

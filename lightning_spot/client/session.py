@@ -12,7 +12,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from lightning_spot.errors import NodeUnreachable, SnapshotNotFound, TierError
+from lightning_spot.errors import NodeRefused, NodeUnreachable, SnapshotNotFound, TierError
 from lightning_spot.staging.slot import map_shared
 
 _LONGEST_LINE = 65536
@@ -30,6 +30,7 @@ class Session:
 
     Raises:
         NodeUnreachable: if the node does not answer in time (then its ``__cause__`` is a ``TimeoutError``), or at all.
+        NodeRefused: if it has another secret: to wait for it would not help.
 
     Attributes:
         id: names this session in HTTP requests.
@@ -53,8 +54,8 @@ class Session:
             raise NodeUnreachable(f"the node on this host does not answer at {path}: {error}") from error
         if "session" not in answer:
             self._socket.close()
-            raise NodeUnreachable(
-                "the node on this host refuses this trainer's token: it was started with another LIGHTNING_SPOT_TOKEN"
+            raise NodeRefused(
+                "the node on this host was started with another LIGHTNING_SPOT_TOKEN than this process has: set that one"
             )
         self.id = str(answer["session"])
         _sessions.add(self)
