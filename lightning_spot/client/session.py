@@ -55,7 +55,7 @@ class Session:
         if "session" not in answer:
             self._socket.close()
             raise NodeRefused(
-                "the node on this host was started with another LIGHTNING_SPOT_TOKEN than this process has: set that one"
+                "the node on this host was started with another LIGHTNING_SPOT_TOKEN than this process has; set that"
             )
         self.id = str(answer["session"])
         _sessions.add(self)
