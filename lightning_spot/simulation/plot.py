@@ -99,7 +99,7 @@ def _figure(rows: int, columns: int, path: str | Path) -> tuple[Any, Any]:
     try:
         import matplotlib
     except ImportError as error:
-        raise SettingsError('a plot needs matplotlib: pip install "lightning_spot[plot]"') from error
+        raise SettingsError("a plot needs matplotlib: pip install matplotlib") from error
     matplotlib.use("agg")
     from matplotlib import pyplot
 
