@@ -258,16 +258,17 @@ def test_a_failed_copy_is_told_to_who_waits(
 
 
 class PressedCtrlC:
-    """Ctrl-C comes while one piece is copied by the thread that trains."""
+    """Ctrl-C comes while the first piece is copied by the thread that trains; other threads that help wait for that."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._helping, self._trains, self._is_over = Batch.helping, threading.get_ident(), False
+        self._helping, self._trains, self._came = Batch.helping, threading.get_ident(), threading.Event()
         monkeypatch.setattr(Batch, "helping", lambda batch: self._copy(batch))
 
     def _copy(self, batch: Batch) -> None:
-        if not self._is_over and threading.get_ident() == self._trains:
-            self._is_over = True
+        if not self._came.is_set() and threading.get_ident() == self._trains:
+            self._came.set()
             raise KeyboardInterrupt
+        assert self._came.wait(30)
         self._helping(batch)
 
 
