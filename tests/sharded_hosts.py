@@ -80,7 +80,10 @@ class Account(pl.Callback):
         if (trainer.global_rank, trainer.global_step) == self.kill:
             os._exit(9)
         if (trainer.global_rank, trainer.global_step) == self.notice:
+            stop = self.spot._guard._stop if self.spot._guard is not None else None
+            assert stop is not None
             os.kill(os.getpid(), signal.SIGTERM)
+            until(lambda: stop.facts is not None, "it to be heard")  # else all ranks may have trained to the end
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         snapshotter = self.spot.snapshots.snapshotter
@@ -100,6 +103,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--memory", default="auto")
+    parser.add_argument("--dir", help="the durable tier, if not below ROOT")
     parser.add_argument("--hosts", type=int, default=2, help="ranks believe to be on so many hosts")
     parser.add_argument("--nodes", type=int, default=1, help="machines, on each of which this was started")
     parser.add_argument("--flat", action="store_true", help="FSDP1")
@@ -110,7 +114,11 @@ def main() -> int:
     torch.set_num_threads(1)
     pl.seed_everything(arguments.seed, verbose=False)
     spot = SpotCheckpoint(
-        str(arguments.root / "run"), memory=arguments.memory, interval=EverySteps(1), on_full="wait", keep=100
+        arguments.dir or str(arguments.root / "run"),
+        memory=arguments.memory,
+        interval=EverySteps(1),
+        on_full="wait",
+        keep=100,
     )
     trainer = pl.Trainer(
         max_steps=arguments.steps,

@@ -134,7 +134,7 @@ class Team:
         return sealing.result(LAST_S)
 
     def sent(self, node: Node, url: str = "") -> Any:
-        return node.uploads.abroad.bringing.tier(url or self.at).sent  # type: ignore[attr-defined]
+        return node.uploads.abroad.bringing.tier(url or self.at, RUN_ID).sent  # type: ignore[attr-defined]
 
     def filling(self) -> int:
         """Slots that nobody can use now, anywhere."""
@@ -277,7 +277,7 @@ def test_with_replicas_each_host_brings_its_portion_to_both_nodes(pair: Team) ->
 @pytest.mark.parametrize("host", ["the first", "another"])
 def test_a_slow_replica_holds_nothing_up_and_has_a_later_snapshot(pair: Team, host: str) -> None:
     carrier, slow = pair.at.split()
-    tier = (pair.first if host == "the first" else pair.second).uploads.abroad.bringing.tier(slow)
+    tier = (pair.first if host == "the first" else pair.second).uploads.abroad.bringing.tier(slow, RUN_ID)
     go_on, bring = threading.Event(), tier.bring
 
     def held_up(*arguments: Any) -> Any:
@@ -374,7 +374,7 @@ def test_the_first_host_ends_and_nobody_waits(team: Team) -> None:
     team.all_free()
     assert not team.memory.committed(RUN)
     waiting = team.pool.submit(team.join, 2)
-    team.first.uploads.abroad.decline(team.at, snapshot_name(2, 1), 1, "no slot is free")
+    team.first.uploads.abroad.decline(RUN, team.at, snapshot_name(2, 1), 1, "no slot is free")
     with pytest.raises(ShareMissing, match="no slot is free"):
         waiting.result(LAST_S)
 
@@ -388,7 +388,7 @@ def test_a_memory_node_without_room_is_not_waited_for_by_other_hosts(
     checkpoint = Checkpoint(1)
     waiting = team.pool.submit(team.join, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(team.first.uploads.abroad.bringing.tier(team.at), "begin", full)
+        patch.setattr(team.first.uploads.abroad.bringing.tier(team.at, RUN_ID), "begin", full)
         upload = team.lead(1, checkpoint)
         team.fill(upload, checkpoint)
         with pytest.raises(ShareMissing, match="can be had now"):
@@ -475,7 +475,7 @@ def test_a_memory_node_at_which_none_begins_is_asked_how_it_is_though_a_rank_of_
     def lost(*_: Any, **__: Any) -> None:
         raise NodeUnreachable("nobody there")
 
-    monkeypatch.setattr(team.first.uploads.abroad.bringing.tier(team.at), "begin", lost)
+    monkeypatch.setattr(team.first.uploads.abroad.bringing.tier(team.at, RUN_ID), "begin", lost)
     with pytest.raises(ShareMissing, match="nobody there"):
         team.seal(team.lead(1, Checkpoint(1), shares=2), 1)
     assert heard == [f"{team.at}: nobody there"]
@@ -505,7 +505,7 @@ def test_what_only_the_other_node_takes_is_made_durable_by_that_one(
         raise RingFull("none of 2 slots can be had now")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pair.first.uploads.abroad.bringing.tier(carrier), "begin", full)
+        patch.setattr(pair.first.uploads.abroad.bringing.tier(carrier, RUN_ID), "begin", full)
         manifest = pair.take(1, Checkpoint(1))
     pair.all_free()
     assert not pair.memories[carrier].committed(RUN)
@@ -523,7 +523,7 @@ def test_a_later_attempt_at_one_node_ends_the_earlier_one_at_both(pair: Team) ->
 
 
 def test_what_the_last_node_to_end_does_not_take_is_given_up_there(pair: Team) -> None:
-    tier = pair.first.uploads.abroad.bringing.tier(pair.at.split()[1])
+    tier = pair.first.uploads.abroad.bringing.tier(pair.at.split()[1], RUN_ID)
     go_on = threading.Event()
 
     def broken(*_: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import time
 from collections.abc import Iterator
 from concurrent import futures
 from concurrent.futures import Future
@@ -16,7 +17,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightning_spot.capture.attempt import RingSettings, expected_nbytes
+from lightning_spot.capture import ending
+from lightning_spot.capture.attempt import Attempt, RingSettings, expected_nbytes
+from lightning_spot.capture.ending import Ending
 from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.split import Ranks
@@ -24,15 +27,20 @@ from lightning_spot.capture.tensors import by_storage
 from lightning_spot.client import embedded
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import NodeUnreachable, SettingsError, ShareMissing
+from lightning_spot.errors import NodeUnreachable, SettingsError, ShareMissing, TierError
 from lightning_spot.fit.hosts import Hosts
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.node import Node
+from lightning_spot.run.claims import claim_of
 from lightning_spot.run.location import Location
+from lightning_spot.run.survey import survey
 from lightning_spot.sharded.flat import FlatShard
-from lightning_spot.sharded.layout import load_state
+from lightning_spot.sharded.layout import ShardedLayouter, load_state, state_archive
 from lightning_spot.sharded.reader import ImageReader, load_all
+from lightning_spot.tiers import files
+from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.gated import MIB
 from tests.served import served
@@ -52,12 +60,16 @@ class Desk:
     """Writers of four ranks, of which each host has every other one."""
 
     def __init__(
-        self, root: Path, memory: Node, url: str, monkeypatch: pytest.MonkeyPatch, memory_bytes: int = 2**26
+        self,
+        root: Path,
+        at: str,
+        monkeypatch: pytest.MonkeyPatch,
+        nodes: tuple[str, ...] = (),
+        memory_bytes: int = 2**26,
     ) -> None:
-        self.url, self.memory = str(root / "run"), memory
-        self.at = f"{url}/run@{RUN_ID}"
+        self.url, self.at, self.most_own_bytes, self.memory_bytes = str(root / "run"), at, 0, memory_bytes
         self.hosts: list[EmbeddedHost] = []
-        info = replace(info_of(self.url, 1), nodes=(url,))
+        info = replace(info_of(self.url, 1), nodes=nodes)
         for rank in (0, 2, 1, 3):
             if rank == 1:
                 for name in ("LIGHTNING_SPOT_RUNTIME_DIR", "LIGHTNING_SPOT_SHM_DIR"):
@@ -81,7 +93,6 @@ class Desk:
         self.weights, self.frozen = (torch.rand(ROWS * COLUMNS) for _ in range(2))
         self.live: dict[int, list[torch.Tensor]] = {}
         self.is_frozen = True
-        until(lambda: self.hosts[0].carrier() == self.at, "the node to carry the run on")
 
     def begin(self, rank: int, step: int, own: Any = "") -> Future[Any]:
         """What a rank does: its tensors are where they were, with other numbers."""
@@ -90,7 +101,9 @@ class Desk:
         live[0].copy_(parts[0])
         shards = [FlatShard(tensor, (ROWS, COLUMNS), self.ranges, rank) for tensor in live]
         state = {"state_dict": {"w": shards[0], "f": shards[1]}, "groups": [{"lr": step}]}
-        checkpoint = ShardedCheckpoint(state, {"rank": rank, "own": own}, {"epoch": 1, "text": "x" * step})
+        checkpoint = ShardedCheckpoint(
+            state, {"rank": rank, "own": own}, {"epoch": 1, "text": "x" * step}, self.most_own_bytes
+        )
         how: dict[str, Any] = {
             "owned": by_storage(live[:1]),
             "kept": by_storage(live[1:] if self.is_frozen else []),
@@ -116,16 +129,17 @@ class Desk:
             future.result()
         return manifest
 
+    def image(self, manifest: Manifest) -> tuple[memoryview, Manifest]:
+        """A snapshot where hosts have brought it, every byte checked."""
+        raise NotImplementedError
+
     def check(self, manifest: Manifest) -> None:
-        """The memory node has it, every byte as the ranks had it."""
-        committed = self.memory.ring.committed()
-        slot = next(each for each in committed if each.manifest and each.manifest.name == manifest.name)
-        assert slot.manifest is not None
-        image = slot.view()
-        saved = load_all(ImageReader(image, slot.manifest))
+        """It is there, every byte as the ranks had it."""
+        image, manifest = self.image(manifest)
+        saved = load_all(ImageReader(image, manifest))
         assert torch.equal(saved["state_dict"]["w"].view(-1), self.weights)
         assert torch.equal(saved["state_dict"]["f"].view(-1), self.frozen)
-        own = [load_state(image[file.offset : file.stop]) for file in slot.manifest.files if file.name[:5] == "rank-"]
+        own = [load_state(image[file.offset : file.stop]) for file in manifest.files if file.name[:5] == "rank-"]
         assert [state["rank"] for state in own] == [0, 1, 2, 3]
 
     def close(self) -> None:
@@ -137,11 +151,26 @@ class Desk:
             host.disconnect()
 
 
+class AtNode(Desk):
+    """They put snapshots together at a memory node."""
+
+    def __init__(self, root: Path, memory: Node, url: str, monkeypatch: pytest.MonkeyPatch, memory_bytes: int) -> None:
+        super().__init__(root, f"{url}/run@{RUN_ID}", monkeypatch, (url,), memory_bytes)
+        self.memory = memory
+        until(lambda: self.hosts[0].carrier() == self.at, "the node to carry the run on")
+
+    def image(self, manifest: Manifest) -> tuple[memoryview, Manifest]:
+        committed = self.memory.ring.committed()
+        slot = next(each for each in committed if each.manifest and each.manifest.name == manifest.name)
+        assert slot.manifest is not None
+        return slot.view(), slot.manifest
+
+
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Desk]:
     memory = Node(slots=None, memory_bytes=64 * MIB, open_store=open_store, allow=[str(tmp_path)])
     with served(memory) as port:
-        made = Desk(tmp_path, memory, f"spot://127.0.0.1:{port}", monkeypatch, getattr(request, "param", 2**26))
+        made = AtNode(tmp_path, memory, f"spot://127.0.0.1:{port}", monkeypatch, getattr(request, "param", 2**26))
         try:
             yield made
         finally:
@@ -236,7 +265,6 @@ class OnTwoHosts(SimpleNamespace):
 @pytest.mark.parametrize(
     ("memory", "settings", "way_on"),
     [
-        ("auto", {}, r"no memory node\. Start one .*memory='spot://host:7070'"),
         ("spot://a:1", {"replicas": 2}, r"replicas=2\. Leave replicas= out"),
         ("spot://a:1", {"compression": "topk"}, r"compression='topk'\. Leave compression="),
     ],
@@ -246,5 +274,74 @@ def test_hosts_whose_parts_would_come_together_nowhere_are_refused(
 ) -> None:
     ring = RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=False, **settings)
     trainer = cast(Any, OnTwoHosts())
-    with pytest.raises(SettingsError, match=rf"sharded over 2 hosts is saved at one memory node.*{way_on}"):
+    with pytest.raises(SettingsError, match=rf"sharded over 2 hosts is saved at one place.*{way_on}"):
         InShards(trainer, Location.of("/nowhere", memory, None), ring).check()
+
+
+def claim_at(root: Path, token: str) -> None:
+    info = replace(info_of(str(root), 1), token=token)
+    LocalStore(root).claim(claim_of(info))
+
+
+def test_a_durable_tier_that_is_not_one_place_for_all_hosts_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each host looks at the place as it knows it, and writes there what is there already."""
+    monkeypatch.setattr("lightning_spot.fit.in_shards._SEEN_S", 0.0)
+    ring = RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=False)
+    run, there = f"run@{RUN_ID}", InShards(cast(Any, OnTwoHosts()), Location.of(tmp_path / "run", "auto", None), ring)
+    there._hosts = Hosts(HOSTS, can_bring=True, token="this")
+    claim_at(tmp_path / "run", "this")
+    there._check_place(run, 1)
+    with pytest.raises(SettingsError, match=r"from every host \(the claim of attempt 2.* is not seen\)"):
+        there._check_place(run, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "create_exclusively", functools.partial(refuse, TierError("Permission denied", tier="")))
+        with pytest.raises(SettingsError, match=r"from every host \(Permission denied\)"):
+            there._check_place(run, 1)
+    there._hosts = Hosts(HOSTS, can_bring=True, token="another")
+    with pytest.raises(SettingsError, match="is not seen"):
+        there._check_place(run, 1)
+
+
+def refuse(error: Exception, *_: Any, **__: Any) -> None:
+    raise error
+
+
+def test_ranks_of_two_trainers_never_agree() -> None:
+    def digest(token: str) -> str:
+        own = state_archive({}, 4096)
+        return ShardedLayouter(0, 1, token).lay_out({"lr": 0.1}, own, [4096], {}).digest
+
+    assert digest("one") == digest("one")
+    assert digest("one") != digest("another")
+
+
+def test_the_last_snapshot_is_waited_for_where_another_host_has_to_commit_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [False, None, True, True]
+    monkeypatch.setattr(Ending, "_see", lambda *_: seen.pop(0))
+    monkeypatch.setattr(ending, "_AGAIN_S", 0.0)
+    writer = SimpleNamespace(link=SimpleNamespace(losses=1), across=SimpleNamespace(is_by_itself=True))
+    end = Ending(cast(Any, writer), cast(Any, None), "/run", cast(Any, None), None)
+    assert end._comes("step-000000001-attempt-0001", time.monotonic() + LAST_S)
+    assert seen == [True]
+    seen, writer.link.losses = [False, True], 0  # the ring that has led it is there, and says when it is
+    monkeypatch.setattr(Ending, "_see", lambda *_: seen.pop(0))
+    assert not end._comes("step-000000001-attempt-0001", time.monotonic() + LAST_S)
+
+
+def test_a_run_that_ends_with_no_snapshot_of_its_end_does_not_end_quietly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why there was none may have been said long before, and then nothing was said at the end."""
+    monkeypatch.setattr(InShards, "_carrier", lambda *_, anew: "")
+    ring = RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=False)
+    location = Location.of(str(tmp_path / "run"), None, None)
+    host = InProcessHost(slots=2, memory_bytes=2**20, open_store=open_store)
+    attempt = Attempt(survey(location), host, ring, sharded_over=4)
+    attempt.writer.across.hosts = HOSTS
+    trainer = cast(Any, OnTwoHosts(global_rank=0, strategy=SimpleNamespace(broadcast=lambda said: said)))
+    in_shards = InShards(trainer, location, ring)
+    in_shards._hosts = Hosts(HOSTS, can_bring=True)
+    in_shards.write(attempt, cast(Any, None), {}, complete=True, how="", wait_s=0.0)
+    assert attempt.finish(5.0, complete=True) is False

@@ -147,6 +147,8 @@ def test_an_urgent_snapshot_is_brought_by_all_hosts(train: Train, tmp_path: Path
 class Sharded(Machines):
     """Two machines that train a model in shards, two ranks each, started by torchrun; and one with a memory node."""
 
+    more: tuple[str, ...] = ()
+
     def train(self, name: str, steps: int) -> None:
         (self.root / name).mkdir(exist_ok=True)
         self.port += 1
@@ -156,6 +158,7 @@ class Sharded(Machines):
             command = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", f"--node-rank={number}"]
             command += [f"--master-addr={address}", f"--master-port={self.port}", "-m", "tests.sharded_hosts"]
             command += [str(self.root / name), "--ranks=4", "--nodes=2", f"--steps={steps}", f"--memory={self.url}"]
+            command += self.more
             with open(self.root / name / f"log-{number}", "ab") as log:
                 self.ranks.append(self.network.start(host, *command, log=log))
 

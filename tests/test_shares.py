@@ -229,6 +229,35 @@ def test_a_rank_with_another_layout_gives_the_snapshot_up_for_all(ranks: Ranks) 
         ranks.node.seal(upload.id, manifest_of(1))
 
 
+def test_a_slot_that_is_there_when_it_is_over_is_waited_for_by_nobody(ranks: Ranks) -> None:
+    """The other ranks were told so while it was made."""
+    ranks.of.decline(RUN, 1, snapshot_name(1, 1), "no room")
+    upload = ranks.lease(1)
+    with pytest.raises(ShareMissing, match="no room"):
+        ranks.of.wait(upload)
+
+
+def test_it_is_known_whether_a_rank_has_asked_for_its_share(ranks: Ranks) -> None:
+    name = snapshot_name(1, 1)
+    upload = ranks.lease(1)
+    ranks.join(1, 2)
+    assert not ranks.of.is_joined(RUN, name, 1)
+    ranks.join(1, 1)
+    assert ranks.of.is_joined(RUN, name, 1)
+    ranks.node.abort(upload.id)
+    assert ranks.of.is_joined(RUN, name, 1)  # nobody can any more
+
+
+def test_a_rank_that_is_a_snapshot_behind_finds_the_layout_of_that(ranks: Ranks) -> None:
+    def shared(step: int, layout: str = "") -> Shared:
+        return Shared(name=snapshot_name(step, 1), shares=3, layout=layout)
+
+    known = [ranks.of.joint(RUN_ID, shared(step, f"layout {step}")) for step in (1, 2, 3, 4)]
+    assert ranks.of.joint(RUN_ID, shared(3), known[2].layout_id).shared.layout == "layout 3"
+    with pytest.raises(SettingsError, match="give it once more"):
+        ranks.of.joint(RUN_ID, shared(1), known[0].layout_id)
+
+
 def test_a_share_is_one_rank_s_and_one_of_those_there_are(ranks: Ranks) -> None:
     ranks.lease(1)
     name = snapshot_name(1, 1)

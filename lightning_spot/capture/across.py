@@ -1,4 +1,4 @@
-"""The snapshots of a writer that several hosts bring to a memory node: one at a time; which node has the newest."""
+"""The snapshots of a writer that several hosts bring to one place: one at a time; which node has the newest."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lightning_spot.capture.pending import Pending
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import RingFull, SpotError
 from lightning_spot.memory.host import Host
+from lightning_spot.memory.joint import is_durable
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ class Across:
         link: to the ring of this host.
 
     Attributes:
-        wanted: whether there are other hosts.
+        wanted: whether there are other hosts, and a memory node is to carry the run on.
         carrier: where hosts may bring the next snapshot, as known when the last one was committed; see
             :meth:`~lightning_spot.memory.host.Host.carrier`.
         brought: snapshots that hosts have brought together.
@@ -47,6 +48,11 @@ class Across:
     def part(self) -> float:
         """Which part of a state in shards this host has, about, on rank 0."""
         return len(self.hosts[0]) / sum(map(len, self.hosts)) if self.hosts else 1.0
+
+    @property
+    def is_by_itself(self) -> bool:
+        """Whether each host brings what it has of a state in shards to the durable tier by itself."""
+        return bool(self.hosts) and not self.wanted
 
     @property
     def is_under_way(self) -> bool:
@@ -90,11 +96,12 @@ class Across:
 
     def committed(self, pending: Pending) -> bool:
         """Note that a snapshot is committed; whether several hosts have brought it."""
-        self.at = _at(pending)
-        self.brought += bool(self.at)
+        at = _at(pending)
+        self.at = "" if is_durable(at) else at
+        self.brought += bool(at)
         if self.wanted:
             self.carrier = self._link.ask(lambda host: host.carrier(), "")
-        return bool(self.at)
+        return bool(at)
 
     def close(self) -> None:
         """Let the slots of snapshots go: none comes after them."""

@@ -151,7 +151,7 @@ class Attempt:
         reopen = self._reopen if self.location.embedded else None
         topk = settings.compression == "topk"
         self.writer: SnapshotWriter = (
-            ShardedWriter(host, reopen, copier, schedule, look, world_size=sharded_over)
+            ShardedWriter(host, reopen, copier, schedule, look, world_size=sharded_over, token=self.info.token)
             if sharded_over
             else SnapshotWriter(host, reopen, look, copier, schedule, approximates=topk)
         )
@@ -253,6 +253,10 @@ class Attempt:
             if isinstance(error, ShareMissing):
                 self.writer.miss(error)
             self._complain(type(error).__name__, error)
+
+    def miss_end(self) -> None:
+        """Note that the run is at its end, and that there is no snapshot of it: why not was said."""
+        self._ended = True
 
     def finish(self, wait_s: float, *, complete: bool) -> bool | None:
         """Commit and flush what is under way, within ``wait_s``, and close.

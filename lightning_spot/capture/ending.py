@@ -28,6 +28,7 @@ from lightning_spot.tiers.store import Holdings
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 10.0
+_OTHERS_S, _AGAIN_S = 30.0, 0.5
 _BEFORE = "The run goes on from the one before it"
 _IN_MEMORY = "committed in memory, and not known to be durable"
 
@@ -110,7 +111,7 @@ class Ending:
         elsewhere = self._past_memory.flush(within(deadline_s))
         durable: bool | None = None
         if self._last is not None:
-            durable = bool(self._see(self._last.manifest.name, deadline_s))
+            durable = self._comes(self._last.manifest.name, deadline_s)
             if not durable and not any(self._url in line for line in (*left, *elsewhere)):
                 durable = self._write_here(self._last)
         if durable or not (left or elsewhere):
@@ -187,6 +188,14 @@ class Ending:
         if holdings is None:
             return None
         return any(manifest.name == name and manifest.run_id == self._info.id for manifest in holdings.manifests)
+
+    def _comes(self, name: str, deadline_s: float) -> bool:
+        """Whether the durable tier lists a snapshot. If a ring was lost, another host may have to commit it yet."""
+        by_others = self._writer.link.losses > 0 and self._writer.across.is_by_itself
+        until_s = min(deadline_s, time.monotonic() + _OTHERS_S) if by_others else 0.0
+        while not (there := self._see(name, deadline_s)) and time.monotonic() < until_s:
+            time.sleep(_AGAIN_S)
+        return bool(there)
 
     def _write_here(self, last: LastState) -> bool:
         """Store the state of the end from this process: no ring has it."""

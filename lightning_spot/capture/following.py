@@ -45,9 +45,10 @@ class Task(Generic[What]):
         name: of the snapshot.
         who: writes it, for messages.
         number: which share of it is this rank's.
-        at: URL of the run at the memory node to which this host brings it; ``""`` on the host of rank 0.
+        at: URL of the run at the memory node, or durable tier, to which this host brings it; ``""`` on that of rank 0.
         what: is written, as at the seam; ``None`` once it is, so that nothing is kept alive.
         wait_s: how long rank 0 may wait for a clean slot.
+        told: at a durable tier: what the node of this host has to know of the snapshot, and a checksum of all of it.
         thread: number of the thread that trains.
         job: the copies, once the slot is there.
         look: compares what the slot had already with the tensors, which must not change before; how many differ.
@@ -62,6 +63,7 @@ class Task(Generic[What]):
     at: str
     what: What | None
     wait_s: float
+    told: tuple[str, str] = ("", "")
     thread: int = field(default_factory=threading.get_ident)
     job: CopyJob | None = None
     look: Callable[[], int] = int
@@ -99,7 +101,7 @@ class Follower(ABC, Generic[What]):
         self._unchanged = Unchanged()
         self._unsteady: frozenset[int] = frozenset()
         self._pending: list[Task[What]] = []
-        self._tasks = Background("spot-share")
+        self._tasks = Background("spot-share", self._look, self._look_s)
 
     # -- on the training thread -----------------------------------------------------------------------------------
 
@@ -168,6 +170,19 @@ class Follower(ABC, Generic[What]):
 
     # -- on the background thread ---------------------------------------------------------------------------------
 
+    def _look_s(self) -> float | None:
+        """After how long :meth:`_look` is called while nothing else is to be done; ``None`` for never."""
+        return None
+
+    def _look(self) -> None:  # there need not be anything to look after
+        """Look after what was written."""
+
+    def _connected(self, host: Host) -> None:  # there need not be anything to say
+        """Another connection was made, since the last one was lost."""
+
+    def _check_begun(self, task: Task[What], what: What) -> None:  # there need not be anything to check
+        """Raise if it is known already that this rank has nothing to write."""
+
     @abstractmethod
     def _fill(self, host: Host, lease: Lease, task: Task[What], what: What) -> None:
         """Copy this rank's bytes into the slot; raises if they are not what they should be."""
@@ -218,6 +233,7 @@ class Follower(ABC, Generic[What]):
         lease: Lease | None = None
         problem: BaseException | None = None
         try:
+            self._check_begun(task, what)
             host, lease = self._join(task)
             self._fill(host, lease, task, what)
         except SpotError as error:
@@ -248,12 +264,19 @@ class Follower(ABC, Generic[What]):
         except NodeUnreachable as error:
             logger.debug("another connection is made: %s", error)
             self._leave()
-        self._host = self._connect()
-        return self._host, self._ask(self._host, task)
+        host = self._reconnect()
+        return host, self._ask(host, task)
+
+    def _reconnect(self) -> Host:
+        self._host = host = self._connect()
+        self._connected(host)
+        return host
 
     def _ask(self, host: Host, task: Task[What]) -> Lease:
-        number = task.number
-        return host.join(task.name, share=number.here, wait_s=_JOIN_S, at=task.at, host=number.host)
+        number, (told, digest) = task.number, task.told
+        return host.join(
+            task.name, share=number.here, digest=digest, wait_s=_JOIN_S, at=task.at, host=number.host, told=told
+        )
 
     def _say(self, host: Host, lease: Lease, torn: str) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,19 +13,24 @@ import torch
 
 from lightning_spot.capture.contents import Known, Owners
 from lightning_spot.capture.following import Follower, Task
-from lightning_spot.capture.portioned import Portioned
+from lightning_spot.capture.portioned import Portioned, own_of, portions_of
 from lightning_spot.capture.saying import SayOnce
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, room_for
 from lightning_spot.capture.split import Number
-from lightning_spot.errors import Fenced, LayoutUnsupported, ShareMissing, SpotError
+from lightning_spot.errors import Fenced, LayoutUnsupported, NodeUnreachable, ShareMissing, SpotError
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.memory.host import Host, Lease
+from lightning_spot.memory.joint import is_durable
 from lightning_spot.sharded.layout import ShardedImage, ShardedLayouter, load_state, state_archive
+from lightning_spot.sharded.places import Places
 from lightning_spot.sharded.plan import State
 from lightning_spot.staging.copier import Copier, Watch, watch
 from lightning_spot.staging.schedule import Schedule
 
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 5.0  # how often a rank looks whether the node is there that brings what it has written
 _BEYOND = 2**46  # no image is so long: its end is what rank 0 adds, and no place of another rank's depends on it
 
 
@@ -66,6 +72,7 @@ class Joining(Follower[_Part | SpotError]):
         schedule: when what only the optimizer changes is copied; ``None`` for at once.
         rank: this one.
         world_size: number of ranks.
+        token: of the attempt, see :class:`ShardedLayouter`.
     """
 
     def __init__(
@@ -78,14 +85,18 @@ class Joining(Follower[_Part | SpotError]):
         *,
         rank: int,
         world_size: int,
+        token: str = "",
     ) -> None:
+        self._brought: tuple[str, str, int] | None = None  # name, where, and number of this host
         super().__init__(host, connect, copier, schedule)
         self._attempt, self._hosts, self._rank, self._world_size = host.attempt, hosts, rank, world_size
         self._say_once = SayOnce()
-        self._layouter = ShardedLayouter(rank, world_size)
+        self._layouter = ShardedLayouter(rank, world_size, token)
         self._laying_out = threading.Lock()
         self._heard: tuple[str, list[int], list[str], bool] = ("", [], [], False)
         self._portioned = Portioned()
+        self._room = 0
+        self._told: tuple[Places | None, str] = (None, "")
 
     # -- on the training thread -----------------------------------------------------------------------------------
 
@@ -110,31 +121,49 @@ class Joining(Follower[_Part | SpotError]):
             step: Lightning's ``global_step``.
             complete: whether the run is at its end.
             wait_s: how long rank 0 may wait for a slot.
-            at: URL of the run at the memory node to which several hosts bring it.
+            at: URL of the run at the memory node, or durable tier, to which several hosts bring it.
         """
         name = snapshot_name(step, self._attempt, complete=complete)
         number = Number.of_hosts(self._hosts, self._rank) if at else Number(self._rank, 0, self._rank)
         part: _Part | SpotError
         try:
-            part = self._part(checkpoint, owned, kept, trusts=not complete)
+            part = self._part(checkpoint, owned, kept, trusts=not complete, is_agreed=is_durable(at))
         except SpotError as error:
             part = error
         to = at if number.host else ""
         task: Task[_Part | SpotError] = Task(name, f"rank {self._rank}", number, to, part, wait_s)
+        if is_durable(to) and isinstance(part, _Part):
+            task.told = (self._tell(part.image, number.host), part.image.digest)
         self._put(task)
         if kept and isinstance(part, _Part):
             self._wait(task, part.frozen)
             self._copier.fence()
         return task
 
-    def _part(self, checkpoint: ShardedCheckpoint, owned: Owners, kept: Owners, *, trusts: bool) -> _Part:
-        room = self._heard[1][self._rank] if self._heard[1] else 0
-        if checkpoint.most_own_bytes > room:
+    def _tell(self, image: ShardedImage, host: int) -> str:
+        """What the node of this host has to know of an image that it brings to the durable tier by itself."""
+        if self._told[0] is not image.places:
+            told = portions_of(image.files, self._hosts).to_dict() | own_of(image.places, self._hosts[host]).to_dict()
+            self._told = (image.places, json.dumps(told))
+        return self._told[1]
+
+    def _part(
+        self, checkpoint: ShardedCheckpoint, owned: Owners, kept: Owners, *, trusts: bool, is_agreed: bool
+    ) -> _Part:
+        """What this rank writes; where rank 0 is not asked (``is_agreed``), with the room that all know of.
+
+        That follows from what all were told last, whatever became of the snapshots before on any of them.
+        """
+        room = self._room if is_agreed else self._heard[1][self._rank] if self._heard[1] else 0
+        if checkpoint.most_own_bytes > (0 if is_agreed else room):
             room = room_for(checkpoint.most_own_bytes)
+        self._room = room if is_agreed else self._room
         try:
             own = bytes(state_archive(checkpoint.own, room))
         except LayoutUnsupported:
             own = bytes(state_archive(checkpoint.own))
+            if is_agreed:
+                raise ShareMissing(f"its own state needs {len(own)} bytes") from None
         image = self._lay_out(checkpoint.state, own, [room] * self._world_size)
         copies: dict[int, torch.UntypedStorage] = {}
         watched = {}
@@ -148,6 +177,59 @@ class Joining(Follower[_Part | SpotError]):
         return _Part(checkpoint.state, own, room, image, kept, copies, watches, trusts, threading.Event())
 
     # -- on the background thread ---------------------------------------------------------------------------------
+
+    def _write(self, task: Task[_Part | SpotError]) -> None:
+        frozen = task.what.frozen if isinstance(task.what, _Part) else threading.Event()
+        try:
+            super()._write(task)
+        finally:
+            frozen.set()  # training waits for it, also where there is no slot
+        problem = task.done.exception()
+        if is_durable(task.at) and task.number.here == 1 and (problem is None or isinstance(problem, NodeUnreachable)):
+            self._brought = (task.name, task.at, task.number.host)
+
+    def _look_s(self) -> float | None:
+        return _LOOK_S if self._brought is not None else None
+
+    def _look(self) -> None:
+        """Whether the node is still there: else the other hosts would wait for what it was to bring."""
+        if self._brought is None:
+            return
+        try:
+            (self._host or self._reconnect()).tiers()
+        except (SpotError, OSError) as error:
+            logger.debug("the node on this host: %s", error)
+            if isinstance(error, NodeUnreachable):
+                self._leave()
+
+    def _connected(self, host: Host) -> None:
+        brought, self._brought = self._brought, None
+        if brought is None:
+            return
+        name, at, number = brought
+        try:
+            host.decline(name, f"rank {self._rank}: the node of its host was lost", at, number)
+        except SpotError as error:
+            logger.debug("nobody could be told that the node on this host was lost: %s", error)
+
+    def flush(self, wait_s: float) -> None:
+        """Wait until the node of this host has brought what its ranks have written: it may end with their processes."""
+        try:
+            late = self._host.flush(wait_s) if self._host is not None else []
+        except SpotError as error:  # rank 0 says what became of the snapshot
+            logger.debug("the node on this host: %s", error)
+        else:
+            for line in late:
+                logger.warning("lightning_spot: %s. The node on this host goes on with it", line)
+
+    def close(self, *, complete: bool = False) -> None:
+        """See :meth:`Follower.close`. Nobody looks after what was written any more."""
+        self._brought = None
+        super().close(complete=complete)
+
+    def _check_begun(self, task: Task[_Part | SpotError], what: _Part | SpotError) -> None:
+        if isinstance(what, SpotError) and is_durable(task.at):  # the node is told at once, see below
+            raise what
 
     def _fill(self, host: Host, lease: Lease, task: Task[_Part | SpotError], what: _Part | SpotError) -> None:
         if isinstance(what, SpotError):
@@ -181,6 +263,11 @@ class Joining(Follower[_Part | SpotError]):
 
     def _failed(self, task: Task[_Part | SpotError], error: SpotError) -> None:
         super()._failed(task, error)
+        if is_durable(task.at) and self._host is not None:  # the other hosts have nobody else to hear it from
+            try:
+                self._host.decline(task.name, f"rank {self._rank}: {error}", task.at)
+            except SpotError as problem:
+                logger.debug("the node on this host could not be told: %s", problem)
         if not isinstance(error, ShareMissing | Fenced):
             self._say_once(type(error).__name__, "this rank writes no part of %s: %s", task.name, error)
 
@@ -188,6 +275,9 @@ class Joining(Follower[_Part | SpotError]):
         """What this rank writes into the slot, if all that rank 0 said of the image is so here, too."""
         shared = lease.shared
         assert shared is not None
+        if by_itself := task.told[0]:
+            layout = self._portioned.moved(part.image.layout, by_itself, _BEYOND, task.number.host)
+            return replace(layout, nbytes=lease.nbytes)
         if shared.layout != self._heard[0]:
             told = json.loads(shared.layout)
             self._heard = (shared.layout, told["state_bytes"], told["items"], "portions" in told)

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
 from lightning_spot.image.layout import Layout
+from lightning_spot.image.notes import Own
 from lightning_spot.image.portion import Portion, Portions, joined
-from lightning_spot.sharded.places import aligned, state_file, tensors_file
+from lightning_spot.image.written import in_order
+from lightning_spot.sharded.places import Places, aligned, state_file, tensors_file
 
 
 def portions_of(files: Sequence[FileSpan], hosts: Sequence[Sequence[int]]) -> Portions:
@@ -26,6 +28,19 @@ def portions_of(files: Sequence[FileSpan], hosts: Sequence[Sequence[int]]) -> Po
                     yield span.offset, aligned(span.stop, FILE_ALIGNMENT_BYTES) - span.offset
 
     return Portions(tuple(joined(ranges(ranks)) for ranks in hosts[1:]), tuple(map(len, hosts[1:])))
+
+
+def own_of(places: Places, ranks: Sequence[int]) -> Own:
+    """What one host writes by itself, as far as its size is fixed, and which of its archives are filled in place.
+
+    Args:
+        places: in the image.
+        ranks: of the host.
+    """
+    names = {name for rank in ranks for name in (tensors_file(rank), state_file(rank))}
+    filled = (placed for rank in ranks for placed in places.by_rank[rank] if placed.form.data_nbytes)
+    archives = in_order((placed.offset, placed.form.nbytes) for placed in filled)
+    return Own(tuple(file for file in places.files if file.name in names), archives)
 
 
 class Portioned:

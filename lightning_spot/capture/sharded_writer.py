@@ -2,7 +2,8 @@
 
 Rank 0 leases the slot and commits the image; the others join by the snapshot's name (see :mod:`.joining`). No
 collective. On several hosts each has a slot for the files of its own ranks, which its node sends to a memory node;
-there they are put together.
+there they are put together. Without one, it writes them to the durable tier, and all ranks find out by themselves what
+is whose.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from typing import Any
 
 from lightning_spot.capture.contents import Owners
 from lightning_spot.capture.pending import Pending
-from lightning_spot.capture.portioned import Portioned, portions_of
+from lightning_spot.capture.portioned import Portioned, own_of, portions_of
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import LayoutUnsupported, NodeUnreachable, ShareMissing, TierError
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, Lease
-from lightning_spot.memory.joint import Shared
+from lightning_spot.memory.joint import Shared, is_durable
 from lightning_spot.sharded.layout import ShardedImage, ShardedLayouter, state_archive
-from lightning_spot.sharded.plan import Plan, State
+from lightning_spot.sharded.plan import State
 from lightning_spot.staging.copier import Copier, SlotView
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.store import Store
@@ -61,6 +62,7 @@ class ShardedWriter(SnapshotWriter):
         schedule: when what only the optimizer changes is copied; ``None`` for at once.
         look: see :class:`SnapshotWriter`; it is shown the rest of each checkpoint.
         world_size: number of ranks.
+        token: of the attempt, see :class:`ShardedLayouter`.
     """
 
     _leases_ahead = False
@@ -74,13 +76,14 @@ class ShardedWriter(SnapshotWriter):
         look: Callable[[Layout], str | None] = lambda _outline: None,
         *,
         world_size: int,
+        token: str = "",
     ) -> None:
         super().__init__(host, reconnect, look, copier, schedule)
         self._world_size = world_size
-        self._layouter = ShardedLayouter(0, world_size)
+        self._layouter = ShardedLayouter(0, world_size, token)
         self._own_bytes = 0
         self._kept: Owners = {}
-        self._told: tuple[Plan | None, list[int], str, str] = (None, [], "", "")
+        self._told: tuple[Any, str] = (None, "")
         self._at = ""
         self._portioned = Portioned()
 
@@ -97,12 +100,19 @@ class ShardedWriter(SnapshotWriter):
         self._kept = how.get("kept", {})
         ranks: Ranks | None = how.get("ranks")
         self._at = ranks.at if ranks is not None else ""
+        if checkpoint.most_own_bytes > (0 if self._is_by_itself else self._own_bytes):  # as all do, whatever fails here
+            self._own_bytes = room_for(checkpoint.most_own_bytes)
         try:
             return super().begin(checkpoint, manifest, **how)
         except BaseException as error:
             why = f"rank 0 cannot begin it ({error})"
             self.link.ask(lambda host: host.decline(manifest.name, why, self._at), None)
             raise
+
+    @property
+    def _is_by_itself(self) -> bool:
+        """Whether each host brings its portion to the durable tier by itself."""
+        return is_durable(self._at)
 
     # -- see SnapshotWriter ---------------------------------------------------------------------------------------
 
@@ -123,12 +133,8 @@ class ShardedWriter(SnapshotWriter):
         image, state_bytes = self._laid_out(checkpoint)
         if why := self._layouter.unreadable:
             self.say_once("unreadable", "snapshots are taken, but NO RESUME from them will be possible: %s", why)
-        if self._told[:3] != (image.plan, state_bytes, self._at):
-            told = {"state_bytes": state_bytes, "items": image.plan.lines()}
-            told |= portions_of(image.files, self.across.hosts).to_dict() if self._at else {}
-            self._told = (image.plan, state_bytes, self._at, json.dumps(told))
-        nbytes, layout = image.layout.nbytes, image.layout
-        shared = Shared(name=manifest.name, shares=self._world_size, digest=image.digest, layout=self._told[3])
+        nbytes, layout, told = image.layout.nbytes, image.layout, self._tell(image, state_bytes)
+        shared = Shared(name=manifest.name, shares=self._world_size, digest=image.digest, layout=told)
         if self._at:
             layout = self._portioned.moved(layout, shared.layout, nbytes, host=0)
             self.across.own_nbytes = layout.nbytes
@@ -136,14 +142,26 @@ class ShardedWriter(SnapshotWriter):
         lease = host.lease(layout.nbytes, wait_s, shared=shared)
         return layout, lease, replace(manifest, nbytes=nbytes, files=image.files)
 
+    def _tell(self, image: ShardedImage, state_bytes: list[int]) -> str:
+        """What the other ranks, and the node of this host, have to know of an image; the same text while it is."""
+        key = (image.plan, state_bytes, self._at)
+        if self._told[0] != key:
+            told: dict[str, Any] = {"state_bytes": state_bytes, "items": image.plan.lines()}
+            told |= portions_of(image.files, self.across.hosts).to_dict() if self._at else {}
+            if self._is_by_itself:
+                told |= own_of(image.places, self.across.hosts[0]).to_dict()
+            self._told = (key, json.dumps(told))
+        return self._told[1]
+
     def _laid_out(self, checkpoint: ShardedCheckpoint) -> tuple[ShardedImage, list[int]]:
         """The image with room for the ranks' own states: twice what the longest needed."""
-        if checkpoint.most_own_bytes > self._own_bytes:
-            self._own_bytes = room_for(checkpoint.most_own_bytes)
         try:
             own = state_archive(checkpoint.own, self._own_bytes)
         except LayoutUnsupported:
-            self._own_bytes = room_for(len(state_archive(checkpoint.own)))
+            nbytes = len(state_archive(checkpoint.own))
+            if self._is_by_itself:  # only what all ranks were told is the same for all of them
+                raise ShareMissing(f"rank 0: its own state needs {nbytes} bytes") from None
+            self._own_bytes = room_for(nbytes)
             own = state_archive(checkpoint.own, self._own_bytes)
         state_bytes = [self._own_bytes] * self._world_size
         return self._layouter.lay_out(checkpoint.state, own, state_bytes, checkpoint.rest), state_bytes
@@ -159,7 +177,7 @@ class ShardedWriter(SnapshotWriter):
         try:  # what was written is not told: this rank knows of its own part only
             return host.seal(pending.lease, pending.manifest, pending.destinations)
         except ShareMissing as error:
-            if needs := _NEEDS.search(str(error)):
+            if not self._is_by_itself and (needs := _NEEDS.search(str(error))):
                 self._own_bytes = room_for(int(needs[1]))
             raise
 

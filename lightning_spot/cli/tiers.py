@@ -102,7 +102,8 @@ def _ask_nodes(arguments: argparse.Namespace) -> Found:
 
 def _ask_run(arguments: argparse.Namespace) -> Found:
     """Ask the tiers of a run by its durable directory, as a trainer does."""
-    seen = survey(Location.of(arguments.url, arguments.memory or AUTO, arguments.run), Patience(tries=1))
+    location = Location.of(arguments.url, arguments.memory or AUTO, arguments.run)
+    seen = survey(location, Patience(tries=1), commits=False)
     found = Found(unreadable=seen.unreadable, problems=[f"{tier}: {why}" for tier, why in seen.problems.items()])
     for source, holdings in seen.answers:
         try:

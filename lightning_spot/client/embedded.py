@@ -226,10 +226,13 @@ class EmbeddedHost:
             self._call("DELETE", f"/v1/uploads/{leased['upload']}")
             raise
 
-    def join(self, name: str, *, share: int, digest: str = "", wait_s: float, at: str = "", host: int = 0) -> Lease:
+    def join(
+        self, name: str, *, share: int, digest: str = "", wait_s: float, at: str = "", host: int = 0, told: str = ""
+    ) -> Lease:
         """See :meth:`Host.join`."""
         body = {"attempt": self.attempt, "name": name, "share": share, "digest": digest, "wait_s": wait_s}
-        body |= {"session": self.session.id, "layout_id": self._layout.id, "at": at, "host": host}
+        body |= {"session": self.session.id, "at": at, "host": host}
+        body |= self._layout.to_send(told) if told else {"layout_id": self._layout.id}
         path = f"/v1/runs/{quoted(self.run)}/shares"
         joined = self._call("POST", path, body, limit_s=wait_s + self.max_stall_s)
         if joined["layout"] is not None:
@@ -250,11 +253,12 @@ class EmbeddedHost:
         self._place(lease.id, lease.share, torn)
 
     def _place(self, upload: str, share: int, torn: str) -> None:
-        self._call("POST", f"/v1/uploads/{upload}/placed", {"share": share, "torn": torn[:_LONGEST_REASON]})
+        body = {"share": share, "torn": torn[:_LONGEST_REASON]}
+        self._call("POST", f"/v1/uploads/{upload}/placed", body, again=True)
 
-    def decline(self, name: str, why: str, at: str = "") -> None:
+    def decline(self, name: str, why: str, at: str = "", host: int = 0) -> None:
         """See :meth:`Host.decline`."""
-        body = {"attempt": self.attempt, "name": name, "why": why[:_LONGEST_REASON], "at": at}
+        body = {"attempt": self.attempt, "name": name, "why": why[:_LONGEST_REASON], "at": at, "host": host}
         self._call("POST", f"/v1/runs/{quoted(self.run)}/decline", body, again=True)
 
     def _mapped(self, leased: dict[str, Any], nbytes: int, share: int, shared: Shared | None) -> Lease:

@@ -154,7 +154,7 @@ class JointUploads:
         """See :meth:`JointTier.give_up`."""
         self._give_up(gathering.upload)
 
-    def decline(self, name: str, *, attempt: int, why: str) -> None:
+    def decline(self, name: str, *, attempt: int, why: str, host: int = 0) -> None:
         """See :meth:`JointTier.decline`."""
         body = {"attempt": attempt, "name": name, "why": why[:2000]}
         self._ask(f"/v1/runs/{quoted(self._run)}/joint/decline", body, _ASK_S)

@@ -27,11 +27,13 @@ class Hosts:
 
     Attributes:
         ranks: that reach the node of their host, by host, that of rank 0 first.
-        can_bring: whether all do, on several hosts, and may bring snapshots to a memory node together.
+        can_bring: whether all do, on several hosts, and may bring snapshots together to a memory node or, of a model
+            in shards, to the durable tier.
         mine: connection of this rank, from 1 on, to the node of its host; ``None`` if it has none.
         is_guest: whether this rank is on another host than rank 0.
         connect: makes the connection once more.
         count: how many hosts there are.
+        token: of the attempt.
         why_not: of the first rank that reaches no node, why; ``""`` if all do.
     """
 
@@ -41,6 +43,7 @@ class Hosts:
     is_guest: bool = False
     connect: Callable[[], EmbeddedHost] = lambda: _nobody()
     count: int = 1
+    token: str = ""
     why_not: str = ""
 
     @classmethod
@@ -52,6 +55,8 @@ class Hosts:
         attempt: Attempt | None,
         run: str,
         number: int,
+        *,
+        in_shards: bool = False,
     ) -> Hosts:
         """Find out who is where. Every rank calls it, when the attempt has begun.
 
@@ -62,11 +67,12 @@ class Hosts:
             attempt: on rank 0.
             run: the run, as ``NAME@ID``.
             number: of the attempt.
+            in_shards: whether each rank has a part of the model.
         """
         info = agreement.tell(attempt.info if attempt is not None else None)
         places = agreement.gather(_place(location))
         is_guest = places[agreement.rank] != places[0]
-        may_bring = bool(location.nodes) and settings.compression != "topk"
+        may_bring = settings.compression != "topk" if location.nodes else in_shards
 
         def connect() -> EmbeddedHost:
             if is_guest:
@@ -95,7 +101,7 @@ class Hosts:
         ranks = tuple(map(tuple, by_place.values())) or ((),)
         can_bring = may_bring and all(everyones) and 1 < len(ranks) <= MOST_HOSTS
         why_not = next((f"rank {rank}: {each}" for rank, each in enumerate(problems) if each), "")
-        return cls(ranks, can_bring, mine, is_guest, connect, len(set(places)), why_not)
+        return cls(ranks, can_bring, mine, is_guest, connect, len(set(places)), info.token, why_not)
 
     def warmed_by(self, rank: int) -> float:
         """About the part of a snapshot for which a rank is to have a slot made, as the first one of another host."""

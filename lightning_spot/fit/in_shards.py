@@ -1,7 +1,8 @@
 """Snapshots of a ``fit`` in which each rank has a part of the model: every rank writes its own, on its own thread.
 
 With several hosts, no host ever has a whole snapshot: all of them, the first, urgent ones and that of the end too, are
-put together at a memory node that carries the run on. While there is none, there are no snapshots.
+put together at a memory node that carries the run on. While there is none, there are no snapshots. Where none is named,
+each host brings its ranks' files to the durable tier by itself.
 """
 
 from __future__ import annotations
@@ -11,10 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_spot.capture.attempt import Attempt, RingSettings, expected_nbytes
 from lightning_spot.capture.joining import Joining
+from lightning_spot.capture.saying import say_failing
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import by_storage, optimizer_owned
-from lightning_spot.errors import NodeUnreachable, SettingsError, SpotError
+from lightning_spot.client.stores import open_store
+from lightning_spot.errors import (
+    CorruptManifest,
+    NodeUnreachable,
+    SettingsError,
+    SnapshotNotFound,
+    SpotError,
+    TierError,
+)
 from lightning_spot.exact.dump import KEY, Dump
 from lightning_spot.exact.flat import Kinds
 from lightning_spot.exact.per_trainer import OfTrainer
@@ -23,16 +33,21 @@ from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.hosts import Hosts
 from lightning_spot.fit.together import ACROSS, ALONE, GATHERED
 from lightning_spot.image.portion import MOST_HOSTS
+from lightning_spot.memory.runs import parse_run
 from lightning_spot.run.location import Location
 from lightning_spot.sharded.layout import state_archive
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
+from lightning_spot.tiers.folder import HasFolders
+from lightning_spot.tiers.store import ATTEMPTS_DIR, Claim, Store, claim_name
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _LOOK_S = 0.05
 _CARRIER_S = 60.0
+_HEALTH_S = 5.0
+_SEEN_S = 90.0  # a network mount may show late what another host has written
 _NO_CARRIER = (
     "no snapshot now, training goes on: each host has a part of the model, and no memory node that carries the run on"
     " is there to put them together (%s); it may be starting, or lack --allow for the durable tier"
@@ -54,7 +69,7 @@ class InShards(OfTrainer):
         self._joining: Joining | None = None
         self._hosts = Hosts()
         self._kinds: list[Kinds] | None = None
-        self._missed = 0
+        self._missed, self._brought_s, self._looked_s = 0, float("-inf"), float("-inf")
 
     def check(self) -> None:
         """Refuse a ring that other processes cannot fill, and several hosts that can put nothing together.
@@ -73,19 +88,53 @@ class InShards(OfTrainer):
     def _check_hosts(self, count: int) -> None:
         """Refuse several hosts whose parts of a snapshot would come together nowhere."""
         why = ""
-        if not self._location.nodes:
-            why = "no memory node. Start one that all hosts reach, and name it (memory='spot://host:7070')"
-        elif self._ring.replicas > 1:
-            why = f"replicas={self._ring.replicas}. Leave replicas= out"
-        elif self._ring.compression == "topk":
-            why = "compression='topk'. Leave compression= as it is"
-        elif count > MOST_HOSTS:
+        if count > MOST_HOSTS:
             why = f"more than {MOST_HOSTS} hosts. Take fewer, larger ones"
+        elif self._location.nodes and self._ring.replicas > 1:
+            why = f"replicas={self._ring.replicas}. Leave replicas= out"
+        elif self._location.nodes and self._ring.compression == "topk":
+            why = "compression='topk'. Leave compression= as it is"
         if why:
             raise SettingsError(
-                f"a model that is sharded over {count} hosts is saved at one memory node, at which each host brings the"
+                f"a model that is sharded over {count} hosts is saved at one place, to which each host brings the"
                 f" parts of its own ranks; this run has {why}; or use DDP, or Lightning's ModelCheckpoint"
             )
+
+    def _check_place(self, run: str, number: int) -> None:
+        """Refuse a durable tier that is not the same place for all hosts: the parts would never come together.
+
+        Raises:
+            SettingsError: if this host does not see there what rank 0 has written, or cannot write there itself.
+        """
+        store, deadline_s = open_store(self._location.url), time.monotonic() + _SEEN_S
+        while True:
+            try:
+                if self._is_claimed(store, run, number):
+                    return
+                problem = f"the claim of attempt {number}, which rank 0 has written there, is not seen"
+            except TierError as error:
+                problem = str(error)
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(_LOOK_S)
+        raise SettingsError(
+            f"{self._location.url} cannot be used from every host ({problem}): without a memory node, each host brings"
+            " its part of a snapshot there, so it must be one place for all of them. Give a bucket, or a directory that"
+            " all hosts mount; or start a memory node that all hosts reach, and name it (memory='spot://host:7070')"
+        )
+
+    def _is_claimed(self, store: Store, run: str, number: int) -> bool:
+        """Whether this attempt's claim is seen, by its name: a mount may list it late. Then it is written once more."""
+        assert isinstance(store, HasFolders)
+        folder = store.folder(ATTEMPTS_DIR, attempt=number, run_id=parse_run(run)[1])
+        try:
+            claim = Claim.from_json(folder.read(claim_name(number)))
+        except (SnapshotNotFound, CorruptManifest):
+            return False
+        if claim.token != self._hosts.token:
+            return False
+        store.claim(claim)  # which changes nothing, and shows that this host may write
+        return True
 
     def begin(self, attempt: Attempt | None, run: str, number: int, schedule: Schedule) -> None:
         """Join the attempt. Every rank calls it; an error of one is an error of all.
@@ -100,19 +149,25 @@ class InShards(OfTrainer):
         agreement.together(lambda: holder_of(trainer))  # which may refuse the model
         if trainer.world_size == 1:
             return
-        self._hosts = hosts = Hosts.meet(agreement, self._location, self._ring, attempt, run, number)
+        self._hosts = hosts = Hosts.meet(agreement, self._location, self._ring, attempt, run, number, in_shards=True)
         try:
             agreement.together(self._check_all)
+            if hosts.can_bring and not self._location.nodes:
+                leads = agreement.rank in [ranks[0] for ranks in hosts.ranks]
+                agreement.together(lambda: self._check_place(run, number) if leads else None)
         except BaseException:
             hosts.leave()
             raise
         across = hosts.ranks if hosts.can_bring else ()
         if attempt is not None:
-            attempt.writer.across.wanted, attempt.writer.across.hosts = hosts.can_bring, across
+            wanted = hosts.can_bring and bool(self._location.nodes)
+            attempt.writer.across.wanted, attempt.writer.across.hosts = wanted, across
         elif (mine := hosts.mine) is not None:
             copier = Copier(buffer_bytes=self._ring.device_buffer_bytes)
             rank, size = trainer.global_rank, trainer.world_size
-            self._joining = Joining(mine, hosts.connect, across, copier, schedule, rank=rank, world_size=size)
+            self._joining = Joining(
+                mine, hosts.connect, across, copier, schedule, rank=rank, world_size=size, token=hosts.token
+            )
 
     def _check_all(self) -> None:
         hosts = self._hosts
@@ -139,13 +194,26 @@ class InShards(OfTrainer):
         if across.hosts:
             if across.is_under_way and not waits:
                 writer.say_once("under way", "a snapshot that is due while the one before is on its way is skipped")
+                self._say_why(attempt)
                 return ""
+            if not self._location.nodes:
+                now_s = time.monotonic()
+                if now_s - self._brought_s < self._ring.durable_every_s:
+                    return ""
+                self._brought_s = now_s
             if not (at := self._carrier(attempt, anew=missed)):
                 writer.say_once("no carrier", _NO_CARRIER, ", ".join(self._location.nodes))
                 return ""
         self._missed = writer.missed
         # If one was missed, a rank may have more than the others know.
         return (GATHERED if missed else ALONE) + (ACROSS + at if at else "")
+
+    def _say_why(self, attempt: Attempt) -> None:
+        """Say if a tier fails: then the one before is on its way for long."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > _HEALTH_S:
+            self._looked_s = now_s
+            say_failing(attempt.writer.say_once, attempt.writer.link.ask(lambda host: host.tiers(), {}))
 
     def _how_last(self, attempt: Attempt | None, wait_s: float) -> str:
         """How an urgent snapshot is written, or that of the end; ``""`` if there is none. Every rank calls it.
@@ -167,8 +235,13 @@ class InShards(OfTrainer):
         return GATHERED + ACROSS + told if told else ""
 
     def _carrier(self, attempt: Attempt, *, anew: bool) -> str:
-        """URL of the run at the memory node that carries it on; ``""`` for none."""
+        """Where hosts bring snapshots: URL of the run at the memory node that carries it on; ``""`` if none does.
+
+        Where no memory node is named, that of its durable tier.
+        """
         across = attempt.writer.across
+        if not self._location.nodes:
+            return self._location.url
         if anew or not across.carrier:
             across.carrier = attempt.writer.link.ask(lambda host: host.carrier(), "")
         return across.carrier
@@ -196,8 +269,11 @@ class InShards(OfTrainer):
             wait_s: how long to wait for a clean slot.
         """
         if not (how := how or self._how_last(attempt, wait_s)):
+            self._not_taken(attempt, complete=complete)
             return
         trainer, at = self._trainer, how.partition(ACROSS)[2]
+        if at and not self._location.nodes:
+            at = self._location.url  # the same place may have another path on each host
         hosts = tuple(map(len, self._hosts.ranks))
         ranks = Ranks(sum(hosts), {}, hosts, at) if at else None
         holder = holder_of(trainer)
@@ -211,6 +287,7 @@ class InShards(OfTrainer):
                     raise
                 if attempt is not None:
                     attempt.writer.say_once("own state", "no snapshot now, training goes on: %s", error)
+                self._not_taken(attempt, complete=complete)
                 return
         holder.complete(state, self._kinds)
         checkpoint = ShardedCheckpoint(state, dump.state, rest, most)
@@ -235,6 +312,11 @@ class InShards(OfTrainer):
                 ranks=ranks,
             )
 
+    def _not_taken(self, attempt: Attempt | None, *, complete: bool) -> None:
+        """There is no snapshot. If it was to be that of the end, the run does not end as if there were one."""
+        if complete and attempt is not None and not attempt.fenced:
+            attempt.miss_end()
+
     def _ask(self, dump: Dump, kinds: Kinds) -> tuple[int, list[Kinds]]:
         """Length of the longest of the ranks' own states, and what each has of others. Every rank calls it."""
         agreement = Agreement(self._trainer)
@@ -250,5 +332,8 @@ class InShards(OfTrainer):
         """Wait until what was begun is in place, and let the node go. A second call does nothing."""
         joining, self._joining = self._joining, None
         if joining is not None:
+            deadline_s = time.monotonic() + wait_s
             joining.settle(wait_s)
+            if self._hosts.is_guest:
+                joining.flush(max(0.0, deadline_s - time.monotonic()))
             joining.close(complete=self._hosts.is_guest)  # its node ends when all that it still sends is there

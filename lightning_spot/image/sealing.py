@@ -11,18 +11,20 @@ from dataclasses import replace
 import xxhash
 
 from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported
-from lightning_spot.image.archive import ZipEntry
+from lightning_spot.image.archive import ZipEntry, read_entries
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.crc import combine, crc32
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum, part_ranges
+from lightning_spot.image.portion import Image
 from lightning_spot.image.shards import records_of
-from lightning_spot.image.written import CHECK_EVERY, Before, Written
+from lightning_spot.image.written import CHECK_EVERY, Before, Ranges, Written
 
 CRC_BYTES = 4
 """Length of a CRC field in a zip."""
 
 _CHUNK_BYTES = 512 * 1024  # stays in the cache between its CRC and its checksum; with 256 KiB, threads wait for the GIL
+_CRC_BYTES_AT_ONCE = 8 * 1024 * 1024
 _MOST_THREADS = 4
 
 
@@ -284,6 +286,26 @@ def crc_fields(image: memoryview, manifest: Manifest) -> tuple[tuple[int, bytes]
     """
     places = sorted(place for record in records_of(image, manifest) for place in record.crc_at)
     return tuple((place, bytes(image[place : place + CRC_BYTES])) for place in places)
+
+
+def fill_crcs(image: Image, archives: Ranges) -> None:
+    """Write the CRCs into archives that were filled in place, where the image is not sealed as a whole.
+
+    Args:
+        image: of which these archives are here.
+        archives: first byte and length of each.
+
+    Raises:
+        LayoutUnsupported: if one cannot be read.
+    """
+    for start, nbytes in archives:
+        archive = image[start : start + nbytes]
+        for record in read_entries(archive):
+            crc = 0
+            for place in range(record.offset, record.offset + record.nbytes, _CRC_BYTES_AT_ONCE):
+                crc = crc32(archive[place : min(place + _CRC_BYTES_AT_ONCE, record.offset + record.nbytes)], crc)
+            for place in record.crc_at if record.nbytes else ():
+                struct.pack_into("<L", archive, place, crc)
 
 
 def seal_parts(manifest: Manifest, checksums: Sequence[str], sizes: Sequence[int]) -> Manifest:

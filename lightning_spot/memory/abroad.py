@@ -1,10 +1,13 @@
-"""Snapshots that several hosts bring to memory nodes, each its portion: what the node of each of these hosts does.
+"""Snapshots that several hosts bring to one place, each its portion: what the node of each of these hosts does.
 
-The first host begins an upload at the memory node; the others join it by the snapshot's name (see ``visits``). The
+The first host begins an upload at a memory node; the others join it by the snapshot's name (see ``visits``). The
 ranks of each host fill a slot of its own node, which holds that host's portion only. When all of these are done, the
 portion is sent; when all portions are there, the first host has the memory node commit it. No host has all of it.
 With replicas this is done at several memory nodes at a time. The snapshot counts when the one that carries the run on
 has committed it, or, if that fails, another one; the next one does not wait for the others, and goes past who is late.
+
+Without a memory node, the place is the durable tier. There, no host asks another one: each is told by its own ranks
+what of the snapshot is its own, and whichever finds that all of it is there commits it (see ``joint_store``).
 """
 
 from __future__ import annotations
@@ -12,20 +15,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from lightning_spot.errors import Fenced, SettingsError, ShareMissing, SnapshotNotFound, SpotError
+from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Portion, PortionImage, Portions
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory import portions as held_portions
-from lightning_spot.memory.bringing import Bringing, check
+from lightning_spot.memory.bringing import Below, Bringing
 from lightning_spot.memory.chain import LeftBehind
-from lightning_spot.memory.joint import Shared
+from lightning_spot.memory.joint import Shared, is_durable, urls_of
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import parse_run
@@ -54,15 +58,17 @@ class _Lead:
     """An upload that this host leads.
 
     Attributes:
+        name: of the snapshot.
         ranges: that this host brings.
         nbytes: of the image.
         hosts: how many bring it.
         portion: how the ranges lie in the slot; ``None`` where that holds the whole image.
-        begun: for each memory node, by the URL of the run there, what was begun there, once it has.
+        begun: for each place, by the URL of the run there, what was begun there, once it has.
         left: those of them at which it is not over.
         brought: as one of them has committed it.
     """
 
+    name: str
     ranges: Ranges
     nbytes: int
     hosts: int
@@ -86,8 +92,9 @@ class _Lead:
             raise SettingsError(
                 f"the first host brings {portion.nbytes} bytes of {shared.name}, its slot is for {upload.nbytes}"
             )
-        urls = shared.at.split()
-        return cls(ranges, nbytes, portions.hosts, portion, {url: Future() for url in urls}, set(urls))
+        urls = urls_of(shared.at)
+        begun: dict[str, Future[_Begun]] = {url: Future() for url in urls}
+        return cls(shared.name, ranges, nbytes, portions.hosts, portion, begun, set(urls))
 
     def image(self, upload: Upload) -> PortionImage | memoryview:
         """The image, as far as it lies in the slot."""
@@ -96,14 +103,15 @@ class _Lead:
 
 
 class Abroad:
-    """The joint uploads of a host to memory nodes. Methods may be called from any thread.
+    """The joint uploads of a host. Methods may be called from any thread.
 
     Args:
         uploads: of this host's node.
         ring: likewise.
         registry: likewise.
-        open_store: makes the stores of memory nodes.
+        open_store: makes the stores of memory nodes and durable tiers.
         heard: see :data:`Heard`.
+        below: what the node does at durable tiers.
 
     Attributes:
         bringing: sends what lies in the slots of this host.
@@ -111,28 +119,50 @@ class Abroad:
     """
 
     def __init__(
-        self, uploads: Uploads, ring: Ring, registry: Registry, open_store: Callable[[str], Store], heard: Heard
+        self,
+        uploads: Uploads,
+        ring: Ring,
+        registry: Registry,
+        open_store: Callable[[str], Store],
+        heard: Heard,
+        below: Below,
     ) -> None:
-        self._uploads, self._ring, self._heard = uploads, ring, heard
-        self.bringing = Bringing(uploads, ring, registry, open_store)
+        self._uploads, self._ring, self._registry, self._heard = uploads, ring, registry, heard
+        self.bringing = Bringing(uploads, ring, registry, open_store, below)
         self.visits = Visits(self.bringing)
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._leads: dict[str, _Lead] = {}
 
     def busy(self) -> set[str]:
-        """URLs of runs at memory nodes to which a snapshot is on its way."""
-        with self._lock:
+        """URLs of runs to which a snapshot is on its way."""
+        with self._changed:
             return {url for lead in self._leads.values() for url in lead.left}
 
+    def wait_brought(self, wait_s: float) -> list[str]:
+        """Wait until nothing is on its way that nobody else has as a whole; what is in the end, one line each.
+
+        That is what goes to a durable tier, and what this host has of snapshots that another one leads.
+        """
+        deadline_s = time.monotonic() + wait_s
+
+        def late() -> list[str]:
+            leads = list(self._leads.values())
+            return [f"{url}: {lead.name} is on its way" for lead in leads for url in lead.left if is_durable(url)]
+
+        with self._changed:
+            self._changed.wait_for(lambda: not late(), wait_s)
+            led = late()
+        return [*led, *self.visits.wait(max(0.0, deadline_s - time.monotonic()))]
+
     def begin(self, upload: Upload) -> None:
-        """Have an upload begun at the memory nodes, in the background: the other hosts wait for that.
+        """Have an upload begun at its places, in the background: at memory nodes, the other hosts wait for that.
 
         Raises:
             SettingsError: if its layout does not say what each host brings.
         """
         assert upload.joint is not None
         lead = _Lead.of(upload, upload.joint.shared)
-        with self._lock:
+        with self._changed:
             self._leads[upload.id] = lead
         for url in lead.begun:
             _background(lambda url=url: self._begin(upload, lead, url))  # type: ignore[misc]
@@ -178,55 +208,60 @@ class Abroad:
 
     def end(self, upload: Upload) -> None:
         """An upload is over. If it was given up, so it is there. Nothing happens if this host does not lead it."""
-        with self._lock:
+        with self._changed:
             lead = self._leads.pop(upload.id, None)
+            self._changed.notify_all()
         if lead is not None and upload.given_up:
             for begun in lead.begun.values():
                 _background(lambda begun=begun: _give_up(begun))  # type: ignore[misc]
 
-    def decline(self, at: str, name: str, attempt: int, why: str) -> None:
+    def decline(self, run: str, at: str, name: str, attempt: int, why: str, host: int = 0) -> None:
         """Tell the other hosts, in the background, that there will be no snapshot of a name.
 
         Args:
-            at: URLs of the run at the memory nodes, separated by spaces.
+            run: as in URLs.
+            at: see :class:`~lightning_spot.memory.joint.Shared`.
             name: of the snapshot.
             attempt: that would have written it.
             why: for people.
+            host: see :meth:`~lightning_spot.memory.host.Host.decline`.
         """
+        key = self._registry.key(run)
 
         def tell(url: str) -> None:
             try:
-                self.bringing.tier(url).decline(name, attempt=attempt, why=why)
+                self.bringing.tier(url, key).decline(name, attempt=attempt, why=why, host=host)
             except SpotError as error:  # they wait in vain for a while
                 logger.debug("%s could not be told: %s", url, error)
 
-        for url in at.split():
+        for url in urls_of(at):
             _background(lambda url=url: tell(url))  # type: ignore[misc]
 
-    # -- at each memory node --------------------------------------------------------------------------------------
+    # -- at each place --------------------------------------------------------------------------------------------
 
     def _begin(self, upload: Upload, lead: _Lead, url: str) -> None:
         assert upload.joint is not None
         shared, begun = upload.joint.shared, lead.begun[url]
         try:
-            tier = self.bringing.tier(url)
+            tier = self.bringing.tier(url, upload.run)
             begun.set_result((tier, tier.begin(shared, lead.nbytes, attempt=upload.attempt, hosts=lead.hosts)))
         except Exception as error:
             self._heard(url, None, 0.0, None, error)  # before anybody asks where the next one goes
             begun.set_exception(error)
             if all(each.done() and each.exception() is not None for each in lead.begun.values()):
                 self._uploads.shares.fail(upload, f"{url}: {error}")
-            self.decline(url, shared.name, upload.attempt, str(error))
+            self.decline(upload.run, url, shared.name, upload.attempt, str(error))
 
     def _send(self, lead: _Lead, url: str, upload: Upload, manifest: Manifest) -> Manifest:
-        """Bring the portion to one memory node, and have it commit the snapshot."""
+        """Bring the portion to one place, and have the snapshot committed there."""
         began_s, begun = time.monotonic(), lead.begun[url]
         try:
             if manifest.nbytes != lead.nbytes:
                 raise SettingsError(f"{manifest.name} has {manifest.nbytes} bytes, and was begun for {lead.nbytes}")
             tier, gathering = begun.result(_OPEN_S)
+            gathering = replace(gathering, files=_within(manifest.files, lead.ranges))
             sent = self.bringing.bring(tier, gathering, upload, lead.ranges, lead.portion, lead.image(upload))
-            sealed = tier.seal(gathering, _named(manifest, url), lambda: check(upload))
+            sealed = tier.seal(gathering, _named(manifest, url), lambda: self.bringing.check(upload))
         except Exception as error:
             self._ended(lead, url, upload, None)
             _background(lambda: _give_up(begun))
@@ -236,15 +271,16 @@ class Abroad:
         sealed = replace(sealed, run=manifest.run)
         self._ended(lead, url, upload, sealed)
         own = replace(manifest, nbytes=sum(nbytes for _, nbytes in lead.ranges))
-        self._heard(url, own, time.monotonic() - began_s, sent, None)
+        self._heard(url, own, time.monotonic() - began_s, None if is_durable(url) else sent, None)
         return sealed
 
     def _ended(self, lead: _Lead, url: str, upload: Upload, sealed: Manifest | None) -> None:
-        """It is over at a node, as ``sealed`` if that has committed it. After the last one, the slot is free."""
-        with self._lock:
+        """It is over at a place, as ``sealed`` if it was committed there. After the last one, the slot is free."""
+        with self._changed:
             lead.left.discard(url)
             lead.brought = lead.brought or sealed
             brought, is_last, counts = lead.brought, not lead.left, next(iter(lead.begun)) not in lead.left
+            self._changed.notify_all()
         if brought is not None and counts:
             held_portions.surpass(self._ring, upload.run, brought)
         if is_last and brought is not None:
@@ -268,13 +304,24 @@ def _background(work: Callable[[], _Result]) -> Future[_Result]:
 
 
 def _give_up(begun: Future[_Begun]) -> None:
-    """Give up what was begun at a node, once it is known whether it was."""
-    if begun.exception() is None:
-        tier, gathering = begun.result()
+    """Give up what was begun at a place, once it is known whether it was."""
+    if begun.exception() is not None:
+        return
+    tier, gathering = begun.result()
+    try:
         tier.give_up(gathering)
+    except SpotError as error:  # then the other hosts wait in vain for a while
+        logger.debug("%s could not be given up: %s", gathering.shared.name, error)
+
+
+def _within(files: Sequence[FileSpan], ranges: Ranges) -> tuple[FileSpan, ...]:
+    """The files that lie in ranges of an image."""
+    return tuple(file for file in files if any(0 <= file.offset - start < nbytes for start, nbytes in ranges))
 
 
 def _named(manifest: Manifest, at: str) -> Manifest:
-    """The manifest as the memory node knows its run."""
+    """The manifest without checksums, as the place knows its run: a memory node may have another name for it."""
+    if is_durable(at):
+        return replace(manifest, checksums=())
     name, identity = parse_run(at.rpartition("/")[2])
     return replace(manifest, run=name, run_id=identity or manifest.run_id, checksums=())

@@ -1,55 +1,93 @@
-"""How a host brings its portion of a snapshot to a memory node, whether it leads that snapshot or takes part."""
+"""How a host brings its portion of a snapshot where all hosts do, whether it leads that snapshot or takes part."""
 
 from __future__ import annotations
 
+import functools
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightning_spot.errors import SettingsError, ShareMissing
+from lightning_spot.errors import ShareMissing, TierError
+from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Portion, PortionImage
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory import portions as held_portions
+from lightning_spot.memory.joint import is_durable
+from lightning_spot.memory.joint_store import JointStore
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.slots import HeldPortion
 from lightning_spot.memory.tier import Gathering, HasJoint, JointTier, Sent
 from lightning_spot.memory.upload import Upload
-from lightning_spot.tiers.store import Store
+from lightning_spot.tiers.store import Store, check_fence
 
 if TYPE_CHECKING:
     from lightning_spot.memory.uploads import Uploads
 
 
+@dataclass(frozen=True, slots=True)
+class Below:
+    """What a node is asked, and told, of durable tiers to which hosts bring snapshots by themselves.
+
+    Attributes:
+        refuses: why it may not write to a URL, ``""`` if it may.
+        committed: that it has committed a snapshot: URL, key of the run, manifest.
+        fails: that a tier fails, and why, or (``""``) works again.
+    """
+
+    refuses: Callable[[str], str]
+    committed: Callable[[str, str, Manifest], None]
+    fails: Callable[[str, str], None]
+
+
 class Bringing:
-    """The way from the slots of a host to memory nodes. Methods may be called from any thread.
+    """The way from the slots of a host to memory nodes and durable tiers. Methods may be called from any thread.
 
     Args:
         uploads: of this host's node.
         ring: likewise.
         registry: likewise.
-        open_store: makes the stores of memory nodes.
+        open_store: makes the stores of memory nodes and durable tiers.
+        below: what the node does for it.
     """
 
-    def __init__(self, uploads: Uploads, ring: Ring, registry: Registry, open_store: Callable[[str], Store]) -> None:
-        self.uploads, self.ring = uploads, ring
-        self._registry, self._open_store = registry, open_store
+    def __init__(
+        self,
+        uploads: Uploads,
+        ring: Ring,
+        registry: Registry,
+        open_store: Callable[[str], Store],
+        below: Below,
+    ) -> None:
+        self.uploads, self.ring, self.registry = uploads, ring, registry
+        self._open_store, self._below = open_store, below
         self._lock = threading.Lock()
-        self._tiers: dict[str, JointTier] = {}
+        self._tiers: dict[tuple[str, str], JointTier] = {}
 
-    def tier(self, url: str) -> JointTier:
-        """A memory node, by the URL of the run there.
+    def tier(self, url: str, run: str) -> JointTier:
+        """A place to which hosts bring snapshots together.
+
+        Args:
+            url: of the run there.
+            run: its key.
 
         Raises:
-            SettingsError: if it is none.
+            SettingsError: if no hosts can.
+            TierError: if this node may not write there.
         """
         with self._lock:
-            if url not in self._tiers:
+            if (url, run) not in self._tiers:
+                if is_durable(url) and (why := self._below.refuses(url)):
+                    raise TierError(f"this node may not write to {url}: {why}", tier=url)
                 store = self._open_store(url)
-                if not isinstance(store, HasJoint):
-                    raise SettingsError(f"{url} is no memory node, so no hosts can bring a snapshot together there")
-                self._tiers[url] = store.joint  # it has learned how fast the node is
-            return self._tiers[url]
+                if isinstance(store, HasJoint):
+                    self._tiers[url, run] = store.joint  # it has learned how fast the node is
+                else:
+                    committed = functools.partial(self._below.committed, url, run)
+                    self._tiers[url, run] = JointStore(store, run, committed, functools.partial(self._below.fails, url))
+            return self._tiers[url, run]
 
     def bring(
         self,
@@ -74,9 +112,9 @@ class Bringing:
         if (base := gathering.base) is not None:
             is_apart = portion is not None
             earlier = held_portions.find(self.ring, upload.run, ranges, base, is_apart=is_apart)
-        info = self._registry.info(upload.run)
+        info = self.registry.info(upload.run)
         compression = info.compression if info is not None else "auto"
-        return tier.bring(gathering, image, ranges, earlier, lambda: check(upload), compression)
+        return tier.bring(gathering, image, ranges, earlier, lambda: self.check(upload), compression)
 
     def done(self, upload: Upload, ranges: Ranges) -> None:
         """All that was to be sent of a slot was: it is free, and what is in it remembered."""
@@ -84,8 +122,15 @@ class Bringing:
             held = HeldPortion(upload.run, upload.name, ranges)
             held_portions.hold(self.ring, upload.slot, held, upload.id)
 
+    def check(self, upload: Upload) -> None:
+        """Raise if an upload was given up meanwhile, or a later attempt has begun; else it is alive."""
+        if upload.ended:
+            raise ShareMissing(f"{upload.name} was given up")
+        self.check_attempt(upload.run, upload.attempt, upload.name)
+        upload.touched_s = time.monotonic()
 
-def check(upload: Upload) -> None:
-    """Raise if an upload was given up meanwhile."""
-    if upload.ended:
-        raise ShareMissing(f"{upload.name} was given up")
+    def check_attempt(self, run: str, attempt: int, name: str) -> None:
+        """Raise if nothing more is to be done for a snapshot: a later attempt has begun, or this node ends."""
+        check_fence(run, attempt, self.registry.highest(run))
+        if self.uploads.closing:
+            raise ShareMissing(f"{name} is not brought further: this node is shutting down")

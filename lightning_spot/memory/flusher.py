@@ -94,7 +94,18 @@ class Flusher:
     def took(self, url: str, put: Manifest, seconds: float, sent: Sent | None) -> None:
         """Note that something was brought to a tier in another way: how fast it is."""
         with self._ring.changed:
-            self.health.setdefault(url, TierHealth(kind="node")).took(put, seconds, sent)
+            self.health.setdefault(url, TierHealth.of(url)).took(put, seconds, sent)
+
+    def fails(self, url: str, why: str) -> None:
+        """Note that a tier to which something is brought in another way fails, or (``""``) works again."""
+        with self._ring.changed:
+            self.health.setdefault(url, TierHealth.of(url)).error = why
+
+    def retain(self, url: str, run: str, current: Manifest) -> None:
+        """Have old snapshots deleted at a tier to which ``current`` was brought in another way."""
+        with self._ring.changed:
+            self.work.retain(url, run, current)
+            self._ring.notify()
 
     def keep(self, run: str, name: str) -> None:
         """Delete nothing of that name any more: it is committed anew, and will be written over."""
@@ -168,7 +179,7 @@ class Flusher:
         for url in (urls | self._delayed) & self._wakes.keys():
             self._wakes[url].notify()
         for url in urls - self._threads.keys():
-            self.health.setdefault(url, TierHealth(kind="node" if url.startswith("spot://") else "durable"))
+            self.health.setdefault(url, TierHealth.of(url))
             thread = threading.Thread(target=self._work, args=(url,), name=f"spot-flusher-{url}", daemon=True)
             self._threads[url], self._wakes[url] = thread, threading.Condition(self._ring.lock)
             thread.start()

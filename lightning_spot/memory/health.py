@@ -49,6 +49,11 @@ class TierHealth:
     same_bytes: int = 0
 
     @classmethod
+    def of(cls, url: str) -> TierHealth:
+        """Of a tier at which nothing was done yet."""
+        return cls(kind="node" if url.startswith("spot://") else "durable")
+
+    @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> TierHealth:
         """As a node tells it; what a newer one tells besides is left out."""
         known = {field.name for field in fields(cls)}

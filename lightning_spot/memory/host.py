@@ -94,7 +94,9 @@ class Host(Protocol):
             RingFull: if there is none in time.
         """
 
-    def join(self, name: str, *, share: int, digest: str = "", wait_s: float, at: str = "", host: int = 0) -> Lease:
+    def join(
+        self, name: str, *, share: int, digest: str = "", wait_s: float, at: str = "", host: int = 0, told: str = ""
+    ) -> Lease:
         """Take a share of a snapshot whose slot another rank leases; it may be asked for before.
 
         Args:
@@ -102,9 +104,10 @@ class Host(Protocol):
             share: from 1; 0 is the rank's that leases the slot.
             digest: must be the one that rank has given; ``""`` if the caller compares it.
             wait_s: how long to wait until the slot is leased.
-            at: if another host leads it: URL of the run at the memory node to which the hosts bring it. The slot then
-                holds the portion of this host.
+            at: if another host leads it: URL of the run at the memory node, or the durable tier, to which the hosts
+                bring it. The slot then holds the portion of this host.
             host: number of this host among these, from 1.
+            told: at a durable tier: the layout, which says what this host brings; all its ranks say the same.
 
         Raises:
             ShareMissing: if there will be no such snapshot: given up, declined, overtaken by a later one, begun with
@@ -118,13 +121,15 @@ class Host(Protocol):
         Nothing may be written into it any more.
         """
 
-    def decline(self, name: str, why: str, at: str = "") -> None:
+    def decline(self, name: str, why: str, at: str = "", host: int = 0) -> None:
         """Say that there will be no snapshot of that name, so that no rank waits for its share.
 
         Args:
             name: of the snapshot.
             why: for people.
-            at: URL of the run at the memory node to which other hosts would have brought their portions.
+            at: URL of the run where other hosts would have brought their portions.
+            host: number of this one, if the ring was lost that was to bring its portion, of which its first rank asks:
+                nothing is said if that rank's share is in this ring, or the portion is there.
         """
 
     def seal(
@@ -237,7 +242,9 @@ class InProcessHost:
         assert memory is not None
         return Lease(upload.id, memory.map, nbytes, "process", upload.slot.index, upload.held, 0, shared)
 
-    def join(self, name: str, *, share: int, digest: str = "", wait_s: float, at: str = "", host: int = 0) -> Lease:
+    def join(
+        self, name: str, *, share: int, digest: str = "", wait_s: float, at: str = "", host: int = 0, told: str = ""
+    ) -> Lease:
         """See :meth:`Host.join`."""
         raise ShareMissing(f"there is no share of {name} to write: its slot is in another process' memory")
 
@@ -245,7 +252,7 @@ class InProcessHost:
         """See :meth:`Host.placed`."""
         raise ShareMissing("a ring inside the trainer (memory=None) has no shares")
 
-    def decline(self, name: str, why: str, at: str = "") -> None:
+    def decline(self, name: str, why: str, at: str = "", host: int = 0) -> None:
         """See :meth:`Host.decline`; nobody waits."""
 
     def carrier(self) -> str:

@@ -21,8 +21,8 @@ class Shared:
         digest: what all of them must agree on, such as a checksum of the layout; ``""`` if they see to it themselves.
         layout: what the other ranks have to know of it, a text of any form; kept until another one is given.
         at: URLs of the run at the memory nodes to which several hosts send it, separated by spaces, first that of the
-            one that carries it on. Each host sends its portion, which the layout names (see
-            :class:`~lightning_spot.image.portion.Portions`). ``""`` if the ranks of one host have all of it.
+            one that carries it on; or that of its durable tier. Each host sends its portion, which the layout names
+            (see :class:`~lightning_spot.image.portion.Portions`). ``""`` if the ranks of one host have all of it.
         image_nbytes: of the image, where the slot of the first host, too, holds its own portion only; else 0.
         by_hosts: at that node: whether the shares are hosts', and come over the network.
     """
@@ -38,6 +38,16 @@ class Shared:
     def __post_init__(self) -> None:
         if snapshot_order(self.name) is None or not 1 <= self.shares <= MOST_SHARES:
             raise SettingsError(f"{self.name!r} in {self.shares} shares is no snapshot that ranks can fill together")
+
+
+def is_durable(at: str) -> bool:
+    """Whether hosts bring a snapshot to a durable tier, and not to memory nodes."""
+    return bool(at) and not at.startswith("spot://")
+
+
+def urls_of(at: str) -> list[str]:
+    """Each place to which hosts bring a snapshot; a directory may have spaces in its name."""
+    return [at] if is_durable(at) else at.split()
 
 
 @dataclass(frozen=True, slots=True)

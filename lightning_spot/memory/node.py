@@ -17,6 +17,7 @@ from typing import Any
 from lightning_spot.config import KEEP, check_run_name
 from lightning_spot.errors import NodeUnreachable, SettingsError, SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_order
+from lightning_spot.memory.bringing import Below
 from lightning_spot.memory.commits import Commits
 from lightning_spot.memory.flusher import Flusher
 from lightning_spot.memory.health import TierHealth
@@ -71,7 +72,12 @@ class Node:
         self.id = uuid.uuid4().hex
         self.draining = False
         self._not_needed = False  # a trainer has come and gone whose attempt could not begin
-        self.uploads = Uploads(self.ring, self.registry, open_store, self._brought)
+        below = Below(
+            refuses=self.allowed,
+            committed=lambda url, key, manifest: self.flusher.retain(url, key, manifest),
+            fails=lambda url, why: self.flusher.fails(url, why),
+        )
+        self.uploads = Uploads(self.ring, self.registry, open_store, self._brought, below)
         # Uploads are part of what a node does; see the methods of Uploads.
         self.lease, self.find_upload = self.uploads.lease, self.uploads.find
         commits = Commits(self.uploads, self.ring, self.registry, self._committed)
@@ -287,7 +293,9 @@ class Node:
         key = self.registry.key(run) if run else None
         if key is not None:
             self.routes.ask_soon(key)
-        return self.flusher.wait_clean(key, wait_s)
+        deadline_s = time.monotonic() + wait_s
+        late = self.uploads.abroad.wait_brought(wait_s)
+        return [*late, *self.flusher.wait_clean(key, max(0.0, deadline_s - time.monotonic()))]
 
     def close(self, *, keep_unsafe: bool = False) -> None:
         """Stop flushing and give the memory back."""

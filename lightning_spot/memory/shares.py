@@ -29,6 +29,7 @@ HOST_SILENT_S = 60.0
 """Where hosts fill it, it is given up if none of them has sent anything for so long, once the first one is done."""
 
 _LOOK_S = 1.0
+_LAYOUTS = 3  # of a run, the newest: a rank may be a snapshot behind the others
 _NEVER: tuple[Order, str] = ((0, 0, 0), "")
 
 
@@ -53,7 +54,7 @@ class Shares:
         self._changed = threading.Condition(registry.lock)
         self._open: dict[str, Upload] = {}
         self._over: dict[str, tuple[Order, str]] = {}
-        self._layouts: dict[str, tuple[str, str]] = {}
+        self._layouts: dict[str, dict[str, str]] = {}
         self._sessions: dict[tuple[str, int], str] = {}
         self._without: dict[tuple[str, int], str] = {}
 
@@ -65,19 +66,23 @@ class Shares:
         Args:
             key: of the run.
             shared: what is said of the snapshot.
-            layout_id: of the layout that was given last, if that is meant and ``shared`` has none.
+            layout_id: of a layout that was given before, if that is meant and ``shared`` has none.
 
         Raises:
             SettingsError: if that layout is not here (any more).
         """
         with self._changed:
             if not shared.layout and layout_id:
-                known_id, layout = self._layouts.get(key, ("", ""))
-                if known_id != layout_id:
+                layout = self._layouts.get(key, {}).get(layout_id)
+                if layout is None:
                     raise SettingsError(f"the layout of {shared.name} is not known here; give it once more")
                 shared = replace(shared, layout=layout)
             layout_id = checksum(shared.layout.encode()) if shared.layout else ""
-            self._layouts[key] = (layout_id, shared.layout)
+            known = self._layouts.setdefault(key, {})
+            known.pop(layout_id, None)
+            known[layout_id] = shared.layout
+            if len(known) > _LAYOUTS:
+                del known[next(iter(known))]
             return Joint(shared, layout_id)
 
     def begun(self, upload: Upload) -> None:
@@ -101,6 +106,26 @@ class Shares:
                 if upload.run == key and upload.joint is not None and upload.joint.shared.name == name:
                     upload.joint.failed = upload.joint.failed or why
             self._end(key, name, why)
+
+    def is_over(self, run: str, name: str) -> bool:
+        """Whether nobody can join a snapshot here any more: it is committed, given up, or overtaken."""
+        key, order = self._registry.key(run), _order_of(name)
+        with self._changed:
+            return order <= self._over.get(key, _NEVER)[0]
+
+    def is_joined(self, run: str, name: str, share: int) -> bool:
+        """Whether a rank has asked for its share of a snapshot here, or nobody can any more.
+
+        Args:
+            run: the run, as in URLs.
+            name: of the snapshot.
+            share: of the rank.
+        """
+        key = self._registry.key(run)
+        with self._changed:
+            joints = [upload.joint for upload in self._open.values() if upload.run == key]
+            joined = (share in joint.joined for joint in joints if joint is not None and joint.shared.name == name)
+            return any(joined) or self.is_over(run, name)
 
     def wait(self, upload: Upload) -> None:
         """Return when the bytes of all shares are in place.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from lightning_spot.image.coming import Coming
+from lightning_spot.image.files import FileSpan
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.packing import Compression
@@ -110,12 +111,14 @@ class Gathering:
         nbytes: size of the image.
         base: the snapshot that the node has, and from which it can make ranges of this one.
         shared: what the first host has said of it.
+        files: that this host writes, at a durable tier; empty for those that the layout says.
     """
 
     upload: str
     nbytes: int
     base: BaseInfo | None
     shared: Shared
+    files: tuple[FileSpan, ...] = ()
 
 
 class JointTier(Protocol):
@@ -168,8 +171,15 @@ class JointTier(Protocol):
     def give_up(self, gathering: Gathering) -> None:
         """There will be no such snapshot. Nothing happens if the node does not answer: it notices by itself."""
 
-    def decline(self, name: str, *, attempt: int, why: str) -> None:
-        """Say that none of that name will begin."""
+    def decline(self, name: str, *, attempt: int, why: str, host: int = 0) -> None:
+        """Say that none of that name will be.
+
+        Args:
+            name: of the snapshot.
+            attempt: that would have written it.
+            why: for people.
+            host: whose node was lost that was to bring its portion; at a durable tier nothing is said if that is there.
+        """
 
 
 @runtime_checkable

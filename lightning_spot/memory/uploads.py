@@ -22,7 +22,8 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.abroad import Abroad, Heard
 from lightning_spot.memory.ahead import SlotsAhead
 from lightning_spot.memory.bases import Base
-from lightning_spot.memory.joint import Shared
+from lightning_spot.memory.bringing import Below
+from lightning_spot.memory.joint import Shared, is_durable
 from lightning_spot.memory.leasing import lease
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
@@ -44,13 +45,14 @@ class Uploads:
     Args:
         ring: gives the slots.
         registry: tells who may write.
-        open_store: makes the stores of memory nodes to which several hosts bring a snapshot together.
+        open_store: makes the stores of places to which several hosts bring a snapshot together.
         heard: see :data:`~lightning_spot.memory.abroad.Heard`.
+        below: what the node does at durable tiers to which hosts bring snapshots.
 
     Attributes:
         closing: whether the node is shutting down, and takes no new snapshots.
         shares: of uploads that several ranks fill.
-        abroad: of uploads that several hosts bring to a memory node.
+        abroad: of uploads that several hosts bring to one place.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Uploads:
         registry: Registry,
         open_store: Callable[[str], Store],
         heard: Heard,
+        below: Below,
     ) -> None:
         self.closing = False
         self._uploads: dict[str, Upload] = {}
@@ -67,10 +70,11 @@ class Uploads:
         self._lock = registry.lock
         self._ahead = SlotsAhead(ring)
         self.shares = Shares(registry, self._notify, self.free_if_given_up)
-        self.abroad = Abroad(self, ring, registry, open_store, heard)
+        self.abroad = Abroad(self, ring, registry, open_store, heard, below)
 
     def __len__(self) -> int:
-        return len(self._uploads)
+        """Those under way, and snapshots that this host has brought its part of, and that are still to be committed."""
+        return len(self._uploads) + self.abroad.visits.finishing
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(self._uploads))
@@ -86,10 +90,15 @@ class Uploads:
         self._ahead.close()
 
     def end_session(self, session: str) -> None:
-        """The connection of a trainer has closed: its half-filled slots are freed."""
+        """The connection of a trainer has closed: its half-filled slots are freed.
+
+        What it has filled, and this host's node brings to a durable tier, goes on: there may be nobody else to do it.
+        """
         with self._lock:
             for upload in [item for item in self._uploads.values() if item.session == session]:
-                self.abort(upload.id)
+                at = upload.joint.shared.at if upload.joint is not None else ""
+                if not (upload.sealing and is_durable(at)):
+                    self.abort(upload.id)
             self.shares.end_session(session)
 
     def lease(

@@ -1,7 +1,8 @@
-"""Snapshots that another host leads: what the node of a host that takes part does, at each memory node they go to."""
+"""Snapshots that another host leads: what the node of a host that takes part does, at each place they go to."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from lightning_spot.errors import SettingsError, ShareMissing, SpotError
 from lightning_spot.image.portion import Portion, PortionImage, Portions
 from lightning_spot.memory.bringing import Bringing
+from lightning_spot.memory.joint import Shared, urls_of
+from lightning_spot.memory.joint_store import JointStore
 from lightning_spot.memory.tier import Gathering, JointTier
 from lightning_spot.memory.upload import Upload
 
@@ -17,6 +20,7 @@ logger = logging.getLogger(__name__)
 _JOIN_S = 120.0
 _WAIT_FOR_SLOT_S = 5.0
 _OTHERS_S = 5.0  # for a snapshot to begin at the other nodes, once this host has brought it to one
+_BEYOND = 2**46  # no image is so long: a host that brings the middle of one does not know where it ends
 
 
 @dataclass(eq=False, slots=True)
@@ -25,10 +29,12 @@ class _Visit:
 
     Attributes:
         run: as in URLs.
+        key: of the run.
         attempt: that writes.
         name: of the snapshot.
         host: number of this host, from 1.
-        left: URLs of memory nodes to which this host has still to bring it.
+        told: at a durable tier: what the ranks of this host say of the snapshot.
+        left: URLs of places to which this host has still to bring it.
         joined: those of them at which it has begun.
         upload: of this host's portion, once it has begun at one of them.
         portion: what is in its slot.
@@ -38,9 +44,11 @@ class _Visit:
     """
 
     run: str
+    key: str
     attempt: int
     name: str
     host: int
+    told: Shared | None
     left: set[str]
     joined: set[str] = field(default_factory=set)
     upload: Upload | None = None
@@ -53,55 +61,106 @@ class _Visit:
 class Visits:
     """The snapshots that a host takes part in. Methods may be called from any thread.
 
-    Each memory node has a thread, so that a slow one delays no other. The slot is let go once nothing is sent from it:
-    a node at which the snapshot does not begin is not waited for.
+    Each place has a thread, so that a slow one delays no other. The slot is let go once nothing is sent from it: a node
+    at which the snapshot does not begin is not waited for, and other hosts that bring theirs to a durable tier neither.
 
     Args:
         bringing: sends the portions.
+
+    Attributes:
+        finishing: how many snapshots are at a durable tier as far as they are this host's, and not known to be whole.
     """
 
     def __init__(self, bringing: Bringing) -> None:
+        self.finishing = 0
         self._bringing = bringing
         self._changed = threading.Condition()
         self._visits: dict[tuple[str, str], _Visit] = {}
 
-    def join(self, run: str, attempt: int, name: str, at: str, host: int) -> None:
+    def join(
+        self, run: str, attempt: int, name: str, at: str, host: int, told: Shared | None = None, layout_id: str = ""
+    ) -> None:
         """Take part in a snapshot that another host leads: a slot for this host's portion is there in a moment.
 
         Args:
             run: as in URLs.
             attempt: that writes.
             name: of the snapshot.
-            at: URLs of the run at the memory nodes, separated by spaces.
+            at: see :class:`~lightning_spot.memory.joint.Shared`.
             host: number of this host, from 1.
+            told: at a durable tier: what a rank of this host says of the snapshot.
+            layout_id: of the layout that was given last, if that is meant and ``told`` has none.
+
+        Raises:
+            SettingsError: if that layout is not here (any more).
         """
+        key, urls = self._bringing.registry.key(run), urls_of(at)
+        if told is not None:
+            told = self._bringing.uploads.shares.joint(key, told, layout_id).shared
+        if self._bringing.uploads.shares.is_over(run, name):
+            return  # who asks is told so
         with self._changed:
             if (run, name) in self._visits:
                 return
-            visit = self._visits[run, name] = _Visit(run, attempt, name, host, set(at.split()))
-        for url in at.split():
+            visit = self._visits[run, name] = _Visit(run, key, attempt, name, host, told, set(urls))
+        for url in urls:
             threading.Thread(target=self._visit, args=(visit, url), name="spot-joint", daemon=True).start()
+
+    def wait(self, wait_s: float) -> list[str]:
+        """Wait until this host has brought what it has; what is on its way in the end, one line each."""
+
+        def late() -> list[str]:
+            visits = list(self._visits.values())
+            return [f"{url}: {visit.name} is on its way" for visit in visits for url in visit.left]
+
+        with self._changed:
+            self._changed.wait_for(lambda: not late(), wait_s)
+            return late()
 
     def _visit(self, visit: _Visit, url: str) -> None:
         tier: JointTier | None = None
         gathering: Gathering | None = None
         try:
-            tier = self._bringing.tier(url)
-            gathering = tier.join(visit.name, attempt=visit.attempt, host=visit.host, wait_s=_JOIN_S)
+            if visit.told is not None:  # ranks wait for the slot: nothing is asked of the tier before they have it
+                gathering = Gathering(visit.name, _BEYOND, None, visit.told)
+            else:
+                tier = self._bringing.tier(url, visit.key)
+                gathering = tier.join(visit.name, attempt=visit.attempt, host=visit.host, wait_s=_JOIN_S)
             upload, portion = self._begun(visit, url, gathering)
-            self._bringing.uploads.shares.wait(upload)
-            self._bringing.uploads.bring(upload)
-            image = PortionImage(portion, upload.slot.view(portion.nbytes), gathering.nbytes)
-            self._bringing.bring(tier, gathering, upload, portion.ranges, portion, image)
+            tier = tier or self._bringing.tier(url, visit.key)
+            self._bring(tier, gathering, upload, portion)
             tier.placed(gathering, visit.host)
         except BaseException as error:
             self._ended(visit, url, error)
-            if tier is not None and gathering is not None:
-                self._tell(tier, gathering, visit.host, error)
+            if gathering is not None:
+                self._tell(visit, url, gathering, error)
             if not isinstance(error, SpotError):
                 raise
         else:
+            if isinstance(tier, JointStore):
+                self._finish(visit, url, tier, gathering)
+            else:
+                self._ended(visit, url, None)
+
+    def _bring(self, tier: JointTier, gathering: Gathering, upload: Upload, portion: Portion) -> None:
+        self._bringing.uploads.shares.wait(upload)
+        self._bringing.uploads.bring(upload)
+        image = PortionImage(portion, upload.slot.view(portion.nbytes), gathering.nbytes)
+        self._bringing.bring(tier, gathering, upload, portion.ranges, portion, image)
+
+    def _finish(self, visit: _Visit, url: str, tier: JointStore, gathering: Gathering) -> None:
+        """Commit what has come together, should nobody else be left to do it. No slot is kept for that."""
+        with self._changed:
+            self.finishing += 1
+        try:
             self._ended(visit, url, None)
+            goes_on = functools.partial(self._bringing.check_attempt, visit.key, visit.attempt, visit.name)
+            tier.finish(gathering, visit.host, goes_on)
+        except SpotError as error:
+            logger.info("%s has not come together at %s: %s", visit.name, url, error)
+        finally:
+            with self._changed:
+                self.finishing -= 1
 
     def _begun(self, visit: _Visit, url: str, gathering: Gathering) -> tuple[Upload, Portion]:
         """The snapshot has begun at a node; the slot for it, which is leased when it has at the first one.
@@ -120,9 +179,10 @@ class Visits:
             self._changed.notify_all()
         with visit.leasing:
             if visit.upload is None:
-                shared = replace(gathering.shared, shares=1 + portions.ranks[visit.host - 1], by_hosts=False)
+                shared = replace(gathering.shared, shares=1 + portions.ranks[visit.host - 1], by_hosts=False, at="")
+                wait_s = _WAIT_FOR_SLOT_S if visit.told is None else _JOIN_S  # no slot elsewhere waits for this one
                 visit.upload = self._bringing.uploads.lease(
-                    visit.run, visit.attempt, portion.nbytes, name=name, wait_s=_WAIT_FOR_SLOT_S, shared=shared
+                    visit.run, visit.attempt, portion.nbytes, name=name, wait_s=wait_s, shared=shared
                 )
                 visit.portion = portion
                 self._bringing.uploads.make_another(visit.upload)
@@ -131,7 +191,7 @@ class Visits:
             return visit.upload, portion
 
     def _ended(self, visit: _Visit, url: str, error: BaseException | None) -> None:
-        """Nothing more is sent to a node; after the last one, free the slot."""
+        """Nothing more is sent to a place; after the last one, free the slot."""
         if error is not None:
             logger.info("this host brings nothing to %s at %s: %s", visit.name, url, error)
         with self._changed:
@@ -145,6 +205,7 @@ class Visits:
                 return
             visit.over = True
             del self._visits[visit.run, visit.name]
+            self._changed.notify_all()
         if visit.brought:
             assert visit.upload is not None
             assert visit.portion is not None
@@ -163,8 +224,9 @@ class Visits:
         except SpotError as problem:  # a later attempt has begun, or the run is not known any more
             logger.debug("nobody waits for %s: %s", visit.name, problem)
 
-    def _tell(self, tier: JointTier, gathering: Gathering, host: int, error: BaseException) -> None:
+    def _tell(self, visit: _Visit, url: str, gathering: Gathering, error: BaseException) -> None:
         try:
+            tier, host = self._bringing.tier(url, visit.key), visit.host
             tier.placed(gathering, host, f"host {host}: {error or type(error).__name__}")
         except SpotError as problem:  # it was given up there, or does not answer: the first host notices
             logger.debug("%s could not be told that it is torn: %s", gathering.upload, problem)

@@ -20,6 +20,7 @@ from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
     CorruptManifest,
+    CorruptSnapshot,
     MissingCredentials,
     SettingsError,
     SnapshotNotFound,
@@ -27,6 +28,7 @@ from lightning_spot.errors import (
     TierError,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_order
+from lightning_spot.memory.joint_folder import commit_left
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.run import patience
 from lightning_spot.run.identity import Identity, NodeRun, identify, runs_of
@@ -37,6 +39,8 @@ from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Claim, Holdings
 
 logger = logging.getLogger(__name__)
+
+_MOST_LEFT = 100  # each is listed: seconds in all
 
 
 @dataclass(slots=True)
@@ -95,13 +99,19 @@ def _misses_the_newest(holdings: Holdings) -> bool:
     return any((snapshot_order(name) or nothing) > best for name in holdings.unreadable)
 
 
-def survey(location: Location, bounds: Patience | None = None) -> Survey:
-    """Ask every tier of a location what it holds. Takes no longer than the slowest of them, within bounds."""
+def survey(location: Location, bounds: Patience | None = None, *, commits: bool = True) -> Survey:
+    """Ask every tier of a location what it holds. Takes no longer than the slowest of them, within bounds.
+
+    Args:
+        location: of the run.
+        bounds: how patiently.
+        commits: whether a snapshot that all hosts had brought is committed, if none was left to do so.
+    """
     bounds = bounds or patience.PATIENCE
     store = open_store(location.url)
     asked: dict[str, Callable[[], Any]] = {node: functools.partial(_node_runs, node, bounds) for node in location.nodes}
     asked[MEMORY] = lambda: _embedded_runs(location)
-    asked[DURABLE] = lambda: _Durable.ask(store, bounds)
+    asked[DURABLE] = lambda: _Durable.ask(store, bounds, commits=commits)
     answers, problems = ask_all(asked, bounds.answer_s)
     durable: _Durable | None = answers.pop(DURABLE, None)
     listed = {tier: answers[tier] for tier in (MEMORY, *location.nodes) if tier in answers}
@@ -138,7 +148,7 @@ def look_again(found: Survey, bounds: Patience | None = None) -> Survey:
     """
     bounds = bounds or patience.PATIENCE
     store = open_store(found.location.url)
-    answers, problems = ask_all({DURABLE: lambda: _Durable.ask(store, bounds)}, bounds.answer_s)
+    answers, problems = ask_all({DURABLE: lambda: _Durable.ask(store, bounds, commits=True)}, bounds.answer_s)
     answer: _Durable | None = answers.get(DURABLE)
     nodes = [(source, holdings) for source, holdings in found.answers if source.tier != DURABLE]
     if answer is None:
@@ -156,13 +166,13 @@ class _Durable:
     inode: int
 
     @classmethod
-    def ask(cls, store: Any, bounds: Patience) -> _Durable:
+    def ask(cls, store: Any, bounds: Patience, *, commits: bool) -> _Durable:
         """Ask, again and again within the bounds, until all of it could be read."""
         begun_s, pause_s = time.monotonic(), bounds.first_pause_s
         for number in range(1, bounds.tries + 1):
             last = number == bounds.tries or time.monotonic() - begun_s + pause_s > bounds.no_more_tries_after_s
             try:
-                answer = cls._once(store)
+                answer = cls._once(store, commits=commits)
             except TierError as error:
                 if last and isinstance(error, MissingCredentials):
                     raise SettingsError(str(error)) from error
@@ -180,14 +190,37 @@ class _Durable:
         raise AssertionError("unreachable")
 
     @classmethod
-    def _once(cls, store: Any) -> _Durable:
+    def _once(cls, store: Any, *, commits: bool) -> _Durable:
         holdings = store.survey()
+        left = _left_of(holdings) if commits else []
+        if (found := next(filter(None, (_committed(store, name) for name in left)), None)) is not None:
+            holdings.manifests.insert(0, found)
         try:
             claim = store.newest_claim()
         except CorruptManifest as error:
             logger.warning("lightning_spot: %s; the run is known by its place only", error)
             claim = None
         return cls(holdings, claim, store.inode() if isinstance(store, LocalStore) else 0)
+
+
+def _committed(store: Any, left: str) -> Manifest | None:
+    """Commit a snapshot that all hosts had brought, none of which was left to commit it; ``None`` if it was not."""
+    try:
+        found = commit_left(store, left)
+    except (CorruptSnapshot, SnapshotNotFound) as error:  # it stays so, and the one before is there
+        logger.warning("lightning_spot: %s at %s is passed over: %s", left, store.url, error)
+        return None
+    if found is not None:
+        logger.info("lightning_spot: all hosts had brought %s, and none was left to commit it", left)
+    return found
+
+
+def _left_of(holdings: Holdings) -> list[str]:
+    """Snapshots that are not committed and newer than all that are: the newest of them, newest first."""
+    nothing = (0, -1, False)
+    newest = max((manifest.order for manifest in holdings.manifests), default=nothing)
+    left = {name: order for name in holdings.unfinished if (order := snapshot_order(name) or nothing) > newest}
+    return sorted(left, key=lambda name: left[name], reverse=True)[:_MOST_LEFT]
 
 
 def _embedded_runs(location: Location) -> list[NodeRun]:

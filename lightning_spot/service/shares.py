@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from lightning_spot.image.packing import can_pack
-from lightning_spot.memory.joint import MOST_SHARES, Shared
+from lightning_spot.memory.joint import MOST_SHARES, Shared, is_durable
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.wire import BaseInfo
@@ -45,12 +45,16 @@ class ShareRequests:
     async def join(self, request: web.Request) -> web.Response:
         """Take a share of a snapshot, as soon as its slot is leased."""
         only_same_host(request)
-        body = await json_body(request)
+        body = await shared_body(request)
         run, name = request.match_info["run"], text(body, "name")
         attempt = integer(body, "attempt", None, 0, MOST_ATTEMPTS)
         if at := text(body, "at"):
-            host = integer(body, "host", None, 1, MOST_SHARES)
-            await asyncio.to_thread(self._node.uploads.abroad.visits.join, run, attempt, name, at, host)
+            host, told = integer(body, "host", None, 1, MOST_SHARES), None
+            if is_durable(at):
+                layout = long_text(body, "layout")
+                told = Shared(name=name, shares=1, digest=text(body, "digest"), layout=layout, at=at)
+            layout_id, visits = identifier(body, "layout_id"), self._node.uploads.abroad.visits
+            await asyncio.to_thread(visits.join, run, attempt, name, at, host, told, layout_id)
         upload = await self._join(
             request,
             run,
@@ -66,9 +70,9 @@ class ShareRequests:
         joint = upload.joint
         assert joint is not None
         known = identifier(body, "layout_id") == joint.layout_id
-        told = {"shares": joint.shared.shares, "digest": joint.shared.digest, "layout_id": joint.layout_id}
+        fields = {"shares": joint.shared.shares, "digest": joint.shared.digest, "layout_id": joint.layout_id}
         return web.json_response(
-            {**leased(self._node, upload), **told, "layout": None if known else joint.shared.layout}
+            {**leased(self._node, upload), **fields, "layout": None if known else joint.shared.layout}
         )
 
     async def placed(self, request: web.Request) -> web.Response:
@@ -84,10 +88,13 @@ class ShareRequests:
         only_same_host(request)
         body = await json_body(request)
         attempt = integer(body, "attempt", None, 0, MOST_ATTEMPTS)
-        name, why, at = text(body, "name"), text(body, "why"), text(body, "at")
-        await asyncio.to_thread(self._shares.decline, request.match_info["run"], attempt, name, why)
+        run, name, why, at = request.match_info["run"], text(body, "name"), text(body, "why"), text(body, "at")
+        host, abroad = integer(body, "host", 0, 0, MOST_SHARES), self._node.uploads.abroad
+        if host and await asyncio.to_thread(self._shares.is_joined, run, name, 1):
+            return web.json_response({})  # the first rank of this host asks: it has lost its connection only
+        await asyncio.to_thread(self._shares.decline, run, attempt, name, why)
         if at:
-            self._node.uploads.abroad.decline(at, name, attempt, why)
+            abroad.decline(run, at, name, attempt, why, host)
         return web.json_response({})
 
 

@@ -41,12 +41,14 @@ class ShardedImage:
         files: into which the image is cut at rest; on rank 0 only.
         digest: of all that the ranks must agree on.
         plan: who writes what; the same object as long as that stays as it is.
+        places: where everything of fixed size lies.
     """
 
     layout: Layout
     files: tuple[FileSpan, ...]
     digest: str
     plan: Plan
+    places: Places
 
 
 class ShardedLayouter:
@@ -55,10 +57,11 @@ class ShardedLayouter:
     Args:
         rank: this one.
         world_size: number of ranks.
+        token: of the attempt: ranks of two trainers never agree.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, world_size: int, token: str = "") -> None:
+        self._rank, self._token = rank, token
         self._planner = Planner(world_size)
         self._places: Places | None = None
         self._digest = ""
@@ -98,7 +101,7 @@ class ShardedLayouter:
         files, end = list(places.files), places.end
         if self._rank == 0:
             end = self._behind(places, values, rest, frame, files)
-        return ShardedImage(Layout(end, tuple(frame), pieces), tuple(files), self._digest, plan)
+        return ShardedImage(Layout(end, tuple(frame), pieces), tuple(files), self._digest, plan, places)
 
     def _place(self, plan: Plan, state_bytes: Sequence[int]) -> Places:
         places = Places(plan, state_bytes)
@@ -108,7 +111,7 @@ class ShardedLayouter:
             for at, data in (*before, (last_at, last + bytes(placed.pad))):
                 self._frame.append((placed.offset + at, data))
         self._frame = _joined(self._frame)
-        self._digest = checksum(f"{plan.digest} {places.state_bytes}".encode())
+        self._digest = checksum(f"{plan.digest} {places.state_bytes} {self._token}".encode())
         self._sources = [
             (placed.item, _Source(self._rank, plan.tensors[placed.item].path, placed, self._numbers))
             for placed in places.by_rank[self._rank]

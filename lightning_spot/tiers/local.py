@@ -12,12 +12,13 @@ from pathlib import Path
 
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptManifest, SpotError, TierError
-from lightning_spot.image.files import cut, is_data_file
+from lightning_spot.image.files import cut, is_own_file
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, Order, snapshot_order
 from lightning_spot.image.parts import part_ranges
 from lightning_spot.image.sealing import NotedParts
 from lightning_spot.tiers import files, store
 from lightning_spot.tiers.files import tier_errors
+from lightning_spot.tiers.folder import LocalFolder
 from lightning_spot.tiers.image_reader import ImageReader
 from lightning_spot.tiers.store import ATTEMPTS_DIR, Claim, Holdings, Progress
 from lightning_spot.tiers.temporaries import temporary_name, temporary_owner, writer_has_ended
@@ -51,6 +52,8 @@ class LocalStore:
                 try:
                     if (manifest := self._committed(name)) is not None:
                         found.manifests.append(manifest)
+                    else:
+                        found.unfinished.append(name)
                 except (OSError, CorruptManifest) as error:
                     found.unreadable[name] = _reason(error)
         found.manifests = store.newest_first(found.manifests)
@@ -90,6 +93,10 @@ class LocalStore:
             for start, stop in manifest.ranges():
                 image.read(start, into[start:stop], progress)
                 manifest.verify_range(start, into[start:stop], self.url)
+
+    def folder(self, name: str, *, attempt: int, run_id: str) -> LocalFolder:
+        """See :meth:`HasFolders.folder`."""
+        return LocalFolder(self.root, name, attempt=attempt, run_id=run_id)
 
     # -- changes --------------------------------------------------------------------------------------------------
 
@@ -292,7 +299,7 @@ class LocalStore:
     def _sweep_snapshot(self, folder: Path, order: Order, current: Manifest) -> None:
         self._sweep_temporaries(folder, current)
         names = os.listdir(folder)
-        if order >= current.order or MANIFEST_FILE in names or not all(map(is_data_file, names)):
+        if order >= current.order or MANIFEST_FILE in names or not all(map(is_own_file, names)):
             return
         newest_s = max(os.lstat(path).st_mtime for path in (folder, *(folder / name for name in names)))
         if files.is_there(folder / MANIFEST_FILE):
@@ -315,7 +322,7 @@ class LocalStore:
     def _remove_own(self, folder: Path) -> None:
         """Remove our own files in a snapshot's directory, and it, unless it holds something of somebody else's."""
         for name in os.listdir(folder):
-            if is_data_file(name) or temporary_owner(name) is not None:
+            if is_own_file(name) or temporary_owner(name) is not None:
                 files.remove(folder / name)
         with contextlib.suppress(OSError):  # not empty: it stays, without our files
             os.rmdir(folder)

@@ -12,11 +12,12 @@ from typing import TypeVar
 
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot, SnapshotNotFound, TierError
-from lightning_spot.image.files import FileSpan, is_data_file, pieces
+from lightning_spot.image.files import FileSpan, is_own_file, pieces
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.sealing import NotedParts
 from lightning_spot.tiers import store
 from lightning_spot.tiers.filesystem import check_bucket, make_parent, open_filesystem, speaks, tier_errors
+from lightning_spot.tiers.folder import ObjectFolder
 from lightning_spot.tiers.lanes import Job, Lanes
 from lightning_spot.tiers.multipart import S3, abort_dead_uploads, abort_noted, create_object
 from lightning_spot.tiers.store import ATTEMPTS_DIR, LONGEST_MANIFEST_BYTES, Claim, Holdings, Progress
@@ -68,6 +69,8 @@ class ObjectStore:
                         found.manifests.append(manifest)
                     elif manifest:
                         found.unreadable[name] = manifest
+                    else:
+                        found.unfinished.append(name)
         found.manifests = store.newest_first(found.manifests)
         found.highest_attempt = store.highest_attempt(self.claimed(), names, found.manifests)
         return found
@@ -118,6 +121,10 @@ class ObjectStore:
                         where=self.url,
                     )
             self._lanes.run(jobs(), size)
+
+    def folder(self, name: str, *, attempt: int, run_id: str) -> ObjectFolder:
+        """See :meth:`HasFolders.folder`."""
+        return ObjectFolder(self._fs, self._root, self.url, self._lanes, name, attempt=attempt, run_id=run_id)
 
     # -- changes --------------------------------------------------------------------------------------------------
 
@@ -334,7 +341,7 @@ class ObjectStore:
         self._sweep_temporaries(f"{name}/", names, current)
         order = snapshot_order(name)
         names = [item for item in names if temporary_owner(item) is None]
-        if not names or not all(map(is_data_file, names)) or order is None or order[0] > current.attempt:
+        if not names or not all(map(is_own_file, names)) or order is None or order[0] > current.attempt:
             return
         paths = [f"{name}/{item}" for item in names]
         if order[0] == current.attempt and not all(map(self._is_settled, paths)):

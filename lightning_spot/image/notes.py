@@ -1,0 +1,173 @@
+"""What each of several hosts leaves beside the files that it has brought to a durable tier: from all of it, a manifest.
+
+A snapshot that hosts bring there by themselves has parts of which no host has all bytes. So each notes the checksums of
+its own pieces, and who finds the notes of all hosts makes the manifest of them, whichever host that is.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from lightning_spot.errors import CorruptManifest, CorruptSnapshot, SettingsError
+from lightning_spot.image.files import FileSpan, check_files, pieces
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.parts import checksum, part_ranges
+from lightning_spot.image.portion import MOST_HOSTS
+from lightning_spot.image.written import Ranges, read_ranges
+
+_MOST_BYTES = 2**46
+_READERS = 8
+
+Piece = tuple[int, int, str]
+"""First byte in the image, length and checksum of bytes that one host has, all within one part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What a layout says of the host that brings a portion by itself.
+
+    Attributes:
+        files: that it writes.
+        archives: first byte in the image and length of those whose checksums are to be written.
+    """
+
+    files: tuple[FileSpan, ...]
+    archives: Ranges
+
+    def to_dict(self) -> dict[str, object]:
+        """As entries of a layout, which is a JSON object."""
+        return {"files": [[file.name, file.offset, file.nbytes] for file in self.files], "archives": self.archives}
+
+
+@functools.lru_cache(maxsize=4)  # it stays the same from one snapshot to the next
+def read_own(layout: str) -> Own:
+    """Read it from a layout.
+
+    Raises:
+        SettingsError: if it is not there, or malformed.
+    """
+    try:
+        fields = json.loads(layout)
+        files = tuple(FileSpan(*item) for item in fields["files"])
+        archives = read_ranges(fields["archives"], _MOST_BYTES) or ()
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise SettingsError(f"a layout says nothing of the files that this host brings: {error}") from error
+    if problem := check_files(files, _MOST_BYTES):
+        raise SettingsError(f"a layout contradicts itself: {problem}")
+    return Own(files, archives)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Note:
+    """What a host has brought of a snapshot.
+
+    Attributes:
+        name: of the snapshot.
+        host: its number, from 0.
+        hosts: how many there are.
+        digest: what all of them must agree on: a checksum of the layout.
+        pieces: all bytes that it has, in order.
+        manifest: of the snapshot, without checksums; of host 0 only.
+    """
+
+    name: str
+    host: int
+    hosts: int
+    digest: str
+    pieces: tuple[Piece, ...]
+    manifest: Manifest | None = None
+
+    def to_json(self) -> str:
+        """The note as JSON text."""
+        manifest = self.manifest.to_dict() if self.manifest is not None else None
+        fields = {"name": self.name, "host": self.host, "hosts": self.hosts, "digest": self.digest}
+        return json.dumps({**fields, "pieces": self.pieces, "manifest": manifest})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Note:
+        """Read a note.
+
+        Raises:
+            CorruptManifest: if it is damaged or contradicts itself.
+        """
+        try:
+            fields = json.loads(text)
+            numbers = [fields["host"], fields["hosts"], *(item for piece in fields["pieces"] for item in piece[:2])]
+            found = tuple((start, nbytes, digest) for start, nbytes, digest in fields["pieces"])
+            texts = [fields["name"], fields["digest"], *(piece[2] for piece in found)]
+            manifest = Manifest.from_dict(fields["manifest"]) if fields["manifest"] is not None else None
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+            raise CorruptManifest(f"the note of a host is damaged: {error}") from error
+        if any(type(number) is not int for number in numbers) or any(type(each) is not str for each in texts):
+            raise CorruptManifest("the note of a host is damaged: a number or a text is something else")
+        host, hosts = fields["host"], fields["hosts"]
+        if not 0 <= host < hosts <= MOST_HOSTS or (manifest is not None) != (host == 0):
+            raise CorruptManifest(f"the note of host {host} of {hosts} contradicts itself")
+        named = manifest is None or manifest.name == fields["name"]
+        if not named or any(start < 0 or not 0 < nbytes <= _MOST_BYTES for start, nbytes, _ in found):
+            raise CorruptManifest(f"the note of host {host} of {hosts} contradicts itself")
+        return cls(
+            name=fields["name"], host=host, hosts=hosts, digest=fields["digest"], pieces=found, manifest=manifest
+        )
+
+
+def missing(notes: Mapping[int, Note]) -> list[int]:
+    """Hosts whose notes are not there yet; host 0 if there is none at all."""
+    hosts = max((note.hosts for note in notes.values()), default=1)
+    return [host for host in range(hosts) if host not in notes]
+
+
+def sealed(notes: Iterable[Note], read: Callable[[FileSpan, int, int], bytes]) -> Manifest:
+    """The manifest of a snapshot, of the notes of all hosts. Whoever makes it makes the same.
+
+    Args:
+        notes: of all hosts.
+        read: gives bytes of one of its files, from one place in the file to another: where a part is not one host's,
+            its checksum is made anew. Called on several threads.
+
+    Raises:
+        CorruptSnapshot: if the notes do not fit each other, or bytes are not those that were noted.
+    """
+    by_host = sorted(notes, key=lambda note: note.host)
+    first = by_host[0]
+    manifest = first.manifest
+    if manifest is None:
+        raise CorruptSnapshot(f"the first host has left no note of {first.name}")
+    for note in by_host:
+        if (note.name, note.hosts, note.digest) != (first.name, first.hosts, first.digest):
+            raise CorruptSnapshot(f"host {note.host} has another layout of {first.name} than the first host")
+    found = sorted(piece for note in by_host for piece in note.pieces)
+    ends = [0, *(start + nbytes for start, nbytes, _ in found)]
+    if [start for start, _, _ in found] != ends[:-1] or ends[-1] != manifest.nbytes:
+        raise CorruptSnapshot(f"what the hosts have brought of {first.name} is not every byte of it once")
+    source, parts = iter(found), list[list[Piece]]()
+    for start, stop in part_ranges(manifest.nbytes, manifest.part_bytes):
+        of_part: list[Piece] = []
+        while sum(nbytes for _, nbytes, _ in of_part) < stop - start:
+            of_part.append(next(source))
+        if of_part[-1][0] + of_part[-1][1] != stop:
+            raise CorruptSnapshot(f"the hosts have cut {first.name} into other parts than its manifest")
+        parts.append(of_part)
+
+    def checksum_of(of_part: list[Piece]) -> str:
+        return of_part[0][2] if len(of_part) == 1 else _whole(manifest, of_part, read)
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        return replace(manifest, checksums=tuple(pool.map(checksum_of, parts)))
+
+
+def _whole(manifest: Manifest, found: list[Piece], read: Callable[[FileSpan, int, int], bytes]) -> str:
+    """The checksum of a part that several hosts have brought, each of whose pieces is checked."""
+    data = bytearray()
+    for start, nbytes, noted in found:
+        piece = bytearray()
+        for span, first, last in pieces(manifest.spans, start, start + nbytes):
+            piece += bytes(last - first) if span is None else read(span, first - span.offset, last - span.offset)
+        if len(piece) != nbytes or checksum(piece) != noted:
+            raise CorruptSnapshot(f"bytes {start}–{start + nbytes} of {manifest.name} are not those that were brought")
+        data += piece
+    return checksum(data)

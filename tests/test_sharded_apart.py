@@ -1,0 +1,217 @@
+"""Ranks of two hosts that write one snapshot in shards, with no memory node: it comes together at the durable tier."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import zipfile
+from collections.abc import Iterator
+from concurrent import futures
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_spot.capture import joining
+from lightning_spot.client import embedded
+from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.errors import NodeUnreachable, ShareMissing
+from lightning_spot.exact.compare import differences
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.shards import Shards
+from lightning_spot.tiers.local import LocalStore
+from tests.conftest import until
+from tests.small_trainer import info_of
+from tests.test_sharded_across import LAST_S, Desk
+from tests.test_sharded_fit import final, snapshots, without_what_came_later
+from tests.test_sharded_hosts import Train, check_states, log, told, train
+
+__all__ = ["train"]
+
+
+class Apart(Desk):
+    """Each host brings its files to the durable tier. None has memory for the largest snapshots as a whole."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(root, str(root / "run"), monkeypatch, memory_bytes=3 * 2**20)
+        self.store = LocalStore(self.url)
+        self.most_own_bytes = 1000  # as all ranks were told
+
+    def image(self, manifest: Manifest) -> tuple[memoryview, Manifest]:
+        there = next(each for each in self.store.survey().manifests if each.name == manifest.name)
+        image = memoryview(bytearray(there.nbytes))
+        self.store.fetch(there, image)
+        return image, there
+
+
+def is_free(node: EmbeddedHost) -> bool:
+    """Whether it has no slot that nobody else can use now."""
+    return all(slot["state"] == "free" for slot in node._call("GET", "/v1/status")["slots"])
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Apart]:
+    made = Apart(tmp_path, monkeypatch)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_each_host_brings_its_files_and_whoever_is_last_commits(desk: Apart, tmp_path: Path) -> None:
+    for step in range(1, 5):
+        desk.check(manifest := desk.take(step))
+        assert desk.first.committed == manifest
+        assert desk.first.past_memory == manifest  # it is safe
+        desk.weights += 1
+    folder = tmp_path / "run" / manifest.name
+    image, there = desk.image(manifest)
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*(f.name for f in there.files), "manifest.json"])
+    places = {file.name: file.offset for file in there.files}
+    for tensor in Shards.read(image, there).tensors:  # each archive has its checksums
+        for shard in tensor.shards:
+            start = places[shard.at.file] + shard.at.offset
+            (tmp_path / "archive").write_bytes(image[start : start + shard.at.nbytes])
+            with zipfile.ZipFile(tmp_path / "archive") as archive:
+                assert archive.testzip() is None
+
+
+def test_a_host_that_cannot_bring_its_files_drops_the_snapshot_and_the_next_one_is_whole(desk: Apart) -> None:
+    desk.check(desk.take(1))
+    desk.most_own_bytes = 100_000
+    desk.hosts[0].decline(snapshot_name(2, 1), "no slot is free", desk.at)
+    begun = [desk.begin(rank, 2) for rank in (1, 2, 3)]  # none of them waits for a slot that never comes
+    desk.copied()
+    futures.wait(begun, LAST_S)
+    desk.most_own_bytes = 70_000  # and all have the same room again, also rank 0, which has not begun
+    desk.check(desk.take(3))
+    long = "x" * 400_000
+    with pytest.raises(ShareMissing, match=r"rank 3: its own state needs \d+ bytes"):
+        desk.take(4, long)
+    until(lambda: is_free(desk.hosts[1]), "the other rank's part to keep no slot", LAST_S)
+    desk.most_own_bytes = 401_000  # all ranks are asked after a snapshot was missed
+    desk.check(desk.take(5, long))
+    assert [manifest.step for manifest in desk.store.survey().manifests] == [5, 3, 1]
+
+
+def test_hosts_that_wait_for_others_keep_no_slot_and_owe_what_they_wait_for(desk: Apart) -> None:
+    others = [desk.begin(rank, 1) for rank in (1, 3)]
+    desk.copied()
+    futures.wait(others, LAST_S)
+    until(lambda: is_free(desk.hosts[1]), "its slot to be free", LAST_S)
+    leading = [desk.begin(rank, 1) for rank in (0, 2)]
+    desk.copied()
+    desk.check(leading[0].result(LAST_S))
+
+    leading = [desk.begin(rank, 2) for rank in (0, 2)]
+    node = desk.hosts[2]  # as a trainer asks at its end that had lost the node for a moment
+    assert node.flush(0.0) == [f"{desk.at}: {snapshot_name(2, 1)} is on its way"]
+    others = [desk.begin(rank, 2) for rank in (1, 3)]
+    desk.copied()
+    assert node.flush(LAST_S) == []
+    assert [manifest.step for manifest in desk.store.survey().manifests] == [2, 1]
+    futures.wait([*leading, *others], LAST_S)
+
+
+def test_ranks_have_the_same_room_where_rank_0_could_not_begin(desk: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk.check(desk.take(1))
+    desk.most_own_bytes = 100_000
+    with monkeypatch.context() as patch:
+        patch.setattr(desk.first.link, "_host", None)
+        with pytest.raises(NodeUnreachable):
+            desk.begin(0, 2)
+    desk.hosts[0].decline(snapshot_name(2, 1), "its node was lost for a moment", desk.at)
+    futures.wait([desk.begin(rank, 2) for rank in (1, 2, 3)], LAST_S)
+    desk.most_own_bytes = 0  # nobody is asked for the next one
+    desk.check(desk.take(3))
+
+
+def test_the_node_of_another_host_says_what_it_has_still_to_bring(desk: Apart) -> None:
+    """Its ranks' processes wait for that: with them, it may end."""
+    others, node = [desk.begin(1, 1)], desk.hosts[1]
+    futures.wait(others, LAST_S)
+    assert node.flush(0.0) == [f"{desk.at}: {snapshot_name(1, 1)} is on its way"]
+    others.append(desk.begin(3, 1))
+    desk.copied()
+    futures.wait(others, LAST_S)
+    desk.others[0].flush(LAST_S)
+    folder = desk.store.root / snapshot_name(1, 1)
+    assert (folder / "portion-0001.json").exists()
+    leading = [desk.begin(rank, 1) for rank in (0, 2)]
+    desk.copied()
+    desk.check(leading[0].result(LAST_S))
+
+
+def test_a_rank_that_comes_when_it_is_over_takes_no_slot(desk: Apart) -> None:
+    node = desk.hosts[1]
+    node.decline(snapshot_name(1, 1), "rank 1: it has no room")
+    with pytest.raises(ShareMissing, match="rank 1: it has no room"):
+        desk.begin(3, 1).result(LAST_S)
+    assert [slot for slot in node._call("GET", "/v1/status")["slots"] if slot["capacity_bytes"]] == []
+
+
+def test_a_host_whose_node_is_lost_has_nobody_wait_for_its_files(desk: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
+    def again() -> EmbeddedHost:
+        host = embedded.start(desk.url, "run", slots=3, memory_bytes=desk.memory_bytes, idle_timeout_s=30.0)
+        host.open_run(replace(info_of(desk.url, 1), durable_url=None, carry=False))
+        return host
+
+    monkeypatch.setattr(joining, "_LOOK_S", 0.05)
+    first, _, other = desk.others
+    first._connect = other._connect = again
+    written = desk.begin(1, 1)
+    first.copied()
+    written.result(LAST_S)
+    os.kill(desk.hosts[1]._call("GET", "/v1/status")["pid"], signal.SIGKILL)  # it waits for the other rank there
+    late = desk.begin(3, 1)  # which comes to the next node, where nobody has the first one's bytes
+    leading = [desk.begin(rank, 1) for rank in (0, 2)]
+    desk.copied()
+    with pytest.raises(ShareMissing, match="rank 1: the node of its host was lost"):
+        leading[0].result(LAST_S)
+    futures.wait([late], LAST_S)
+
+
+def test_ranks_of_two_hosts_save_each_step_without_a_memory_node(train: Train, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert train(root, "--steps", 3) == 0, log(root)
+    assert len(check_states(root)) == 3
+    assert told(root)["missed"] == 0
+    assert told(root)["brought"] == 3
+    assert [manifest.step for manifest in snapshots(root)] == [3, 3, 2, 1]  # with that of the end
+    assert 0.4 < told(root)["own"] / snapshots(root)[0].nbytes < 0.6
+
+
+@pytest.mark.soak
+def test_ranks_of_two_hosts_train_on_from_what_each_has_brought(train: Train, tmp_path: Path) -> None:
+    root, again = tmp_path / "run", tmp_path / "again"
+    assert train(root, "--steps", 6) == 0, log(root)
+    without_what_came_later(root, again, 4)
+    assert train(again, "--steps", 6, "--seed", 99) == 0, log(again)
+    assert "resumes at step 4" in log(again)
+    assert list(differences(final(root), final(again))) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("who", [0, 1, 3])
+def test_a_rank_of_either_host_is_killed_in_the_middle_of_its_share(train: Train, tmp_path: Path, who: int) -> None:
+    twin, root = tmp_path / "twin", tmp_path / "run"
+    assert train(twin, "--ranks", 4) == 0, log(twin)
+    assert train(root, "--ranks", 4, "--kill", who, 6) != 0
+    newest = snapshots(root)[0].step
+    assert newest >= 4
+    assert train(root, "--ranks", 4, "--seed", 99) == 0, log(root)
+    resumed = re.findall(r"resumes at step (\d+)", log(root))
+    assert int(resumed[-1]) >= newest  # what nodes had yet to bring may have come meanwhile
+    check_states(root)
+    assert list(differences(final(twin), final(root))) == []
+
+
+@pytest.mark.soak
+def test_an_urgent_snapshot_is_brought_by_all_hosts(train: Train, tmp_path: Path) -> None:
+    twin, root = tmp_path / "twin", tmp_path / "run"
+    assert train(twin) == 0
+    assert train(root, "--notice", 1, 5) == 143
+    assert "is safe in" in log(root)
+    assert train(root, "--seed", 99) == 0, log(root)
+    assert list(differences(final(twin), final(root))) == []
