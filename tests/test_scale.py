@@ -67,7 +67,8 @@ def test_a_change_wakes_the_thread_of_its_own_tier_only(bench: Bench, monkeypatc
     monkeypatch.setattr(work, "next", note)
     for run_id in [*OTHERS, RUN_ID]:
         bench.save(3, run_id=run_id)
-    until(lambda: len(found) == 4 and set(found.values()) == {(None, None)}, "all threads to wait")
+    assert bench.flush() == []
+    until(lambda: list(found.values()) == [(None, None)] * 4, "all threads to wait")
     found.clear()
     bench.save(4)
     assert bench.flush() == []

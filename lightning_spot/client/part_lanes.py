@@ -80,9 +80,8 @@ class PartLanes:
                 raise
         if count and not shared.are_taken:
             raise TooManyStreams("this node serves no connection for the parts", tier=self._url)
-        for lane in lanes:
-            for connect_s in lane.connects_s:
-                self._pace.answered(connect_s)
+        if connects_s := [connect_s for lane in lanes for connect_s in lane.connects_s]:
+            self._pace.answered(min(connects_s))  # the others waited for a processor besides
         self._connections = max(CONNECTIONS, climb.best_lanes)
         return sent
 
