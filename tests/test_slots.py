@@ -124,6 +124,19 @@ def test_the_writer_has_slots_made_one_after_the_other(desk: Desk) -> None:
     assert len(slots_of(desk)) == 2
 
 
+def test_a_state_that_goes_on_growing_is_not_skipped_each_time(desk: Desk) -> None:
+    """As with a metric that keeps all it has seen: each slot that was made in the background was too small again."""
+    desk.writer.warm(700_000)
+    skipped = []
+    for step in range(1, 6):
+        until(lambda: desk.writer.ready and desk.writer._maker._thread is None, "nothing is being made")
+        try:
+            desk.writer.begin(desk.checkpoint(more=torch.ones(500_000 * step)), manifest_of(step, run_id="")).result(30)
+        except RingFull:
+            skipped.append(step)
+    assert skipped == [1]
+
+
 def test_a_state_that_is_larger_than_was_expected_has_its_slot_made_in_the_background(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

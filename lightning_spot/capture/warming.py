@@ -32,6 +32,7 @@ class SlotMaker:
     def __init__(self, views: SlotViews, copier: Copier, lose: Callable[[Host, SpotError], None]) -> None:
         self._views, self._copier, self._lose = views, copier, lose
         self._size: tuple[int, bool] | None = None
+        self._has_grown = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -60,13 +61,24 @@ class SlotMaker:
             self._ready.clear()
             self._begin(host, spare=False)
 
-    def fits(self, host: Host, nbytes: int) -> bool:
-        """Whether slots are made large enough for a snapshot; if not, a larger one is made in the background.
+    def fits(self, host: Host, nbytes: int, *, waits: bool) -> bool:
+        """Whether a snapshot can take its slot; if slots are made too small, a larger one is made in the background.
 
-        What callbacks add is not known before, nor what a training gets later: another optimizer's state, averages.
+        What callbacks add is not known before, nor what a training gets later: another optimizer's state, averages. A
+        state that goes on growing would find each slot too small: where nobody waits, that of the second time is made
+        while training does.
+
+        Args:
+            host: the ring.
+            nbytes: of the snapshot.
+            waits: whether who asks waits for the larger slot.
         """
         if self._size is None or nbytes <= slot_capacity(self._size[0]):
             return True
+        if self._has_grown and not waits:
+            self._size = (nbytes, self._size[1])
+            return True
+        self._has_grown = True
         self.first(host, nbytes, cuda=self._size[1])
         return False
 

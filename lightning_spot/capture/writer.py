@@ -259,7 +259,7 @@ class SnapshotWriter:
         deadline_s = time.monotonic() + wait_s
         whole = self._outliner.lay_out(checkpoint)
         shared, layout = divide(whole)
-        if not self._maker.fits(host, layout.nbytes) and not (wait_s and self._maker.wait(wait_s)):
+        if not self._maker.fits(host, layout.nbytes, waits=wait_s > 0) and not (wait_s and self._maker.wait(wait_s)):
             raise RingFull("the slots are too small for it; a larger one is being made")
         lease = self._leases.take(host, layout.nbytes, within(deadline_s), shared)
         return layout, lease, replace(manifest, nbytes=layout.nbytes), whole

@@ -216,6 +216,8 @@ class Snapshotter(OfTrainer):
         """Take the last snapshot, of the finished run: after the module's own hook, which may change the weights."""
         self.wait_copied()
         self.pacing.check_monitor(self._trainer, self._trainer.current_epoch)
+        if not self._is_warm:
+            self._warm()  # of a run that only comes to its end there was no step
         self.close()
         self._undo.append(after_train_end(self._trainer, lambda: self._take(complete=True)))
 
