@@ -350,7 +350,7 @@ def test_the_next_attempt_completes_the_record_of_one_that_was_killed(tmp_path: 
     assert [step for step, _ in written(url).snapshots] == [10]
     assert lost_steps([first, following.record]) == [7, 0]
     assert following.spent.lost_s == pytest.approx(first.unix_s - dict(first.snapshots)[10])
-    assert not list(read_environment().runtime_dir.glob("*.attempt-0001.reached"))
+    until(lambda: not list(read_environment().runtime_dir.glob("*.attempt-0001.reached")), "its note forgotten")
     following.close("complete")
     assert [written(url, number).end for number in (0, 1)] == ["killed", "complete"]
     assert not list(read_environment().runtime_dir.glob("*.reached"))
