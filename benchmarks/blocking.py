@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch.autograd.graph import increment_version
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.measure import Result, WarmCopy, scratch, seconds
+from benchmarks.measure import Result, WarmCopy, bare_trainer, scratch, seconds
 from benchmarks.peers.seam_watch import SeamWatch
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.capture.writer import SnapshotWriter
@@ -170,15 +170,9 @@ def measure(rounds: int, busy_s: float) -> Rounds:
         comparison = Rounds(spot, watch, folder, every)
         model = Model()
         model.busy_s = busy_s
-        pl.Trainer(
-            max_steps=every * (rounds + 2) + 3,
-            callbacks=[watch, spot, comparison],
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        ).fit(model, DataLoader(TensorDataset(torch.zeros(10_000, 1)), 1))
+        bare_trainer(every * (rounds + 2) + 3, [watch, spot, comparison]).fit(
+            model, DataLoader(TensorDataset(torch.zeros(10_000, 1)), 1)
+        )
         comparison.plugins["plugin"].teardown()
         return comparison
 

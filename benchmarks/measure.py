@@ -13,12 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning
+import lightning.pytorch as pl
 import torch
 
 GIB = 2**30
@@ -70,6 +71,19 @@ def about() -> dict[str, Any]:
         "lightning": lightning.__version__,
         "load_before": os.getloadavg()[0],
     }
+
+
+def bare_trainer(steps: int, callbacks: Sequence[pl.Callback]) -> pl.Trainer:
+    """A trainer on the CPU that does nothing beside training but what its callbacks do."""
+    return pl.Trainer(
+        max_steps=steps,
+        callbacks=list(callbacks),
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.measure import Result, scratch
+from benchmarks.measure import Result, bare_trainer, scratch
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.staging.modes import MODES, Mode, ModeTrial
 
@@ -103,15 +103,9 @@ def measure(rounds: int) -> Clock:
         turns = Turns()
         spot = SpotCheckpoint(str(folder / "run-1"), interval=turns, durable_every_s=3600.0, notices=None)
         clock = Clock(spot, turns)
-        pl.Trainer(
-            max_steps=STEPS * (len(MODES) + 1) * (rounds + 1) + 1,
-            callbacks=[spot, clock],
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        ).fit(Model(), DataLoader(TensorDataset(torch.randint(WORDS, (10_000, LENGTH))), 2))
+        bare_trainer(STEPS * (len(MODES) + 1) * (rounds + 1) + 1, [spot, clock]).fit(
+            Model(), DataLoader(TensorDataset(torch.randint(WORDS, (10_000, LENGTH))), 2)
+        )
         print(f"  skipped for want of a slot: {spot.skipped}")
         return clock
 
