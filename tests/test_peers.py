@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-import benchmarks
 import benchmarks.__main__ as every
 from benchmarks.blocking import Idle
 from benchmarks.measure import Result
@@ -168,16 +166,6 @@ def test_a_benchmark_that_fails_leaves_the_others_what_they_found(
         False,
         [2.0],
     )
-
-
-def test_threads_that_wait_are_the_same_in_all_benchmarks_and_as_ever_in_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that imports a benchmark once changed how the trainings of all tests after it wait."""
-    monkeypatch.setenv("GOMP_SPINCOUNT", "1")  # so that it is afterwards as it was before
-    for argument, set_to in (("pytest", None), ("-m", "1000")):
-        monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-        monkeypatch.setattr(sys, "argv", [argument])
-        importlib.reload(benchmarks)
-        assert os.environ.get("GOMP_SPINCOUNT") == set_to
 
 
 def test_all_ways_of_a_block_are_measured_next_to_each_other_in_another_order_each_time() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lightning_spot.staging.alone import compute_alone
+
 HOST, PEER, DURABLE = "host", "peer", "durable"
 """Tiers: memory of this host, memory of another process (which stands for another host), a disk."""
 
@@ -90,7 +92,7 @@ class Copies:
     """Copies tensors on a thread of its own; from a CUDA device by a stream of its own."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "copies")
+        self._thread = ThreadPoolExecutor(1, "copies", compute_alone)
         self._left: list[Future[None]] = []
         self._stream: torch.cuda.Stream | None = None
 

@@ -22,6 +22,7 @@ import torch
 from benchmarks.baselines.baseline import DURABLE, HOST, Baseline, Copies
 from benchmarks.baselines.files import keep_two, newest
 from benchmarks.baselines.flat import Flat, Place, copied_now, rebuilt
+from lightning_spot.staging.alone import compute_alone
 
 
 class CheckFreq(Baseline):
@@ -30,7 +31,7 @@ class CheckFreq(Baseline):
     def __init__(self, folder: Path, every: int) -> None:
         super().__init__(folder, every)
         self._copies = Copies()
-        self._writer = ThreadPoolExecutor(1, "persist")
+        self._writer = ThreadPoolExecutor(1, "persist", compute_alone)
         self._copy: dict[Place, torch.Tensor] = {}
         self._persisted: Future[None] | None = None
 

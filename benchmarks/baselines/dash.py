@@ -24,6 +24,7 @@ import torch
 from benchmarks.baselines.baseline import DURABLE, HOST, PEER, Baseline
 from benchmarks.baselines.files import newest
 from benchmarks.baselines.peer_memory import PeerMemory
+from lightning_spot.staging.alone import compute_alone
 
 
 class Dash(Baseline):
@@ -34,8 +35,8 @@ class Dash(Baseline):
     def __init__(self, folder: Path, every: int) -> None:
         super().__init__(folder, every)
         self._peer = PeerMemory(folder)
-        self._copier = ThreadPoolExecutor(1, "copier")
-        self._sender = ThreadPoolExecutor(1, "sender")
+        self._copier = ThreadPoolExecutor(1, "copier", compute_alone)
+        self._sender = ThreadPoolExecutor(1, "sender", compute_alone)
         self._copied: Future[io.BytesIO] | None = None
         self._sent: Future[None] | None = None
 

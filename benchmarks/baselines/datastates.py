@@ -21,6 +21,7 @@ import torch
 from benchmarks.baselines.baseline import DURABLE, HOST, Baseline, Copies
 from benchmarks.baselines.files import keep_two, newest, read_whole
 from benchmarks.baselines.flat import Flat, Pair, TwoBuffers, as_blocks, copied_now, from_content
+from lightning_spot.staging.alone import compute_alone
 
 
 class DataStates(Baseline):
@@ -29,7 +30,7 @@ class DataStates(Baseline):
     def __init__(self, folder: Path, every: int) -> None:
         super().__init__(folder, every)
         self._copies, self._buffers = Copies(), TwoBuffers()
-        self._flusher = ThreadPoolExecutor(1, "flush")
+        self._flusher = ThreadPoolExecutor(1, "flush", compute_alone)
         self._flushed: list[Future[None]] = []
 
     def begin(self, step: int, checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:

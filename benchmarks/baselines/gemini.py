@@ -20,6 +20,7 @@ import torch
 from benchmarks.baselines.baseline import HOST, PEER, Baseline, Copies
 from benchmarks.baselines.flat import Flat, Pair, TwoBuffers, as_blocks, copied_now, from_content
 from benchmarks.baselines.peer_memory import PeerMemory
+from lightning_spot.staging.alone import compute_alone
 
 CHUNK_BYTES = 32 * 2**20
 
@@ -44,7 +45,7 @@ class Gemini(Baseline):
         super().__init__(folder, every)
         self._copies, self._buffers = Copies(), TwoBuffers()
         self._peer = PeerMemory()
-        self._sender = ThreadPoolExecutor(1, "sender")
+        self._sender = ThreadPoolExecutor(1, "sender", compute_alone)
         self._sent: list[Future[None]] = []
 
     def begin(self, step: int, checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:

@@ -18,6 +18,7 @@ import torch
 from benchmarks.baselines.baseline import DURABLE, HOST, Baseline, Copies
 from benchmarks.baselines.files import keep_two, newest, read_whole, write_whole
 from benchmarks.baselines.flat import Flat, Pair, TwoBuffers, as_blocks, copied_now, from_content
+from lightning_spot.staging.alone import compute_alone
 
 
 class Partitioned(Baseline):
@@ -31,7 +32,7 @@ class Partitioned(Baseline):
         super().__init__(folder, every)
         self.partitions: dict[int, list[Pair]] = {}
         self._copies, self._buffers = Copies(), TwoBuffers()
-        self._writer = ThreadPoolExecutor(1, "writer")
+        self._writer = ThreadPoolExecutor(1, "writer", compute_alone)
         self._under_way: tuple[int, Flat, torch.Tensor] | None = None
         self._newest: tuple[int, Flat, torch.Tensor] | None = None
         self._written: Future[None] | None = None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections.abc import Callable
+
+from lightning_spot.staging.alone import LoneThread
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ class Background:
     ) -> None:
         self._idle, self._idle_s = idle, idle_s
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = LoneThread(target=self._run, name=name)
         self._thread.start()
 
     def put(self, task: Callable[[], None]) -> None:

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from lightning_spot.image.layout import Piece
+from lightning_spot.staging.alone import LoneThread
 from lightning_spot.staging.cuda import CudaCopier, Held
 from lightning_spot.staging.job import NEVER, NOW, Batch, CopyJob, SlotView, Watch, batches_of, watch
 from lightning_spot.staging.samples import Sampler
@@ -42,18 +41,12 @@ class Copier:
         self._jobs: list[CopyJob] = []
         self._wake = threading.Condition()
         self._closed = False
-        self._started = threading.Semaphore(0)
         self._clock = clock
         self._sampler = Sampler()
         self._cuda = CudaCopier(buffer_bytes, device)
-        self._threads = [
-            threading.Thread(target=self._work, name=f"spot-copier-{index}", daemon=True) for index in range(threads)
-        ]
-        default = torch.get_num_threads()
+        self._threads = [LoneThread(target=self._work, name=f"spot-copier-{index}") for index in range(threads)]
         for thread in self._threads:
             thread.start()
-            self._started.acquire()
-        torch.set_num_threads(default)
 
     def start(
         self,
@@ -148,10 +141,6 @@ class Copier:
             self._wake.notify_all()
 
     def _work(self) -> None:
-        # One thread, also inside torch: a team of several would fight with the one that trains. torch keeps this per
-        # thread, but notes it as the default too, which the constructor puts right.
-        torch.set_num_threads(1)
-        self._started.release()
         while (job := self._next()) is not None:
             job.step_in_background()
 
