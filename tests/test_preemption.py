@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,6 +28,7 @@ from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.exact.compare import differences
 from lightning_spot.fit.ranks import Ranks
 from lightning_spot.interval.deadline import plan_urgent
+from lightning_spot.notices.exchange import ExchangeServer
 from lightning_spot.notices.notice import Notice
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
@@ -262,6 +264,18 @@ def test_ranks_wait_as_long_as_the_first_one_may_need(
     with pytest.raises(Preempted):
         trainer(NoticeAt(1, term), spot).fit(Net(), data())
     assert least_s < waits[0] <= most_s
+
+
+def test_a_rank_that_comes_late_does_not_wait_for_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one has nothing to bring to safety, and its process has ended by then: nobody listens any more."""
+    monkeypatch.setattr("lightning_spot.fit.ranks.main_address", lambda _: "127.0.0.1")
+    server = ExchangeServer("secret")
+    second: Any = SimpleNamespace(
+        global_rank=1, world_size=2, strategy=SimpleNamespace(broadcast=lambda _: (server.port, "secret"))
+    )
+    ranks = Ranks(second)
+    server.close()
+    ranks.part(LATEST_S)
 
 
 def test_an_end_that_fails_leaves_no_handler_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import subprocess
@@ -59,13 +60,11 @@ class Ranks:
         self.close()
         if self._world_size == 1 or self._rank == 0:
             return
-        exchange = Exchange(*self._address)
         try:
-            exchange.get("never published", wait_s)
-        except OSError as error:  # which is what was waited for
+            with contextlib.closing(Exchange(*self._address)) as exchange:
+                exchange.get("never published", wait_s)
+        except OSError as error:  # which is what was waited for; it may have gone before this rank came to wait
             logger.debug("rank 0 has left: %s", error)
-        finally:
-            exchange.close()
 
     def close(self) -> None:
         """Let the exchange go. The first rank's stays until its process ends: see :meth:`part`."""
