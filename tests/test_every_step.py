@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import io
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ import torch
 from torch import nn
 
 from lightning_spot import EverySteps, RemoteSnapshot
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.host import InProcessHost, Lease
+from lightning_spot.staging import schedule
 from lightning_spot.tiers.local import LocalStore
 from tests.models import EachDurable, data, state_of, trainer
 
@@ -101,6 +106,12 @@ def digest(state: dict[str, torch.Tensor]) -> str:
     return found.hexdigest()
 
 
+def digest_of(checkpoint: dict[str, Any]) -> str:
+    """Of the state of its step: averaging callbacks save the averages as the model's."""
+    checkpoint["state_dict"] = checkpoint.get("current_model_state", checkpoint["state_dict"])
+    return digest(state_of(checkpoint))
+
+
 class Witness(pl.Callback):
     """Hashes the state of every step, once all hooks of its batch are done, and compares its snapshot with that.
 
@@ -129,8 +140,7 @@ class Witness(pl.Callback):
     def compare(self, step: int) -> None:
         newest = LocalStore(self.root).survey().manifests[0]
         checkpoint = torch.load(self.root / newest.data_path, weights_only=True)
-        checkpoint["state_dict"] = checkpoint.get("current_model_state", checkpoint["state_dict"])
-        assert (newest.step, digest(state_of(checkpoint))) == (step, self._last), newest.name
+        assert (newest.step, digest_of(checkpoint)) == (step, self._last), newest.name
         self.compared += 1
 
 
@@ -160,3 +170,72 @@ def test_every_snapshot_is_its_step(tmp_path: Path, kind: type[Adapted], steps: 
 def test_every_snapshot_is_its_step_with_averages_that_are_swapped(tmp_path: Path, steps: int) -> None:
     averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
     check(tmp_path, steps, OfOneSize(), averaging.EMAWeightAveraging(decay=0.9))
+
+
+class Unhurried(pl.Callback):
+    """Hashes the state of every step, and waits for nothing."""
+
+    def __init__(self) -> None:
+        self.digests: dict[int, str] = {}
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self._see(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._see(trainer, pl_module)
+
+    def _see(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
+        checkpoint = {"state_dict": dict(pl_module.state_dict()), "optimizer_states": optimizers}
+        self.digests.setdefault(trainer.global_step, digest(state_of(checkpoint)))
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, str], dict[int, str]]:
+    """What is in each snapshot when it is committed in memory, and when it is durable. Small states are cut, too."""
+    monkeypatch.setattr(schedule, "LEAST_BYTES", 64)
+    committed: dict[int, str] = {}
+    durable: dict[int, str] = {}
+    real_seal, real_put = InProcessHost.seal, LocalStore.put
+
+    def seal(self: InProcessHost, lease: Lease, manifest: Manifest, *more: Any, **named: Any) -> Any:
+        done = real_seal(self, lease, manifest, *more, **named)
+        image = io.BytesIO(bytes(lease.map[: manifest.nbytes]))
+        committed.setdefault(manifest.step, digest_of(torch.load(image, weights_only=True)))
+        return done
+
+    def put(self: LocalStore, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
+        real_put(self, manifest, image, attempt=attempt)
+        durable[manifest.step] = digest_of(torch.load(self.root / manifest.data_path, weights_only=True))
+
+    monkeypatch.setattr(InProcessHost, "seal", seal)
+    monkeypatch.setattr(LocalStore, "put", put)
+    return committed, durable
+
+
+UNHURRIED = [pytest.param(16), pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
+
+
+@pytest.mark.parametrize("steps", UNHURRIED)
+@pytest.mark.parametrize(("kind", "partitions"), [(Adapted, "backward"), (RunsAhead, "eager"), (Adapted, "auto")])
+def test_every_snapshot_is_its_step_where_training_goes_on_beside(
+    tmp_path: Path,
+    found: tuple[dict[int, str], dict[int, str]],
+    caplog: pytest.LogCaptureFixture,
+    kind: type[Adapted],
+    partitions: Any,
+    steps: int,
+) -> None:
+    """Nobody waits for a copy, a commit or the disk: slots are used again while others are written and read."""
+    unhurried, (committed, durable) = Unhurried(), found
+    snapshots = RemoteSnapshot(
+        str(tmp_path / "run"), memory=None, interval=EverySteps(1), on_full="wait", partitions=partitions
+    )
+    with caplog.at_level(logging.WARNING):
+        trainer(snapshots, unhurried, max_epochs=1).fit(kind(), data(steps), data(2))
+    each = {step: one for step, one in unhurried.digests.items() if step}
+    assert len(each) == steps
+    assert committed == each
+    assert durable.items() <= each.items()
+    assert max(durable) == max(each)
+    assert "was dropped" not in caplog.text

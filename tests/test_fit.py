@@ -138,8 +138,9 @@ def test_a_tensor_that_moves_is_never_committed(
     # No copying in the background: what is not copied at once is copied just before the optimizer step,
     # when forward has changed the bias already.
     monkeypatch.setattr(Copier, "_work", lambda self: self._started.release())
-    probe = Probe()
-    trainer(spot(tmp_path), probe, max_epochs=3).fit(Unsteady(), data())
+    probe, callback = Probe(), spot(tmp_path)
+    trainer(callback, probe, max_epochs=3).fit(Unsteady(), data())
+    assert callback.torn == 1
     found = check_all(tmp_path, probe)
     assert caplog.text.count("was dropped: 1 tensors changed") == 1  # then it is known and copied at once
     assert 3 not in {manifest.step for manifest in found}

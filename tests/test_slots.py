@@ -11,12 +11,16 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightning_spot.errors import RingFull
+from lightning_spot.capture import leases
+from lightning_spot.capture.leases import Leases
+from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.errors import NodeUnreachable, RingFull
 from lightning_spot.fit import pacing as pacing_module
 from lightning_spot.fit.pacing import Pacing
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.interval.policy import EverySeconds, EverySteps
 from lightning_spot.memory.host import InProcessHost
+from lightning_spot.memory.joint import KnownLayout
 from lightning_spot.staging.slot import SlotMemory
 from tests.conftest import named_run, until
 from tests.gated import GatedStore, image_of, manifest_of
@@ -181,6 +185,45 @@ def test_an_urgent_snapshot_waits_no_longer_for_its_slot_than_it_may(
     assert waited == [3.0, over.wait_s, desk.host.max_stall_s]
     assert 0 < over.wait_s < 0.1
     go_on.set()
+
+
+@pytest.mark.parametrize(("wait_s", "longest_s"), [(0.0, 5.0), (20.0, 20.0), (1000.0, 110.0)])
+def test_who_waits_for_a_slot_waits_for_its_memory_to_be_made(
+    wait_s: float, longest_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of 10 GB took longer than a call may take: the node was ended as a lost one, at each checkpoint."""
+    asked: list[float] = []
+
+    def lease(nbytes: int, wait_s: float, *, limit_s: float = 5.0) -> Any:
+        asked.append(wait_s + limit_s)
+        raise RingFull("still being made")
+
+    host: Any = SimpleNamespace(lease=lease, max_stall_s=5.0)
+    link: Any = SimpleNamespace(host=host, lose=lambda *_: None)
+    clock = iter([0.0, 0.0, 0.0, *[wait_s] * 9])
+    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with pytest.raises(RingFull):
+        Leases(link, lambda _lease: None).take(host, 10**10, wait_s)
+    assert asked == [pytest.approx(longest_s, abs=3)]
+
+
+def test_a_node_that_is_still_making_a_slot_is_not_taken_for_a_lost_one() -> None:
+    pings: list[float] = []
+
+    def call(method: str, path: str, body: Any = None, **more: Any) -> Any:
+        if path == "/healthz":
+            pings.append(more["timeout_s"])
+            return {}
+        raise NodeUnreachable("no answer") from TimeoutError()
+
+    host: Any = object.__new__(EmbeddedHost)
+    host.run, host.attempt, host.max_stall_s, host._layout = "run@1", 1, 5.0, KnownLayout()
+    host.session, host.client = SimpleNamespace(id="1"), SimpleNamespace(call=call)
+    with pytest.raises(RingFull, match="still being made after 31 s"):
+        host.lease(NBYTES, 1.0, limit_s=30.0)
+    assert pings
+    with pytest.raises(NodeUnreachable):
+        host.lease(NBYTES, 1.0)
 
 
 # -- what is said -----------------------------------------------------------------------------------------------------

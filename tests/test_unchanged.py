@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from lightning_spot import EverySteps, RemoteSnapshot
-from lightning_spot.capture import contents
+from lightning_spot.capture import contents, leases
 from lightning_spot.capture.contents import CHECK_EVERY
 from lightning_spot.capture.tensors import by_storage, storage_address
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import TornSnapshot
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.tiers.local import LocalStore
+from tests.conftest import until
 from tests.models import EachDurable, Net, data, trainer
 from tests.test_writer import Desk, same
 
@@ -259,6 +260,18 @@ def test_a_slot_that_another_has_filled_is_filled_anew(desk: FrozenDesk) -> None
     desk.host.abort(lease)
     for step_ in range(6, 12):
         desk.take(step_)
+
+
+def test_a_slot_that_was_leased_ahead_in_vain_still_holds_what_it_held(
+    desk: FrozenDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where snapshots come a second apart: the next one would copy, and seal, all of a frozen model anew."""
+    monkeypatch.setattr(leases, "AHEAD_S", 600.0)
+    desk.take(6)
+    until(lambda: desk.writer._leases.is_ahead, "a slot leased ahead")
+    desk.writer._leases.give_back()
+    monkeypatch.setattr(leases, "AHEAD_S", 0.0)
+    assert [desk.take(step_) < SMALL for step_ in range(7, 12)] == [True] * 5
 
 
 def test_the_last_snapshot_copies_everything(desk: FrozenDesk) -> None:

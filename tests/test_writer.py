@@ -235,3 +235,14 @@ def test_a_gpus_training_waits_at_the_beginning_for_what_forward_changes_only(de
     desk.writer.copied()
     done.result(30)
     assert same(desk.saved(0), weights, torch.zeros(10))
+
+
+def test_what_a_gpu_is_still_sending_is_waited_for_where_nothing_follows(desk: Desk) -> None:
+    """As where a user's checkpoint is saved, whose tensors are all copied at once."""
+    device = FakeDevice()
+    device.own([*desk.weights, desk.buffer])
+    desk.writer.close()
+    desk.writer = SnapshotWriter(desk.host, copier=Copier(device=device))
+    manifest = Manifest(run="run", name=snapshot_name(0, 1), step=0, attempt=1, nbytes=0)
+    desk.writer.begin(desk.checkpoint(), manifest, wait_s=30.0).result(30)
+    assert same(desk.saved(0), desk.weights, desk.buffer)

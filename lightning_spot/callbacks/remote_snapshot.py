@@ -197,6 +197,11 @@ class RemoteSnapshot(Part):
         return self.snapshotter.skipped if self.snapshotter is not None else 0
 
     @property
+    def torn(self) -> int:
+        """Snapshots of this ``fit`` that were dropped, since a tensor changed while it was copied."""
+        return self.snapshotter.torn if self.snapshotter is not None else 0
+
+    @property
     def _iterations(self) -> Iterations | None:
         return self.snapshotter.iterations if self.snapshotter is not None else None
 

@@ -164,6 +164,11 @@ class SpotCheckpoint(SpotCallback):
         return self.snapshots.skipped
 
     @property
+    def torn(self) -> int:
+        """Snapshots of this ``fit`` that were dropped, since a tensor changed while it was copied."""
+        return self.snapshots.torn
+
+    @property
     def resumed_from(self) -> ResumedFrom | None:
         """What this ``fit`` was resumed from, or ``None``."""
         return self._resume.resumed_from if self._resume is not None else None

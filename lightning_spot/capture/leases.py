@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.config import read_environment
@@ -50,7 +51,7 @@ class Leases:
     def take(self, host: Host, nbytes: int, wait_s: float, shared: Shared | None = None) -> Lease:
         """A slot of a ring to fill: the one that was leased ahead, or the next that can be had.
 
-        It is asked for every few seconds: a ring that hangs is told from one that is full.
+        It is asked for every few seconds: a ring that hangs is told from one that is full, or busy with making it.
 
         Args:
             host: the ring.
@@ -65,14 +66,16 @@ class Leases:
         if ahead is not None and ahead[0] is host:  # else its ring is lost, and the slot with it
             if nbytes <= len(ahead[1].map) and shared is None:
                 return ahead[1]
-            give_back(*ahead)
+            give_back(*ahead, untouched=True)
         deadline_s = time.monotonic() + wait_s
         while True:
             left_s = deadline_s - time.monotonic()
+            slice_s = max(0.0, min(left_s, _SLICE_S))
             try:
-                return self._ask(host, nbytes, max(0.0, min(left_s, _SLICE_S)), shared)
+                # Its memory may be still to be made, which takes long for a large one: who waits anyway waits for that.
+                return self._ask(host, nbytes, slice_s, shared, min(left_s - slice_s, _made_within_s(nbytes)))
             except RingFull:
-                if left_s <= _SLICE_S:
+                if left_s <= _SLICE_S or time.monotonic() >= deadline_s:
                     raise
             except NodeUnreachable as error:
                 self._link.lose(host, error)
@@ -94,23 +97,30 @@ class Leases:
         with self._lock:
             ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            give_back(*ahead)
+            give_back(*ahead, untouched=True)
 
-    def _ask(self, host: Host, nbytes: int, wait_s: float, shared: Shared | None = None) -> Lease:
-        lease = host.lease(nbytes, wait_s, shared=shared) if shared is not None else host.lease(nbytes, wait_s)
+    def _ask(self, host: Host, nbytes: int, wait_s: float, shared: Shared | None = None, limit_s: float = 0.0) -> Lease:
+        more: dict[str, Any] = {"shared": shared} if shared is not None else {}
+        if limit_s > host.max_stall_s:
+            more["limit_s"] = limit_s
+        lease = host.lease(nbytes, wait_s, **more)
         self._leased(lease)
         return lease
 
 
 def have_made(host: Host, nbytes: int, *, spare: bool = False) -> Lease:
     """Lease a slot only to have its memory made, for which there is more time; see :meth:`Host.lease`."""
-    return host.lease(nbytes, 0.0, limit_s=_ALLOCATE_S + nbytes / _ALLOCATED_BYTES_PER_S, spare=spare)
+    return host.lease(nbytes, 0.0, limit_s=_made_within_s(nbytes), spare=spare)
 
 
-def give_back(host: Host, lease: Lease) -> None:
-    """Give a slot back unfilled; that the ring is gone is no harm."""
+def _made_within_s(nbytes: int) -> float:
+    return _ALLOCATE_S + nbytes / _ALLOCATED_BYTES_PER_S
+
+
+def give_back(host: Host, lease: Lease, *, untouched: bool = False) -> None:
+    """Give a slot back unfilled; that the ring is gone is no harm. See :meth:`Host.abort`."""
     try:
-        host.abort(lease)
+        host.abort(lease, untouched=untouched)
     except SpotError as error:
         logger.debug("a slot could not be given back: %s", error)
 

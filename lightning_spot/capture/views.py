@@ -53,5 +53,5 @@ class SlotViews:
     def _release(self, host: Host, shared: mmap.mmap) -> None:
         """The ring has replaced a slot: let its memory go before it is unmapped."""
         views = self._views.get(host, {})
-        for slot in [slot for slot, view in views.items() if view.map is shared]:
+        for slot in [slot for slot, view in list(views.items()) if view.map is shared]:  # another thread may add one
             self._copier.unpin(views.pop(slot))

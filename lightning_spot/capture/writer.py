@@ -309,6 +309,7 @@ class SnapshotWriter:
             raise
         self._copier.fence()  # before what may take longer: a GPU's training would wait for that too
         job = self._copier.start(later, view, watch(chain.from_iterable(watched.values())), self._schedule)
+        job.follow(first)  # there may be nothing more to copy from its GPUs
         plan.pieces.clear()  # no storage is kept alive longer than its copy takes
         return job
 

@@ -20,7 +20,7 @@ from typing import Any
 from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.client.session import Session
 from lightning_spot.config import MAX_STALL_S, read_environment
-from lightning_spot.errors import NodeUnreachable, SpotError, TierError
+from lightning_spot.errors import NodeUnreachable, RingFull, SpotError, TierError
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import Ranges
@@ -217,7 +217,14 @@ class EmbeddedHost:
             body |= {"name": shared.name, "shares": shared.shares, "digest": shared.digest, "at": shared.at}
             body |= {"image_nbytes": shared.image_nbytes, **self._layout.to_send(shared.layout)}
         path = f"/v1/runs/{quoted(self.run)}/uploads"
-        leased = self._call("POST", path, body, limit_s=wait_s + (limit_s or self.max_stall_s))
+        limit_s = limit_s or self.max_stall_s
+        try:
+            leased = self._call("POST", path, body, limit_s=wait_s + limit_s)
+        except NodeUnreachable as error:
+            if limit_s <= self.max_stall_s or not isinstance(error.__cause__, TimeoutError):
+                raise
+            self._ping()  # a node that is busy is not lost; it takes the slot back by itself
+            raise RingFull(f"the slot for it is still being made after {wait_s + limit_s:.0f} s") from error
         if shared is not None:
             self._layout = KnownLayout.of(shared.layout)
         try:
@@ -289,9 +296,9 @@ class EmbeddedHost:
         sealed = self._call("POST", f"/v1/uploads/{lease.id}/seal", body, limit_s=_SEAL_TIMEOUT_S)
         return sealed.get("short") is True  # a node of an earlier version does not say it
 
-    def abort(self, lease: Lease) -> None:
+    def abort(self, lease: Lease, *, untouched: bool = False) -> None:
         """See :meth:`Host.abort`."""
-        self._call("DELETE", f"/v1/uploads/{lease.id}")
+        self._call("DELETE", f"/v1/uploads/{lease.id}", {"untouched": True} if untouched else None)
 
     def flush(self, wait_s: float) -> list[str]:
         """See :meth:`Host.flush`."""
@@ -369,7 +376,7 @@ class EmbeddedHost:
 
     def _let_go(self, generations: dict[int, int]) -> None:
         """Unmap slots that the node has replaced or given up."""
-        for key in [item for item in self._maps if generations.get(item[0]) != item[1]]:
+        for key in [item for item in list(self._maps) if generations.get(item[0]) != item[1]]:  # other threads add some
             shared = self._maps.pop(key, None)  # a ring may be found lost and be left at the same time
             if shared is not None and self.released is not None:
                 self.released(shared)

@@ -96,11 +96,10 @@ class Snapshotter(OfTrainer):
         self._beginning = Beginning(trainer, location, settings.ring, resume, self.in_shards)
         self._committed: Manifest | None = None
         self._where = ""
-        self._skipped = 0
+        self._skipped = self._torn = 0
         self._kept: Dump | None = None
         self._seen_step = -1
-        self._is_warm = False
-        self._steps_itself = False
+        self._is_warm = self._steps_itself = False
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -112,6 +111,11 @@ class Snapshotter(OfTrainer):
     def skipped(self) -> int:
         """Snapshots that were due and not taken, since no slot was free."""
         return self.pacing.passed_over + (self.attempt.skipped if self.attempt is not None else self._skipped)
+
+    @property
+    def torn(self) -> int:
+        """Snapshots that were dropped, since a tensor changed while it was copied."""
+        return self.attempt.writer.torn if self.attempt is not None else self._torn
 
     # -- begin ----------------------------------------------------------------------------------------------------
 
@@ -125,7 +129,6 @@ class Snapshotter(OfTrainer):
         trainer = self._trainer
         if self.in_shards is not None or trainer.is_global_zero:
             self.iterations = Iterations(trainer, self.settings.partitions)
-
         schedule = self.iterations.schedule if self.iterations is not None else None
         self.attempt = attempt = Agreement(trainer).on_rank_zero(partial(self._beginning.attempt, schedule))
         named = (attempt.number, attempt.info.text) if attempt is not None else (0, "")
@@ -385,8 +388,8 @@ class Snapshotter(OfTrainer):
         if attempt is None:
             return None
         durable = attempt.finish(wait_s, complete=complete)
-        self._committed, self._skipped = attempt.writer.committed, attempt.skipped
-        self._where = attempt.where
+        self._committed, self._where = attempt.writer.committed, attempt.where
+        self._skipped, self._torn = attempt.skipped, attempt.writer.torn
         return durable
 
     def what_is_safe(self) -> str:

@@ -156,8 +156,8 @@ class Host(Protocol):
             ShareMissing: if other ranks fill it too, and the bytes of one of them will not come.
         """
 
-    def abort(self, lease: Lease) -> None:
-        """Give a slot back unfilled."""
+    def abort(self, lease: Lease, *, untouched: bool = False) -> None:
+        """Give a slot back unfilled; ``untouched`` if nothing was written into it, so that it holds what it held."""
 
     def flush(self, wait_s: float) -> list[str]:
         """Bring everything to the tiers below; returns what was not reached in time, one line each."""
@@ -271,9 +271,9 @@ class InProcessHost:
         self._node.seal(lease.id, manifest, destinations, floats, written)
         return self._node.ring.is_short(self._node.key(self.run), lease.nbytes)
 
-    def abort(self, lease: Lease) -> None:
+    def abort(self, lease: Lease, *, untouched: bool = False) -> None:
         """See :meth:`Host.abort`."""
-        self._node.abort(lease.id)
+        self._node.abort(lease.id, untouched=untouched)
 
     def flush(self, wait_s: float) -> list[str]:
         """See :meth:`Host.flush`."""

@@ -217,13 +217,20 @@ class Uploads:
                 if upload.is_gathered:
                     self.shares.fail(upload, f"attempt {attempt} has begun")
 
-    def abort(self, upload_id: str) -> None:
-        """Give an upload up; its slot becomes free. Nothing happens if it is gone."""
+    def abort(self, upload_id: str, *, untouched: bool = False) -> None:
+        """Give an upload up; its slot becomes free. Nothing happens if it is gone.
+
+        Args:
+            upload_id: of the upload.
+            untouched: whether its trainer has written nothing into the slot, which holds what it held before.
+        """
         with self._lock:
             upload = self._uploads.pop(upload_id, None)
             if upload is None:
                 return
             upload.ended = upload.given_up = True
+            if untouched and not upload.in_use and upload.joint is None:
+                upload.slot.held = upload.held
             if upload.coming is not None:
                 upload.coming.give_up()
                 self.offer(upload.slot, None)

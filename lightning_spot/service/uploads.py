@@ -152,5 +152,6 @@ class UploadRequests:
 
     async def abort(self, request: web.Request) -> web.Response:
         """Give it up."""
-        self._node.abort(request.match_info["upload"])
+        untouched = same_host(request) and (await json_body(request)).get("untouched") is True
+        self._node.abort(request.match_info["upload"], untouched=untouched)
         return web.json_response({})

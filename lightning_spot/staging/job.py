@@ -106,6 +106,7 @@ class CopyJob:
         self._lock = threading.Lock()
         self._handed_over = threading.Event()
         self._cuda: CudaCopy | None = None
+        self._before: CudaCopy | None = None
         self._settled = threading.Event()
         self._trains = threading.get_ident() if trains is None else trains
         self._ordering = threading.Lock()
@@ -152,13 +153,18 @@ class CopyJob:
         """
         try:
             self._wait_cpu()
-        finally:
-            if self._cuda is not None:
-                self._cuda.wait()  # also after an error: the slot is given back then, and nothing may come to it later
+        finally:  # also after an error: the slot is given back then, and nothing may come to it later
+            for ordered in (self._before, self._cuda):
+                if ordered is not None:
+                    ordered.wait()
         if self._watches:
             Operation(self._trains).outlast(self._settled)
         self.settle()
         self.pieces.clear()
+
+    def follow(self, first: CopyJob) -> None:
+        """Have :meth:`wait` wait, too, for what another job has ordered on GPUs: its :meth:`wait_cpu` does not."""
+        self._before = first._cuda
 
     def settle(self) -> None:
         """Compare the version counters, and some bytes, for the last time: from now on the tensors may change.
