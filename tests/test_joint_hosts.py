@@ -414,6 +414,13 @@ def test_a_later_attempt_gives_up_what_an_earlier_one_was_bringing(team: Team) -
     assert not team.memory.committed(RUN)
 
 
+def test_what_a_first_host_has_begun_that_is_gone_keeps_no_slot_from_a_later_attempt(team: Team) -> None:
+    team.lead(1, Checkpoint(1))
+    until(lambda: team.memory.ring.status()["slots"], "it to begin there")
+    NodeStore(team.at).open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=2, token="other"))
+    assert [slot["state"] for slot in team.memory.ring.status()["slots"]] == ["free"]
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["cut within", "cut after", "corrupt"])
 def test_a_link_that_fails_while_portions_are_sent_is_tried_again_or_gives_the_snapshot_up(

@@ -29,6 +29,7 @@ from lightning_spot.fit.owned import own_small
 from lightning_spot.fit.restore import Hosts
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.portion import Image
 from lightning_spot.memory.node import Node
 from lightning_spot.run import receiving, sharing
 from lightning_spot.run.location import Location
@@ -101,7 +102,7 @@ def put(store: LocalStore, step: int) -> Manifest:
     return manifest
 
 
-def no_shards(_image: memoryview, _manifest: Manifest) -> dict[str, Any]:
+def no_shards(_image: Image, _manifest: Manifest) -> dict[str, Any]:
     pytest.fail("this snapshot is one file")
 
 
@@ -111,7 +112,7 @@ def restored(
     look: Callable[[Location], Survey] = survey,
     then: Callable[[int, Chosen], Any] = lambda _rank, found: found,
     group: Group | None = None,
-    load_shards: Callable[[memoryview, Manifest], dict[str, Any]] = no_shards,
+    load_shards: Callable[[Image, Manifest], dict[str, Any]] = no_shards,
 ) -> list[Any]:
     """What each rank gets: what it chose, or the error that it raises."""
     group = group or Group(size)
@@ -201,6 +202,7 @@ def test_what_is_shared_cannot_be_written_to(run: LocalStore) -> None:
         with pytest.raises(PermissionError):
             os.pwrite(snapshot.fd, b"x", 0)
         with snapshot.image() as image:
+            assert isinstance(image, memoryview)
             assert image.readonly
             assert bytes(image) == (run.root / manifest.data_path).read_bytes()
     finally:
@@ -211,9 +213,9 @@ def test_every_rank_gets_the_image_of_a_sharded_snapshot(run: LocalStore, fetche
     manifest, content = sharded(9)
     run.put(manifest, memoryview(content), attempt=1)
 
-    def load(image: memoryview, found: Manifest) -> dict[str, Any]:
+    def load(image: Image, found: Manifest) -> dict[str, Any]:
         assert found.files == manifest.files
-        return {"same": bytes(image) == bytes(content), "readonly": image.readonly}
+        return {"same": bytes(image[:]) == bytes(content), "readonly": image[:].readonly}
 
     assert [found[1] for found in restored(run, load_shards=load)] == [{"same": True, "readonly": True}] * 3
     assert len(fetched) == 1
@@ -225,6 +227,27 @@ def test_without_room_in_memory_all_read_the_file_in_place(
     monkeypatch.setattr(receiving, "available_bytes", lambda: 0)
     assert [found[1]["step"] for found in restored(run)] == [6, 6, 6]
     assert fetched == []
+
+
+def test_without_room_in_memory_each_rank_reads_what_it_needs_of_a_sharded_snapshot(
+    run: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, content = sharded(9)
+    run.put(manifest, memoryview(content), attempt=1)
+    monkeypatch.setattr(receiving, "available_bytes", lambda: 0)
+    read, preadv = [], os.preadv
+
+    def count(fd: int, buffers: Any, offset: int) -> int:
+        read.append(got := preadv(fd, buffers, offset))
+        return got
+
+    def load(image: Image, found: Manifest) -> dict[str, Any]:
+        assert len(image) == found.nbytes == len(content)
+        return {"same": all(image[at : at + 9] == content[at : at + 9] for at in (4090, 5000, len(content) - 9))}
+
+    monkeypatch.setattr(os, "preadv", count)
+    assert [found[1] for found in restored(run, load_shards=load)] == [{"same": True}] * 3
+    assert sum(read) <= 3 * 3 * manifest.part_bytes < 3 * manifest.nbytes
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import warnings
 import zipfile
@@ -24,7 +25,10 @@ from lightning_spot.config import format_bytes
 from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, ModelChanged, NotSerialisable
 from lightning_spot.image.files import check_files
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.portion import Image
 from lightning_spot.image.shards import SHARDS_FILE, Shards, archived
+from lightning_spot.run.reading import ReadImage, SnapshotReader
+from lightning_spot.sharded import places
 from lightning_spot.sharded.consolidate import write_plain
 from lightning_spot.sharded.flat import FlatShard, boxes
 from lightning_spot.sharded.layout import ShardedLayouter, load_state, state_archive
@@ -92,7 +96,11 @@ def test_it_is_read_bit_for_bit_by_torch_and_by_us_on_any_number_of_ranks(seed: 
         dcp.load(read, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
     assert same(read, whole(state))
 
-    reader = ImageReader(memoryview(bytes(image)), manifest)
+    there: Image = memoryview(bytes(image))
+    if seed % 2:  # as from a disk, where there is no memory for all of it
+        (tmp_path / "image").write_bytes(image)
+        there = ReadImage(SnapshotReader(os.open(tmp_path / "image", os.O_RDONLY), manifest, "here"), len(image))
+    reader = ImageReader(there, manifest)
     assert same(load_all(reader), whole(state))
     others: Shape = dice.choice(((1,), (2,), (4,))) if len(mesh_shape) == 1 else (2, 3)
     for rank in range(int(torch.Size(others).numel())):
@@ -339,6 +347,16 @@ def test_ranks_with_other_states_have_other_digests() -> None:
         state = {"w": Sharded(torch.ones(shape), (Shard(0),))}
         with as_rank(rank, (2,)) as mesh:
             digests.add(write(ShardedLayouter(rank, 2), state, mesh, {}, [4096, 4096]).digest)
+    assert len(digests) == 2
+
+
+def test_a_rank_whose_torch_puts_other_frames_around_the_elements_has_another_digest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    digests, form_of = set(), places.form_of
+    for more in (0, 64):
+        monkeypatch.setattr(places, "form_of", lambda *what, more=more: replace(form_of(*what), nbytes=4096 + more))
+        digests.add(ShardedLayouter(0, 1).lay_out({"w": torch.ones(4)}, bytes(4096), [4096]).digest)
     assert len(digests) == 2
 
 

@@ -19,6 +19,7 @@ from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWrit
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.client import embedded
 from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable, NotSerialisable, RingFull, ShareMissing
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.resumable import Outline
@@ -27,7 +28,9 @@ from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.together import ALONE
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory.host import InProcessHost
 from lightning_spot.run.location import Location
+from lightning_spot.run.survey import survey
 from lightning_spot.sharded.consolidate import read_folder
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.staging.schedule import Schedule, Timetable
@@ -252,6 +255,23 @@ def test_a_state_that_cannot_be_saved_ends_no_training_unless_it_is_to() -> None
     assert "no snapshot now, training goes on: the state of this rank cannot be serialised" in said[0]
     with pytest.raises(NotSerialisable):
         InShards(trainer, Location.of("/nowhere", "auto", None), ring(strict=True)).write(attempt, bad, {}, **how)
+
+
+def test_of_a_state_that_fits_no_memory_it_is_said_what_to_do_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    location = Location.of(str(tmp_path / "run"), None, None)
+    host = InProcessHost(slots=2, memory_bytes=2**20, open_store=open_store)
+    attempt = Attempt(survey(location), host, ring(strict=False), sharded_over=1)
+    state = ShardedCheckpoint({"state_dict": {"w": torch.zeros(2**20)}}, {}, {})
+    try:
+        attempt.write(state, owned={}, kept={}, step=1, epoch=0, world_size=1, wait_s=0.0)
+    finally:
+        attempt.finish(0.0, complete=False)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1, said
+    assert "cannot fit this node's memory of" in said[0]
+    assert "more --memory (or memory_limit=)" in said[0]
 
 
 def test_optimizers_have_names_while_a_module_is_gathered_for_a_validation() -> None:

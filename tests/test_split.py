@@ -334,6 +334,22 @@ def test_ranks_go_on_together_after_what_passes(strict: bool) -> None:
     assert fit.how(taken=1) == ALONE
 
 
+def test_ranks_whose_own_states_grow_go_on_together_and_drop_few_snapshots() -> None:
+    """Metrics keep what they were given until an epoch ends."""
+    fit, came, missed = Fit(), dict[str, Any](), 0
+    for count in range(1, 65):
+        state = packed({"seen": torch.zeros(10_000 * count)})
+        how, came = fit.how(**came), {}
+        if how == ALONE:
+            fit.deciding.rooms.put(1, state)
+        elif len(state) <= fit.deciding.rooms.known[1].numel():
+            came = {"taken": 1}
+        else:
+            came, missed = {"missed": "its own state has no room"}, missed + 1
+    assert fit.how(**came) == TOGETHER
+    assert missed <= 7
+
+
 def test_hosts_bring_snapshots_together_while_a_memory_node_carries_the_run_on() -> None:
     at, fit = ACROSS + "spot://a:7070/run", Fit()
     fit.deciding._members, fit.deciding._hosts = [], Hosts(((0,), (1,)), can_bring=True)

@@ -23,6 +23,10 @@ class Part(SpotCallback):
     resumes = False
     writes = False
 
+    def in_common(self) -> dict[str, Any]:
+        """Of what it was told: what must be the same on all ranks, by the names of its arguments."""
+        return {}
+
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:

@@ -160,6 +160,22 @@ class RemoteSnapshot(Part):
         """See :class:`~lightning_spot.exact.namespaces.Copied`."""
         return {"snapshotter": None}
 
+    def in_common(self) -> dict[str, Any]:
+        """See :class:`~lightning_spot.callbacks.part.Part`. How much memory there is, and the paths, are a host's."""
+        ring, policy = self._settings.ring, self._settings.policy
+        told = vars(policy).items() if policy.by_step else ()  # of any other, rank 0 alone decides
+        numbers = [f"{name}={value}" for name, value in told if name[0] != "_" and isinstance(value, (int, float))]
+        return {
+            "interval": f"{type(policy).__name__}({', '.join(numbers)})",
+            "memory": "with memory nodes" if self.location.nodes else "without memory nodes",
+            "replicas": ring.replicas,
+            "keep": ring.keep,
+            "on_full": self._settings.on_full,
+            "durable_every_s": ring.durable_every_s,
+            "compression": ring.compression,
+            "strict": ring.strict,
+        }
+
     @property
     def replicas(self) -> int:
         """At how many memory nodes each snapshot is kept; 0 where ``memory`` names none."""

@@ -206,7 +206,7 @@ class Attempt:
             complete=complete,
             created_unix_s=time.time(),
             world_size=world_size,
-            versions=_versions(),
+            versions=versions(),
             fingerprint=self._fingerprint,
         )
         if complete:
@@ -245,8 +245,10 @@ class Attempt:
         elif isinstance(error, SnapshotTooLarge) or type(error) is TierError:  # this host has no memory for it
             if shared:  # not all of its state is here: rank 0 alone takes the next one
                 self.writer.miss(error)
-                return
-            self._write_past_memory(checkpoint, manifest, error)
+            elif isinstance(checkpoint, ShardedCheckpoint):  # no single process has all of it
+                self._complain("past-memory-failed", error)
+            else:
+                self._write_past_memory(checkpoint, manifest, error)
         else:
             if isinstance(error, NotSerialisable):
                 self._last = None  # to try again at the end would be in vain
@@ -283,9 +285,7 @@ class Attempt:
             if self._late_claim is not None:
                 self._late_claim.close()
 
-    def _write_past_memory(
-        self, checkpoint: dict[str, Any] | ShardedCheckpoint, manifest: Manifest, error: SpotError
-    ) -> None:
+    def _write_past_memory(self, checkpoint: dict[str, Any], manifest: Manifest, error: SpotError) -> None:
         self.writer.say_once(
             "past-memory",
             "%s. Until then snapshots go to %s part by part, which is slower, and training waits for each",
@@ -316,7 +316,8 @@ class Attempt:
 
 
 @functools.cache  # read from files, and the training thread asks
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of what writes a snapshot: this package, torch and Lightning."""
     present = {"lightning_spot": __version__, "torch": str(torch.__version__)}
     for name in ("lightning", "pytorch-lightning"):  # the same by two names, and one may be there alone
         try:

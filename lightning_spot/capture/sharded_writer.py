@@ -20,7 +20,7 @@ from lightning_spot.capture.pending import Pending
 from lightning_spot.capture.portioned import Portioned, own_of, portions_of
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.errors import LayoutUnsupported, NodeUnreachable, ShareMissing, TierError
+from lightning_spot.errors import LayoutUnsupported, NodeUnreachable, ShareMissing
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, Lease
@@ -29,7 +29,6 @@ from lightning_spot.sharded.layout import ShardedImage, ShardedLayouter, state_a
 from lightning_spot.sharded.plan import State
 from lightning_spot.staging.copier import Copier, SlotView
 from lightning_spot.staging.schedule import Schedule
-from lightning_spot.tiers.store import Store
 
 _HEADROOM_BYTES = 64 * 1024
 _NEEDS = re.compile(r"own state needs (\d+) bytes")
@@ -86,14 +85,6 @@ class ShardedWriter(SnapshotWriter):
         self._told: tuple[Any, str] = (None, "")
         self._at = ""
         self._portioned = Portioned()
-
-    def store_past_memory(self, checkpoint: Any, manifest: Manifest, store: Store) -> Manifest:
-        """Refused: no single process has all of a sharded state."""
-        raise TierError(
-            f"{manifest.name} does not fit into the memory for snapshots on this host, and a sharded state cannot go"
-            " past it: raise memory_limit, or lower slots",
-            tier=store.url,
-        )
 
     def begin(self, checkpoint: Any, manifest: Manifest, **how: Any) -> Future[Manifest]:
         """See :meth:`SnapshotWriter.begin`. Where rank 0 cannot, the others are told: they do not wait for the slot."""

@@ -46,14 +46,15 @@ class Rooms:
 
     @property
     def known(self) -> dict[int, torch.Tensor]:
-        """The rooms there are, by rank: as large as the last state that was :meth:`put` there, and some more."""
+        """The rooms there are, by rank: twice as large as the last state for which one was made by :meth:`put`."""
         return dict(self._rooms)
 
     def put(self, rank: int, data: bytes) -> torch.Tensor:
         """A room with a state in it."""
         room = self._rooms.get(rank)
         if room is None or room.numel() < len(data):
-            nbytes = -(-(len(data) + len(data) // 4 + _PAGE) // _PAGE) * _PAGE
+            # States of metrics grow with each batch: with less room, every second snapshot would be dropped.
+            nbytes = -(-(2 * len(data) + _PAGE) // _PAGE) * _PAGE
             room = self._rooms[rank] = torch.zeros(nbytes, dtype=torch.uint8)
         room[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return room

@@ -24,6 +24,7 @@ from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.flat import INSTEAD, Flat, Kinds
 from lightning_spot.exact.parameter_names import clean, names_of
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.portion import Image
 from lightning_spot.image.shards import ShardedTensor
 from lightning_spot.sharded.items import EXTRA, EXTRA_SUFFIX, is_extra
 from lightning_spot.sharded.metadata import dtype_of
@@ -195,7 +196,7 @@ def split(checkpoint: dict[str, Any], holder: Holder) -> tuple[State, dict[str, 
     return state, rest
 
 
-def put_back(trainer: pl.Trainer, image: memoryview, manifest: Manifest, extra: State) -> None:
+def put_back(trainer: pl.Trainer, image: Image, manifest: Manifest, extra: State) -> None:
     """Give a model and its optimizers the state of a sharded snapshot, of any number of ranks. Every rank calls it.
 
     Args:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -18,6 +17,7 @@ from lightning_spot.fit.agreement import Agreement, Failed
 from lightning_spot.fit.owned import own_small
 from lightning_spot.fit.restore import Hosts, Restore
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.portion import Image
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import Survey, look_again
@@ -71,7 +71,7 @@ def choose(
     look: Callable[[], Survey],
     *,
     trusts: bool,
-    load_shards: Callable[[memoryview, Manifest], Checkpoint],
+    load_shards: Callable[[Image, Manifest], Checkpoint],
 ) -> tuple[ResumedFrom, Checkpoint] | None:
     """Read the newest snapshot that is whole, on all ranks; see :func:`open_newest`. Every rank calls it.
 
@@ -89,7 +89,7 @@ def choose(
 
     def load(snapshot: OpenSnapshot) -> Checkpoint:
         if snapshot.manifest.files:
-            with _image_of(snapshot) as image:
+            with snapshot.image() as image:
                 return load_shards(image, snapshot.manifest)
         return _load(snapshot, trusts=trusts, is_shared=ranks.size > 1)
 
@@ -126,17 +126,6 @@ def _newest(found: Survey, restore: Restore[Checkpoint]) -> tuple[OpenSnapshot, 
             raise
         # A write that was under way when the run was claimed took their place.
         return open_newest(restore.announced(again), restore.use)
-
-
-@contextlib.contextmanager
-def _image_of(snapshot: OpenSnapshot) -> Iterator[memoryview]:
-    """The image of a snapshot, mapped or, from a disk, read: one that fails is an error then, and no SIGBUS."""
-    if snapshot.in_memory:
-        with snapshot.image() as image:
-            yield image
-    else:
-        with snapshot.reader() as reader:
-            yield memoryview(reader.read())
 
 
 def _load(snapshot: OpenSnapshot, *, trusts: bool, is_shared: bool) -> Checkpoint:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import PerTrainer
+from lightning_spot.fit.alike import check_alike
 from lightning_spot.fit.exit import Exit
 from lightning_spot.fit.resume import Resume
 from lightning_spot.fit.snapshotter import Snapshotter
@@ -29,13 +30,21 @@ class Fit(PerTrainer):
     resume: Resume
     exit: Exit
     snapshotters: list[Snapshotter]
+    _has_begun: bool
 
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
         self._renew()
 
     def begin(self) -> None:
-        """Follow the training, from ``setup`` on. A second call does nothing."""
+        """Follow the training, from ``setup`` on. A second call does nothing. Every rank calls it.
+
+        Raises:
+            SettingsError: if ranks differ.
+        """
+        if not self._has_begun:
+            check_alike(self._trainer)
+            self._has_begun = True
         FitState.of(self._trainer).attach()
 
     def end(self) -> None:
@@ -49,6 +58,7 @@ class Fit(PerTrainer):
 
     def _renew(self) -> None:
         trainer = self._trainer
+        self._has_begun = False
         self.snapshotters = []
         self.resume = Resume(trainer)
         self.exit = Exit(trainer, self.resume, self.snapshotters)

@@ -70,7 +70,7 @@ class Hosts:
             in_shards: whether each rank has a part of the model.
         """
         info = agreement.tell(attempt.info if attempt is not None else None)
-        places = agreement.gather(_place(location))
+        places = agreement.gather(place_of(location))
         is_guest = places[agreement.rank] != places[0]
         may_bring = settings.compression != "topk" if location.nodes else in_shards
 
@@ -135,7 +135,7 @@ def _open(location: Location, settings: RingSettings, info: RunInfo) -> Embedded
     return host
 
 
-def _place(location: Location) -> str:
+def place_of(location: Location) -> str:
     """The same for ranks that would reach one embedded node: one kernel, and one runtime directory on it."""
     try:
         folder = find_record(location.url).folder.stat()

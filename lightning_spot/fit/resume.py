@@ -26,6 +26,7 @@ from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.changes import check_model, other_hyperparameters, some
 from lightning_spot.fit.chosen import ResumedFrom, choose
 from lightning_spot.fit.fingerprint import Fingerprint
+from lightning_spot.fit.left_elsewhere import bring_from_other_hosts
 from lightning_spot.fit.named import fetched_once
 from lightning_spot.fit.ranks import main_address
 from lightning_spot.fit.restore import Hosts
@@ -87,6 +88,8 @@ class Resume(OfTrainer):
     def location_of(self, named: Location) -> Location:
         """Where the run of this ``fit`` is, if runs are resumed: ``dirpath`` may have several. Every rank calls it."""
         if named not in self._selected:
+            if self.is_wanted():
+                bring_from_other_hosts(self._trainer, named)
             selected = self._trainer.strategy.broadcast(
                 Agreement(self._trainer).on_rank_zero(lambda: self._select(named))
             )

@@ -13,6 +13,7 @@ from lightning_spot.exact.resumable import check_resumable
 from lightning_spot.exact.sharded import is_sharded, put_back
 from lightning_spot.exact.unpickling import read_checkpoint
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.portion import Image
 from lightning_spot.sharded.items import EXTRA
 from lightning_spot.sharded.layout import load_state
 from lightning_spot.sharded.metadata import REST_FILE
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-def load_shards(trainer: pl.Trainer, image: memoryview, manifest: Manifest, *, trusts: bool) -> dict[str, Any]:
+def load_shards(trainer: pl.Trainer, image: Image, manifest: Manifest, *, trusts: bool) -> dict[str, Any]:
     """Load a sharded snapshot on this rank.
 
     Args:
@@ -61,7 +62,7 @@ def load_shards(trainer: pl.Trainer, image: memoryview, manifest: Manifest, *, t
     return rest
 
 
-def _file(image: memoryview, manifest: Manifest, name: str) -> memoryview:
+def _file(image: Image, manifest: Manifest, name: str) -> memoryview:
     span = next((file for file in manifest.files if file.name == name), None)
     if span is None:
         raise CorruptSnapshot(f"{manifest.name} has no {name}", where=manifest.name)

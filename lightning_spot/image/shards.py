@@ -16,6 +16,7 @@ from lightning_spot.errors import CorruptSnapshot
 from lightning_spot.image.archive import ZipEntry, read_entries
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.portion import Image
 
 SHARDS_FILE = "shards.json"
 _FORMAT = 1
@@ -127,7 +128,7 @@ class Shards:
         return json.dumps({**fields, "files": list(files)}, separators=(",", ":")).encode()
 
     @classmethod
-    def read(cls, image: memoryview, manifest: Manifest) -> Shards:
+    def read(cls, image: Image, manifest: Manifest) -> Shards:
         """Read those of a sharded snapshot; every place in them is checked.
 
         Args:
@@ -147,7 +148,7 @@ class Shards:
             _refuse(manifest, f"{SHARDS_FILE} cannot be read ({type(error).__name__}: {error})")
 
 
-def archived(image: memoryview, manifest: Manifest, at: Archived) -> memoryview:
+def archived(image: Image, manifest: Manifest, at: Archived) -> memoryview:
     """The bytes of an archive in the image of a snapshot."""
     span = next(file for file in manifest.files if file.name == at.file)
     return image[span.offset + at.offset : span.offset + at.offset + at.nbytes]

@@ -207,15 +207,20 @@ class Uploads:
                 self.offer(upload.slot, upload.coming)
 
     def fence(self, run: str, attempt: int) -> None:
-        """Send nothing on that earlier attempts are still sending: it will not be committed."""
+        """Send nothing on that earlier attempts are still sending: it will not be committed.
+
+        Of what hosts bring together, the slot is free: who leads it may be gone, and nobody else gives it up.
+        """
         with self._lock:
-            for upload in self._uploads.values():
+            for upload in list(self._uploads.values()):
                 if upload.run != run or upload.attempt >= attempt:
                     continue
                 if upload.coming is not None:
                     upload.coming.give_up()
                 if upload.is_gathered:
                     self.shares.fail(upload, f"attempt {attempt} has begun")
+                    if not upload.sealing:
+                        self.abort(upload.id)
 
     def abort(self, upload_id: str, *, untouched: bool = False) -> None:
         """Give an upload up; its slot becomes free. Nothing happens if it is gone.

@@ -14,8 +14,10 @@ from typing import IO, Any, cast
 from lightning_spot.errors import CorruptSnapshot, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
+from lightning_spot.image.portion import Image
 
 _KEPT_PARTS = 3  # torch reads the end of the file first, then forwards
+_MOST_KEPT_PARTS = 32  # of a snapshot of several files, one for each of them: they are read side by side
 
 
 @dataclass(slots=True)
@@ -47,14 +49,21 @@ class OpenSnapshot:
         return SnapshotReader(self.fd, self.manifest, self.url, check=not self.in_memory)
 
     @contextlib.contextmanager
-    def image(self) -> Iterator[memoryview]:
-        """The whole image, mapped for reading only. Only of one that is in memory: a disk that fails is a SIGBUS."""
+    def image(self) -> Iterator[Image]:
+        """The whole image: mapped for reading only, or, of one on a disk, read and checked as far as it is asked for.
+
+        A disk that fails is an error then, and no SIGBUS; who needs some of it has memory for that.
+        """
         nbytes = self.manifest.nbytes
         if not nbytes:
             yield memoryview(b"")
-            return
-        with mmap.mmap(self.fd, nbytes, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as view:
-            yield view
+        elif self.in_memory:
+            with mmap.mmap(self.fd, nbytes, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as view:
+                yield view
+        else:
+            kept = max(_KEPT_PARTS, min(len(self.manifest.files), _MOST_KEPT_PARTS))
+            with SnapshotReader(self.fd, self.manifest, self.url, kept_parts=kept) as reader:
+                yield ReadImage(reader, nbytes)
 
     def close(self) -> None:
         """Let the file, and the slot, go; a file on a disk leaves the page cache to the training data."""
@@ -77,18 +86,21 @@ class SnapshotReader(io.BufferedIOBase):
         manifest: sealed.
         where: what to call the place in errors.
         check: whether to check what is read; not needed where it cannot have changed since it was checked.
+        kept_parts: how many parts are kept that were read last.
 
     Attributes:
         problem: what a read has raised, ``None`` while all is well. A library in between may wrap or lose it.
     """
 
-    def __init__(self, fd: int, manifest: Manifest, where: str, *, check: bool = True) -> None:
+    def __init__(
+        self, fd: int, manifest: Manifest, where: str, *, check: bool = True, kept_parts: int = _KEPT_PARTS
+    ) -> None:
         super().__init__()
         self.problem: SpotError | None = None
         self._fd = fd
         self._manifest = manifest
         self._where = where
-        self._check = check
+        self._check, self._kept_parts = check, kept_parts
         self._place = 0
         self._parts: OrderedDict[int, memoryview] = OrderedDict()
 
@@ -159,7 +171,7 @@ class SnapshotReader(io.BufferedIOBase):
             part = memoryview(bytearray(nbytes))
             self._read_part(index, start, part)
             self._parts[index] = part
-            if len(self._parts) > _KEPT_PARTS:
+            if len(self._parts) > self._kept_parts:
                 self._parts.popitem(last=False)
         self._parts.move_to_end(index)
         count = min(len(into), nbytes - within)
@@ -187,3 +199,25 @@ class SnapshotReader(io.BufferedIOBase):
             if count == 0:
                 raise CorruptSnapshot(f"{self._where} was cut short at byte {start + got}", where=self._where)
             got += count
+
+
+class ReadImage:
+    """An image of which what is asked for is read then; see :class:`~lightning_spot.image.portion.Image`.
+
+    Args:
+        reader: of the snapshot.
+        nbytes: of the image.
+    """
+
+    def __init__(self, reader: SnapshotReader, nbytes: int) -> None:
+        self._reader, self._nbytes = reader, nbytes
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def __getitem__(self, bounds: slice) -> memoryview:
+        start, stop, _ = bounds.indices(self._nbytes)
+        data = bytearray(max(0, stop - start))
+        self._reader.seek(start)
+        self._reader.readinto(data)
+        return memoryview(data)

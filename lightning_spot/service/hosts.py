@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from lightning_spot.errors import NodeRefused
+from lightning_spot.errors import NodeRefused, ShareMissing
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.joint import Shared
@@ -130,6 +130,8 @@ class HostRequests:
         manifest = await asyncio.to_thread(Manifest.from_dict, body.get("manifest"))
         upload = self._gathered(request)
         await self._all_there(request, upload)  # holds no thread, however many runs wait
+        if upload.given_up and upload.joint is not None:
+            raise ShareMissing(f"{upload.name} was given up: {upload.joint.failed or 'nobody says why'}")
         done = await asyncio.to_thread(self._node.seal, upload.id, manifest)
         return web.json_response({"checksums": list(done.checksums)})
 

@@ -111,7 +111,9 @@ class ShardedLayouter:
             for at, data in (*before, (last_at, last + bytes(placed.pad))):
                 self._frame.append((placed.offset + at, data))
         self._frame = _joined(self._frame)
-        self._digest = checksum(f"{plan.digest} {places.state_bytes} {self._token}".encode())
+        # Also of the places: another torch may put other frames around the elements.
+        told = f"{plan.digest} {places.state_bytes} {[file.nbytes for file in places.files]} {self._token}"
+        self._digest = checksum(told.encode())
         self._sources = [
             (placed.item, _Source(self._rank, plan.tensors[placed.item].path, placed, self._numbers))
             for placed in places.by_rank[self._rank]

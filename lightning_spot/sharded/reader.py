@@ -27,6 +27,7 @@ from torch.futures import Future
 
 from lightning_spot.errors import CorruptSnapshot, ModelChanged, SpotError
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.portion import Image
 from lightning_spot.image.shards import Path, Shard, ShardedTensor, Shards, archived
 from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.items import is_extra
@@ -57,7 +58,7 @@ class ImageReader(StorageReader):
         CorruptSnapshot: if it is no sharded snapshot.
     """
 
-    def __init__(self, image: memoryview, manifest: Manifest) -> None:
+    def __init__(self, image: Image, manifest: Manifest) -> None:
         self.shards = Shards.read(image, manifest)
         self.read_bytes = 0
         self.name = manifest.name
@@ -149,14 +150,16 @@ class ImageReader(StorageReader):
         planner.commit_tensor(item, target)
 
     def _elements(self, shard: Shard, dtype: torch.dtype) -> torch.Tensor:
-        """A box of a tensor, in the image's own memory: it is only read."""
+        """A box of a tensor, in the memory that the image gave: it is only read."""
         if not shard.numel:
             return torch.empty(shard.sizes, dtype=dtype)
         data = archived(self._image, self._manifest, shard.at)[shard.data :]
         nbytes = shard.numel * dtype.itemsize
         if len(data) < nbytes:
             raise CorruptSnapshot(f"a shard has {len(data)} of {nbytes} bytes", where=self._manifest.name)
-        # By its address, since torch warns of memory that cannot be written to.
+        if not data.readonly:  # it may be there for this tensor only, which keeps it
+            return torch.frombuffer(data, dtype=dtype, count=shard.numel).view(shard.sizes)
+        # By its address, since torch warns of memory that cannot be written to. The image keeps it.
         address = numpy.frombuffer(data, numpy.uint8).ctypes.data
         memory = (ctypes.c_char * nbytes).from_address(address)
         return torch.frombuffer(memory, dtype=dtype).view(shard.sizes)

@@ -1,0 +1,159 @@
+"""Before ranks talk to each other: they are alike, and no host of theirs has what nobody else knows of."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
+from lightning_spot.errors import SettingsError, TierError
+from lightning_spot.fit import alike, left_elsewhere
+from lightning_spot.fit.alike import check_alike
+from lightning_spot.fit.left_elsewhere import bring_from_other_hosts
+from lightning_spot.run.location import Location
+from lightning_spot.run.survey import survey
+from lightning_spot.tiers.local import LocalStore
+from tests.oracle import claim_of
+from tests.test_restore import Group, Rank, put, rank_of_this_thread
+
+
+class WithCallbacks(Rank):
+    """A trainer as far as it is asked for its ranks and callbacks."""
+
+    callbacks: list[Any]
+
+
+def on_ranks(size: int, action: Callable[[WithCallbacks], Any]) -> list[Any]:
+    """What it gives on each rank, or the error that it raises."""
+    group = Group(size)
+
+    def run(rank: int) -> Any:
+        threading.current_thread().name = f"rank-{rank}"
+        try:
+            return action(WithCallbacks(group, rank))
+        except SettingsError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+def checked(*callbacks: Callable[[], Any]) -> list[Any]:
+    """What ranks with these callbacks say of each other."""
+
+    def check(trainer: WithCallbacks) -> None:
+        trainer.callbacks = [callbacks[trainer.global_rank]()]
+        check_alike(trainer)  # type: ignore[arg-type]
+
+    return on_ranks(len(callbacks), check)
+
+
+def spot(**settings: Any) -> Callable[[], SpotCheckpoint]:
+    return lambda: SpotCheckpoint("/tmp/run", **{"notices": None, **settings})
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (
+            spot(interval=EverySteps(10)),
+            spot(interval=EverySteps(7)),
+            r"RemoteSnapshot(interval=…) is EverySteps(n=10) on rank 0 and EverySteps(n=7) on rank 2",
+        ),
+        (
+            spot(interval=EverySteps(10)),
+            spot(),
+            "RemoteSnapshot(interval=…) is EverySteps(n=10) on rank 0 and ConvergenceAware() on rank 2",
+        ),
+        (
+            spot(memory="spot://a:1"),
+            spot(),
+            "RemoteSnapshot(memory=…) is with memory nodes on rank 0 and without memory nodes on rank 2",
+        ),
+        (
+            spot(),
+            spot(resume=False),
+            "the list of our callbacks is AutoResume, RemoteSnapshot on rank 0 and RemoteSnapshot on rank 2",
+        ),
+    ],
+)
+def test_ranks_with_other_settings_are_told_the_first_difference(one: Any, other: Any, said: str) -> None:
+    found = checked(one, one, other)
+    assert len(set(found)) == 1
+    assert said in found[0]
+    assert "start all ranks with the same program and settings" in found[0]
+
+
+def test_ranks_with_other_versions_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alike, "versions", lambda: {"torch": f"2.{rank_of_this_thread()}"})
+    found = checked(spot(), spot())
+    assert len(set(found)) == 1
+    assert "the version of torch is 2.0 on rank 0 and 2.1 on rank 1" in found[0]
+
+
+def test_what_only_one_rank_decides_by_and_what_is_a_host_s_own_may_differ() -> None:
+    learned = EverySteps(3)
+    learned.taken(6, 0.0)
+    one = spot(interval=EverySteps(3), memory_limit="1GiB", memory="spot://a:1")
+    other = spot(interval=learned, memory_limit="2GiB", memory="spot://b:1", log_goodput=True)
+    assert checked(one, other) == [None, None]
+    assert checked(spot(interval=EverySeconds(3)), spot(interval=EverySeconds(4))) == [None, None]
+    assert checked(lambda: AutoResume("/tmp/one"), lambda: AutoResume("/tmp/other")) == [None, None]
+    assert checked(lambda: RemoteSnapshot("/tmp/alone")) == [None]
+
+
+# -- what another host has ---------------------------------------------------------------------------------------------
+
+
+class NodeOf:
+    """The node of a host, which has a newer snapshot than the durable tier."""
+
+    def __init__(self, store: LocalStore, *, fails: bool) -> None:
+        self.store, self.fails, self.disconnected = store, fails, False
+
+    def flush(self, wait_s: float) -> list[str]:
+        assert wait_s > 0
+        if self.fails:
+            return [f"{self.store.url}: No space left on device"]
+        put(self.store, 9)
+        return []
+
+    def disconnect(self) -> None:
+        self.disconnected = True
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_the_host_of_a_former_rank_0_has_is_brought_before_it_is_looked_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    store, location = LocalStore(str(tmp_path / "run")), Location.of(tmp_path / "run", None, None)
+    store.claim(claim_of(1))
+    put(store, 3)
+    node, asked = NodeOf(store, fails=fails), list[int]()
+
+    def attach(url: str, _run: str) -> Any:
+        assert url == location.url
+        asked.append(rank := rank_of_this_thread())
+        if rank == 4:
+            raise TierError("there is none", tier="here")
+        return node if rank == 2 else None
+
+    monkeypatch.setattr(left_elsewhere, "attach", attach)
+    monkeypatch.setattr(left_elsewhere, "place_of", lambda _: f"host {rank_of_this_thread() // 2}")
+    on_ranks(6, lambda trainer: bring_from_other_hosts(trainer, location))  # type: ignore[arg-type]
+    assert sorted(asked) == [2, 4]  # the first rank of each other host
+    assert node.disconnected
+    newest, _ = survey(location).candidates[0]
+    assert newest.step == (3 if fails else 9)
+    assert ("on the host of rank 2" in caplog.text) == ("No space left" in caplog.text) == fails
+
+
+def test_a_single_rank_asks_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(left_elsewhere, "attach", SimpleNamespace)
+    on_ranks(1, lambda trainer: bring_from_other_hosts(trainer, Location.of(tmp_path, None, None)))  # type: ignore[arg-type]
