@@ -33,6 +33,7 @@ from benchmarks import (
     restore,
     scale,
     shares,
+    small_models,
     training_thread,
 )
 from benchmarks.measure import Result, about
@@ -54,14 +55,19 @@ ALL = {
     "scale": scale,
     "shares": shares,
     "adapters": adapters,
+    "small-models": small_models,
 }
 
 
 def _all_that_can_run() -> list[str]:
-    if all(importlib.util.find_spec(name) for name in adapters.NEEDS):
-        return list(ALL)
-    print(f"adapters is left out: it needs {' and '.join(adapters.NEEDS)} (the extra bench)", flush=True)
-    return [name for name in ALL if name != "adapters"]
+    needed = {"adapters": adapters.NEEDS, "small-models": small_models.NEEDS}
+    there = []
+    for name in ALL:
+        if missing := [module for module in needed.get(name, ()) if not importlib.util.find_spec(module)]:
+            print(f"{name} is left out: it needs {' and '.join(missing)} (the extra bench)", flush=True)
+        else:
+            there.append(name)
+    return there
 
 
 def main() -> int:

@@ -16,10 +16,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measure import Result, bare_trainer, scratch
-from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.staging.modes import MODES, Mode, ModeTrial
+from benchmarks.turns import Turns
+from lightning_spot import SpotCheckpoint
+from lightning_spot.staging.modes import MODES
 
 STEPS = 4
+NONE = "none"
+WAYS = (NONE, *MODES)
 WORDS, WIDTH, LAYERS, LENGTH = 8000, 768, 6, 128
 PROFILED = 9
 
@@ -41,69 +44,37 @@ class Model(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-5)
 
 
-class Turns(EverySteps, ModeTrial):
-    """Each mode for some steps, and none. It says when a snapshot is due, and how it is copied."""
-
-    def __init__(self) -> None:
-        EverySteps.__init__(self, 1)
-        ModeTrial.__init__(self, MODES)
-        self.step = 0
-
-    @property
-    def arm(self) -> Mode | None:
-        turns = (None, *MODES)
-        return turns[self.step // STEPS % len(turns)]
-
-    def due(self, step: int, now_s: float) -> bool:
-        self.step = step
-        return self.arm is not None
-
-    def take(self) -> Mode:
-        assert self.arm is not None
-        return self.arm
-
-    @property
-    def best(self) -> Mode | None:
-        return None
-
-
 class Clock(pl.Callback):
     """Notes how long each step took, and what it waited."""
 
     def __init__(self, spot: SpotCheckpoint, turns: Turns) -> None:
         self.spot, self.turns = spot, turns
-        self.steps: list[tuple[int, Mode | None, float, float]] = []
+        self.steps: list[tuple[int, str, float, float]] = []
         self.behind: list[float] = []
         self._before: tuple[float, float] | None = None
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        snapshotter = self.spot.snapshots.snapshotter
-        assert snapshotter is not None
-        assert snapshotter.iterations is not None
-        schedule = snapshotter.iterations.schedule
         now = time.perf_counter(), self.spot.stall_s
-        step = trainer.global_step
-        if self._before is not None and step > PROFILED and schedule._trial is self.turns:
+        step, way = trainer.global_step, self.turns.way
+        decided = self.turns.decide_for(self.spot)
+        if self._before is not None and step > PROFILED and decided and (step - 1) % STEPS:
             seconds, waited_s = (here - there for here, there in zip(now, self._before, strict=True))
-            if (step - 1) % STEPS:
-                if self.turns.arm is not None and (committed := self.spot.last_committed_step) is not None:
-                    self.behind.append(step - committed)
-                self.steps.append(((step - 1) // STEPS // (len(MODES) + 1), self.turns.arm, seconds, waited_s))
-        if schedule._trial is not None:
-            schedule._trial = self.turns
+            if way != NONE and (committed := self.spot.last_committed_step) is not None:
+                self.behind.append(step - committed)
+            self.steps.append(((step - 1) // STEPS // len(WAYS), way, seconds, waited_s))
         self._before = now
 
-    def of(self, turn: int, arm: Mode | None) -> list[tuple[float, float]]:
+    def of(self, turn: int, way: str) -> list[tuple[float, float]]:
         """Seconds and waiting of the steps of one turn."""
-        return [(seconds, waited_s) for at, mode, seconds, waited_s in self.steps if (at, mode) == (turn, arm)]
+        return [(seconds, waited_s) for at, whose, seconds, waited_s in self.steps if (at, whose) == (turn, way)]
 
 
 def measure(rounds: int) -> Clock:
     with scratch() as folder:
-        turns = Turns()
+        turns = Turns(WAYS, STEPS, every=1)
         spot = SpotCheckpoint(str(folder / "run-1"), interval=turns, durable_every_s=3600.0, notices=None)
         clock = Clock(spot, turns)
-        bare_trainer(STEPS * (len(MODES) + 1) * (rounds + 1) + 1, [spot, clock]).fit(
+        bare_trainer(STEPS * len(WAYS) * (rounds + 1) + 1, [spot, clock]).fit(
             Model(), DataLoader(TensorDataset(torch.randint(WORDS, (10_000, LENGTH))), 2)
         )
         print(f"  skipped for want of a slot: {spot.skipped}")
@@ -114,7 +85,7 @@ def run(quick: bool) -> list[Result]:
     rounds = 2 if quick else 7
     clock = measure(rounds)
     results = [Result("the newest committed snapshot is behind by", clock.behind, 1.0, unit="steps")]
-    plain = [median(step[0] for step in clock.of(turn, None)) for turn in range(1, rounds + 1)]
+    plain = [median(step[0] for step in clock.of(turn, NONE)) for turn in range(1, rounds + 1)]
     print(f"  a step without snapshots, s: {[round(value, 3) for value in plain]}")
     for mode in MODES:
         steps = [clock.of(turn, mode) for turn in range(1, rounds + 1)]

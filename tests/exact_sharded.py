@@ -1,4 +1,4 @@
-"""Trains a model in shards (FSDP2, gloo) and can be made to die: ``python -m tests.exact_sharded ROOT --kill-at 5``."""
+"""Trains a model in shards (FSDP2; gloo or NCCL), and can be made to die: ``python -m tests.exact_sharded ROOT``."""
 
 from __future__ import annotations
 
@@ -87,13 +87,14 @@ def train_with(
     *callbacks: pl.Callback,
     seed: int,
     ranks: int,
+    accelerator: str = "cpu",
     **settings: Any,
 ) -> pl.Trainer:
     """The same with any sharded strategy; the model is made after seeding."""
     pl.seed_everything(seed, verbose=False)
     spot = SpotCheckpoint(str(root / "run"), interval=EverySteps(2), on_full="wait", keep=100, run="run")
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         devices=ranks,
         strategy=strategy,
         max_epochs=2,
@@ -124,14 +125,15 @@ class StopAt(pl.Callback):
             raise Stop
 
 
-def undisturbed_and_stopped(root: Path, *callbacks: pl.Callback, ranks: int) -> None:
+def undisturbed_and_stopped(root: Path, *callbacks: pl.Callback, ranks: int, accelerator: str = "cpu") -> None:
     """Train to the end in ``whole``; in ``broken``, stop on the way and go on."""
-    train(root / "whole", seed=11, ranks=ranks)
+    where: dict[str, Any] = {"ranks": ranks, "accelerator": accelerator}
+    train(root / "whole", seed=11, **where)
     try:
-        train(root / "broken", StopAt(5), seed=11, ranks=ranks)
+        train(root / "broken", StopAt(5), seed=11, **where)
     except Stop:
         new_process()
-    train(root / "broken", *callbacks, seed=99, ranks=ranks)
+    train(root / "broken", *callbacks, seed=99, **where)
 
 
 def main() -> int:
@@ -139,6 +141,7 @@ def main() -> int:
     parser.add_argument("root", type=Path)
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--accelerator", default="cpu", help="gpu: on CUDA devices, by NCCL")
     parser.add_argument(
         "--in-one", action="store_true", help="undisturbed, then stopped and gone on with, in one process"
     )
@@ -147,10 +150,10 @@ def main() -> int:
     parser.add_argument("--signal", type=int, default=signal.SIGKILL, help="by this signal")
     arguments = parser.parse_args()
     if arguments.in_one:
-        undisturbed_and_stopped(arguments.root, ranks=arguments.ranks)
+        undisturbed_and_stopped(arguments.root, ranks=arguments.ranks, accelerator=arguments.accelerator)
         return 0
     kill = KillAt(arguments.kill_at, arguments.kill_rank, arguments.signal)
-    train(arguments.root, kill, seed=arguments.seed, ranks=arguments.ranks)
+    train(arguments.root, kill, seed=arguments.seed, ranks=arguments.ranks, accelerator=arguments.accelerator)
     return 0
 
 

@@ -7,7 +7,8 @@ import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from lightning_spot.capture.tensors import by_storage, storage_address
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import TornSnapshot
 from lightning_spot.image.manifest import snapshot_name
+from lightning_spot.image.pickling import Named
+from lightning_spot.staging.copier import SlotView
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.models import EachDurable, Net, data, trainer
@@ -252,6 +255,39 @@ def test_every_share_has_its_turn_in_every_slot(among: int) -> None:
         for slot in range(slots):
             assert set(shares[slot::slots]) == set(range(among))
     assert turns.next(2) in (0, 1)  # of fewer, as the model has changed
+
+
+@pytest.mark.parametrize("sizes", [[10_000_000], [3, 1, 7, 100_000, 5, 5], [64] * 50])
+@pytest.mark.parametrize("turns", [2, 3, CHECK_EVERY])
+def test_shares_are_cut_by_bytes_and_hold_each_once(sizes: list[int], turns: int) -> None:
+    """A table of embeddings may be larger than all other tensors together: its bytes are shared out like any others."""
+    pieces: list[Any] = [SimpleNamespace(nbytes=size) for size in sizes]
+    unchecked = [contents.Unchecked(piece, (), None, (), 0, piece.nbytes) for piece in pieces]
+    nbytes = -(-sum(sizes) // turns)
+    shares = [list(contents._share(unchecked, nbytes * turn, nbytes)) for turn in range(turns)]
+    assert all(sum(item.stop - item.start for item in share) <= nbytes for share in shares)
+    for piece in pieces:
+        parts = [(item.start, item.stop) for share in shares for item in share if item.piece is piece]
+        assert [0, *(stop for _, stop in parts)] == [*(start for start, _ in parts), piece.nbytes]
+
+
+def test_what_ctrl_c_keeps_from_being_compared_is_compared_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = torch.zeros(1000).untyped_storage()
+    piece: Any = SimpleNamespace(named=Named(1, storage), storage=storage, nbytes=storage.nbytes())
+    plan = contents.Plan([], [], {}, unchecked=[contents.Unchecked(piece, (), None, (), 0, piece.nbytes)])
+    outcomes: list[Any] = [KeyboardInterrupt, False]
+
+    def compared(*_: Any) -> bool:
+        if (outcome := outcomes.pop(0)) is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return bool(outcome)
+
+    monkeypatch.setattr(contents, "_same", compared)
+    monkeypatch.setattr(contents, "_still", lambda *_: True)
+    unchanged, view = contents.Unchanged(), cast(SlotView, None)
+    with pytest.raises(KeyboardInterrupt):
+        unchanged.written_past_counts(plan, view)
+    assert [unchanged.written_past_counts(plan, view) for _ in range(2)] == [1, 1]
 
 
 def test_a_slot_that_another_has_filled_is_filled_anew(desk: FrozenDesk) -> None:

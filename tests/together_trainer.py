@@ -1,4 +1,4 @@
-"""Trains on several ranks (gloo) that write snapshots together: ``python -m tests.together_trainer ROOT …``.
+"""Trains on several ranks (gloo, or NCCL) that write snapshots together: ``python -m tests.together_trainer ROOT …``.
 
 Each rank leaves an account in ``ROOT/rank-K.json``, and the state of each step in ``ROOT/steps`` as a checksum.
 """
@@ -112,6 +112,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=Path)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--accelerator", default="cpu", help="gpu: on CUDA devices, by NCCL")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--every", type=int, default=1)
@@ -139,12 +140,13 @@ def main() -> int:
         strict=arguments.strict,
     )
     account = Account(arguments.root, spot, tuple(arguments.kill), tuple(arguments.notice), arguments.hold)
+    backend = "gloo" if arguments.accelerator == "cpu" else "nccl"
     trainer = pl.Trainer(
         max_steps=arguments.steps,
-        accelerator="cpu",
+        accelerator=arguments.accelerator,
         devices=arguments.ranks // arguments.nodes,
         num_nodes=arguments.nodes,
-        strategy=DDPStrategy(process_group_backend="gloo", broadcast_buffers=False),
+        strategy=DDPStrategy(process_group_backend=backend, broadcast_buffers=False),
         enable_progress_bar=False,
         enable_model_summary=False,
         logger=False,

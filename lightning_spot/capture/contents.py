@@ -14,7 +14,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -89,12 +89,19 @@ class Content:
 
 
 class Unchecked(NamedTuple):
-    """A piece that its slot holds already, as far as the counts of its storage's owners tell."""
+    """A piece that its slot holds already, as far as the counts of its storage's owners tell.
+
+    Attributes:
+        start: first byte of it that is compared this time.
+        stop: behind the last one.
+    """
 
     piece: Piece
     tensors: Sequence[torch.Tensor]
     owner: _Owner
     mark: _Mark
+    start: int
+    stop: int
 
 
 @dataclass(slots=True)
@@ -191,7 +198,7 @@ class Unchanged:
             else:
                 left_out.add(named)
                 if nbytes > _WHOLE_BYTES:
-                    plan.unchecked.append(Unchecked(piece, tensors, owner, mark))
+                    plan.unchecked.append(Unchecked(piece, tensors, owner, mark, 0, nbytes))
         if known is not None and 2 * plan.nbytes < layout.nbytes:
             entries = [(offset, len(data)) for offset, data in plan.frame]
             plan.written = in_order([*entries, *((piece.offset, piece.nbytes) for piece in plan.pieces)])
@@ -208,15 +215,15 @@ class Unchanged:
         steps. Who comes while it is under way waits, and a later call compares nothing.
         """
         with plan.looking:
-            unchecked, plan.unchecked = plan.unchecked, []
             found = [
                 piece.named
-                for piece, tensors, owner, mark in unchecked
+                for piece, tensors, owner, mark, start, stop in plan.unchecked
                 if piece.named is not None
                 and piece.storage.nbytes() == piece.named.nbytes  # else its memory was given back: nothing is there
-                and not _same(piece, view, 0, piece.nbytes)
+                and not _same(piece, view, start, stop - start)
                 and _still(owner, tensors, mark)
             ]
+            plan.unchecked = []  # only now: after Ctrl-C, whoever comes next compares them
             self.distrusted.update(named for named in found if named is not None)
             plan.found += len(found)
             return plan.found
@@ -226,7 +233,8 @@ class Unchanged:
         nbytes = sum(item.piece.nbytes for item in plan.unchecked)
         turns = min(CHECK_EVERY, -(-nbytes // CHECK_BYTES))
         if turns > 1:
-            plan.unchecked = plan.unchecked[self._turns.next(turns) :: turns]
+            share = -(-nbytes // turns)
+            plan.unchecked = list(_share(plan.unchecked, share * self._turns.next(turns), share))
 
     def _new_owner(self, tensors: Sequence[torch.Tensor]) -> _Owner:
         """The owners of a storage, with a number that no others have: another tensor counts from zero."""
@@ -291,6 +299,16 @@ def _reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
 
 def _nothing() -> None:
     return None
+
+
+def _share(unchecked: Iterable[Unchecked], start: int, nbytes: int) -> Iterator[Unchecked]:
+    """What lies in a range of all bytes, one piece behind the other: one may be larger than all others together."""
+    before = 0
+    for item in unchecked:
+        first, last = max(start - before, 0), min(start + nbytes - before, item.stop)
+        if first < last:
+            yield item._replace(start=first, stop=last)
+        before += item.stop
 
 
 _UNCOUNTED = itertools.count()
