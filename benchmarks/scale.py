@@ -2,7 +2,8 @@
 
 Each client is a run of its own that commits one snapshot after the other, as fast as it can: more than any training
 would. The same is measured with one client; both share the processors with the node, and what either takes of them is
-told apart. Small snapshots in small parts show what a commit costs, larger ones what bytes do.
+told apart. Small snapshots in small parts show what a commit costs, larger ones what bytes do. What it takes to make
+slots is not measured: that is done once for each run.
 """
 
 from __future__ import annotations

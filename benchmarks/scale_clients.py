@@ -1,8 +1,8 @@
 """Clients of a memory node, as many in one process as are asked for; no torch. Prints one JSON object.
 
 ``python -m benchmarks.scale_clients URL FIRST CLIENTS NBYTES PART_BYTES SECONDS [DURABLE]``: each client is a run of
-its own. It commits as many snapshots as it gets slots, and then, when it is told to, one after the other; no part is as
-it was before. With a directory, the node brings each run on to one of its own in there.
+its own. All commit as many snapshots as they get slots, and then, when they are told to, one after the other; no part
+is as it was before. With a directory, the node brings each run on to one of its own in there.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class Client:
         )
 
     def warm(self) -> None:
-        """Have the node make its slots; what goes wrong here counts, too."""
+        """Have the node make its slots, while others do: what goes wrong here counts, too.
+
+        Each of many clients needs one to fill beside those that it holds. One after the other, they would share it.
+        """
         for _ in range(SLOTS):
             self._put()
         self.commits.clear()
@@ -88,12 +91,11 @@ def main() -> None:
     url, seconds, durable = sys.argv[1], float(sys.argv[6]), "".join(sys.argv[7:])
     first, count, nbytes, part_bytes = map(int, sys.argv[2:6])
     clients = [Client(url, first + number, nbytes, part_bytes, durable) for number in range(count)]
-    for client in clients:
-        client.warm()
-    print("ready", flush=True)
-    sys.stdin.readline()
-    cpu_s, until_s = time.process_time(), time.time() + seconds
     with ThreadPoolExecutor(count) as pool:
+        list(pool.map(Client.warm, clients))
+        print("ready", flush=True)
+        sys.stdin.readline()
+        cpu_s, until_s = time.process_time(), time.time() + seconds
         list(pool.map(lambda client: client.work(until_s), clients))
     found = [{"commits": client.commits, "errors": client.errors} for client in clients]
     print(json.dumps({"cpu_s": time.process_time() - cpu_s, "clients": found}))

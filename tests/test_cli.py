@@ -173,6 +173,9 @@ def test_a_node(start_node: Callable[..., RunningNode], tmp_path: Path, capsys: 
     assert main(["verify", f"{node.url}/run-1"]) == 0
     assert main(["pull", f"{node.url}/run-1", "--to", str(tmp_path)]) == 0
     assert (tmp_path / "step-000000030-attempt-0001.ckpt").exists()
+    capsys.readouterr()
+    assert main(["ls", f"{node.url}/mistyped"]) == 2
+    assert f"no run is, or ever was, at '{node.url}/mistyped'" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from lightning_spot.errors import (
     TierError,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory import flusher, portions
+from lightning_spot.memory import flusher, portions, room
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
@@ -111,6 +111,16 @@ def test_without_tiers_the_newest_stays(bench: Bench) -> None:
     for step in range(1, 8):
         bench.save(step)
     assert bench.committed() == [7, 6]
+
+
+def test_the_end_of_a_run_is_not_held_twice(make: Callable[..., Bench]) -> None:
+    bench = make(slots=4)
+    bench.open(durable=False)
+    for step in (1, 2, 3):
+        bench.save(step)
+    bench.save(3, complete=True)
+    held = [slot.manifest.name for slot in bench.node.committed(RUN) if slot.manifest]
+    assert held == [snapshot_name(3, 1, complete=True), snapshot_name(2, 1)]
 
 
 def test_one_slot_never_gives_its_only_snapshot_away(make: Callable[..., Bench]) -> None:
@@ -405,6 +415,27 @@ def test_a_trainer_killed_while_it_waits_leaves_nothing_behind(make: Callable[..
     assert isinstance(outcome[0], (RingFull, SnapshotNotFound))
     assert len(bench.node.uploads) == 0
     bench.node.lease(RUN, 1, 100)  # the slot is free
+
+
+def test_many_who_wait_for_a_full_ring_look_at_its_slots_once(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them ranked all slots, twice, whenever anything had changed."""
+    looked: list[int] = []
+    rank = room.reusable
+    monkeypatch.setattr(room, "reusable", lambda slots: (looked.append(len(slots)), rank(slots))[1])
+    bench = make(slots=2)
+    bench.open(durable=False)
+    held = [bench.node.lease(RUN, 1, nbytes) for nbytes in (100, 200)]
+    for nbytes in (100, 50, *[100] * 30):  # one that wants less may find room where others find none
+        with pytest.raises(RingFull, match="2 being filled"):
+            bench.node.lease(RUN, 1, nbytes)
+    assert len(looked) == 4
+    bench.node.abort(held[0].id)
+    assert bench.node.lease(RUN, 1, 100)
+    with pytest.raises(RingFull, match="2 being filled"):
+        bench.node.lease(RUN, 1, 100)
+    assert len(looked) == 6
 
 
 def test_who_no_longer_wants_a_slot_stops_waiting(make: Callable[..., Bench]) -> None:

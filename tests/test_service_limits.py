@@ -7,8 +7,10 @@ import json
 import resource
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -106,6 +108,33 @@ def test_idle_slow_and_waiting_peers_keep_nobody_waiting(start_node: StartNode, 
             assert client_of(node).call("GET", "/healthz", timeout_s=10) == {"status": "ok"}
             assert time.monotonic() - began_s < 2.0
             time.sleep(0.3)
+
+
+def test_a_node_that_makes_memory_for_many_answers_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leased on the threads on which it answers: for a minute, no trainer of 64 that began at once had an answer."""
+    made, leasing = threading.Event(), threading.Semaphore(0)
+    node = Node(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
+    lease = node.lease
+
+    def slow(*what: Any, **more: Any) -> Any:
+        leasing.release()
+        assert made.wait(60)
+        return lease(*what, **more)
+
+    monkeypatch.setattr(node, "lease", slow)
+    with served(node) as port, ThreadPoolExecutor(32) as pool:
+        client = NodeClient(Address("127.0.0.1", port))
+        open_run(client)
+        asked = [
+            pool.submit(client.call, "POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 9}) for _ in range(32)
+        ]
+        try:
+            for _ in asked:
+                assert leasing.acquire(timeout=30)
+            assert [run["name"] for run in client.call("GET", "/v1/runs", timeout_s=30)["runs"]] == ["run"]
+        finally:
+            made.set()
+        assert len({answer.result(30)["upload"] for answer in asked}) == 32
 
 
 def test_who_waits_for_a_slot_and_goes_leaves_nothing(start_node: StartNode) -> None:

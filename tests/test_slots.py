@@ -19,6 +19,7 @@ from lightning_spot.fit import pacing as pacing_module
 from lightning_spot.fit.pacing import Pacing
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.interval.policy import EverySeconds, EverySteps
+from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.joint import KnownLayout
 from lightning_spot.staging.slot import SlotMemory
@@ -203,7 +204,7 @@ def test_who_waits_for_a_slot_waits_for_its_memory_to_be_made(
     clock = iter([0.0, 0.0, 0.0, *[wait_s] * 9])
     monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with pytest.raises(RingFull):
-        Leases(link, lambda _lease: None).take(host, 10**10, wait_s)
+        Leases(link, lambda _lease: None, lambda _full, _left_s: None).take(host, 10**10, wait_s)
     assert asked == [pytest.approx(longest_s, abs=3)]
 
 
@@ -227,6 +228,31 @@ def test_a_node_that_is_still_making_a_slot_is_not_taken_for_a_lost_one() -> Non
 
 
 # -- what is said -----------------------------------------------------------------------------------------------------
+
+
+def test_who_waits_long_for_a_slot_says_what_for(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With ``on_full="wait"``, training stood for ten minutes while a bucket failed; only the node said so."""
+    lease, refusals = desk.host.lease, [RingFull("1 not at s3://b/run yet, which is too slow or fails")] * 3
+
+    def full(*what: Any, **more: Any) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return lease(*what, **more)
+
+    desk.writer.warm(700_000)
+    assert desk.writer._maker.wait(30)
+    monkeypatch.setattr(leases, "_SAY_S", 0.0)
+    monkeypatch.setattr(desk.host, "lease", full)
+    monkeypatch.setattr(desk.host, "tiers", lambda: {"s3://b/run": TierHealth(error="access denied")})
+    desk.writer.begin(desk.checkpoint(), manifest_of(1, run_id=""), wait_s=600.0).result(30)
+    said = [record.getMessage() for record in caplog.records]
+    assert [line for line in said if "training waits" in line] == [
+        "lightning_spot: training waits for a slot, for up to 600 s more:"
+        " 1 not at s3://b/run yet, which is too slow or fails"
+    ]
+    assert sum("s3://b/run fails (access denied)" in line for line in said) == 1
 
 
 def at_seams(pacing: Pacing, steps: range, can_begin: Callable[[], str]) -> None:

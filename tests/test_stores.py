@@ -382,6 +382,17 @@ def test_retention_keeps_the_newest(store: Store) -> None:
 
 
 @pytest.mark.parametrize("store", FILES, indirect=True)
+def test_retention_does_not_keep_the_end_of_a_run_twice(store: Store) -> None:
+    """It is taken once more when it is the end: of two that were kept, both were of the last step."""
+    for step in (1, 2, 3):
+        put(store, step)
+    kept = put(store, 3, attempt=2, by=2)
+    last = put(store, 4, attempt=2, by=2)
+    retain(store, 2, put(store, 4, attempt=2, by=2, name=snapshot_name(4, 2, complete=True), complete=True))
+    assert [manifest.name for manifest in store.survey().manifests] == [f"{last.name}-complete", kept.name]
+
+
+@pytest.mark.parametrize("store", FILES, indirect=True)
 def test_retention_keeps_to_its_lineage(store: Store) -> None:
     """A fresh start beside good snapshots deleted them."""
     for step in (1, 2, 3):

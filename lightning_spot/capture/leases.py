@@ -20,6 +20,7 @@ AHEAD_S = 1.0
 """A slot is leased ahead if snapshots follow each other faster; one that is not used for so long is given back."""
 
 _SLICE_S = 2.0
+_SAY_S = 10.0  # who waits longer is told what for
 _ALLOCATE_S, _ALLOCATED_BYTES_PER_S = 60.0, 200e6  # a slot's pages are made by the kernel at 3 GB/s; swapping is slower
 
 
@@ -29,11 +30,14 @@ class Leases:
     Args:
         link: to the ring.
         leased: called with each lease.
+        waits: called now and then while somebody waits for long, with why there is no slot and the seconds left.
     """
 
-    def __init__(self, link: HostLink, leased: Callable[[Lease], None]) -> None:
+    def __init__(
+        self, link: HostLink, leased: Callable[[Lease], None], waits: Callable[[RingFull, float], None]
+    ) -> None:
         self._link = link
-        self._leased = leased
+        self._leased, self._waits = leased, waits
         self._lock = threading.Lock()  # held while a slot is leased ahead: who needs one now waits for that
         self._ahead: tuple[Host, Lease] | None = None
         self._taken_s, self._pace_s = float("-inf"), float("inf")
@@ -74,9 +78,11 @@ class Leases:
             try:
                 # Its memory may be still to be made, which takes long for a large one: who waits anyway waits for that.
                 return self._ask(host, nbytes, slice_s, shared, min(left_s - slice_s, _made_within_s(nbytes)))
-            except RingFull:
+            except RingFull as full:
                 if left_s <= _SLICE_S or time.monotonic() >= deadline_s:
                     raise
+                if wait_s - left_s >= _SAY_S:
+                    self._waits(full, left_s)
             except NodeUnreachable as error:
                 self._link.lose(host, error)
                 raise

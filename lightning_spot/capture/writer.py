@@ -92,7 +92,7 @@ class SnapshotWriter:
         self.past_memory: Manifest | None = None
         self.torn = self.copied_bytes = 0
         self.together, self.missed, self.missed_because = 0, 0, ""
-        self._leases = leases = Leases(self.link, functools.partial(say_backing, self.say_once))
+        self._leases = leases = Leases(self.link, functools.partial(say_backing, self.say_once), self._say_waiting)
         self._copier = copier if copier is not None else Copier()
         self._schedule = schedule
         self._views = SlotViews(self._copier)
@@ -252,6 +252,13 @@ class SnapshotWriter:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
+    def _say_waiting(self, full: RingFull, left_s: float) -> None:
+        self.say_once("waits", "training waits for a slot, for up to %.0f s more: %s", left_s, full)
+        self._say_failing()
+
+    def _say_failing(self) -> None:
+        say_failing(self.say_once, self.link.ask(lambda host: host.tiers(), {}))
+
     def _open(
         self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: _Divide
     ) -> tuple[Layout, Lease, Manifest, Layout]:
@@ -346,7 +353,7 @@ class SnapshotWriter:
                 self._look_ahead(host, pending, is_short)
             self._look_at(pending.tried)
             if pending.lease.backing != "process":
-                say_failing(self.say_once, self.link.ask(lambda host: host.tiers(), {}))
+                self._say_failing()
 
     def _look_ahead(self, host: Host, pending: Pending, is_short: bool) -> None:
         """Have the slot of the next snapshot made, or lease it."""

@@ -21,7 +21,7 @@ def ls(arguments: argparse.Namespace) -> int:
     found = ask(arguments)
     if not (found.is_known or found.entries or found.unreadable):
         problems = "".join(f"; {problem}" for problem in found.problems)
-        raise SnapshotNotFound(f"no run is, or ever was, at {found.url!r}: give the dirpath of one{problems}")
+        raise SnapshotNotFound(f"no run is, or ever was, at {found.url!r}: {found.hint}{problems}")
     if arguments.json:
         unreadable = [{"name": name, "state": "unreadable", "reason": why} for name, why in found.unreadable.items()]
         print(json.dumps([*(_facts(entry) for entry in found.entries), *unreadable], indent=1))

@@ -42,6 +42,7 @@ class Found:
         problems: one line for each tier that did not answer.
         url: the run that was asked for.
         is_known: whether a tier knows of a run there, or could not say.
+        hint: what to do where none does, for people.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -49,6 +50,7 @@ class Found:
     problems: list[str] = field(default_factory=list)
     url: str = ""
     is_known: bool = True
+    hint: str = "give the dirpath of one"
 
 
 def ask(arguments: argparse.Namespace) -> Found:
@@ -85,12 +87,14 @@ def _ask_nodes(arguments: argparse.Namespace) -> Found:
     run = arguments.run or path.split("/")[0]
     if not run:
         raise SettingsError(f"{arguments.url!r} names no run; write {address}/RUN")
-    found = Found()
+    found = Found(is_known=False, hint="a node that was restarted knows only what it had in memory; ask its dirpath")
     nodes = [str(address), *(str(parse_spot_url(item)[0]) for item in arguments.memory)]
     for node in nodes:
         source = StoreSource(NodeStore(f"{node}/{run}"), node)
         try:
-            found.entries.extend(_entries(source, source.survey()))
+            holdings = source.survey()
+            found.is_known = found.is_known or holdings.highest_attempt > 0
+            found.entries.extend(_entries(source, holdings))
         except SettingsError:
             raise
         except SpotError as error:

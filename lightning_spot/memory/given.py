@@ -71,5 +71,6 @@ def renewed(ring: Ring, run: str, nbytes: int) -> Slot | None:
             ring.drop(slot.run, slot.manifest.name)
         memory, slot.memory = slot.memory, None
         memory.unlink()
+        ring.notify()  # there is room now
     memory.close()
     return ring.try_lease(run, nbytes, only_new=True)

@@ -14,6 +14,7 @@ Memory is made, checked and given back outside the lock: gigabytes take seconds.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,24 @@ from lightning_spot.memory.slots import (
 )
 from lightning_spot.memory.table import SlotTable
 from lightning_spot.staging.slot import SlotMemory
+from lightning_spot.tiers.store import newest_first, worth_keeping
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Full:
+    """That there is no room for a snapshot: many who wait ask for it whenever something has changed.
+
+    Attributes:
+        changes: of the ring, when that was found.
+        nbytes: of the snapshot.
+        why: for people, ``""`` if nobody has asked for it yet.
+    """
+
+    changes: int
+    nbytes: int
+    why: str = ""
 
 
 class Ring(SlotTable):
@@ -62,6 +79,7 @@ class Ring(SlotTable):
         self.memory_bytes = memory_bytes
         self.run_memory_bytes = run_memory_bytes
         self._limits = Limits(slots, memory_bytes, run_memory_bytes)
+        self._full: _Full | None = None
         self._sequence = max((slot.sequence for slot in self.slots), default=0)
 
     # -- who fills a slot -----------------------------------------------------------------------------------------
@@ -80,7 +98,11 @@ class Ring(SlotTable):
         """
         capacity = capacity_for(nbytes, self._limits)
         with self.changed:
+            if self._found_full(nbytes) is not None:
+                return None
             found = find_room(self.slots, run, max(1, nbytes), capacity, self._limits, reuse=reuse or spare)
+            if found is None:
+                self._full = _Full(self.changes, nbytes)
             if found is None or (only_new and not found.is_new) or (spare and not found.is_spare):
                 return None
             if found.is_spare and (reuse or spare) and any(slot.spare and slot.run == run for slot in self.slots):
@@ -112,7 +134,11 @@ class Ring(SlotTable):
     def why_full(self, run: str, nbytes: int) -> str:
         """Why no slot can be had now, for people."""
         with self.changed:
-            return why_full(self.slots, run, nbytes, self._limits)
+            full = self._found_full(nbytes)
+            if full is None:
+                return why_full(self.slots, run, nbytes, self._limits)
+            full.why = full.why or why_full(self.slots, run, nbytes, self._limits)
+            return full.why
 
     @property
     def full(self) -> bool:
@@ -168,11 +194,12 @@ class Ring(SlotTable):
     def trim(self, run: str, keep: int) -> None:
         """Forget all but the newest ``keep`` snapshots of a run, as far as they may be reused."""
         with self.changed:
-            held = [slot for slot in self.slots if slot.run == run and slot.snapshot is not None]
-            committed = sorted(held, key=lambda slot: slot.manifest.order if slot.manifest else (0, 0, 0), reverse=True)
-            idle = reusable(held)
-            bases = bases_of(held)
-            old = [slot for slot in committed[max(1, keep) :] if slot in idle and slot not in bases]
+            held = {
+                slot: manifest for slot in self.slots if slot.run == run and (manifest := slot.snapshot) is not None
+            }
+            kept = worth_keeping(newest_first(list(held.values())))[: max(1, keep)]
+            idle, bases = reusable(list(held)), bases_of(held)
+            old = [slot for slot in idle if held[slot] not in kept and slot not in bases]
             for slot in old:
                 self._forget(slot)
             if old:
@@ -226,6 +253,13 @@ class Ring(SlotTable):
             self.area.close()
 
     # -- inside, under the lock -----------------------------------------------------------------------------------
+
+    def _found_full(self, nbytes: int) -> _Full | None:
+        """That there was no room for so much, or less, if nothing has changed since. A run's own bound is looked at."""
+        full = self._full
+        if full is None or self._limits.run_memory_bytes is not None:
+            return None
+        return full if (full.changes, full.nbytes) == (self.changes, min(full.nbytes, nbytes)) else None
 
     def _new_slot(self) -> Slot:
         taken = {slot.index for slot in self.slots}

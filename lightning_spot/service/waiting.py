@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from lightning_spot.errors import RingFull
 from lightning_spot.image.manifest import Manifest
@@ -13,6 +14,7 @@ from lightning_spot.memory.node import Node
 from lightning_spot.memory.upload import Upload
 
 _MOST_WAITING = 256
+_LEASE_THREADS = 32  # of their own: memory is made on them, for seconds, and what else is asked is answered meanwhile
 _LOOK_S = 1.0  # how often a rank that waits for its share looks whether there will be one
 _LOOK_AGAIN_S = 0.02  # what changes often is looked at now and then
 
@@ -34,6 +36,7 @@ class Waiting:
         self._count = 0
         self._woken = False
         self._changed: asyncio.Future[None] = self._loop.create_future()
+        self._threads = ThreadPoolExecutor(_LEASE_THREADS, thread_name_prefix="spot-lease")
         node.watch(self._notice)
 
     async def lease(
@@ -76,24 +79,25 @@ class Waiting:
         if self._count >= _MOST_WAITING:
             raise RingFull(f"{self._count} requests wait for a slot already")
         deadline_s = time.monotonic() + wait_s
+        ask = functools.partial(
+            self._node.lease,
+            run,
+            attempt,
+            nbytes,
+            session=session,
+            name=name,
+            manifest=manifest,
+            upload_id=upload_id,
+            shared=shared,
+            layout_id=layout_id,
+            spare=spare,
+        )
         self._count += 1
         try:
             while True:
                 changed = self._changed
                 try:
-                    upload = await asyncio.to_thread(
-                        self._node.lease,
-                        run,
-                        attempt,
-                        nbytes,
-                        session=session,
-                        name=name,
-                        manifest=manifest,
-                        upload_id=upload_id,
-                        shared=shared,
-                        layout_id=layout_id,
-                        spare=spare,
-                    )
+                    upload = await self._loop.run_in_executor(self._threads, ask)
                     break
                 except RingFull:
                     left_s = deadline_s - time.monotonic()

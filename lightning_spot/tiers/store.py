@@ -344,13 +344,20 @@ def forgettable(names: Iterable[str]) -> list[str]:
     return [name for number, name in numbered[:_MOST_FORGOTTEN] if number <= oldest_kept]
 
 
+def worth_keeping(line: Sequence[Manifest]) -> list[Manifest]:
+    """Snapshots, newest first, but last those whose state is there as the end of the run, too."""
+    ends = {(item.lineage, item.attempt, item.step) for item in line if item.complete}
+    return sorted(line, key=lambda item: not item.complete and (item.lineage, item.attempt, item.step) in ends)
+
+
 def retain(store: Store, keep: int, current: Manifest) -> None:
     """Delete older snapshots of the lineage of ``current`` beyond the newest ``keep``, and what killed writers left.
 
     Nothing is deleted before the tier has shown that ``current`` is committed there: it is listed, its manifest, read
     back, is equal, and its file has its size (that its bytes arrived, the tier has acknowledged: directories by fsync,
     object stores by the checksum of each request). Snapshots of another lineage, newer ones and those that cannot be
-    read stay. So do the newest ``keep`` exact ones, and every exact one until another is put there.
+    read stay. So do the newest ``keep`` exact ones, and every exact one until another is put there. One whose state is
+    there as the end of the run, too, goes before an older one does.
 
     Args:
         store: the tier.
@@ -369,7 +376,7 @@ def retain(store: Store, keep: int, current: Manifest) -> None:
         )
         return
     older = [manifest for manifest in listed if manifest.lineage == current.lineage and manifest.order < current.order]
-    line = [current, *older]
+    line = worth_keeping([current, *older])
     kept = [*line[: max(1, keep)], *[manifest for manifest in line if manifest.exact][: max(1, keep)]]
     for manifest in older:
         if manifest not in kept and (current.exact or not manifest.exact):
