@@ -95,7 +95,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-SOAK = {"own-generator", "distributed-sampler", "estimated-steps-workers", "max-steps", "bf16"}
+SOAK = {
+    *("workers", "own-generator", "distributed-sampler", "plateau", "estimated-steps-workers", "two-optimizers"),
+    *("two-loaders", "max-steps", "bf16", "limited"),
+}
 """Left to the long run: another case, or one of the table, goes the same way."""
 
 

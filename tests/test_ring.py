@@ -173,16 +173,19 @@ def test_slots_grow_with_the_snapshot(bench: Bench) -> None:
         assert sealed in bench.tier().survey().manifests
 
 
-def test_a_small_file_leaves_a_large_slot_to_the_snapshots(make: Callable[..., Bench]) -> None:
-    bench = make(slots=None, memory_bytes=400 * MIB)
+def test_a_small_file_leaves_a_large_slot_to_the_snapshots(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "_SMALL_BYTES", MIB)
+    bench = make(slots=None, memory_bytes=8 * MIB)
     bench.open(durable=False)
     for step in (1, 2):
-        bench.save(step, nbytes=100 * MIB)
+        bench.save(step, nbytes=2 * MIB)
     bench.node.remove(RUN, snapshot_name(1, 1))
     bench.file("best.ckpt", 3)
     found = bench.node.ring.find(RUN_ID, "best.ckpt")
     assert found is not None
-    assert found.capacity < 10 * MIB
+    assert found.capacity < MIB
 
 
 def test_making_memory_holds_nobody_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
