@@ -9,7 +9,6 @@ of N. What it is told and sees goes to an oracle file by ``os.write``, which a k
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -23,8 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from tests.oracle import BETAS, EPS, LEARNING_RATE, MOMENTUM, mixed
-
-_CLONE_NEWNET = 0x40000000
+from tests.warm import enter_network
 
 
 class Counter(pl.LightningModule):
@@ -136,10 +134,7 @@ def move(namespace: str, directory: str, environment: dict[str, str], python: st
     sys.executable = python
     os.environ.update(environment)
     os.chdir(directory)
-    with open(f"/var/run/netns/{namespace}", "rb") as network:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(network.fileno(), _CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), "setns")
+    enter_network(f"/var/run/netns/{namespace}")
 
 
 def serve() -> None:

@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
+
+import pytest
 
 from benchmarks.chain import NotPermitted
 from tests.conftest import until
@@ -24,15 +26,16 @@ class Network:
         name: that no other network has.
         hosts: names of the hosts.
         root: folder for what each host has on its own.
+        python: that is started there; default: that of this process.
 
     Attributes:
         address: of each host.
     """
 
-    def __init__(self, name: str, hosts: Sequence[str], root: Path) -> None:
+    def __init__(self, name: str, hosts: Sequence[str], root: Path, python: str = sys.executable) -> None:
         self.address = {host: f"10.79.{os.getpid() % 250}.{number}" for number, host in enumerate(hosts, 1)}
         self._name = name
-        self._root = root
+        self._root, self._python = root, python
         self._processes: list[subprocess.Popen[bytes]] = []
         self._machines = dict.fromkeys(hosts, 0)
         self._switch = f"{name}-switch"
@@ -70,12 +73,12 @@ class Network:
             "namespace": self._namespace(host),
             "directory": str(folder),
             "environment": environment,
-            "python": sys.executable,
+            "python": self._python,
         }
 
     def start(self, host: str, *arguments: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
         """Start a Python there."""
-        command = ["ip", "netns", "exec", self._namespace(host), sys.executable, *arguments]
+        command = ["ip", "netns", "exec", self._namespace(host), self._python, *arguments]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -155,6 +158,16 @@ class Network:
         if done.returncode != 0:
             raise NotPermitted(f"{program} {arguments}: {done.stderr.strip()}")
         return done.stdout
+
+
+@contextlib.contextmanager
+def network_or_skip(name: str, hosts: Sequence[str], root: Path, python: str = sys.executable) -> Iterator[Network]:
+    """A network of this process; where none can be made, the test is skipped. See :class:`Network`."""
+    try:
+        with Network(f"ls-{name}-{os.getpid()}", hosts, root, python) as network:
+            yield network
+    except NotPermitted as reason:
+        pytest.skip(f"no network namespaces here: {reason}")
 
 
 def listening(network: Network, host: str, port: int, log: Path, *more: str) -> str:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,7 +18,6 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from benchmarks.chain import NotPermitted
 from lightning_spot.capture.attempt import RingSettings
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
@@ -31,7 +29,7 @@ from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.run.location import Location
 from tests.conftest import until
 from tests.gated import MIB
-from tests.network import TOKEN, Network, listening
+from tests.machines import Machines, started
 from tests.served import served
 from tests.test_every_step import digest
 from tests.test_together import accounts, check_states, load, manifests, train
@@ -169,53 +167,9 @@ def carrying(urls: Iterable[str]) -> str:
     return next(url for url in urls if run_at(url)[0].get("destinations"))
 
 
-class Machines:
-    """Two machines that train, one rank each, and one with a memory node."""
-
-    def __init__(self, network: Network, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.network, self.root, self.port = network, root, 29500
-        monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", TOKEN)
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-        self._monkeypatch = monkeypatch
-        self.ranks: list[subprocess.Popen[bytes]] = []
-        self.start_node()
-
-    def start_node(self) -> None:
-        """Start the memory node."""
-        self.url = listening(self.network, "memory", 7070, self.root / "node", "--allow", str(self.root))
-
-    def train(self, name: str, steps: int) -> None:
-        """Start a rank on each machine."""
-        (self.root / name).mkdir(exist_ok=True)
-        self.port += 1
-        together = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "run"}
-        together |= {"MASTER_ADDR": self.network.address["first"], "MASTER_PORT": str(self.port)}
-        self.ranks = []
-        for rank, host in enumerate(("first", "second")):
-            for key, value in {**together, "RANK": str(rank), "GROUP_RANK": str(rank)}.items():
-                self._monkeypatch.setenv(key, value)
-            arguments = ("--ranks", "2", "--nodes", "2", "--steps", str(steps), "--memory", self.url)
-            with open(self.root / name / f"log-{rank}", "ab") as log:
-                command = ("-m", "tests.together_trainer", str(self.root / name), *arguments)
-                self.ranks.append(self.network.start(host, *command, log=log))
-
-    def steps(self, name: str) -> int:
-        path = self.root / name / "steps"
-        return len(path.read_text().splitlines()) if path.exists() else 0
-
-    def wait(self, name: str) -> list[int]:
-        codes = [rank.wait(300) for rank in self.ranks]
-        print((self.root / name / "log-0").read_text())
-        return codes
-
-
 @pytest.fixture
-def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
-    try:
-        with Network(f"ls-across-{os.getpid()}", ("first", "second", "memory"), tmp_path) as network:
-            yield Machines(network, tmp_path, monkeypatch)
-    except NotPermitted as reason:
-        pytest.skip(f"no network namespaces here: {reason}")
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -> Iterator[Machines]:
+    yield from started(Machines, tmp_path, monkeypatch, warm_python)
 
 
 @pytest.mark.soak
@@ -238,9 +192,7 @@ def test_two_machines_train_and_something_is_lost(machines: Machines, tmp_path: 
     elif what == "the memory node":
         machines.network.lose("memory")
     else:
-        machines.network.cut("second")
-        time.sleep(8.0)  # TCP gives nothing up in that time
-        machines.network.mend("second")
+        machines.cut_for_a_while("second")
     assert machines.wait("run") == [0, 0]
     check_states(tmp_path / "run")
     ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]

@@ -6,7 +6,6 @@ is: snapshots come to the durable tier too rarely to matter, but where a test is
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,14 +14,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.chain import NotPermitted
 from lightning_spot.client import embedded
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.errors import SpotError
 from lightning_spot.protocol.wire import Address
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
-from tests.network import TOKEN, Network, listening
+from tests.network import TOKEN, Network, listening, network_or_skip
 from tests.zygote import Zygote
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
@@ -149,14 +147,12 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -
     log = tmp_path / "trainers.log"
     zygote = Zygote(warm_python, log)
     try:
-        with Network(f"ls-hosts-{os.getpid()}", (TRAINER, LEFT, RIGHT), tmp_path) as network:
+        with network_or_skip("hosts", (TRAINER, LEFT, RIGHT), tmp_path) as network:
             network.shape(TRAINER, SLOW_BITS_PER_S, delay_ms=1)
             made = Cluster(network, tmp_path, monkeypatch, zygote, log)
             for host in (LEFT, RIGHT):
                 made.start_node(host)
             yield made
-    except NotPermitted as reason:
-        pytest.skip(f"no network namespaces here: {reason}")
     finally:
         zygote.process.kill()
         zygote.process.wait()

@@ -24,8 +24,8 @@ from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.small_trainer import info_of
 from tests.test_sharded_across import LAST_S, Desk
-from tests.test_sharded_fit import final, snapshots, without_what_came_later
-from tests.test_sharded_hosts import Train, check_states, log, told, train
+from tests.test_sharded_fit import check_states, final, snapshots, without_what_came_later
+from tests.test_sharded_hosts import Train, log, told, train
 
 __all__ = ["train"]
 

@@ -28,6 +28,7 @@ from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.tiers.local import LocalStore
 from tests.exact_cases import loader
 from tests.exact_sharded import Sharded, train, undisturbed_and_stopped
+from tests.test_every_step import digest
 
 
 def snapshots(root: Path) -> list[Manifest]:
@@ -49,6 +50,14 @@ def final(root: Path) -> dict[str, Any]:
     newest = snapshots(root)[0]
     assert newest.complete
     return content(root, newest)
+
+
+def check_states(root: Path) -> dict[str, str]:
+    """Every snapshot holds the parameters of its step."""
+    steps = dict(line.split() for line in (root / "steps").read_text().splitlines())
+    for manifest in snapshots(root):
+        assert digest(content(root, manifest)["state_dict"]) == steps[str(manifest.step)], manifest.name
+    return steps
 
 
 def without_what_came_later(root: Path, target: Path, step: int) -> Path:

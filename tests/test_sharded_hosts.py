@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.chain import NotPermitted
 from lightning_spot.client.stores import open_store
 from lightning_spot.exact.compare import differences
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.node import Node
 from lightning_spot.sharded.reader import ImageReader, load_all
-from tests.conftest import until
 from tests.gated import MIB
-from tests.network import Network
+from tests.machines import PHASES, Sharded, started, twin
 from tests.served import served
-from tests.test_across import Machines
 from tests.test_every_step import digest
-from tests.test_sharded_fit import content, final, snapshots, without_what_came_later
+from tests.test_sharded_fit import check_states, content, final, snapshots, without_what_came_later
+
+__all__ = ["twin"]
 
 Train = Callable[..., int]
-STEPS = 30
 
 
 @pytest.fixture
@@ -61,14 +55,6 @@ def held(node: Node) -> list[tuple[Manifest, dict[str, Any]]]:
 
 def told(root: Path) -> dict[str, int]:
     return json.loads((root / "rank-0.json").read_text())  # type: ignore[no-any-return]
-
-
-def check_states(root: Path) -> dict[str, str]:
-    """Every snapshot holds the parameters of its step."""
-    steps = dict(line.split() for line in (root / "steps").read_text().splitlines())
-    for manifest in snapshots(root):
-        assert digest(content(root, manifest)["state_dict"]) == steps[str(manifest.step)], manifest.name
-    return steps
 
 
 def log(root: Path) -> str:
@@ -144,128 +130,20 @@ def test_an_urgent_snapshot_is_brought_by_all_hosts(train: Train, tmp_path: Path
     assert list(differences(final(tmp_path / "twin"), final(root))) == []
 
 
-class Sharded(Machines):
-    """Two machines that train a model in shards, two ranks each, started by torchrun; and one with a memory node."""
-
-    more: tuple[str, ...] = ()
-
-    def train(self, name: str, steps: int) -> None:
-        (self.root / name).mkdir(exist_ok=True)
-        self.port += 1
-        address = self.network.address["first"]
-        self.ranks = []
-        for number, host in enumerate(("first", "second")):
-            command = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", f"--node-rank={number}"]
-            command += [f"--master-addr={address}", f"--master-port={self.port}", "-m", "tests.sharded_hosts"]
-            command += [str(self.root / name), "--ranks=4", "--nodes=2", f"--steps={steps}", f"--memory={self.url}"]
-            command += self.more
-            with open(self.root / name / f"log-{number}", "ab") as log:
-                self.ranks.append(self.network.start(host, *command, log=log))
-
-    def come_to(self, step: int) -> None:
-        until(lambda: self.steps("run") >= step or self.ended(), f"step {step}", 200.0)
-        assert not self.ended(), self.log()
-
-    def ended(self) -> bool:
-        return any(rank.poll() is not None for rank in self.ranks)
-
-    def log(self) -> str:
-        return "".join((self.root / "run" / f"log-{number}").read_text() for number in (0, 1))
-
-    def end(self) -> None:
-        """Both machines are lost, if one is: what is left there waits for the others."""
-        for host in ("first", "second"):
-            self.network.lose(host)
-
-    def kill_rank(self) -> None:
-        """One rank of the second machine."""
-        found = [pid for pid in self.network.processes("second") if b"tests.sharded_hosts" in cmdline(pid)]
-        (rank,) = [pid for pid in found if b"LOCAL_RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
-        os.kill(rank, signal.SIGKILL)
-
-
-def cmdline(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
 @pytest.fixture
-def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sharded]:
-    try:
-        with Network(f"ls-sharded-{os.getpid()}", ("first", "second", "memory"), tmp_path) as network:
-            yield Sharded(network, tmp_path, monkeypatch)
-    except NotPermitted as reason:
-        pytest.skip(f"no network namespaces here: {reason}")
-
-
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same training, undisturbed, on one machine."""
-    root = tmp_path_factory.mktemp("twin")
-    command = [sys.executable, "-m", "tests.sharded_hosts", str(root), "--ranks=4", "--hosts=1", f"--steps={STEPS}"]
-    with open(root / "log", "wb") as log_file:
-        assert subprocess.run(command, stdout=log_file, stderr=log_file, check=False).returncode == 0, log(root)
-    return root
-
-
-def staging(machines: Sharded) -> None:
-    """A step has ended: its state is copied."""
-    machines.come_to(machines.steps("run") + 1)
-
-
-def sending(machines: Sharded) -> None:
-    staging(machines)
-    before = machines.network.received("memory")
-    until(lambda: machines.network.received("memory") > before + 100_000, "a portion to be on its way", 100.0)
-
-
-def committing(machines: Sharded) -> None:
-    """Two portions have come since a step has ended, or nearly so."""
-    staging(machines)
-    before = machines.network.received("memory")
-    until(lambda: machines.network.received("memory") > before + 900_000, "all of it to be there", 100.0)
-
-
-def restoring(machines: Sharded) -> None:
-    machines.end()
-    machines.network.shape("memory", 4_000_000)  # it is read for seconds
-    before = [machines.network.received(host) for host in ("first", "second")]
-    machines.train("run", STEPS)
-
-    def reads() -> bool:
-        now = [machines.network.received(host) for host in ("first", "second")]
-        return all(there > then + 200_000 for there, then in zip(now, before, strict=True))
-
-    until(reads, "both to be at reading", 200.0)
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -> Iterator[Sharded]:
+    yield from started(Sharded, tmp_path, monkeypatch, warm_python)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("when", [staging, sending, committing, restoring])
+@pytest.mark.parametrize("when", PHASES)
 @pytest.mark.parametrize("what", ["a rank", "a machine", "the first machine", "the memory node", "a link"])
 def test_machines_train_in_shards_and_something_is_lost(
-    machines: Sharded, tmp_path: Path, twin: Path, what: str, when: Callable[[Sharded], None]
+    machines: Sharded, twin: Path, what: str, when: Callable[[Sharded], None]
 ) -> None:
-    network, root = machines.network, tmp_path / "run"
-    for host in ("first", "second"):
-        network.shape(host, 40_000_000)
-    machines.train("run", STEPS)
-    machines.come_to(8)
+    machines.train_slowly_to(8)
     when(machines)
-    if what == "the memory node":
-        before = machines.steps("run")
-        network.lose("memory")
-        until(lambda: machines.steps("run") > before + 3 or machines.ended(), "it to go on", 200.0)
-        machines.start_node()
-    elif what == "a link":
-        network.cut("second")
-        time.sleep(8.0)  # TCP gives nothing up in that time
-        network.mend("second")
-    else:
-        machines.kill_rank() if what == "a rank" else network.lose("second" if what == "a machine" else "first")
-        until(lambda: machines.ended(), "it to end", 100.0)
-    if what in ("a rank", "a machine", "the first machine") or machines.ended():
-        machines.end()
-        machines.train("run", STEPS)
+    machines.lose(what)
     assert machines.wait("run") == [0, 0], machines.log()
-    check_states(root)
-    assert list(differences(final(twin), final(root))) == []
+    machines.check(twin)

@@ -6,8 +6,8 @@ leaves memory behind, and is torn from its threads.
 
 :func:`start` (the fixture ``warm_python``) makes an executable that is called like ``python``: with ``-m MODULE``,
 ``-c CODE`` or a script. It is ``tests/warm_client.py``, which asks a server here for a fork with its own arguments,
-environment, directory and files, passes signals on, and ends as the fork ends. Nodes and commands are forked from a
-server that has never seen torch; everything else from one that is started when it is first asked for.
+environment, directory, network and files, passes signals on, and ends as the fork ends. Nodes and commands are forked
+from a server that has never seen torch; everything else from one that is started when it is first asked for.
 
 :class:`Fork` is such a process without the client between: its number is that of the fork.
 
@@ -18,6 +18,7 @@ that was stopped, outlives a test run that is killed.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import gc
 import importlib
@@ -50,6 +51,8 @@ PRELOADED = {
     ),
 }
 _REQUEST_S = 30.0
+_OWN_NETWORK = "/proc/self/ns/net"
+_CLONE_NEWNET = 0x40000000
 
 
 def start(folder: Path) -> str:
@@ -306,6 +309,7 @@ def become(request: dict[str, Any], python: str) -> None:
             stream.reconfigure(write_through=True)  # type: ignore[union-attr] # they are files
     _reseed()
     try:
+        enter_network(request.get("network", _OWN_NETWORK))
         _run(request["arguments"])
     except SystemExit as ended:
         code = ended.code
@@ -319,6 +323,16 @@ def become(request: dict[str, Any], python: str) -> None:
     else:
         code = 0
     _end(code)
+
+
+def enter_network(path: str) -> None:
+    """Go on in another network namespace, as on another machine; nothing happens if it is this one. Needs root."""
+    if os.path.samefile(path, _OWN_NETWORK):
+        return
+    with open(path, "rb") as network:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(network.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"setns {path}")
 
 
 def _run(command: list[str]) -> None:

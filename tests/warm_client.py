@@ -20,7 +20,7 @@ def main() -> None:
     light = arguments[0] == "-m" and arguments[1].startswith(LIGHT) and not arguments[1].startswith(HEAVY)
     kind = "nodes" if light else "trainers"
     request = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd()}
-    request["unbuffered"] = unbuffered
+    request |= {"unbuffered": unbuffered, "network": f"/proc/{os.getpid()}/ns/net"}
     text = json.dumps(request).encode()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(os.path.join(os.path.dirname(sys.argv[0]), kind))

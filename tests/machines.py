@@ -1,0 +1,207 @@
+"""Machines that train together, each a network namespace: how something of them is lost, and what is left in the end.
+
+A machine that is lost takes its processes and its memory with it. See ``tests/network.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from lightning_spot.exact.compare import differences
+from tests.conftest import until
+from tests.network import TOKEN, Network, listening, network_or_skip
+from tests.test_sharded_fit import check_states, final
+
+STEPS = 30
+"""Of each training in shards."""
+
+Kind = TypeVar("Kind", bound="Machines")
+
+
+class Machines:
+    """Two machines that train, one rank each, and one with a memory node."""
+
+    def __init__(self, network: Network, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.network, self.root, self.port = network, root, 29500
+        monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", TOKEN)
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+        self._monkeypatch = monkeypatch
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        self.start_node()
+
+    def start_node(self) -> None:
+        """Start the memory node."""
+        self.url = listening(self.network, "memory", 7070, self.root / "node", "--allow", str(self.root))
+
+    def train(self, name: str, steps: int) -> None:
+        """Start a rank on each machine."""
+        (self.root / name).mkdir(exist_ok=True)
+        self.port += 1
+        together = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "run"}
+        together |= {"MASTER_ADDR": self.network.address["first"], "MASTER_PORT": str(self.port)}
+        self.ranks = []
+        for rank, host in enumerate(("first", "second")):
+            for key, value in {**together, "RANK": str(rank), "GROUP_RANK": str(rank)}.items():
+                self._monkeypatch.setenv(key, value)
+            arguments = ("--ranks", "2", "--nodes", "2", "--steps", str(steps), "--memory", self.url)
+            with open(self.root / name / f"log-{rank}", "ab") as log:
+                command = ("-m", "tests.together_trainer", str(self.root / name), *arguments)
+                self.ranks.append(self.network.start(host, *command, log=log))
+
+    def steps(self, name: str) -> int:
+        path = self.root / name / "steps"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def cut_for_a_while(self, host: str) -> None:
+        """The link of a host fails; TCP gives nothing up in that time."""
+        self.network.cut(host)
+        time.sleep(8.0)
+        self.network.mend(host)
+
+    def wait(self, name: str) -> list[int]:
+        codes = [rank.wait(300) for rank in self.ranks]
+        print((self.root / name / "log-0").read_text())
+        return codes
+
+
+class Sharded(Machines):
+    """Two machines that train a model in shards, two ranks each, started by torchrun; and one with a memory node."""
+
+    more: tuple[str, ...] = ()
+    third = "the memory node"
+
+    def train(self, name: str, steps: int) -> None:
+        (self.root / name).mkdir(exist_ok=True)
+        self.port += 1
+        address = self.network.address["first"]
+        self.ranks = []
+        for number, host in enumerate(("first", "second")):
+            command = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", f"--node-rank={number}"]
+            command += [f"--master-addr={address}", f"--master-port={self.port}", "-m", "tests.sharded_hosts"]
+            command += [str(self.root / name), "--ranks=4", "--nodes=2", f"--steps={steps}", f"--memory={self.url}"]
+            command += self.more
+            with open(self.root / name / f"log-{number}", "ab") as log:
+                self.ranks.append(self.network.start(host, *command, log=log))
+
+    def train_slowly_to(self, step: int) -> None:
+        """What they send takes its time."""
+        for host in ("first", "second"):
+            self.network.shape(host, 40_000_000)
+        self.train("run", STEPS)
+        self.come_to(step)
+
+    def come_to(self, step: int) -> None:
+        until(lambda: self.steps("run") >= step or self.ended(), f"step {step}", 200.0)
+        assert not self.ended(), self.log()
+
+    def ended(self) -> bool:
+        return any(rank.poll() is not None for rank in self.ranks)
+
+    def log(self) -> str:
+        return "".join((self.root / "run" / f"log-{number}").read_text() for number in (0, 1))
+
+    def lose(self, what: str) -> None:
+        """Something is lost. Training goes on without it, or is started again."""
+        if what == "a link":
+            self.cut_for_a_while("second")
+        elif what == self.third:
+            self.lose_third()
+        else:
+            self.kill_rank() if what == "a rank" else self.network.lose("second" if what == "a machine" else "first")
+            until(self.ended, "it to end", 100.0)
+        if what not in ("a link", self.third) or self.ended():
+            self.end()
+            self.train("run", STEPS)
+
+    def lose_third(self) -> None:
+        """The memory node is lost. It is back when training has gone on."""
+        before = self.steps("run")
+        self.network.lose("memory")
+        until(lambda: self.steps("run") > before + 3 or self.ended(), "it to go on", 200.0)
+        self.start_node()
+
+    def end(self) -> None:
+        """Both machines are lost, if one is: what is left there waits for the others."""
+        for host in ("first", "second"):
+            self.network.lose(host)
+
+    def kill_rank(self) -> None:
+        """One rank of the second machine."""
+        found = [pid for pid in self.network.processes("second") if b"tests.sharded_hosts" in _of(pid, "cmdline")]
+        (rank,) = [pid for pid in found if b"LOCAL_RANK=1" in _of(pid, "environ").split(b"\0")]
+        os.kill(rank, signal.SIGKILL)
+
+    def check(self, twin: Path) -> None:
+        """Every snapshot of the training, which is over, holds the state of its step, and the last one that of a twin.
+
+        Args:
+            twin: where the same was trained undisturbed.
+        """
+        check_states(self.root / "run")
+        assert list(differences(final(twin), final(self.root / "run"))) == []
+
+
+def _of(pid: int, what: str) -> bytes:
+    return Path(f"/proc/{pid}/{what}").read_bytes()
+
+
+def started(kind: type[Kind], root: Path, monkeypatch: pytest.MonkeyPatch, python: str) -> Iterator[Kind]:
+    """Machines of a kind, as a fixture yields them; the test is skipped where there can be none."""
+    with network_or_skip(kind.__name__.lower(), ("first", "second", "memory"), root, python) as network:
+        yield kind(network, root, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Path:
+    """The same training in shards, undisturbed, on one machine."""
+    root = tmp_path_factory.mktemp("twin")
+    command = [warm_python, "-m", "tests.sharded_hosts", str(root), "--ranks=4", "--hosts=1", f"--steps={STEPS}"]
+    with open(root / "log", "wb") as log:
+        done = subprocess.run(command, stdout=log, stderr=log, check=False)
+    assert done.returncode == 0, (root / "log").read_text()
+    return root
+
+
+# -- when something is lost -----------------------------------------------------------------------------------------
+
+
+def staging(machines: Sharded) -> None:
+    """A step has ended: its state is copied."""
+    machines.come_to(machines.steps("run") + 1)
+
+
+def sending(machines: Sharded) -> None:
+    staging(machines)
+    before = machines.network.received("memory")
+    until(lambda: machines.network.received("memory") > before + 100_000, "a portion to be on its way", 100.0)
+
+
+def committing(machines: Sharded) -> None:
+    """Two portions have come since a step has ended, or nearly so."""
+    staging(machines)
+    before = machines.network.received("memory")
+    until(lambda: machines.network.received("memory") > before + 900_000, "all of it to be there", 100.0)
+
+
+def restoring(machines: Sharded) -> None:
+    machines.end()
+    machines.network.shape("memory", 4_000_000)  # it is read for seconds
+    before = [machines.network.received(host) for host in ("first", "second")]
+    machines.train("run", STEPS)
+
+    def reads() -> bool:
+        now = [machines.network.received(host) for host in ("first", "second")]
+        return all(there > then + 200_000 for there, then in zip(now, before, strict=True))
+
+    until(reads, "both to be at reading", 200.0)
+
+
+PHASES: list[Callable[[Sharded], None]] = [staging, sending, committing, restoring]
