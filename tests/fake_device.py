@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -128,3 +129,49 @@ class FakeDevice:
     def unpin(self, slot: torch.Tensor) -> int:
         self.pinned.discard(slot.data_ptr())
         return 0
+
+
+class Emulated(FakeDevice):
+    """Two GPUs under a real training: what that orders is done at once, as its results are read; side streams lag.
+
+    Attributes:
+        waited: the threads that waited for one.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.waited: list[threading.Thread] = []
+        self._lock = threading.RLock()
+
+    def kind(self, storage: torch.UntypedStorage) -> str:
+        return "cuda" if storage.nbytes() >= 64 else "cpu"  # counters of optimizers stay there
+
+    def index(self, storage: torch.UntypedStorage) -> int:
+        return storage.nbytes() // 64 % 2
+
+    def record(self, stream: FakeStream, *, timed: bool = False) -> FakeEvent:
+        with self._lock:
+            return super().record(stream, timed=timed)
+
+    def wait(self, stream: FakeStream, event: FakeEvent) -> None:
+        with self._lock:
+            if stream is self.training:
+                self.run(lambda: event.is_over)
+            else:
+                super().wait(stream, event)
+
+    def copy(self, stream: FakeStream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        with self._lock:
+            if stream is self.training:
+                for target, source in pairs:
+                    target.copy_(source)
+                return
+            super().copy(stream, pairs)
+            for _ in range(self.random.randrange(3)):  # some of it, or of what was ordered before
+                if ready := [other for other in self.streams if other.is_ready]:
+                    self.random.choice(ready).advance()
+
+    def synchronize(self, event: FakeEvent) -> None:
+        with self._lock:
+            self.waited.append(threading.current_thread())
+            super().synchronize(event)

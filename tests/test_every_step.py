@@ -6,6 +6,7 @@ import copy
 import hashlib
 import io
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from torch import nn
 from lightning_spot import EverySteps, RemoteSnapshot
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import InProcessHost, Lease
-from lightning_spot.staging import schedule
+from lightning_spot.staging import cuda, schedule
 from lightning_spot.tiers.local import LocalStore
-from tests.models import EachDurable, data, state_of, trainer
+from tests.fake_device import Emulated
+from tests.models import EachDurable, TwoOptimizers, data, state_of, trainer
 
 WIDTH = 160  # of a frozen layer: 100 kB, more than is compared whole each time
 
@@ -216,8 +218,12 @@ def found(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, str], dict[int, st
 UNHURRIED = [pytest.param(16), pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
 
 
+SOAK = [pytest.mark.soak]
+BESIDE = [(Adapted, "backward"), (RunsAhead, "eager"), pytest.param(Adapted, "auto", marks=SOAK)]
+
+
 @pytest.mark.parametrize("steps", UNHURRIED)
-@pytest.mark.parametrize(("kind", "partitions"), [(Adapted, "backward"), (RunsAhead, "eager"), (Adapted, "auto")])
+@pytest.mark.parametrize(("kind", "partitions"), BESIDE)
 def test_every_snapshot_is_its_step_where_training_goes_on_beside(
     tmp_path: Path,
     found: tuple[dict[int, str], dict[int, str]],
@@ -239,3 +245,50 @@ def test_every_snapshot_is_its_step_where_training_goes_on_beside(
     assert durable.items() <= each.items()
     assert max(durable) == max(each)
     assert "was dropped" not in caplog.text
+
+
+class LooksOn(pl.Callback):
+    """Notes who had waited for a GPU when training ended."""
+
+    def __init__(self, device: Emulated) -> None:
+        self.device = device
+        self.waited: set[threading.Thread] = set()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.waited = set(self.device.waited)
+
+
+ON_GPUS = [
+    pytest.param(kind, partitions, buffer, marks=[] if (kind, partitions) == (RunsAhead, "asymmetric") else SOAK)
+    for kind in (Adapted, RunsAhead, TwoOptimizers)
+    for partitions, buffer in (("eager", 2000), ("asymmetric", 2000), ("backward", 10**6), ("backward", None))
+]
+
+
+@pytest.mark.parametrize(("kind", "partitions", "buffer"), ON_GPUS)
+def test_every_snapshot_is_its_step_on_gpus_whose_copies_lag(
+    tmp_path: Path,
+    found: tuple[dict[int, str], dict[int, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[pl.LightningModule],
+    partitions: Any,
+    buffer: int | None,
+) -> None:
+    """The training thread waits for none of them."""
+    device, unhurried, (committed, _) = Emulated(), Unhurried(), found
+    monkeypatch.setattr(cuda, "Cuda", lambda: device)
+    looks_on = LooksOn(device)
+    snapshots = RemoteSnapshot(
+        str(tmp_path / "run"),
+        memory=None,
+        interval=EverySteps(1),
+        on_full="wait",
+        partitions=partitions,
+        device_buffer=buffer,
+    )
+    trainer(snapshots, unhurried, looks_on, max_epochs=1).fit(kind(), data(12), data(2))
+    assert committed == {step: one for step, one in unhurried.digests.items() if step}
+    assert snapshots.torn == 0
+    assert looks_on.waited  # the background does
+    assert threading.current_thread() not in looks_on.waited
+    assert device.allocated <= 2 * (buffer or 0)
