@@ -152,6 +152,7 @@ CALLBACKS: dict[str, Case] = {
         val=None,
         callbacks=lambda: [shipped.BatchSizeFinder(max_trials=2, steps_per_trial=1)],
         covers=("BatchSizeFinder",),
+        soak=True,  # tuned as by the one above
         since="2.6",
     ),
     "learning-rate-finder-later": Case(
@@ -221,7 +222,11 @@ CALLBACKS: dict[str, Case] = {
 
 SETTINGS: dict[str, Case] = {
     "accumulate": Case(
-        model=Model, settings={"accumulate_grad_batches": 2}, stops=(8, 7), covers=("accumulate_grad_batches",)
+        model=Model,
+        settings={"accumulate_grad_batches": 2},
+        stops=(8, 7),
+        covers=("accumulate_grad_batches",),
+        soak=True,  # test_exact has it
     ),
     "clip-by-value": Case(
         settings={"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},

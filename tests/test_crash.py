@@ -207,7 +207,7 @@ def begin(tmp_path: Path, warm_python: str) -> Iterator[Callable[..., Training]]
         training.close()
 
 
-@pytest.mark.parametrize("ballast", [0, 2_000_000], ids=["small", "some MB"])
+@pytest.mark.parametrize("ballast", [pytest.param(0, marks=pytest.mark.soak), 2_000_000], ids=["small", "some MB"])
 def test_killed_at_random_points(begin: Callable[..., Training], chance: random.Random, ballast: int) -> None:
     kinds = list(KINDS)
     chance.shuffle(kinds)
