@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from lightning_spot.client import part_sender
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.part_sender import PartStream
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import NodeUnreachable, SnapshotNotFound, SpotError
 from lightning_spot.memory.health import TierHealth
@@ -181,3 +183,17 @@ def test_what_a_newer_node_tells_besides_of_a_tier_is_left_out() -> None:
     answer = {"tiers": {"spot://node": {**asdict(told), "of_another_day": {"x": 1}}}}
     host: Any = SimpleNamespace(_call=lambda *_: answer)
     assert EmbeddedHost.tiers(host) == {"spot://node": told}
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["says-little", "says-nothing"])
+def test_a_node_that_does_not_begin_to_receive_is_not_waited_for(
+    serve: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    """Each byte of its answer was given a minute, three times over. A slot was held for that long, and nothing sent."""
+    monkeypatch.setattr(part_sender, "_UPGRADE_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Address("127.0.0.1", silent.getsockname()[1])
+        if answers:
+            address = serve([b"H" * 10_000], pause_s=0.01).address
+        with pytest.raises(NodeUnreachable, match="timed out"):
+            PartStream(address, None, "upload")

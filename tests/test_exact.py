@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,16 @@ class KilledAfterLastStep(pl.Callback):
             raise Stop
 
 
+class Counts(pl.Callback):
+    """Counts the batches that are trained on."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.batches += 1
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -173,3 +184,31 @@ def test_a_run_that_has_taken_its_last_step_comes_to_its_end(settings: dict[str,
         assert (manifest.step, manifest.complete) == (LAST, not is_killed)
     assert list(differences(final(roots[0]), final(roots[1]))) == []
     assert logged(roots[1]) == logged(roots[0]) != []
+
+
+def test_a_run_that_is_given_less_steps_than_it_has_taken_stays_where_it_is(tmp_path: Path, undisturbed: Any) -> None:
+    """It was brought to the end of the epoch that it was in the middle of. Given more again, it began another one."""
+    with pytest.raises(Stop):
+        train("plain", tmp_path, StopAt(8), seed=11, max_epochs=2, spot=spot(tmp_path, every=1))
+    counts = Counts()
+    train("plain", tmp_path, counts, seed=12, max_epochs=2, max_steps=5, spot=spot(tmp_path, every=1))
+    assert counts.batches == 0
+    assert not newest(tmp_path)[0].complete
+    train("plain", tmp_path, seed=13, max_epochs=2, spot=spot(tmp_path, every=1000))
+    assert list(differences(final(undisturbed("plain")), final(tmp_path))) == []
+
+
+@pytest.mark.parametrize("left", [0, 3], ids=["after-the-last-step", "in-training"])
+def test_a_run_stopped_in_front_of_a_validation_goes_on_without_it(tmp_path: Path, left: int) -> None:
+    """After its last step it trained on one more batch; before, with other random numbers than there were."""
+    stopped, settings = tmp_path / "stopped", {"max_steps": 6 + left, "val_check_interval": 6}
+    with pytest.raises(Stop):
+        train("plain", stopped, StopAt(0, in_validation=True), seed=11, **settings, spot=spot(stopped, every=6))
+    finals = []
+    for seed in (77, 78)[: 1 + bool(left)]:
+        root, counts = tmp_path / str(seed), Counts()
+        shutil.copytree(stopped, root)
+        train("plain", root, counts, seed=seed, **settings, limit_val_batches=0, spot=spot(root, every=1000))
+        assert counts.batches == left
+        finals.append(final(root))
+    assert list(differences(finals[0], finals[-1])) == []

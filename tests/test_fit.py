@@ -485,6 +485,24 @@ def test_two_callbacks_do_not_take_each_others_place(tmp_path: Path) -> None:
         trainer(spot(tmp_path), spot(tmp_path)).fit(Net(), data())
 
 
+@pytest.mark.parametrize("kind", [SpotCheckpoint, AutoResume])
+def test_a_class_in_the_place_of_a_callback_is_named(kind: Any) -> None:
+    """A method of it was said to lack an argument."""
+    with pytest.raises(SettingsError, match=rf"callbacks= holds the class {kind.__name__} itself"):
+        trainer(kind).fit(Net(), data())
+
+
+def test_a_trainer_goes_on_from_one_run_only(tmp_path: Path) -> None:
+    """It went on from the last one, also where only another one had snapshots: that training began anew."""
+    one, other = spot(tmp_path / "one"), spot(tmp_path / "other")
+    with pytest.raises(SettingsError, match=r"resume runs from .*/run-1 and from .*/run-1.*keep one.*resume=False"):
+        trainer(one, other).fit(Net(), data())
+    assert not manifests(tmp_path / "one")
+    second = SpotCheckpoint(str(tmp_path / "other" / "run-1"), memory=None, resume=False)
+    trainer(one, second, max_epochs=1).fit(Net(), data())
+    assert manifests(tmp_path / "one")[0].name == manifests(tmp_path / "other")[0].name
+
+
 def test_lightnings_own_checkpoints_stay_as_they_are(tmp_path: Path) -> None:
     run = trainer(spot(tmp_path), enable_checkpointing=True, default_root_dir=tmp_path)
     run.fit(Net(), data(), models.data(3))

@@ -758,11 +758,18 @@ def test_small_tmpfs_falls_back_to_memory_files(
     assert "shm-size" in caplog.text
 
 
-@pytest.mark.parametrize(("free", "backing"), [(511, "memfd"), (512, "tmpfs")])
-def test_a_small_tmpfs_is_never_filled_up_by_a_slot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, backing: str
+@pytest.mark.parametrize(
+    ("size", "free", "backing"),
+    [(1024, 639, "memfd"), (1024, 640, "tmpfs"), (2**25, 2**18 + 511, "memfd"), (2**25, 2**18 + 512, "tmpfs")],
+    ids=["small-full", "small", "large-full", "large"],
+)
+def test_a_tmpfs_is_never_filled_up_by_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, free: int, backing: str
 ) -> None:
-    """It was, for a moment: workers of a DataLoader, which pass tensors on through it, are killed then."""
+    """It was, and for a moment even by one: workers of a DataLoader, which pass tensors on through it, are killed then.
+
+    An eighth of it is left to them, up to 1 GiB.
+    """
     filled: list[str] = []
 
     def noted(fd: int, nbytes: int, real: Callable[..., mmap.mmap] = slot_module.make_shared) -> mmap.mmap:
@@ -770,7 +777,7 @@ def test_a_small_tmpfs_is_never_filled_up_by_a_slot(
         return real(fd, nbytes)
 
     monkeypatch.setattr(slot_module, "make_shared", noted)
-    room = SimpleNamespace(f_blocks=1000, f_bavail=free, f_frsize=4096)
+    room = SimpleNamespace(f_blocks=size, f_bavail=free, f_frsize=4096)
     monkeypatch.setattr(os, "fstatvfs", lambda _fd: room)
     memory = SlotMemory.create(2 * MIB, tmp_path / "slot")
     assert memory.backing == backing

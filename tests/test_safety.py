@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_spot import EverySteps, RemoteSnapshot
+from lightning_spot import AutoResume, EverySteps, RemoteSnapshot
 from lightning_spot.capture.across import Across
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.safety import Safety
@@ -32,6 +32,7 @@ from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.staging import schedule
+from lightning_spot.staging.slot import SlotMemory
 from lightning_spot.tiers.local import LocalStore
 from tests.gated import MIB, RUN_ID, image_of, manifest_of
 from tests.models import Net, data, trainer
@@ -172,12 +173,14 @@ class Averaged(InValidation):
             parameter.data.mul_(0.5)
 
 
-def noticed_in_validation(root: Path, kind: type[InValidation], every: int) -> tuple[str, list[dict[str, Any]]]:
+def noticed_in_validation(
+    root: Path, kind: type[InValidation], every: int, *more: pl.Callback
+) -> tuple[str, list[dict[str, Any]]]:
     """What was said, and the snapshots there are."""
     snapshots = RemoteSnapshot(str(root), memory=None, interval=EverySteps(every))
     callback = kind(snapshots)
     with pytest.raises(Stop):
-        trainer(callback, snapshots, limit_train_batches=4).fit(Net(), data(), data(2))
+        trainer(callback, *more, snapshots, limit_train_batches=4).fit(Net(), data(), data(2))
     found = LocalStore(root).survey().manifests
     return callback.said, [torch.load(root / manifest.data_path, weights_only=True) for manifest in found]
 
@@ -195,6 +198,27 @@ def test_what_a_validation_adds_to_a_state_is_not_in_the_snapshot_before_it(tmp_
     assert "step 4" in said
     (state,) = [state for key, state in found[0]["callbacks"].items() if key.startswith("InValidation")]
     assert state == {"seen": [0, 0]}  # of the sanity check
+
+
+def test_the_slot_of_an_urgent_snapshot_has_the_time_that_slots_have_also_right_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In front of a validation there was no step yet. A large slot took longer than a call may: its node was lost."""
+    resumes = AutoResume(str(tmp_path / "run"), memory=None)
+    noticed_in_validation(tmp_path / "run", InValidation, 1000, resumes)
+    create, made_by = SlotMemory.create, []
+
+    def noted(capacity: int, path: Path | None) -> SlotMemory:
+        made_by.append(threading.current_thread().name)
+        return create(capacity, path)
+
+    monkeypatch.setattr(SlotMemory, "create", noted)
+    said, found = noticed_in_validation(tmp_path / "run", InValidation, 1000, resumes)
+    assert resumes.resumed_from is not None
+    assert made_by == ["spot-slots"]
+    assert "step 4" in said
+    assert "is safe in" in said
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,23 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     made.host.leave(complete=True)
 
 
+@pytest.fixture
+def made_by(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """The threads that have made slots."""
+    made: list[threading.Thread] = []
+
+    def create(capacity: int, path: Path | None, real: Callable[..., SlotMemory] = SlotMemory.create) -> SlotMemory:
+        made.append(threading.current_thread())
+        return real(capacity, path)
+
+    monkeypatch.setattr(SlotMemory, "create", create)
+    return made
+
+
+def idle(desk: Desk) -> None:
+    until(lambda: desk.writer.ready and desk.writer._maker._thread is None, "nothing is being made")
+
+
 def slots_of(desk: Desk) -> list[str]:
     return [slot["state"] for slot in desk.host._node.status()["slots"]]
 
@@ -134,7 +151,7 @@ def test_a_state_that_goes_on_growing_is_not_skipped_each_time(desk: Desk) -> No
     desk.writer.warm(700_000)
     skipped = []
     for step in range(1, 6):
-        until(lambda: desk.writer.ready and desk.writer._maker._thread is None, "nothing is being made")
+        idle(desk)
         try:
             desk.writer.begin(desk.checkpoint(more=torch.ones(500_000 * step)), manifest_of(step, run_id="")).result(30)
         except RingFull:
@@ -142,17 +159,53 @@ def test_a_state_that_goes_on_growing_is_not_skipped_each_time(desk: Desk) -> No
     assert skipped == [1]
 
 
+def test_a_state_that_grows_a_little_each_time_finds_room(desk: Desk, made_by: list[threading.Thread]) -> None:
+    """Training made each slot but the first two by itself, whatever had been between."""
+    desk.writer.warm(700_000)
+    skipped = []
+    for step in range(1, 10):
+        idle(desk)
+        try:
+            more = torch.ones(2_000_000 + 60_000 * step)  # 3 % of it
+            desk.writer.begin(desk.checkpoint(more=more), manifest_of(step, run_id="")).result(30)
+        except RingFull:
+            skipped.append(step)
+        assert desk.host.flush(30) == []
+    assert skipped[0] == 1
+    assert len(skipped) == 2
+    assert threading.current_thread() not in made_by
+
+
+def test_a_larger_slot_is_made_after_the_one_that_is_being_made(
+    desk: Desk, made_by: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not, without a word: training made it when the next snapshot came."""
+    desk.writer.warm(700_000)
+    idle(desk)
+    lease, asked, go_on = desk.host.lease, threading.Event(), threading.Event()
+
+    def slow(*what: Any, **more: Any) -> Any:
+        if more.get("spare"):
+            asked.set()
+            assert go_on.wait(30)
+        return lease(*what, **more)
+
+    monkeypatch.setattr(desk.host, "lease", slow)
+    desk.begin(1, desk.checkpoint()).result(30)
+    assert asked.wait(30)
+    averages = torch.ones(3_000_000)
+    with pytest.raises(RingFull, match="a larger one is being made"):
+        desk.writer.begin(desk.checkpoint(more=averages), manifest_of(2, run_id=""))
+    go_on.set()
+    until(lambda: desk.writer.ready, "the larger one")
+    desk.writer.begin(desk.checkpoint(more=averages), manifest_of(3, run_id="")).result(30)
+    assert threading.current_thread() not in made_by
+
+
 def test_a_state_that_is_larger_than_was_expected_has_its_slot_made_in_the_background(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    desk: Desk, made_by: list[threading.Thread]
 ) -> None:
     """As with averages that a callback adds: training waited while it was made, and took a slow node for a lost one."""
-    made_by: list[threading.Thread] = []
-
-    def create(capacity: int, path: Path | None, real: Callable[..., SlotMemory] = SlotMemory.create) -> SlotMemory:
-        made_by.append(threading.current_thread())
-        return real(capacity, path)
-
-    monkeypatch.setattr(SlotMemory, "create", create)
     desk.writer.warm(700_000)
     until(lambda: desk.writer.ready, "the first slot")
     averages = torch.ones(3_000_000)

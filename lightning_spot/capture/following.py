@@ -120,6 +120,10 @@ class Follower(ABC, Generic[What]):
             job.settle()
         self._pending = [task for task in self._pending if not task.done.done()]
 
+    def check_all(self) -> None:
+        """See :meth:`~lightning_spot.capture.writer.SnapshotWriter.check_all`."""
+        self._unchanged.checks_all = True
+
     def warm(self, nbytes: int) -> None:
         """Have a slot made at the node of this host, in the background, for what its ranks write; others follow.
 

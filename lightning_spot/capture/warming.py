@@ -16,6 +16,9 @@ from lightning_spot.staging.slot import slot_capacity
 
 logger = logging.getLogger(__name__)
 
+_ROOM_TO_GROW = 8
+"""Slots of a state that has grown have room for so much of it again: an eighth."""
+
 
 class SlotMaker:
     """Has slots made, mapped and (for a GPU) pinned on a thread of its own: the first one, then each that is wanted.
@@ -32,7 +35,8 @@ class SlotMaker:
     def __init__(self, views: SlotViews, copier: Copier, lose: Callable[[Host, SpotError], None]) -> None:
         self._views, self._copier, self._lose = views, copier, lose
         self._size: tuple[int, bool] | None = None
-        self._has_grown = False
+        self._was_too_small = False
+        self._next: tuple[Host, bool] | None = None
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -58,15 +62,15 @@ class SlotMaker:
         """
         self._size = (nbytes, cuda)
         if host is not None:
-            self._ready.clear()
             self._begin(host, spare=False)
 
     def fits(self, host: Host, nbytes: int, *, waits: bool) -> bool:
         """Whether a snapshot can take its slot; if slots are made too small, a larger one is made in the background.
 
         What callbacks add is not known before, nor what a training gets later: another optimizer's state, averages. A
-        state that goes on growing would find each slot too small: where nobody waits, that of the second time is made
-        while training does.
+        state that has grown may go on growing, so its slots have room for more. Where it grows so fast that the one
+        that was made in the background is too small again, the next is made while training waits: not every snapshot
+        is skipped.
 
         Args:
             host: the ring.
@@ -74,12 +78,14 @@ class SlotMaker:
             waits: whether who asks waits for the larger slot.
         """
         if self._size is None or nbytes <= slot_capacity(self._size[0]):
+            self._was_too_small = False
             return True
-        if self._has_grown and not waits:
-            self._size = (nbytes, self._size[1])
+        cuda = self._size[1]
+        if self._was_too_small and not waits:
+            self._size = (nbytes, cuda)
             return True
-        self._has_grown = True
-        self.first(host, nbytes, cuda=self._size[1])
+        self._was_too_small = True
+        self.first(host, nbytes + nbytes // _ROOM_TO_GROW, cuda=cuda)
         return False
 
     def again(self, host: Host) -> None:
@@ -109,20 +115,36 @@ class SlotMaker:
 
     def _begin(self, host: Host, *, spare: bool) -> None:
         with self._lock:
-            if self._closed or self._thread is not None or self._size is None:
+            if self._closed or self._size is None:
                 return
-            self._thread = threading.Thread(
-                target=self._run, args=(host, *self._size, spare), name="spot-slots", daemon=True
-            )
-            self._thread.start()
+            if not spare:
+                self._ready.clear()
+            if self._thread is not None:  # a spare one, perhaps too small by now
+                self._next = self._next if spare else (host, spare)
+                return
+            self._next = (host, spare)
+            self._thread = threading.Thread(target=self._run, name="spot-slots", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # no more threads can be had: who needs the slot makes it
+                logger.warning("lightning_spot: no slot can be made in the background: %s", error)
+                self._thread = self._next = None
+                self._ready.set()
 
-    def _run(self, host: Host, nbytes: int, cuda: bool, spare: bool) -> None:
-        try:
+    def _run(self) -> None:
+        while (order := self._take_order()) is not None:
+            host, nbytes, cuda, spare = order
             self._make(host, nbytes, cuda, spare=spare)
-        finally:
-            with self._lock:
+
+    def _take_order(self) -> tuple[Host, int, bool, bool] | None:
+        """What to make next, of the size that is wanted now; ``None`` at the end."""
+        with self._lock:
+            following, self._next = self._next, None
+            if following is None or self._closed or self._size is None:
                 self._thread = None
-            self._ready.set()
+                self._ready.set()
+                return None
+            return (following[0], *self._size, following[1])
 
     def _make(self, host: Host, nbytes: int, cuda: bool, *, spare: bool) -> None:
         began_s = time.monotonic()

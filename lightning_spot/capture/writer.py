@@ -164,20 +164,27 @@ class SnapshotWriter:
             for other in lost:
                 self._views.drop(other)
         divide = functools.partial(self._divider.divide, name=manifest.name, owned=owned, kept=kept, ranks=ranks)
-        layout, lease, manifest, whole = self._open(host, checkpoint, manifest, within(deadline_s), divide)
+        lease: Lease | None = None
+        view: SlotView | None = None
+        done: Future[Manifest] = Future()
         try:
+            layout, lease, manifest, whole = self._open(host, checkpoint, manifest, within(deadline_s), divide)
             view = self._views.of(host, lease)
             plan = self._plan(layout, lease, view, owners_of(owned, kept), trusts=not manifest.complete)
             job = self._copy(plan, view, owned)
+            floats = floats_of(whole, owned) if self._approximates else ()
+            pending = Pending(manifest, lease, job, done, destinations, outline_of(layout), plan, view, floats)
+            self._forget_done()
+            self._pending.append(pending)
+            self.across.begun(pending)
+            self._tasks.put(lambda: self._finish(host, pending))
         except BaseException as error:
-            self._give_up(host, lease, error)
+            if lease is not None and done.cancel():  # else the background has it already, and Ctrl-C came a moment late
+                if view is not None:
+                    self._copier.give_up(view)
+                self._forget_done()
+                self._give_up(host, lease, error)
             raise
-        floats = floats_of(whole, owned) if self._approximates else ()
-        pending = Pending(manifest, lease, job, Future(), destinations, outline_of(layout), plan, view, floats)
-        self._forget_done()
-        self._pending.append(pending)
-        self.across.begun(pending)
-        self._tasks.put(lambda: self._finish(host, pending))
         if job.stands_still and not self.across.is_under_way:  # that would be to wait for other hosts
             self.copied()
             futures.wait([pending.done], host.max_stall_s)  # what goes wrong, or takes longer, does so meanwhile
@@ -198,6 +205,10 @@ class SnapshotWriter:
 
     def _forget_done(self) -> None:
         self._pending = [pending for pending in self._pending if not pending.done.done()]
+
+    def check_all(self) -> None:
+        """The next snapshot may be the last of this attempt: compare all of it that is not copied again."""
+        self._unchanged.checks_all = True
 
     def settle(self, wait_s: float) -> None:
         """Wait until every snapshot begun so far is committed or given up."""
@@ -309,11 +320,7 @@ class SnapshotWriter:
         for offset, data in plan.frame:
             view.map[offset : offset + len(data)] = data
         self.copied_bytes += plan.nbytes
-        try:
-            first.wait_cpu()
-        except BaseException:
-            first.wait_cpu()  # Ctrl-C: nothing may come into the slot once it is given back
-            raise
+        first.wait_cpu()
         self._copier.fence()  # before what may take longer: a GPU's training would wait for that too
         job = self._copier.start(later, view, watch(chain.from_iterable(watched.values())), self._schedule)
         job.follow(first)  # there may be nothing more to copy from its GPUs
@@ -324,6 +331,8 @@ class SnapshotWriter:
 
     def _finish(self, host: Host, pending: Pending) -> None:
         name = pending.manifest.name
+        if not pending.done.set_running_or_notify_cancel():
+            return  # Ctrl-C: its slot was given back
         try:
             found = self._unchanged.written_past_counts(pending.plan, pending.view)
             pending.job.wait()

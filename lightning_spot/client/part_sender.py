@@ -22,6 +22,7 @@ from lightning_spot.protocol.wire import (
 )
 
 _CONNECT_TIMEOUT_S = 5.0
+_UPGRADE_TIMEOUT_S = 10.0  # a node answers before it does anything; meanwhile a slot is held, and nothing sent
 _TIMEOUT_S = 60.0
 _WINDOW = 2  # parts under way on one connection before an answer is waited for
 _LONGEST_HEAD = 65536
@@ -66,7 +67,7 @@ class PartStream:
         except OSError as error:
             raise self._unreachable(error) from error
         try:
-            self._socket.settimeout(_TIMEOUT_S)
+            self._socket.settimeout(_UPGRADE_TIMEOUT_S)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.sendall(("\r\n".join(lines) + "\r\n\r\n").encode())
             self._expect_upgrade()
@@ -124,8 +125,9 @@ class PartStream:
         return buffer.hex()
 
     def _expect_upgrade(self) -> None:
-        answer = b""
+        answer, deadline_s = b"", time.monotonic() + _UPGRADE_TIMEOUT_S
         while b"\r\n\r\n" not in answer:
+            self._socket.settimeout(max(0.001, deadline_s - time.monotonic()))
             data = self._socket.recv(4096)
             if not data:
                 raise ConnectionError("the connection was closed")

@@ -97,6 +97,7 @@ class Dump:
         self.checkpoint[KEY] = {
             "version": VERSION,
             "world_size": trainer.world_size,
+            "max_steps": trainer.max_steps,
             "validation_progress": self.validation_progress,
             "loggers": self.loggers,
             "unsaved": self.unsaved,

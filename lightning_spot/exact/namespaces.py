@@ -10,8 +10,11 @@ import functools
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from lightning_spot.errors import SettingsError
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import TorchCheckpointIO
@@ -110,6 +113,23 @@ class SpotCallback(Copied, Callback):
         """Belong to what was imported since."""
         join_namespaces()
         return super().__new__(cls)
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        """Have the first hook that Lightning calls say so if it is called on the class."""
+        super().__init_subclass__(**named)
+        if "setup" in vars(cls):
+            cls.setup = _of_made_ones(cls.setup)  # type: ignore[method-assign] # it is that one, if all is well
+
+
+def _of_made_ones(setup: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(setup)
+    def checked(self: Any, *arguments: Any, **named: Any) -> None:
+        if not isinstance(self, SpotCallback):
+            kind = setup.__qualname__.partition(".")[0]
+            raise SettingsError(f"callbacks= holds the class {kind} itself: write {kind}(...), with its arguments")
+        setup(self, *arguments, **named)
+
+    return checked
 
 
 class SpotIO(Copied, TorchCheckpointIO):

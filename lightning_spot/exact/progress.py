@@ -59,6 +59,21 @@ def restore(trainer: pl.Trainer, added: State) -> None:
         setattr(total, name, getattr(total, name) - count)
 
 
+def is_validation_due(trainer: pl.Trainer, *, should_stop: bool) -> bool:
+    """Whether a run that was stopped in front of a validation, and is about to go on, will begin with it.
+
+    Args:
+        trainer: that fits, where training begins.
+        should_stop: as it was; a validation may be due because of that.
+    """
+    loop, stops = trainer.fit_loop, trainer.should_stop
+    trainer.should_stop = should_stop
+    try:
+        return bool(private.SHOULD_VALIDATE.of(loop.epoch_loop)(private.DATA_FETCHER.of(loop)))
+    finally:
+        trainer.should_stop = stops
+
+
 def is_in_epoch(checkpoint: State) -> bool:
     """Whether the end of an epoch was still to come when a checkpoint was taken."""
     epochs = checkpoint["loops"]["fit_loop"][_EPOCHS]["current"]
@@ -72,7 +87,7 @@ def enter_epoch(trainer: pl.Trainer, *, validates: bool, should_stop: bool) -> C
 
     Args:
         trainer: that fits.
-        validates: whether the end of the epoch begins with a validation.
+        validates: whether the end of the epoch begins with a validation; with none, if the run is to validate no more.
         should_stop: as it was; a validation may be due because of that.
 
     Returns:
@@ -98,7 +113,8 @@ def enter_epoch(trainer: pl.Trainer, *, validates: bool, should_stop: bool) -> C
     def validate(data_fetcher: Any) -> None:
         leave()
         trainer.should_stop = should_stop
-        advance_in_epoch(data_fetcher)
+        if private.SHOULD_VALIDATE.of(epoch_loop)(data_fetcher):  # else it would train one more batch
+            advance_in_epoch(data_fetcher)
 
     loop.__class__ = type(kind.__name__, (kind,), {"done": False})
     private.ADVANCE.set(loop, enter)

@@ -89,7 +89,10 @@ class Restoring(OfTrainer):
         self._values = self._positions = values = self._of_this_rank(shared["ranks"])
         self._random = values["random"]
         self._val_total = shared["validation_progress"]
-        self._steps_are_over = values["should_stop"] or 0 <= trainer.max_steps <= checkpoint["global_step"]
+        # Of a run that was to go on, and is given less steps than it has taken, nothing is trained, and nothing ends.
+        limits = (trainer.max_steps, shared.get("max_steps", trainer.max_steps))  # an earlier version has not noted it
+        reached = all(0 <= limit <= checkpoint["global_step"] for limit in limits)
+        self._steps_are_over = values["should_stop"] or reached
         self.unsaved = shared.get("unsaved", [])  # an earlier version has not noted it
         self._of_loaders(values, Loaders.resume)
         self._precise = _more_precise(trainer.lightning_module, checkpoint)
@@ -122,6 +125,8 @@ class Restoring(OfTrainer):
                 self._switches.run(part.what, lambda part=part, key=key: part.restore(trainer, values["shipped"][key]))  # type: ignore[misc]
         if values["hooked"] is not None:
             self._switches.run(private.HOOKED, lambda: self._hooked.restore(trainer, values["hooked"]))
+        if self._val_total is not None and not self._validates(should_stop=values["should_stop"]):
+            self._count_validations()
         if self._others is not None:
             self._go_on_from(self._others)
 
@@ -173,11 +178,20 @@ class Restoring(OfTrainer):
 
     def before_validation(self) -> None:
         """Of a run stopped in front of a validation: that validation draws the numbers it would have drawn."""
+        if self._val_total is not None:
+            self._go_on_with_random()
+            self._count_validations()
+
+    def _validates(self, *, should_stop: bool) -> bool:
+        """Whether a run stopped in front of a validation begins with it: it may have been told to validate no more."""
+        comes = self._switches.run(
+            private.SEAMS, lambda: progress.is_validation_due(self._trainer, should_stop=should_stop)
+        )
+        return comes is not False
+
+    def _count_validations(self) -> None:
+        """Take the mark out that makes Lightning begin with a validation (see mark_before_validation)."""
         total, self._val_total = self._val_total, None
-        if total is None:
-            return
-        self._go_on_with_random()
-        # The mark that made Lightning come here (see mark_before_validation) is not part of the count.
         batches = private.VAL_BATCH_PROGRESS.of(self._trainer.fit_loop.epoch_loop.val_loop)
         batches.total.load_state_dict(total)
 

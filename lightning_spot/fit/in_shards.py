@@ -222,6 +222,9 @@ class InShards(OfTrainer):
             attempt: on rank 0.
             wait_s: how long to wait for a memory node, where several hosts need one; a minute at most.
         """
+        for writer in (attempt.writer if attempt is not None else None, self._joining):
+            if writer is not None:
+                writer.check_all()
         at = ""
         if attempt is not None and attempt.writer.across.hosts and not attempt.fenced:
             deadline_s = time.monotonic() + min(wait_s, _CARRIER_S)

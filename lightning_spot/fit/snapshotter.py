@@ -219,8 +219,7 @@ class Snapshotter(OfTrainer):
         """Take the last snapshot, of the finished run: after the module's own hook, which may change the weights."""
         self.wait_copied()
         self.pacing.check_monitor(self._trainer, self._trainer.current_epoch)
-        if not self._is_warm:
-            self._warm()  # of a run that only comes to its end there was no step
+        self._warm()  # of a run that only comes to its end there was no step
         self.close()
         self._undo.append(after_train_end(self._trainer, lambda: self._take(complete=True)))
 
@@ -231,8 +230,7 @@ class Snapshotter(OfTrainer):
         self._seen_step = trainer.global_step
         if self.iterations is not None:
             self.iterations.ends()
-        if not self._is_warm:
-            self._warm()
+        self._warm()
         if how := checked(self.pacing.due(trainer, self._can_begin, self._paces)):
             self._take(before_validation=before_validation, how=how)
         if self.iterations is not None:
@@ -250,7 +248,9 @@ class Snapshotter(OfTrainer):
         return shards.how(attempt, waits=waits) if shards is not None else self.together.how(attempt, waits=waits)
 
     def _warm(self) -> None:
-        """Have slots made in the background as soon as the first step showed how large a snapshot is."""
+        """Have slots made in the background as soon as the first step showed how large a snapshot is. Once."""
+        if self._is_warm:
+            return
         self._is_warm = True
         module, optimizers = self._trainer.lightning_module, self._trainer.optimizers
         states = [list(optimizer.state.values()) for optimizer in optimizers]
@@ -325,6 +325,7 @@ class Snapshotter(OfTrainer):
         take = trainer.strategy.broadcast(plan is not None and plan.take)
         again: Callable[[], None] | None = None
         if dump is not None and take:
+            self._warm()  # of a run that was resumed in front of a validation there was no step yet
             self._write(dump, urgent=True, wait_s=deadline.wait_s, how=self.together.how_last(attempt))
             self.together.copied()
             if self.in_shards is None and attempt is not None:

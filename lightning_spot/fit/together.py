@@ -195,6 +195,9 @@ class Together(OfTrainer):
         Args:
             attempt: on rank 0.
         """
+        for writer in (attempt.writer if attempt is not None else None, self.writer):
+            if writer is not None:
+                writer.check_all()
         together = attempt is not None and not attempt.fenced and self.how(attempt, across=False) == TOGETHER
         return GATHERED if self._trainer.strategy.broadcast(together) else ALONE
 

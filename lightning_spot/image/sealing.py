@@ -19,6 +19,7 @@ from lightning_spot.image.parts import checksum, part_ranges
 from lightning_spot.image.portion import Image
 from lightning_spot.image.shards import records_of
 from lightning_spot.image.written import CHECK_EVERY, Before, Ranges, Written
+from lightning_spot.threads import work_together
 
 CRC_BYTES = 4
 """Length of a CRC field in a zip."""
@@ -63,24 +64,7 @@ class Sealing(Coming):
         if before is not None:
             for index in plan.untouched:
                 self._take_over(index, before)
-        failures: list[BaseException] = []
-
-        def help_out() -> None:
-            try:
-                self._work(plan)
-            except BaseException as error:
-                failures.append(error)
-
-        helpers = [threading.Thread(target=help_out, name="spot-seal") for _ in range(threads - 1)]
-        for helper in helpers:
-            helper.start()
-        try:
-            self._work(plan)
-        finally:
-            for helper in helpers:
-                helper.join()
-        if failures:
-            raise failures[0]  # a part of that thread may have no checksum
+        work_together(lambda: self._work(plan), threads, "spot-seal")
         return replace(self.manifest, checksums=tuple(self._checksums))
 
     def _take_over(self, index: int, before: Before) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from lightning_spot.image.layout import Piece
 from lightning_spot.staging.alone import LoneThread
@@ -39,6 +40,7 @@ class Copier:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._jobs: list[CopyJob] = []
+        self._slots: WeakKeyDictionary[CopyJob, ReferenceType[SlotView]] = WeakKeyDictionary()
         self._wake = threading.Condition()
         self._closed = False
         self._clock = clock
@@ -72,6 +74,8 @@ class Copier:
             schedule.timetable([(piece.storage.data_ptr(), piece.nbytes) for piece in pieces]) if schedule else None
         )
         job = CopyJob(pieces, watches, self._notify, self._clock, trains, self._sampler)
+        with self._wake:
+            self._slots[job] = ref(slot)  # before anything goes there
         job.stands_still = timetable is not None and timetable.stands_still
         if job.stands_still:
             timetable = None
@@ -89,6 +93,14 @@ class Copier:
         elif schedule is not None:
             schedule.attach(job)
         return job
+
+    def give_up(self, slot: SlotView) -> None:
+        """Return when nothing goes into a slot any more, whatever was begun: it is given back unfilled."""
+        with self._wake:
+            jobs = [job for job, where in self._slots.items() if where() is slot]
+        for job in jobs:
+            job.give_up()
+        self._cuda.synchronize()
 
     def pin(self, slot: SlotView) -> None:
         """Page-lock a slot ahead of the first copy from a GPU."""

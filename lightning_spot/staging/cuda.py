@@ -100,11 +100,15 @@ class CudaCopier:
         address = slot.data_ptr()
         if address not in self._pinned:
             return
-        for lane in self._lanes.values():
-            lane.synchronize()
+        self.synchronize()
         self._pinned.discard(address)
         if self.device.unpin(slot) != 0:
             logger.debug("a slot was not page-locked")
+
+    def synchronize(self) -> None:
+        """Have the calling thread wait for all that was ordered."""
+        for lane in self._lanes.values():
+            lane.synchronize()
 
     def _lane(self, index: int) -> Lane:
         if index not in self._lanes:
@@ -236,8 +240,10 @@ class CudaCopy:
     def release(self, place: int) -> None:
         """Order what was held until ``place``."""
         if not self.is_ordered and not self._copier.capturing():
-            self.is_ordered = all([lane.release(place) for lane in self._lanes])
-            self._note()
+            try:
+                self.is_ordered = all([lane.release(place) for lane in self._lanes])
+            finally:
+                self._note()
 
     def release_all(self) -> None:
         """Order the rest: the optimizer is about to step.
@@ -250,9 +256,11 @@ class CudaCopy:
         self.is_ordered = True
         if self._copier.capturing():
             raise SpotError("a CUDA graph was recorded while it was copied; from now on nothing is copied beside steps")
-        for lane in self._lanes:
-            lane.release_all()
-        self._note()
+        try:
+            for lane in self._lanes:
+                lane.release_all()
+        finally:
+            self._note()
 
     def wait(self) -> None:
         """Have the calling thread wait until all that was ordered is in the slot."""

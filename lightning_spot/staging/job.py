@@ -19,6 +19,7 @@ from lightning_spot.staging.cuda import CudaCopy
 from lightning_spot.staging.operations import Operation
 from lightning_spot.staging.samples import Sampler
 from lightning_spot.staging.spans import SlotSpan
+from lightning_spot.threads import work_together
 
 _LEAST_BATCH_BYTES = 16 * 1024 * 1024
 _MOST_THREADS = 4
@@ -102,11 +103,11 @@ class CopyJob:
         self._samples = self._sampler.take(self.pieces if watches else ())
         self._woken, self._clock = woken, clock
         self._tasks: deque[Batch] = deque()
-        self._left = 0
         self._lock = threading.Lock()
         self._handed_over = threading.Event()
         self._cuda: CudaCopy | None = None
         self._before: CudaCopy | None = None
+        self._is_ordered = True
         self._settled = threading.Event()
         self._trains = threading.get_ident() if trains is None else trains
         self._ordering = threading.Lock()
@@ -135,6 +136,7 @@ class CopyJob:
             self._order(self._cuda.release_all)
         while self._step(Batch.helping, NEVER):
             pass
+        self._end_if_done()
         self._wait_cpu()
 
     def _wait_cpu(self) -> None:
@@ -187,9 +189,8 @@ class CopyJob:
         """Take over what is to be copied; once, before anything else."""
         self._tasks.extend(batches)
         self._cuda = cuda
-        self._left = len(self._tasks) + (cuda is not None)
-        if self._left == 0:
-            self._handed_over.set()
+        self._is_ordered = cuda is None
+        self._end_if_done()
 
     def release_to_background(self) -> None:
         """Hold nothing back from the background threads any more."""
@@ -208,16 +209,21 @@ class CopyJob:
             while self._step(Batch.helping, NEVER):
                 pass
 
-        helpers = [
-            threading.Thread(target=work, name="spot-copy") for _ in range(min(_MOST_THREADS, os.cpu_count() or 1) - 1)
-        ]
-        for helper in helpers:
-            helper.start()
-        try:
-            work()
-        finally:
-            for helper in helpers:
-                helper.join()
+        work_together(work, min(_MOST_THREADS, os.cpu_count() or 1), "spot-copy")
+
+    def give_up(self) -> None:
+        """Copy no more of it, and return when nobody is at it any more: its slot is given back."""
+        with self._ordering:
+            self._is_ordered = True
+        with self._lock:
+            if not self._handed_over.is_set() and self._error is None:
+                self._error = SpotError("it was given up")
+            here = threading.get_ident()
+            self._tasks = deque(task for task in self._tasks if task.taken_by not in (None, here))
+        self._end_if_done()
+        self._handed_over.wait()
+        if self._cuda is not None:
+            self._cuda.wait()
 
     def step_in_background(self) -> None:
         """Copy one batch that is due, if there is one."""
@@ -231,13 +237,13 @@ class CopyJob:
     def ready_s(self) -> float:
         """When the next batch may be copied, on the clock of the background threads; infinity if none is left."""
         with self._lock:
-            return min((task.ready_s for task in self._tasks), default=NEVER)
+            return min((task.ready_s for task in self._tasks if task.taken_by is None), default=NEVER)
 
     def _order(self, order: Callable[[], None]) -> None:
-        """Order copies on a GPU; all of them together count as one batch, done when the last is ordered."""
+        """Order copies on a GPU."""
         with self._ordering:
             cuda = self._cuda
-            if cuda is None or cuda.is_ordered:
+            if cuda is None or self._is_ordered:
                 return
             try:
                 order()
@@ -246,32 +252,37 @@ class CopyJob:
                 if not isinstance(error, Exception):  # Ctrl-C is for the thread it came to
                     raise
             finally:
-                if cuda.is_ordered:
-                    self._count_down()
+                self._is_ordered = cuda.is_ordered
+                self._end_if_done()
 
     def _step(self, copy: Callable[[Batch], None], now_s: float) -> bool:
-        """Copy one batch; ``False`` when none is left to take now."""
+        """Copy one batch; ``False`` when none is left to take now.
+
+        It counts as left until it is in the slot. A thread that was interrupted with it (Ctrl-C) may take it again.
+        """
+        here = threading.get_ident()
         with self._lock:
-            task = next((task for task in self._tasks if task.ready_s <= now_s), None)
+            task = next((task for task in self._tasks if task.ready_s <= now_s and task.taken_by in (None, here)), None)
             if task is None:
                 return False
-            self._tasks.remove(task)
+            task.taken_by = here
         try:
             copy(task)
         except Exception as error:  # told to whoever waits
             self._error = error
         except BaseException:  # Ctrl-C is for the thread it came to; whoever comes next copies this
-            with self._lock:
-                self._tasks.appendleft(task)
+            task.taken_by = None
             raise
-        self._count_down()
+        with self._lock:
+            self._tasks.remove(task)
+        self._end_if_done()
         return True
 
-    def _count_down(self) -> None:
+    def _end_if_done(self) -> None:
+        """Tell whoever waits if nothing is left; said again each time, since Ctrl-C may have come in between."""
         with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
+            is_done = self._is_ordered and not self._tasks
+        if is_done:
             self._handed_over.set()
 
 
@@ -284,9 +295,13 @@ class Batch:
         place: of the iteration, until which it is held.
         after_s: it is held so long after that.
         ready_s: when background threads may take it, whatever was reached.
+
+    Attributes:
+        taken_by: number of the thread that copies it; ``None`` while nobody does.
     """
 
     def __init__(self, spans: Sequence[SlotSpan], slot: SlotView, place: int, after_s: float, ready_s: float) -> None:
+        self.taken_by: int | None = None
         self._spans = spans
         self._slot = slot
         self.place, self.after_s, self.ready_s = place, after_s, ready_s

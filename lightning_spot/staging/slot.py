@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import TierError
+from lightning_spot.threads import work_together
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ PROC_CGROUP = Path("/proc/self/cgroup")
 _PAGE = 2 * 1024 * 1024
 _AT_ONCE_BYTES = 64 * 1024 * 1024  # of a mapping, filled in one call
 _MOST_THREADS = 4
+_LEFT_SHARE, _MOST_LEFT_BYTES = 8, 2**30  # of a tmpfs: an eighth, up to a GiB, is left to others
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _libc = ctypes.CDLL(None)
@@ -71,10 +73,12 @@ def make_shared(fd: int, nbytes: int) -> mmap.mmap:
 def _check_room(fd: int, nbytes: int) -> None:
     """Raise ``OSError`` where the file system has no room, before a page is made: filling it up would end its users.
 
-    Workers of a DataLoader, which pass tensors on through it, are killed by SIGBUS where it is full for a moment.
+    Workers of a DataLoader, which pass tensors on through it, are killed by SIGBUS where it is full for a moment. So
+    some of it is left to them.
     """
     found = os.fstatvfs(fd)
-    if found.f_blocks and found.f_bavail * found.f_frsize < nbytes:  # without blocks it has no limit
+    left = min(found.f_blocks * found.f_frsize // _LEFT_SHARE, _MOST_LEFT_BYTES)
+    if found.f_blocks and found.f_bavail * found.f_frsize < nbytes + left:  # without blocks it has no limit
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -92,13 +96,7 @@ def _map_pages(shared: mmap.mmap, nbytes: int, *, write: bool) -> bool:
             if not populate(shared, start, min(_AT_ONCE_BYTES, nbytes - start), write=write):
                 failed.set()
 
-    count = min(_MOST_THREADS, os.cpu_count() or 1, -(-nbytes // _AT_ONCE_BYTES))
-    helpers = [threading.Thread(target=work, name="spot-map", daemon=True) for _ in range(count - 1)]
-    for helper in helpers:
-        helper.start()
-    work()
-    for helper in helpers:
-        helper.join()
+    work_together(work, min(_MOST_THREADS, os.cpu_count() or 1, -(-nbytes // _AT_ONCE_BYTES)), "spot-map")
     return not failed.is_set()
 
 
@@ -188,8 +186,9 @@ class SlotMemory:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
                     raise
                 logger.warning(
-                    "%s has no room for a slot of %s; using a memory file instead (same speed, but it ends with"
-                    " the node). Give the container a larger /dev/shm (docker: --shm-size) to change that.",
+                    "%s has no room for a slot of %s (some of it is left to others, such as a DataLoader's workers);"
+                    " using a memory file instead (same speed, but it ends with the node). Give the container a larger"
+                    " /dev/shm (docker: --shm-size) to change that.",
                     path.parent,
                     format_bytes(capacity),
                 )
