@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from lightning_spot.capture.attempt import Attempt, RingSettings
+from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import by_storage, optimizer_owned
 from lightning_spot.exact import namespaces
@@ -23,39 +22,19 @@ from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.iterations import Iterations
 from lightning_spot.fit.pacing import Pacing
 from lightning_spot.fit.resume import Resume
+from lightning_spot.fit.settings import SnapshotSettings
 from lightning_spot.fit.together import ALONE, Together, checked
 from lightning_spot.fit.train_end import after_train_end
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.interval.costs import TierPace
 from lightning_spot.interval.deadline import Deadline
-from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.run.choice import say_what_is_left
 from lightning_spot.run.location import Location
-from lightning_spot.staging.modes import Partitions
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 WAIT_FOR_SLOT_S = 600.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SnapshotSettings:
-    """How the snapshots of a run are taken.
-
-    Attributes:
-        policy: that decides when.
-        ring: how the ring on this host is opened.
-        on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for the flusher.
-        flush_timeout_s: how long the end waits until all is durable, seconds.
-        partitions: how copying is spread over the iteration that follows.
-    """
-
-    policy: IntervalPolicy
-    ring: RingSettings
-    on_full: Literal["skip", "wait"]
-    flush_timeout_s: float
-    partitions: Partitions
 
 
 class Snapshotter(OfTrainer):
