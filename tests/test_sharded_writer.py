@@ -222,7 +222,7 @@ def test_what_is_frozen_is_copied_again_only_where_it_changed(desk: Desk, tmp_pa
 class Alone(SimpleNamespace):
     """A trainer of one rank, as far as its snapshots in shards ask it."""
 
-    global_rank, global_step, world_size = 0, 1, 1
+    global_rank, global_step, max_steps, world_size = 0, 1, -1, 1
     optimizers: tuple[Any, ...] = ()
     lightning_module = torch.nn.Module()
     strategy = SimpleNamespace(model=lightning_module)

@@ -124,7 +124,8 @@ class SpotCallback(Copied, Callback):
 def _of_made_ones(setup: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(setup)
     def checked(self: Any, *arguments: Any, **named: Any) -> None:
-        if not isinstance(self, SpotCallback):
+        if not isinstance(self, SpotCallback):  # it is the trainer, which would call it again to tell of this error
+            self.callbacks = [item for item in self.callbacks if not isinstance(item, type)]
             kind = setup.__qualname__.partition(".")[0]
             raise SettingsError(f"callbacks= holds the class {kind} itself: write {kind}(...), with its arguments")
         setup(self, *arguments, **named)
