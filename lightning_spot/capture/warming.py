@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from lightning_spot.capture.leases import give_back, have_made
 from lightning_spot.capture.views import SlotViews
-from lightning_spot.errors import NodeUnreachable, RingFull, SnapshotTooLarge, SpotError, TierError
+from lightning_spot.errors import NodeUnreachable, SpotError
 from lightning_spot.memory.host import Host
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.slot import slot_capacity
@@ -159,7 +159,7 @@ class SlotMaker:
             logger.debug("slot %d was made in %.2f s", lease.slot, time.monotonic() - began_s)
         except NodeUnreachable as error:
             self._lose(host, error)
-        except (RingFull, SnapshotTooLarge, TierError) as error:
+        except SpotError as error:  # who needs it has it made then, and is told; or nobody does any more
             logger.debug("no slot was made ahead: %s", error)
         except Exception:
             logger.exception("lightning_spot: a slot could not be made ahead")
