@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.client.embedded import EmbeddedHost
 from tests.conftest import until
 from tests.exact_cases import loader
 from tests.exact_flat import OnCpus
@@ -57,8 +58,10 @@ def is_sharded(value: Any) -> bool:
 class Account(pl.Callback):
     """Notes the state of each step, ends a rank where it is told to, and says at the end what was done."""
 
-    def __init__(self, root: Path, spot: SpotCheckpoint, kill: tuple[int, int], notice: tuple[int, int]) -> None:
-        self.root, self.spot, self.kill, self.notice = root, spot, kill, notice
+    def __init__(
+        self, root: Path, spot: SpotCheckpoint, kill: tuple[int, int], notice: tuple[int, int], lose_node: bool
+    ) -> None:
+        self.root, self.spot, self.kill, self.notice, self.lose_node = root, spot, kill, notice, lose_node
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         state = {name: value.full_tensor() for name, value in module.state_dict().items() if is_sharded(value)}
@@ -93,6 +96,9 @@ class Account(pl.Callback):
             writer.settle(60.0)
             told = {"missed": writer.missed, "brought": writer.across.brought, "own": writer.across.own_nbytes}
             (self.root / "rank-0.json").write_text(json.dumps(told))
+            if self.lose_node:  # the last snapshot begins right after this
+                assert isinstance(writer.host, EmbeddedHost)
+                os.kill(writer.host._call("GET", "/v1/status")["pid"], signal.SIGKILL)
 
 
 def main() -> int:
@@ -109,6 +115,7 @@ def main() -> int:
     parser.add_argument("--flat", action="store_true", help="FSDP1")
     parser.add_argument("--kill", type=int, nargs=2, default=(-1, -1), help="rank and step")
     parser.add_argument("--notice", type=int, nargs=2, default=(-1, -1), help="rank and step of a SIGTERM")
+    parser.add_argument("--lose-node", action="store_true", help="of rank 0's host, before the last snapshot")
     arguments = parser.parse_args()
     be_on_host(int(os.environ.get("LOCAL_RANK", "0")) * arguments.hosts // arguments.ranks)
     torch.set_num_threads(1)
@@ -120,6 +127,8 @@ def main() -> int:
         on_full="wait",
         keep=100,
     )
+    kill, notice = tuple(arguments.kill), tuple(arguments.notice)
+    account = Account(arguments.root, spot, kill, notice, arguments.lose_node)
     trainer = pl.Trainer(
         max_steps=arguments.steps,
         accelerator="cpu",
@@ -130,7 +139,7 @@ def main() -> int:
         enable_model_summary=False,
         logger=False,
         enable_checkpointing=False,
-        callbacks=[Account(arguments.root, spot, tuple(arguments.kill), tuple(arguments.notice)), spot],
+        callbacks=[account, spot],
     )
     trainer.fit(Wide(arguments.width), loader())
     return 0

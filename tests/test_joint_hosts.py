@@ -257,6 +257,14 @@ def test_a_request_to_take_part_that_is_lost_is_sent_again(team: Team, monkeypat
     team.all_free()
 
 
+def test_a_run_does_not_wait_for_what_hosts_bring_of_another(team: Team) -> None:
+    upload = team.lead(1, Checkpoint(1))
+    team.join(1)
+    assert team.second.flush(RUN, 0.0) == [f"{team.at}: {snapshot_name(1, 1)} is on its way"]
+    assert team.second.flush("another", 0.0) == []
+    team.first.abort(upload.id)
+
+
 def test_with_replicas_each_host_brings_its_portion_to_both_nodes(pair: Team) -> None:
     checkpoint = Checkpoint(1)
     manifest = pair.take(1, checkpoint)

@@ -19,8 +19,10 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.notes import Own
 from lightning_spot.image.portion import Portion, PortionImage, Portions
 from lightning_spot.memory import joint_store
+from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.joint_store import JointStore
+from lightning_spot.memory.node import Node
 from lightning_spot.memory.tier import Gathering
 from lightning_spot.run.location import Location
 from lightning_spot.run.patience import Patience
@@ -468,7 +470,7 @@ def test_a_host_that_has_said_that_it_will_not_leaves_no_note(tmp_path: Path) ->
     assert [name[:5] for name in names_of(store, 2)] == ["torn-"]
 
 
-def test_a_tier_that_fails_for_a_while_is_waited_for(tmp_path: Path) -> None:
+def test_a_tier_that_fails_for_a_while_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     failed: set[Any] = set()
 
     def once(call: str, arguments: tuple[Any, ...]) -> None:
@@ -477,14 +479,14 @@ def test_a_tier_that_fails_for_a_while_is_waited_for(tmp_path: Path) -> None:
             failed.add(what)
             raise TierError(f"{what} timed out", tier="here")
 
-    hosts, said = pair(HookedStore(tmp_path / "run", once)), list[str]()
+    hosts = pair(HookedStore(tmp_path / "run", once))
     for host in hosts:
-        host.tier.pauses_s, host.tier._fails = (0.0,), said.append
+        host.tier.pauses_s = (0.0,)
     together(hosts, 1)
     check(LocalStore(tmp_path / "run"), 1)
     assert ("write", "manifest.json") in failed
-    assert "('write', 'rank-0001.pt') timed out" in said
-    assert said[-1] == ""
+    assert "('write', 'rank-0001.pt') timed out" in caplog.text
+    assert [host.tier.why for host in hosts] == ["", ""]
 
 
 @pytest.mark.parametrize("when", ["read", "sizes"])
@@ -517,3 +519,43 @@ def test_hosts_bring_a_snapshot_to_s3(s3: str) -> None:
         *(file.name for file in FILES),
         "manifest.json",
     }
+
+
+def test_a_snapshot_that_a_host_tears_while_another_one_commits_it_is_not_there(tmp_path: Path) -> None:
+    store, torn = LocalStore(tmp_path / "run"), list[str]()
+
+    def tear(call: str, arguments: tuple[Any, ...]) -> None:
+        if call == "read" and arguments[0] in {file.name for file in FILES} and not torn:
+            torn.append("torn-00000000.json")
+            (store.root / snapshot_name(1, 1) / torn[0]).write_text('{"why": "its node was lost"}')
+
+    other = Host(1, store)
+    other.bring(1)
+    other.tier.placed(other.gathering(1), 1)
+    with pytest.raises(ShareMissing, match="its node was lost"):
+        Host(0, HookedStore(store.root, tear)).take(1)
+    assert torn
+    assert store.survey().manifests == []
+
+
+def test_nothing_is_kept_of_what_was_given_up_before_its_note(tmp_path: Path) -> None:
+    host = Host(1, LocalStore(tmp_path / "run"))
+    host.bring(1)
+    host.tier.give_up(host.gathering(1))
+    with pytest.raises(ShareMissing, match="was given up"):
+        host.end(1)
+    assert host.tier._brought == {}
+
+
+def test_a_tier_to_which_hosts_bring_again_is_not_said_to_work_in_other_ways(tmp_path: Path) -> None:
+    node, url = Node(slots=1, memory_bytes=2**20, open_store=open_store, allow=None), str(tmp_path / "run")
+    try:
+        tier = node.uploads.abroad.bringing.tier(url, RUN_ID)
+        assert isinstance(tier, JointStore)
+        tier._heard("no space left")
+        assert node.tiers()[url].error == "no space left"
+        node.flusher.health[url] = TierHealth(error="old snapshots cannot be deleted")
+        tier._heard("")
+        assert node.tiers()[url].error == "old snapshots cannot be deleted"
+    finally:
+        node.close()

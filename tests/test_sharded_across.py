@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -69,7 +70,7 @@ class Desk:
     ) -> None:
         self.url, self.at, self.most_own_bytes, self.memory_bytes = str(root / "run"), at, 0, memory_bytes
         self.hosts: list[EmbeddedHost] = []
-        info = replace(info_of(self.url, 1), nodes=nodes)
+        info = replace(info_of(self.url, 1), nodes=nodes, replicas=max(1, len(nodes)))
         for rank in (0, 2, 1, 3):
             if rank == 1:
                 for name in ("LIGHTNING_SPOT_RUNTIME_DIR", "LIGHTNING_SPOT_SHM_DIR"):
@@ -151,26 +152,37 @@ class Desk:
             host.disconnect()
 
 
-class AtNode(Desk):
-    """They put snapshots together at a memory node."""
+class AtNodes(Desk):
+    """They put snapshots together at memory nodes, which are given by their URLs."""
 
-    def __init__(self, root: Path, memory: Node, url: str, monkeypatch: pytest.MonkeyPatch, memory_bytes: int) -> None:
-        super().__init__(root, f"{url}/run@{RUN_ID}", monkeypatch, (url,), memory_bytes)
-        self.memory = memory
-        until(lambda: self.hosts[0].carrier() == self.at, "the node to carry the run on")
+    def __init__(
+        self, root: Path, memories: dict[str, Node], monkeypatch: pytest.MonkeyPatch, memory_bytes: int = 2**26
+    ) -> None:
+        super().__init__(root, "", monkeypatch, tuple(memories), memory_bytes)
+        self.memories = memories
+        until(lambda: len(self.hosts[0].carrier().split()) == len(memories), "all nodes to be there")
+        self.at = self.hosts[0].carrier()
 
     def image(self, manifest: Manifest) -> tuple[memoryview, Manifest]:
-        committed = self.memory.ring.committed()
+        return self.image_at(self.at.split()[0], manifest)
+
+    def image_at(self, at: str, manifest: Manifest) -> tuple[memoryview, Manifest]:
+        committed = self.memories[at.rpartition("/")[0]].ring.committed()
         slot = next(each for each in committed if each.manifest and each.manifest.name == manifest.name)
         assert slot.manifest is not None
         return slot.view(), slot.manifest
 
 
+def node_for(root: Path) -> Node:
+    return Node(slots=None, memory_bytes=64 * MIB, open_store=open_store, allow=[str(root)])
+
+
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Desk]:
-    memory = Node(slots=None, memory_bytes=64 * MIB, open_store=open_store, allow=[str(tmp_path)])
+    memory = node_for(tmp_path)
     with served(memory) as port:
-        made = AtNode(tmp_path, memory, f"spot://127.0.0.1:{port}", monkeypatch, getattr(request, "param", 2**26))
+        at = {f"spot://127.0.0.1:{port}": memory}
+        made = AtNodes(tmp_path, at, monkeypatch, getattr(request, "param", 2**26))
         try:
             yield made
         finally:
@@ -198,6 +210,28 @@ def test_shards_of_ranks_that_are_no_neighbours_come_together_whichever_of_them_
     share = 4 * ROWS * COLUMNS // 4
     for nbytes in copied:  # what is frozen, once for each slot
         assert 6 * share < nbytes < 13 * share
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_with_replicas_each_host_brings_its_part_to_both_nodes_or_to_the_one_that_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    nodes = [node_for(tmp_path) for _ in range(2)]
+    with served(nodes[0]) as one, served(nodes[1]) as other, contextlib.ExitStack() as ends:
+        at = {f"spot://127.0.0.1:{port}": node for port, node in zip((one, other), nodes, strict=True)}
+        made = AtNodes(tmp_path, at, monkeypatch)
+        ends.callback(made.close)
+        urls = made.at.split()
+        left, nobody = urls[1 - lost], f"spot://127.0.0.1:1/run@{RUN_ID}"
+        for step in (1, 2, 3):
+            made.at = " ".join(urls if step != 2 else [nobody, left] if lost == 0 else [left, nobody])
+            manifest = made.take(step)
+            until(lambda: len(made.hosts[0].carrier().split()) == 2, "nothing to be on its way", LAST_S)
+            for url in urls if step != 2 else [left]:
+                image, there = made.image_at(url, manifest)
+                assert there.checksums == manifest.checksums
+                assert torch.equal(load_all(ImageReader(image, there))["state_dict"]["w"].view(-1), made.weights)
+            made.weights += 1
 
 
 @pytest.mark.parametrize("desk", [2**20], indirect=True)
@@ -265,7 +299,6 @@ class OnTwoHosts(SimpleNamespace):
 @pytest.mark.parametrize(
     ("memory", "settings", "way_on"),
     [
-        ("spot://a:1", {"replicas": 2}, r"replicas=2\. Leave replicas= out"),
         ("spot://a:1", {"compression": "topk"}, r"compression='topk'\. Leave compression="),
     ],
 )

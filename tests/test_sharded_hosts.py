@@ -147,3 +147,16 @@ def test_machines_train_in_shards_and_something_is_lost(
     machines.lose(what)
     assert machines.wait("run") == [0, 0], machines.log()
     machines.check(twin)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_machines_train_in_shards_and_the_node_of_the_first_is_lost_as_the_last_snapshot_begins(
+    machines: Sharded, tmp_path: Path, twin: Path
+) -> None:
+    machines.more = ("--lose-node",)
+    machines.train("run", STEPS)
+    assert machines.wait("run") == [0, 0], machines.log()
+    assert "it is taken once more, by all ranks" in machines.log()
+    assert snapshots(tmp_path / "run")[0].name.endswith("-complete-again")
+    machines.check(twin)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from lightning_spot._version import __version__
 from lightning_spot.capture.contents import Owners
 from lightning_spot.capture.ending import Ending, LastState
-from lightning_spot.capture.host_link import leave
+from lightning_spot.capture.host_link import leave, within
 from lightning_spot.capture.past_memory import PastMemory
 from lightning_spot.capture.safety import Safety
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
@@ -24,12 +25,15 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.config import MAX_STALL_S
 from lightning_spot.errors import (
     Fenced,
+    NodeUnreachable,
     NotSerialisable,
     RingFull,
     ShareMissing,
+    SnapshotNotFound,
     SnapshotTooLarge,
     SpotError,
     TierError,
+    TornSnapshot,
 )
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -44,6 +48,7 @@ from lightning_spot.staging.schedule import Schedule
 
 _OUTLINE_BYTES = 4 * 1024 * 1024  # everything in a checkpoint that is no tensor, generously
 _PER_TENSOR_BYTES = 1024
+_PASSING = (NodeUnreachable, ShareMissing, SnapshotNotFound, TornSnapshot)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +140,7 @@ class Attempt:
         self._fingerprint = fingerprint
         self._last: LastState | None = None
         self._ended = False
+        self._begun: Future[Manifest] | None = None
         try:
             self.info, self._late_claim = begin_attempt(
                 found,
@@ -180,6 +186,7 @@ class Attempt:
         complete: bool = False,
         wait_s: float,
         ranks: Ranks | None = None,
+        again: bool = False,
     ) -> None:
         """Begin a snapshot. What keeps it from being taken is said once, or raised with ``strict``.
 
@@ -193,12 +200,13 @@ class Attempt:
             complete: whether the run is at its end.
             wait_s: how long to wait for a clean slot.
             ranks: that fill it together with this one.
+            again: whether that of the same step was begun before.
         """
         manifest = Manifest(
             run=self.info.name,
             run_id=self.info.id,
             lineage=self.lineage,
-            name=snapshot_name(step, self.number, complete=complete),
+            name=snapshot_name(step, self.number, complete=complete, again=again),
             step=step,
             attempt=self.number,
             nbytes=0,
@@ -213,14 +221,36 @@ class Attempt:
             self._ended = True
             self._last = LastState.of(checkpoint, manifest)
         try:
-            self.writer.begin(checkpoint, manifest, owned=owned, kept=kept, wait_s=wait_s, ranks=ranks)
+            self._begun = self.writer.begin(checkpoint, manifest, owned=owned, kept=kept, wait_s=wait_s, ranks=ranks)
         except SpotError as error:
+            self._begun = Future()
+            self._begun.set_exception(error)
             if ranks is not None and not isinstance(checkpoint, ShardedCheckpoint):
                 reason, at = str(error), ranks.at
                 self.writer.link.ask(lambda host: host.decline(manifest.name, reason, at), None)
             self._not_begun(checkpoint, manifest, error, shared=ranks is not None and isinstance(checkpoint, dict))
 
-    def decline(self, step: int, why: str, *, complete: bool, at: str = "") -> None:
+    def failure(self, wait_s: float) -> BaseException | None:
+        """What kept the snapshot that was begun last from being committed; ``None`` if it is, or may yet be.
+
+        Args:
+            wait_s: how long to wait for one that is on its way, seconds.
+        """
+        self.writer.settle(wait_s)
+        begun = self._begun
+        return begun.exception() if begun is not None and begun.done() else None
+
+    def can_take_again(self, wait_s: float) -> bool:
+        """Whether the snapshot that was begun last is lost, for a reason that may be gone when it is begun anew.
+
+        Args:
+            wait_s: how long to wait for it, and for a node on this host, if that was lost; seconds.
+        """
+        deadline_s = time.monotonic() + wait_s
+        error = self.failure(wait_s)
+        return isinstance(error, _PASSING) and self.writer.link.wait(within(deadline_s)) is not None
+
+    def decline(self, step: int, why: str, *, complete: bool, at: str = "", again: bool = False) -> None:
         """Of a sharded run: tell the other ranks that there will be no snapshot of a step.
 
         Args:
@@ -228,8 +258,9 @@ class Attempt:
             why: for people.
             complete: whether the run is at its end.
             at: URL of the run at the memory node to which other hosts would have brought their parts.
+            again: see :meth:`write`.
         """
-        name = snapshot_name(step, self.number, complete=complete)
+        name = snapshot_name(step, self.number, complete=complete, again=again)
         self.writer.link.ask(lambda host: host.decline(name, why, at), None)
 
     def _not_begun(

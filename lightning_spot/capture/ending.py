@@ -1,7 +1,8 @@
 """The end of an attempt: what is committed becomes durable before ``fit`` returns, or is named.
 
-A node that is lost on the way is waited for; what was lost with it is written again from the state at hand. "Durable"
-is said of what the durable tier has shown only.
+A node that is lost on the way is waited for; what was lost with it is written again from the state at hand, where this
+rank has all of it. (Of a state in shards all ranks have waited for its last snapshot before.) "Durable" is said of what
+the durable tier has shown only.
 """
 
 from __future__ import annotations

@@ -124,6 +124,14 @@ class Follower(ABC, Generic[What]):
         """See :meth:`~lightning_spot.capture.writer.SnapshotWriter.check_all`."""
         self._unchanged.checks_all = True
 
+    def copied_within(self, wait_s: float) -> bool:
+        """Help to copy as :meth:`copied` does, if all slots come in time; whether they did."""
+        deadline_s = time.monotonic() + wait_s
+        if all(task.begun.wait(within(deadline_s)) for task in self._pending):
+            self.copied()
+            return True
+        return False
+
     def warm(self, nbytes: int) -> None:
         """Have a slot made at the node of this host, in the background, for what its ranks write; others follow.
 

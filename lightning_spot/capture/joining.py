@@ -110,6 +110,8 @@ class Joining(Follower[_Part | SpotError]):
         complete: bool = False,
         wait_s: float,
         at: str = "",
+        still: bool = False,
+        again: bool = False,
     ) -> Task[_Part | SpotError]:
         """Begin to write this rank's part. If there is no such snapshot in the end, rank 0 says why.
 
@@ -122,8 +124,10 @@ class Joining(Follower[_Part | SpotError]):
             complete: whether the run is at its end.
             wait_s: how long rank 0 may wait for a slot.
             at: URL of the run at the memory node, or durable tier, to which several hosts bring it.
+            still: whether nothing changes any tensor until :meth:`settle` returned. Then this waits for nothing.
+            again: whether that of the same step was begun before.
         """
-        name = snapshot_name(step, self._attempt, complete=complete)
+        name = snapshot_name(step, self._attempt, complete=complete, again=again)
         number = Number.of_hosts(self._hosts, self._rank) if at else Number(self._rank, 0, self._rank)
         part: _Part | SpotError
         try:
@@ -135,7 +139,7 @@ class Joining(Follower[_Part | SpotError]):
         if is_durable(to) and isinstance(part, _Part):
             task.told = (self._tell(part.image, number.host), part.image.digest)
         self._put(task)
-        if kept and isinstance(part, _Part):
+        if kept and not still and isinstance(part, _Part):
             self._wait(task, part.frozen)
             self._copier.fence()
         return task

@@ -7,6 +7,7 @@ each host brings its ranks' files to the durable tier by itself.
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,10 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.05
 _CARRIER_S = 60.0
+_COMMIT_S = (
+    300.0  # so long all ranks wait at most until it is known whether an urgent one, or that of the end, is there
+)
+_HELP_S = 2.0
 _HEALTH_S = 5.0
 _SEEN_S = 90.0  # a network mount may show late what another host has written
 _NO_CARRIER = (
@@ -69,6 +74,7 @@ class InShards(OfTrainer):
         self._joining: Joining | None = None
         self._hosts = Hosts()
         self._kinds: list[Kinds] | None = None
+        self._begun = (-1, False)  # the step, and whether it was the end
         self._missed, self._brought_s, self._looked_s = 0, float("-inf"), float("-inf")
 
     def check(self) -> None:
@@ -90,8 +96,6 @@ class InShards(OfTrainer):
         why = ""
         if count > MOST_HOSTS:
             why = f"more than {MOST_HOSTS} hosts. Take fewer, larger ones"
-        elif self._location.nodes and self._ring.replicas > 1:
-            why = f"replicas={self._ring.replicas}. Leave replicas= out"
         elif self._location.nodes and self._ring.compression == "topk":
             why = "compression='topk'. Leave compression= as it is"
         if why:
@@ -261,6 +265,8 @@ class InShards(OfTrainer):
     ) -> None:
         """Begin a snapshot. Every rank calls it, at the same place.
 
+        An urgent one, or that of the end, is waited for: if it is lost with a node or a share, all begin it once more.
+
         Args:
             attempt: on rank 0.
             dump: the state of this rank.
@@ -271,14 +277,34 @@ class InShards(OfTrainer):
                 fails where one has more.)
             wait_s: how long to wait for a clean slot.
         """
-        if not (how := how or self._how_last(attempt, wait_s)):
-            self._not_taken(attempt, complete=complete)
+        is_last = not how
+        how = how or self._how_last(attempt, wait_s)
+        checkpoint = self._checkpoint(attempt, dump, how) if how else None
+        if checkpoint is None:
+            if complete and attempt is not None and not attempt.fenced:
+                attempt.miss_end()  # else the run would end as if there were a snapshot of its end
             return
-        trainer, at = self._trainer, how.partition(ACROSS)[2]
-        if at and not self._location.nodes:
-            at = self._location.url  # the same place may have another path on each host
-        hosts = tuple(map(len, self._hosts.ranks))
-        ranks = Ranks(sum(hosts), {}, hosts, at) if at else None
+        if attempt is not None and not attempt.fenced:
+            checkpoint.rest[KEY].update(interval=interval, lineage=attempt.lineage)
+        name = (self._trainer.global_step, complete)
+        again, self._begun = name == self._begun, name
+        begin = functools.partial(self._begin, attempt, checkpoint, complete=complete, still=is_last, wait_s=wait_s)
+        begin(how, again=again)
+        if is_last and not again and self._is_lost(attempt, wait_s) and (how := self._how_last(attempt, wait_s)):
+            begin(how, again=True)
+
+    def _is_lost(self, attempt: Attempt | None, wait_s: float) -> bool:
+        """Whether what was begun last is to be begun once more, as rank 0 knows. Every rank calls it."""
+        if self._joining is not None:
+            self._joining.copied_within(_HELP_S)  # where rank 0 cannot begin, nobody may know yet
+        lost = attempt is not None and attempt.can_take_again(min(wait_s, _COMMIT_S))
+        if lost and attempt is not None:
+            attempt.writer.say_once("again", "it is taken once more, by all ranks")
+        return bool(Agreement(self._trainer).tell(lost))
+
+    def _checkpoint(self, attempt: Attempt | None, dump: Dump, how: str) -> ShardedCheckpoint | None:
+        """What this rank writes; ``None`` if that cannot be saved on one of them. Every rank calls it."""
+        trainer = self._trainer
         holder = holder_of(trainer)
         state, rest = split(dump.apart(trainer), holder)
         most = 0
@@ -290,19 +316,45 @@ class InShards(OfTrainer):
                     raise
                 if attempt is not None:
                     attempt.writer.say_once("own state", "no snapshot now, training goes on: %s", error)
-                self._not_taken(attempt, complete=complete)
-                return
+                return None
         holder.complete(state, self._kinds)
-        checkpoint = ShardedCheckpoint(state, dump.state, rest, most)
+        return ShardedCheckpoint(state, dump.state, rest, most)
+
+    def _begin(
+        self,
+        attempt: Attempt | None,
+        checkpoint: ShardedCheckpoint,
+        how: str,
+        *,
+        complete: bool,
+        still: bool,
+        wait_s: float,
+        again: bool,
+    ) -> None:
+        trainer, at = self._trainer, how.partition(ACROSS)[2]
+        if at and not self._location.nodes:
+            at = self._location.url  # the same place may have another path on each host
+        hosts = tuple(map(len, self._hosts.ranks))
+        ranks = Ranks(sum(hosts), {}, hosts, at) if at else None
         step, owned = trainer.global_step, optimizer_owned(trainer.optimizers)
         frozen = by_storage(item for item in trainer.lightning_module.parameters() if not item.requires_grad)
         kept = {address: tensors for address, tensors in frozen.items() if address not in owned}
         if self._joining is not None:
-            self._joining.write(checkpoint, owned=owned, kept=kept, step=step, complete=complete, wait_s=wait_s, at=at)
+            self._joining.write(
+                checkpoint,
+                owned=owned,
+                kept=kept,
+                step=step,
+                complete=complete,
+                wait_s=wait_s,
+                at=at,
+                still=still,
+                again=again,
+            )
         elif attempt is not None and attempt.fenced:
-            attempt.decline(step, "a later attempt has taken the run over", complete=complete, at=at)
+            why = "a later attempt has taken the run over"
+            attempt.decline(step, why, complete=complete, at=at, again=again)
         elif attempt is not None:
-            rest[KEY].update(interval=interval, lineage=attempt.lineage)
             attempt.write(
                 checkpoint,
                 owned=owned,
@@ -313,12 +365,8 @@ class InShards(OfTrainer):
                 complete=complete,
                 wait_s=wait_s,
                 ranks=ranks,
+                again=again,
             )
-
-    def _not_taken(self, attempt: Attempt | None, *, complete: bool) -> None:
-        """There is no snapshot. If it was to be that of the end, the run does not end as if there were one."""
-        if complete and attempt is not None and not attempt.fenced:
-            attempt.miss_end()
 
     def _ask(self, dump: Dump, kinds: Kinds) -> tuple[int, list[Kinds]]:
         """Length of the longest of the ranks' own states, and what each has of others. Every rank calls it."""

@@ -325,8 +325,8 @@ class Snapshotter(OfTrainer):
         """
         if self.attempt is None or self.begun_step != step:
             return False
-        if self.in_shards is not None:  # of one name there are never the parts of two
-            return True
+        if self.in_shards is not None:
+            return self.attempt.failure(wait_s) is None
         self.attempt.writer.settle(wait_s)
         committed = self.attempt.writer.committed
         return committed is not None and committed.step == step

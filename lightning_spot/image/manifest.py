@@ -20,8 +20,9 @@ OWN_DIR = ".lightning_spot"
 Order = tuple[int, int, int]
 """Sort key of a snapshot, see :attr:`Manifest.order`."""
 
-_SNAPSHOT_NAME = re.compile(r"step-(\d{1,18})-attempt-(\d{1,9})(-inexact|-complete)?")
-_RANKS = {"-inexact": 0, None: 1, "-complete": 2}
+_SNAPSHOT_NAME = re.compile(r"step-(\d{1,18})-attempt-(\d{1,9})(-inexact|-complete)?(-again)?")
+_RANKS = {"-inexact": 0, None: 2, "-complete": 4}
+_AGAIN = "-again"
 
 # A manifest may come from a stranger: nothing is allocated, listed or compared before its numbers are within these.
 _MOST_BYTES = 2**46
@@ -34,19 +35,21 @@ _FORMAT = 2  # of snapshots of one file, which earlier versions of this package 
 _FORMAT_OF_FILES = 3
 
 
-def snapshot_name(step: int, attempt: int, *, complete: bool = False, exact: bool = True) -> str:
+def snapshot_name(step: int, attempt: int, *, complete: bool = False, exact: bool = True, again: bool = False) -> str:
     """Name of the snapshot of ``step`` taken by ``attempt``; two attempts never share a name.
 
     The snapshot of a finished run has a name of its own, so that it never replaces the last one before it; so has one
-    that is not exact, so that neither it nor the exact one of its step ever replaces the other.
+    that is not exact, so that neither it nor the exact one of its step ever replaces the other; and one that several
+    hosts take ``again``, so that nothing that is left of their first try gets into it.
     """
-    return f"step-{step:09d}-attempt-{attempt:04d}" + ("-complete" if complete else "" if exact else "-inexact")
+    kind = "-complete" if complete else "" if exact else "-inexact"
+    return f"step-{step:09d}-attempt-{attempt:04d}{kind}{_AGAIN if again else ''}"
 
 
 def snapshot_order(name: str) -> Order | None:
     """Sort key read from a snapshot's name, see :attr:`Manifest.order`; ``None`` for other names."""
     match = _SNAPSHOT_NAME.fullmatch(name)
-    return (int(match[2]), int(match[1]), _RANKS[match[3]]) if match else None
+    return (int(match[2]), int(match[1]), _RANKS[match[3]] + bool(match[4])) if match else None
 
 
 def manifest_paths(file: str) -> tuple[str, ...]:
@@ -110,9 +113,10 @@ class Manifest:
     def order(self) -> Order:
         """Sort key: a later attempt beats an earlier one, within an attempt a later step, the end beats all.
 
-        Of one step the exact snapshot beats the other.
+        Of one step the exact snapshot beats the other, and what was taken again what was taken first.
         """
-        return (self.attempt, self.step, 2 if self.complete else int(self.exact))
+        rank = _RANKS["-complete" if self.complete else None if self.exact else "-inexact"]
+        return (self.attempt, self.step, rank + self.name.endswith(_AGAIN))
 
     @property
     def is_file(self) -> bool:

@@ -58,6 +58,7 @@ class _Lead:
     """An upload that this host leads.
 
     Attributes:
+        run: its key.
         name: of the snapshot.
         ranges: that this host brings.
         nbytes: of the image.
@@ -68,6 +69,7 @@ class _Lead:
         brought: as one of them has committed it.
     """
 
+    run: str
     name: str
     ranges: Ranges
     nbytes: int
@@ -94,7 +96,7 @@ class _Lead:
             )
         urls = urls_of(shared.at)
         begun: dict[str, Future[_Begun]] = {url: Future() for url in urls}
-        return cls(shared.name, ranges, nbytes, portions.hosts, portion, begun, set(urls))
+        return cls(upload.run, shared.name, ranges, nbytes, portions.hosts, portion, begun, set(urls))
 
     def image(self, upload: Upload) -> PortionImage | memoryview:
         """The image, as far as it lies in the slot."""
@@ -138,21 +140,25 @@ class Abroad:
         with self._changed:
             return {url for lead in self._leads.values() for url in lead.left}
 
-    def wait_brought(self, wait_s: float) -> list[str]:
+    def wait_brought(self, run: str | None, wait_s: float) -> list[str]:
         """Wait until nothing is on its way that nobody else has as a whole; what is in the end, one line each.
 
         That is what goes to a durable tier, and what this host has of snapshots that another one leads.
+
+        Args:
+            run: key of the run; ``None`` for any.
+            wait_s: how long to wait.
         """
         deadline_s = time.monotonic() + wait_s
 
         def late() -> list[str]:
-            leads = list(self._leads.values())
+            leads = [lead for lead in self._leads.values() if run in (None, lead.run)]
             return [f"{url}: {lead.name} is on its way" for lead in leads for url in lead.left if is_durable(url)]
 
         with self._changed:
             self._changed.wait_for(lambda: not late(), wait_s)
             led = late()
-        return [*led, *self.visits.wait(max(0.0, deadline_s - time.monotonic()))]
+        return [*led, *self.visits.wait(run, max(0.0, deadline_s - time.monotonic()))]
 
     def begin(self, upload: Upload) -> None:
         """Have an upload begun at its places, in the background: at memory nodes, the other hosts wait for that.

@@ -34,12 +34,10 @@ class Below:
     Attributes:
         refuses: why it may not write to a URL, ``""`` if it may.
         committed: that it has committed a snapshot: URL, key of the run, manifest.
-        fails: that a tier fails, and why, or (``""``) works again.
     """
 
     refuses: Callable[[str], str]
     committed: Callable[[str, str, Manifest], None]
-    fails: Callable[[str, str], None]
 
 
 class Bringing:
@@ -86,8 +84,14 @@ class Bringing:
                     self._tiers[url, run] = store.joint  # it has learned how fast the node is
                 else:
                     committed = functools.partial(self._below.committed, url, run)
-                    self._tiers[url, run] = JointStore(store, run, committed, functools.partial(self._below.fails, url))
+                    self._tiers[url, run] = JointStore(store, run, committed)
             return self._tiers[url, run]
+
+    def failing(self) -> dict[str, str]:
+        """URLs of the durable tiers that fail at present, and why."""
+        with self._lock:
+            tiers = list(self._tiers.items())
+        return {url: tier.why for (url, _run), tier in tiers if isinstance(tier, JointStore) and tier.why}
 
     def bring(
         self,

@@ -96,11 +96,6 @@ class Flusher:
         with self._ring.changed:
             self.health.setdefault(url, TierHealth.of(url)).took(put, seconds, sent)
 
-    def fails(self, url: str, why: str) -> None:
-        """Note that a tier to which something is brought in another way fails, or (``""``) works again."""
-        with self._ring.changed:
-            self.health.setdefault(url, TierHealth.of(url)).error = why
-
     def retain(self, url: str, run: str, current: Manifest) -> None:
         """Have old snapshots deleted at a tier to which ``current`` was brought in another way."""
         with self._ring.changed:

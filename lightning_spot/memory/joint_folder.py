@@ -136,7 +136,7 @@ class JointFolder:
                 manifest is returned all the same: everything else is there.
 
         Returns:
-            the manifest; ``None`` if a file is not seen yet, or not any more.
+            the manifest; ``None`` if a file is not seen yet, or not any more, or a host says that there will be none.
         """
         announced = found[0].manifest
         if announced is None or any(there.get(span.name) != span.nbytes for span in announced.spans):
@@ -152,6 +152,8 @@ class JointFolder:
             now = self._files.sizes()  # reading takes time: another host may have committed it, and deleted it since
             if MANIFEST_FILE in now:
                 return self._manifest()
+            if any(map(is_torn_note, now)):  # a host has said so since, and all take back what they have brought
+                return None
             if any(now.get(name) != size for name, size in there.items() if is_note(name) or name in needed):
                 return None
             if not is_left:

@@ -68,9 +68,9 @@ class JointStore:
         store: of the run there.
         run_id: its identity.
         committed: told of each snapshot that this host has committed.
-        fails: told why the tier fails, and, with ``""``, that it works again.
 
     Attributes:
+        why: what fails at the tier at present; ``""`` while it works.
         sent: how went what was brought; all of it counts as whole.
         wait_s: see :data:`WAIT_S`.
         first_s: see :data:`FIRST_S`.
@@ -82,10 +82,9 @@ class JointStore:
         store: Store,
         run_id: str,
         committed: Callable[[Manifest], None] = lambda _manifest: None,
-        fails: Callable[[str], None] = lambda _why: None,
     ) -> None:
-        self._store, self._run_id, self._committed, self._fails = store, run_id, committed, fails
-        self._why = ""
+        self._store, self._run_id, self._committed = store, run_id, committed
+        self.why = ""
         self._brought: dict[str, _Brought] = {}
         self._lock = threading.Lock()
         self._decided: dict[str, bool] = {}  # by the snapshot's name: whether this host leaves its note
@@ -192,10 +191,9 @@ class JointStore:
 
     def _heard(self, why: str) -> None:
         """The tier fails, or works."""
-        if why != self._why:
-            self._why = why
+        if why != self.why:
+            self.why = why
             logger.warning("%s %s", self._store.url, f"fails: {why}; it is tried again" if why else "works again")
-            self._fails(why)
 
     def _decide(self, name: str, *, leaves_note: bool) -> bool:
         """Whether this host leaves its note of a snapshot. What was decided first stands: others act upon it."""
@@ -232,7 +230,7 @@ class JointStore:
     def _note(self, gathering: Gathering, host: int, manifest: Manifest | None) -> None:
         """Say that all that this host brings is there."""
         name, shared = gathering.upload, gathering.shared
-        hosts, brought = Portions.read(shared.layout, gathering.nbytes).hosts, self._brought.get(name)
+        hosts, brought = Portions.read(shared.layout, gathering.nbytes).hosts, self._brought.pop(name, None)
         if brought is None:
             raise ShareMissing(f"{name} was given up")
         note = Note(name=name, host=host, hosts=hosts, digest=shared.digest, pieces=brought.pieces, manifest=manifest)
@@ -242,11 +240,14 @@ class JointStore:
             folder.remove(brought.files)
             raise ShareMissing(f"{name} was given up")
         folder.write(note_name(host), memoryview(note.to_json().encode()))
+        self._brought[name] = brought
 
     def _tear(self, name: str, why: str) -> None:
         """Say that there will be no such snapshot, unless this host has said that its part is there."""
         if not self._decide(name, leaves_note=False):
-            folder = self._folder(name)
+            folder, brought = self._folder(name), self._brought.pop(name, None)
+            if brought is not None:
+                folder.remove(brought.files)  # before others are told: there may be no room for that
             folder.check_fence()
             folder.tear(why)
 

@@ -75,7 +75,6 @@ class Node:
         below = Below(
             refuses=self.allowed,
             committed=lambda url, key, manifest: self.flusher.retain(url, key, manifest),
-            fails=lambda url, why: self.flusher.fails(url, why),
         )
         self.uploads = Uploads(self.ring, self.registry, open_store, self._brought, below)
         # Uploads are part of what a node does; see the methods of Uploads.
@@ -294,7 +293,7 @@ class Node:
         if key is not None:
             self.routes.ask_soon(key)
         deadline_s = time.monotonic() + wait_s
-        late = self.uploads.abroad.wait_brought(wait_s)
+        late = self.uploads.abroad.wait_brought(key, wait_s)
         return [*late, *self.flusher.wait_clean(key, max(0.0, deadline_s - time.monotonic()))]
 
     def close(self, *, keep_unsafe: bool = False) -> None:
@@ -306,10 +305,11 @@ class Node:
 
     def tiers(self) -> dict[str, TierHealth]:
         """How each tier below is doing, by its URL."""
-        carried, away = self.ring.carried(), self.routes.away()
-        unused = {url: TierHealth(kind="node") for url in away}
+        carried = self.ring.carried()
+        wrong = {**self.routes.away(), **self.uploads.abroad.bringing.failing()}
+        unused = {url: TierHealth.of(url) for url in wrong}
         return {
-            url: replace(health, carried=url in carried, error=health.error or away.get(url, ""))
+            url: replace(health, carried=url in carried, error=health.error or wrong.get(url, ""))
             for url, health in {**unused, **self.flusher.health}.items()
         }
 

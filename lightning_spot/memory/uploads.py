@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from lightning_spot.config import KEEP
 from lightning_spot.errors import (
+    NodeUnreachable,
     SettingsError,
     SnapshotNotFound,
     SpotError,
@@ -319,6 +320,8 @@ class Uploads:
         self._ring.abort(upload.slot)
         if known is not None:
             return self._same(known, upload.run, upload.attempt, upload.nbytes, upload.name)
+        if upload.session and upload.session not in self._registry.sessions:
+            raise NodeUnreachable("the connection of who asked for this slot has closed: another one is to be made")
         raise SnapshotNotFound("who asked for this slot has ended")
 
     def _same(self, known: Upload, key: str, attempt: int, nbytes: int, name: str) -> Upload:

@@ -106,11 +106,16 @@ class Visits:
         for url in urls:
             threading.Thread(target=self._visit, args=(visit, url), name="spot-joint", daemon=True).start()
 
-    def wait(self, wait_s: float) -> list[str]:
-        """Wait until this host has brought what it has; what is on its way in the end, one line each."""
+    def wait(self, run: str | None, wait_s: float) -> list[str]:
+        """Wait until this host has brought what it has; what is on its way in the end, one line each.
+
+        Args:
+            run: key of the run; ``None`` for any.
+            wait_s: how long to wait.
+        """
 
         def late() -> list[str]:
-            visits = list(self._visits.values())
+            visits = [visit for visit in self._visits.values() if run in (None, visit.key)]
             return [f"{url}: {visit.name} is on its way" for visit in visits for url in visit.left]
 
         with self._changed:

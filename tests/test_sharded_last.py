@@ -1,0 +1,264 @@
+"""The urgent snapshot of a model in shards, and that of its end: all ranks take it once more where it is lost."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from lightning_spot.capture.attempt import Attempt, RingSettings, open_host
+from lightning_spot.capture.joining import Joining
+from lightning_spot.client.embedded import EmbeddedHost, attach
+from lightning_spot.client.stores import open_store
+from lightning_spot.errors import NodeUnreachable
+from lightning_spot.exact.dump import Dump
+from lightning_spot.fit.hosts import Hosts, _open
+from lightning_spot.fit.in_shards import InShards
+from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
+from lightning_spot.memory.node import Node
+from lightning_spot.run.location import Location
+from lightning_spot.run.survey import survey
+from lightning_spot.sharded.consolidate import read_folder
+from lightning_spot.sharded.flat import FlatShard
+from lightning_spot.sharded.reader import ImageReader, load_all
+from lightning_spot.tiers.local import LocalStore
+from tests.gated import MIB
+from tests.served import served
+
+LAST_S = 100.0  # of what never takes so long
+HOSTS = ((0, 2), (1, 3))
+ROWS, COLUMNS = 512, 8
+ENDS = [ROWS * COLUMNS * part // 4 for part in range(5)]
+RANGES = tuple(itertools.pairwise(ENDS))
+SETTINGS = RingSettings(slots=3, memory_bytes=2**26, idle_timeout_s=30.0, keep=5, strict=False)
+
+
+class Rank(SimpleNamespace):
+    """A trainer of one rank, as far as its snapshots in shards ask it."""
+
+
+Phase = Callable[["Ranks", pytest.MonkeyPatch], None]
+
+
+class Talk:
+    """What ranks, each on a thread, tell each other."""
+
+    def __init__(self) -> None:
+        self._all, self._said = threading.Barrier(4, timeout=LAST_S), cast(Any, None)
+
+    def of(self, rank: int) -> Callable[..., Any]:
+        def broadcast(said: Any, src: int = 0) -> Any:
+            if rank == src:
+                self._said = said
+            self._all.wait()
+            heard = self._said
+            self._all.wait()
+            return heard
+
+        return broadcast
+
+    def abort(self) -> None:
+        self._all.abort()
+
+
+class Ranks:
+    """Four ranks on two hosts, of which each has every other one."""
+
+    def __init__(self, root: Path, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.location = location = Location.of(root / "run", memory, None)
+        self.store, self.weights, talk = LocalStore(location.url), torch.rand(ROWS * COLUMNS), Talk()
+        self.frozen = torch.rand(ROWS * COLUMNS)
+        self.attempt = Attempt(survey(location), open_host(location, SETTINGS), SETTINGS, sharded_over=4)
+        across = self.attempt.writer.across
+        across.wanted, across.hosts = bool(location.nodes), HOSTS
+        first = {name: os.environ[name] for name in ("LIGHTNING_SPOT_RUNTIME_DIR", "LIGHTNING_SPOT_SHM_DIR")}
+        for name, value in first.items():
+            (folder := Path(value) / "h1").mkdir(mode=0o700)
+            monkeypatch.setenv(name, str(folder))
+        guests = {rank: _open(location, SETTINGS, self.attempt.info) for rank in HOSTS[1]}
+        for name, value in first.items():
+            monkeypatch.setenv(name, value)
+        self.trainers, self.in_shards = [], list[InShards]()
+        for rank in range(4):
+            trainer = cast(Any, Rank(world_size=4, num_nodes=2, global_rank=rank, global_step=1))
+            trainer.current_epoch, trainer.optimizers, trainer.lightning_module = 0, (), torch.nn.Module()
+            frozen = torch.nn.Parameter(self.frozen[slice(*RANGES[rank])].clone(), requires_grad=False)
+            trainer.lightning_module.register_parameter("f", frozen)
+            trainer.strategy = SimpleNamespace(model=trainer.lightning_module, broadcast=talk.of(rank))
+            self.trainers.append(trainer)
+            in_shards = InShards(trainer, location, SETTINGS)
+            in_shards._hosts = Hosts(HOSTS, can_bring=True, is_guest=rank in HOSTS[1])
+            if rank:
+                host = guests.get(rank) or self.attached()
+                token = self.attempt.info.token
+                in_shards._joining = Joining(host, self.attached, HOSTS, rank=rank, world_size=4, token=token)
+            self.in_shards.append(in_shards)
+        self._talk, self._pool = talk, ThreadPoolExecutor(4)
+
+    def attached(self) -> EmbeddedHost:
+        """A connection to the node of the first host."""
+        host = attach(self.location.url, self.location.name, revive=False)
+        if host is None:
+            raise NodeUnreachable("there is no memory node on this host at present")
+        host.run, host.attempt = self.attempt.info.text, 1
+        return host
+
+    @property
+    def host(self) -> EmbeddedHost:
+        host = self.attempt.writer.host
+        assert isinstance(host, EmbeddedHost)
+        return host
+
+    @property
+    def pid(self) -> int:
+        """Of the node of the first host."""
+        return int(self.host._call("GET", "/v1/status")["pid"])
+
+    def write(self, step: int, *, complete: bool = False, how: str = "") -> None:
+        """A snapshot of all ranks, an urgent one if nothing else is said; each returns from it."""
+        begun = [self._pool.submit(self._write, rank, step, complete, how) for rank in range(4)]
+        for future in begun:
+            future.result(LAST_S)
+
+    def _write(self, rank: int, step: int, complete: bool, how: str) -> None:
+        self.trainers[rank].global_step = step
+        parts = {"w": self.weights[slice(*RANGES[rank])].clone(), "f": self.trainers[rank].lightning_module.f.data}
+        state = {name: FlatShard(part, (ROWS, COLUMNS), RANGES, rank) for name, part in parts.items()}
+        checkpoint = {"state_dict": state, "optimizer_states": [], "epoch": 0}
+        dump = Dump(checkpoint=checkpoint, state={"rank": rank}, validation_progress=None, loggers=[], unsaved=[])
+        attempt = self.attempt if rank == 0 else None
+        try:
+            self.in_shards[rank].write(attempt, dump, {}, complete=complete, how=how, wait_s=LAST_S)
+        except BaseException:
+            self._talk.abort()
+            raise
+
+    def check(self, name: str) -> None:
+        """A snapshot is durable, and whole."""
+        image, manifest = read_folder(self.store.root / name)
+        saved = load_all(ImageReader(image, manifest))["state_dict"]
+        assert torch.equal(saved["w"].view(-1), self.weights)
+        assert torch.equal(saved["f"].view(-1), self.frozen)
+
+    def finish(self) -> bool | None:
+        """As at the end of a training."""
+        for in_shards in self.in_shards:
+            in_shards.finish(LAST_S)
+        return self.attempt.finish(LAST_S, complete=True)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def kill_before(call: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = ranks.host
+    original = getattr(host, call)
+
+    def kill_first(*arguments: Any, **more: Any) -> Any:
+        os.kill(ranks.pid, signal.SIGKILL)
+        return original(*arguments, **more)
+
+    monkeypatch.setattr(host, call, kill_first)
+
+
+def as_it_begins(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    kill_before("lease", ranks, monkeypatch)
+
+
+def as_it_is_filled(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    kill_before("seal", ranks, monkeypatch)
+
+
+def answers_late(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node has leased the slot, and lives; that it does was not known in time."""
+    host = ranks.host
+    lease = host.lease
+
+    def late(*arguments: Any, **more: Any) -> Any:
+        lease(*arguments, **more)
+        raise NodeUnreachable("it does not answer") from TimeoutError()
+
+    monkeypatch.setattr(host, "lease", late)
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Ranks]]:
+    node = Node(slots=None, memory_bytes=64 * MIB, open_store=open_store, allow=[str(tmp_path)])
+    made: list[Ranks] = []
+    with served(node) as port:
+
+        def of(memory: str) -> Ranks:
+            made.append(Ranks(tmp_path, memory or f"spot://127.0.0.1:{port}", monkeypatch))
+            return made[-1]
+
+        yield of
+        for ranks in made:
+            ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("memory", "phase"),
+    [
+        ("auto", answers_late),
+        ("", as_it_begins),
+        ("", as_it_is_filled),
+        pytest.param("", answers_late, marks=pytest.mark.soak),
+        pytest.param("auto", as_it_begins, marks=pytest.mark.soak),
+        pytest.param("auto", as_it_is_filled, marks=pytest.mark.soak),
+    ],
+)
+def test_the_last_snapshot_is_taken_again_where_the_node_of_the_first_host_is_lost(
+    make: Callable[[str], Ranks], monkeypatch: pytest.MonkeyPatch, memory: str, phase: Phase
+) -> None:
+    ranks = make(memory)
+    ranks.write(1)
+    phase(ranks, monkeypatch)
+    ranks.weights += 1
+    ranks.write(2, complete=True)
+    assert ranks.finish()
+    again = snapshot_name(2, 1, complete=True, again=True)
+    assert ranks.attempt.writer.committed is not None
+    assert ranks.attempt.writer.committed.name == again
+    assert ranks.store.survey().manifests[0].name == again
+    ranks.check(again)
+
+
+def test_an_urgent_snapshot_is_taken_where_the_regular_one_of_its_step_was_lost(make: Callable[[str], Ranks]) -> None:
+    ranks = make("auto")
+    ranks.host.disconnect()  # as if its node had been killed
+    ranks.write(1, how=ranks.in_shards[0].how(ranks.attempt, waits=True))
+    assert isinstance(ranks.attempt.failure(LAST_S), NodeUnreachable)
+    ranks.attempt.writer.link.wait(LAST_S)
+    ranks.write(1)
+    assert ranks.attempt.failure(LAST_S) is None
+    ranks.finish()
+    ranks.check(snapshot_name(1, 1, again=True))
+
+
+def test_what_is_taken_again_comes_after_what_it_stands_for() -> None:
+    names = [
+        snapshot_name(3, 1, exact=False),
+        snapshot_name(3, 1),
+        snapshot_name(3, 1, again=True),
+        snapshot_name(3, 1, complete=True),
+        snapshot_name(3, 1, complete=True, again=True),
+        snapshot_name(4, 1),
+    ]
+    orders = [snapshot_order(name) for name in names]
+    assert orders == sorted(set(cast(Any, orders)))
+    manifests = [
+        Manifest(
+            run="run", name=name, step=3, attempt=1, nbytes=1, complete="complete" in name, exact="inexact" not in name
+        )
+        for name in names[:-1]
+    ]
+    assert [manifest.order for manifest in manifests] == orders[:-1]
