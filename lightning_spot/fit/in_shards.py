@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.capture.attempt import Attempt, RingSettings, expected_nbytes
+from lightning_spot.capture.host_link import within
 from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.saying import say_failing
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint
@@ -277,7 +278,7 @@ class InShards(OfTrainer):
                 fails where one has more.)
             wait_s: how long to wait for a clean slot.
         """
-        is_last = not how
+        is_last, deadline_s = not how, time.monotonic() + wait_s
         how = how or self._how_last(attempt, wait_s)
         checkpoint = self._checkpoint(attempt, dump, how) if how else None
         if checkpoint is None:
@@ -288,10 +289,12 @@ class InShards(OfTrainer):
             checkpoint.rest[KEY].update(interval=interval, lineage=attempt.lineage)
         name = (self._trainer.global_step, complete)
         again, self._begun = name == self._begun, name
-        begin = functools.partial(self._begin, attempt, checkpoint, complete=complete, still=is_last, wait_s=wait_s)
-        begin(how, again=again)
-        if is_last and not again and self._is_lost(attempt, wait_s) and (how := self._how_last(attempt, wait_s)):
-            begin(how, again=True)
+        begin = functools.partial(self._begin, attempt, checkpoint, complete=complete, still=is_last)
+        begin(how, wait_s=wait_s, again=again)
+        if not is_last or again or not self._is_lost(attempt, within(deadline_s)):
+            return
+        if how := self._how_last(attempt, within(deadline_s)):
+            begin(how, wait_s=within(deadline_s), again=True)
 
     def _is_lost(self, attempt: Attempt | None, wait_s: float) -> bool:
         """Whether what was begun last is to be begun once more, as rank 0 knows. Every rank calls it."""
