@@ -227,10 +227,12 @@ def test_with_replicas_each_host_brings_its_part_to_both_nodes_or_to_the_one_tha
             made.at = " ".join(urls if step != 2 else [nobody, left] if lost == 0 else [left, nobody])
             manifest = made.take(step)
             until(lambda: len(made.hosts[0].carrier().split()) == 2, "nothing to be on its way", LAST_S)
+            sums = set[tuple[str, ...]]()
             for url in urls if step != 2 else [left]:
                 image, there = made.image_at(url, manifest)
-                assert there.checksums == manifest.checksums
+                sums.add(there.checksums)
                 assert torch.equal(load_all(ImageReader(image, there))["state_dict"]["w"].view(-1), made.weights)
+            assert len(sums) == 1
             made.weights += 1
 
 
