@@ -55,6 +55,17 @@ def is_sharded(value: Any) -> bool:
     return hasattr(value, "full_tensor")
 
 
+def lose_as_it_leases(host: EmbeddedHost) -> None:
+    """Kill the node of this host when it is asked for a slot."""
+    pid, lease = host._call("GET", "/v1/status")["pid"], host.lease
+
+    def kill_first(*arguments: Any, **more: Any) -> Any:
+        os.kill(pid, signal.SIGKILL)
+        return lease(*arguments, **more)
+
+    host.lease = kill_first  # type: ignore[method-assign]
+
+
 class Account(pl.Callback):
     """Notes the state of each step, ends a rank where it is told to, and says at the end what was done."""
 
@@ -96,9 +107,9 @@ class Account(pl.Callback):
             writer.settle(60.0)
             told = {"missed": writer.missed, "brought": writer.across.brought, "own": writer.across.own_nbytes}
             (self.root / "rank-0.json").write_text(json.dumps(told))
-            if self.lose_node:  # the last snapshot begins right after this
+            if self.lose_node:
                 assert isinstance(writer.host, EmbeddedHost)
-                os.kill(writer.host._call("GET", "/v1/status")["pid"], signal.SIGKILL)
+                lose_as_it_leases(writer.host)
 
 
 def main() -> int:
@@ -115,7 +126,7 @@ def main() -> int:
     parser.add_argument("--flat", action="store_true", help="FSDP1")
     parser.add_argument("--kill", type=int, nargs=2, default=(-1, -1), help="rank and step")
     parser.add_argument("--notice", type=int, nargs=2, default=(-1, -1), help="rank and step of a SIGTERM")
-    parser.add_argument("--lose-node", action="store_true", help="of rank 0's host, before the last snapshot")
+    parser.add_argument("--lose-node", action="store_true", help="of rank 0's host, as the last snapshot begins")
     arguments = parser.parse_args()
     be_on_host(int(os.environ.get("LOCAL_RANK", "0")) * arguments.hosts // arguments.ranks)
     torch.set_num_threads(1)
