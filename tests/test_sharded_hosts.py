@@ -16,7 +16,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.node import Node
 from lightning_spot.sharded.reader import ImageReader, load_all
 from tests.gated import MIB
-from tests.machines import PHASES, Sharded, started, twin
+from tests.machines import PHASES, STEPS, Sharded, started, twin
 from tests.served import served
 from tests.test_every_step import digest
 from tests.test_sharded_fit import check_states, content, final, snapshots, without_what_came_later

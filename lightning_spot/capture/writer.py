@@ -92,7 +92,8 @@ class SnapshotWriter:
         self.past_memory: Manifest | None = None
         self.torn = self.copied_bytes = 0
         self.together, self.missed, self.missed_because = 0, 0, ""
-        self._leases = leases = Leases(self.link, functools.partial(say_backing, self.say_once), self._say_waiting)
+        waits = functools.partial(_say_waiting, self.say_once, self.link)  # a method would keep this alive
+        self._leases = leases = Leases(self.link, functools.partial(say_backing, self.say_once), waits)
         self._copier = copier if copier is not None else Copier()
         self._schedule = schedule
         self._views = SlotViews(self._copier)
@@ -263,13 +264,6 @@ class SnapshotWriter:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _say_waiting(self, full: RingFull, left_s: float) -> None:
-        self.say_once("waits", "training waits for a slot, for up to %.0f s more: %s", left_s, full)
-        self._say_failing()
-
-    def _say_failing(self) -> None:
-        say_failing(self.say_once, self.link.ask(lambda host: host.tiers(), {}))
-
     def _open(
         self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: _Divide
     ) -> tuple[Layout, Lease, Manifest, Layout]:
@@ -362,7 +356,7 @@ class SnapshotWriter:
                 self._look_ahead(host, pending, is_short)
             self._look_at(pending.tried)
             if pending.lease.backing != "process":
-                self._say_failing()
+                _say_failing(self.say_once, self.link)
 
     def _look_ahead(self, host: Host, pending: Pending, is_short: bool) -> None:
         """Have the slot of the next snapshot made, or lease it."""
@@ -385,3 +379,12 @@ class SnapshotWriter:
         else:
             logger.warning("lightning_spot: snapshot %s was not committed: %s", pending.manifest.name, error)
         pending.done.set_exception(error)
+
+
+def _say_waiting(say_once: SayOnce, link: HostLink, full: RingFull, left_s: float) -> None:
+    say_once("waits", "training waits for a slot, for up to %.0f s more: %s", left_s, full)
+    _say_failing(say_once, link)
+
+
+def _say_failing(say_once: SayOnce, link: HostLink) -> None:
+    say_failing(say_once, link.ask(lambda host: host.tiers(), {}))
