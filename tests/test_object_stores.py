@@ -9,10 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import s3fs
+from botocore import retryhandler
+from botocore.retries import standard
 
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import Fenced, SettingsError, SpotError, TierError
@@ -87,6 +90,15 @@ def test_many_blocks_over_many_connections(bucket: str) -> None:
     again, image = sealed(2, 33 * KIB)
     assert store.put_parts(replace(again, checksums=()), parts_of(image, KIB), attempt=1) == again
     again.verify(fetched(store, again), "s3")
+
+
+def test_a_request_that_is_tried_again_draws_nothing_from_the_generator_of_a_training(bucket: str) -> None:
+    """A bucket that did not answer for 8 s made a training draw other numbers from then on."""
+    ObjectStore(f"{bucket}/run-1")
+    state = random.getstate()
+    assert retryhandler.delay_exponential("rand", 2, 1) < 1
+    assert standard.ExponentialBackoff().delay_amount(SimpleNamespace(attempt_number=1)) < 1
+    assert random.getstate() == state
 
 
 @pytest.mark.parametrize("fail_at", [0, 3, 20])

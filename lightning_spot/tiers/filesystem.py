@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import sys
 import threading
 import weakref
@@ -49,6 +50,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
             " system is installed"
         ) from error
     _hold_up_no_exit(getattr(files, "loop", None))
+    _draw_apart()
     return files, path.rstrip("/")
 
 
@@ -60,6 +62,34 @@ def _hold_up_no_exit(loop: Any) -> None:
     if isinstance(loop, asyncio.AbstractEventLoop) and loop not in _CARED_FOR:
         _CARED_FOR.add(loop)
         loop.call_soon_threadsafe(loop.set_default_executor, _Daemons())
+
+
+_DRAWS = (
+    "aiohttp.connector",
+    "botocore.retries.standard",
+    "botocore.retryhandler",
+    "botocore.utils",
+    "gcsfs.retry",
+    "google.api_core.retry.retry_base",
+    "google.auth._exponential_backoff",
+)
+"""Modules that draw how long a request waits before it is tried again, and the like."""
+
+_APART = random.Random()
+
+
+def _draw_apart() -> None:
+    """Have the libraries draw from a generator of their own.
+
+    From that of the process, the random numbers of a training would depend on how often a request has failed.
+    """
+    for module in filter(None, map(sys.modules.get, _DRAWS)):
+        if getattr(module, "random", None) is random:
+            module.random = _APART  # type: ignore[attr-defined]
+    standard = sys.modules.get("botocore.retries.standard")
+    if (pauses := getattr(standard, "ExponentialBackoff", None)) is not None:  # it has the function as a default
+        given = pauses.__init__.__defaults__ or ()
+        pauses.__init__.__defaults__ = tuple(_APART.random if each == random.random else each for each in given)
 
 
 class _Daemons(ThreadPoolExecutor):
