@@ -89,7 +89,7 @@ class Ranks:
             monkeypatch.setenv(name, value)
         self.trainers, self.in_shards = [], list[InShards]()
         for rank in range(4):
-            trainer = cast(Any, Rank(world_size=4, num_nodes=2, global_rank=rank, global_step=1))
+            trainer = cast(Any, Rank(world_size=4, num_nodes=2, global_rank=rank, global_step=1, max_steps=9))
             trainer.current_epoch, trainer.optimizers, trainer.lightning_module = 0, (), torch.nn.Module()
             frozen = torch.nn.Parameter(self.frozen[slice(*RANGES[rank])].clone(), requires_grad=False)
             trainer.lightning_module.register_parameter("f", frozen)
