@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 
 import pytest
 
-from lightning_spot.errors import CorruptSnapshot, NodeUnreachable, SpotError, TierError
+from lightning_spot.errors import CorruptSnapshot, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.parts import part_ranges
-from lightning_spot.run import receiving, streaming
+from lightning_spot.run import receiving
 from lightning_spot.run.sources import StoreSource
 from lightning_spot.tiers.objects import ObjectStore
 from tests.oracle import claim_of
-from tests.test_streaming import PART_BYTES, Far
 
 NBYTES = 5_000_000
 
@@ -56,46 +53,6 @@ def test_every_byte_is_received(
             assert reader.read() == data
     finally:
         snapshot.close()
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, PART_BYTES, 40 * PART_BYTES + 1])
-@pytest.mark.parametrize("room", [None, 0], ids=["memory", "disk"])
-def test_what_a_node_has_comes_range_by_range(nbytes: int, room: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the kernel takes less at a time than it is given."""
-    monkeypatch.setattr(receiving, "available_bytes", lambda: room)
-    monkeypatch.setattr(Manifest, "ranges", lambda self: part_ranges(self.nbytes, PART_BYTES))
-    pwrite = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, place: pwrite(fd, data[: PART_BYTES // 3], place))
-    far, moved = Far(random.Random(nbytes).randbytes(nbytes)), list[int]()
-    snapshot = receiving.receive(far, far.manifest, "far", far.url, moved.append)
-    try:
-        assert sum(moved) == nbytes
-        assert snapshot.in_memory == snapshot.sealed == (room != 0 or nbytes == 0)
-        assert far.most_under_way <= streaming.LANES
-        with snapshot.reader() as reader:
-            assert reader.read() == far.content
-    finally:
-        snapshot.close()
-
-
-@pytest.mark.parametrize("problem", [CorruptSnapshot, NodeUnreachable, TierError])
-def test_what_a_node_does_not_bring_is_not_opened(problem: type[SpotError], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Manifest, "ranges", lambda self: part_ranges(self.nbytes, PART_BYTES))
-    far = Far(random.Random(0).randbytes(9 * PART_BYTES))
-    if problem is CorruptSnapshot:
-        far.content[5 * PART_BYTES] ^= 1
-    elif problem is NodeUnreachable:
-        far.gone = True
-    else:
-
-        def full(*_: object) -> int:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(os, "pwrite", full)
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(problem):
-        receiving.receive(far, far.manifest, "far", far.url, None)
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_what_is_damaged_is_not_opened(source: StoreSource, tmp_path: Path) -> None:

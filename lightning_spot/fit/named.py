@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.client.filesystem import SpotFileSystem
+from lightning_spot.client.part_lanes import CONNECTIONS
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.ranks import main_address
 from lightning_spot.fit.restore import Hosts, Try
@@ -95,6 +97,14 @@ class _Named:
         """See :meth:`Source.open`."""
         return receive(self, manifest, self.tier, self.url, progress)
 
-    def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
-        """See :class:`~lightning_spot.run.streaming.ReadsRanges`; the node sends a checksum with each range."""
-        self._files.fill(self._info, start, into)
+    def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
+        """See :meth:`Fetches.fetch`; the node sends a checksum with each range."""
+
+        def read(bounds: tuple[int, int]) -> None:
+            start, stop = bounds
+            self._files.fill(self._info, start, into[start:stop])
+            if progress is not None:
+                progress(stop - start)
+
+        with ThreadPoolExecutor(CONNECTIONS) as pool:
+            list(pool.map(read, manifest.ranges()))

@@ -1,4 +1,4 @@
-"""Receives a snapshot into a file in memory, checked part by part as it comes. Not for reading it later."""
+"""Receives a snapshot into memory of this process, checked part by part as it comes. Not for reading it later."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
 from typing import Protocol
 
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import SpotError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.reading import OpenSnapshot
-from lightning_spot.run.streaming import LANES, ReadsRanges
 from lightning_spot.staging.slot import available_bytes, memory_file, populate, seal_memory
 from lightning_spot.tiers.store import Progress
 
@@ -27,7 +24,7 @@ _AHEAD_BYTES = 32 * 1024 * 1024
 
 
 class Fetches(Protocol):
-    """Where a snapshot comes from as a whole: a :class:`~lightning_spot.tiers.store.Store`, or what fetches like one.
+    """Where a snapshot comes from: a :class:`~lightning_spot.tiers.store.Store`, or what fetches like one.
 
     Attributes:
         url: what to call it.
@@ -39,9 +36,7 @@ class Fetches(Protocol):
         """See :meth:`~lightning_spot.tiers.store.Store.fetch`."""
 
 
-def receive(
-    store: Fetches | ReadsRanges, manifest: Manifest, tier: str, url: str, progress: Progress | None
-) -> OpenSnapshot:
+def receive(store: Fetches, manifest: Manifest, tier: str, url: str, progress: Progress | None) -> OpenSnapshot:
     """Fetch a snapshot, each part checked as it comes.
 
     Args:
@@ -64,9 +59,7 @@ def receive(
     except (OSError, OverflowError) as error:
         raise TierError(f"{url}: no room for {manifest.nbytes} bytes ({error})", tier=store.url) from error
     try:
-        if isinstance(store, ReadsRanges):
-            _write_ranges(store, manifest, fd, progress)
-        elif manifest.nbytes:
+        if manifest.nbytes:
             shared = mmap.mmap(fd, manifest.nbytes)
             with _made_ahead(shared) if in_memory else contextlib.nullcontext(), memoryview(shared) as view:
                 store.fetch(manifest, view, progress)
@@ -87,32 +80,6 @@ def has_room(nbytes: int) -> bool:
     """Whether this host has memory for so many bytes more, as far as can be told."""
     available = available_bytes()
     return available is None or nbytes <= available
-
-
-def _write_ranges(store: ReadsRanges, manifest: Manifest, fd: int, progress: Progress | None) -> None:
-    """Have ranges come into a few buffers that stay warm, and write them to the file from there.
-
-    To make the pages of a mapping for them to come into takes twice the processor time.
-    """
-    buffers: SimpleQueue[memoryview] = SimpleQueue()
-    for _ in range(LANES):
-        buffers.put(memoryview(bytearray(max((stop - start for start, stop in manifest.ranges()), default=0))))
-
-    def bring(bounds: tuple[int, int]) -> None:
-        start, stop = bounds
-        buffer = buffers.get()
-        try:
-            with buffer[: stop - start] as part:
-                store.read(manifest, start, part)
-                while start < stop:
-                    start += os.pwrite(fd, part[start - stop :], start)
-        finally:
-            buffers.put(buffer)
-        if progress is not None:
-            progress(stop - bounds[0])
-
-    with ThreadPoolExecutor(LANES, thread_name_prefix="spot-receive") as pool:
-        list(pool.map(bring, manifest.ranges()))
 
 
 @contextlib.contextmanager

@@ -10,30 +10,21 @@ import ctypes
 import mmap
 from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from lightning_spot.config import PART_BYTES
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.reading import OpenSnapshot, SnapshotReader
 
-LANES = 4
-"""Ranges that are under way at once."""
-
+_LANES = 4
 _BUFFERS = 6
 _KEPT_PARTS = 3
 _MOST_TURNS = 16  # torch reads the end of a file and then forwards, which takes 3 or 4
 _SMALL_BYTES = 64 * 1024  # below this Python's lock is not worth letting go
 
 
-@runtime_checkable
 class ReadsRanges(Protocol):
-    """A store of which parts can be read one by one.
-
-    Attributes:
-        url: what to call it.
-    """
-
-    url: str
+    """A store of which parts can be read one by one."""
 
     def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
         """Read one of ``manifest.ranges()`` and check it; from any thread."""
@@ -76,7 +67,7 @@ class StreamReader(SnapshotReader):
         self._ranges = list(manifest.ranges())
         self._span = max(1, PART_BYTES // manifest.part_bytes) * manifest.part_bytes
         self._buffers = [memoryview(mmap.mmap(-1, self._span)) for _ in range(min(_BUFFERS, len(self._ranges)))]
-        self._pool = ThreadPoolExecutor(LANES, thread_name_prefix="spot-stream")
+        self._pool = ThreadPoolExecutor(_LANES, thread_name_prefix="spot-stream")
         self._ahead: _Ahead | None = None
         self._kept: OrderedDict[int, memoryview] = OrderedDict()
         self._unseen = set(range(len(self._ranges)))
