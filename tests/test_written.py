@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import random
+import threading
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 
 from lightning_spot.errors import CorruptSnapshot, SettingsError
-from lightning_spot.image import sealing
+from lightning_spot.image import crc, sealing
 from lightning_spot.image.layout import Layout, Layouter
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.sealing import Sealing
@@ -173,3 +176,21 @@ def test_ranges() -> None:
     assert written.touches(0, 11)
     assert not written.touches(20, 40)
     assert not Written(()).touches(0, 100)
+
+
+def test_a_small_file_is_sealed_on_one_thread_and_no_crc_is_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of small tensors in one part: to hand them from thread to thread would take longer than to seal them."""
+    layout = Layouter().lay_out({f"{index}": torch.rand(3) for index in range(9)})
+    image = unsealed(layout)
+    threads = set()
+
+    class Noted(Sealing):
+        def _work(self, plan: Any) -> None:
+            threads.add(threading.get_ident())
+            super()._work(plan)
+
+    monkeypatch.setattr(crc, "_multiply", None)
+    assert layout.nbytes <= PART_BYTES
+    assert Noted(manifest_of(1, layout.nbytes), memoryview(image)).run(4).checksums
+    assert threads == {threading.get_ident()}
+    assert zipfile.ZipFile(io.BytesIO(image)).testzip() is None

@@ -23,6 +23,8 @@ def combine(first: int, second: int, second_bytes: int) -> int:
         second: CRC-32 of the second run.
         second_bytes: length of the second run.
     """
+    if not first:  # as of nothing: most records lie in one piece
+        return second
     return _multiply(_shift(second_bytes), first) ^ second
 
 

@@ -52,7 +52,7 @@ class Sealing(Coming):
         self._before = before
 
     def run(self, threads: int) -> Manifest:
-        """Seal the file on ``threads`` threads, this one among them; its sealed manifest.
+        """Seal the file on ``threads`` threads at most, this one among them; its sealed manifest.
 
         Raises:
             LayoutUnsupported: if it is no archive of stored records, nor made of such.
@@ -64,7 +64,7 @@ class Sealing(Coming):
         if before is not None:
             for index in plan.untouched:
                 self._take_over(index, before)
-        work_together(lambda: self._work(plan), threads, "spot-seal")
+        work_together(lambda: self._work(plan), min(threads, len(self._parts)), "spot-seal")
         return replace(self.manifest, checksums=tuple(self._checksums))
 
     def _take_over(self, index: int, before: Before) -> None:
@@ -156,7 +156,7 @@ class _Plan:
         self._left = [record.nbytes for record in records]  # bytes without a CRC yet
         for number, record in enumerate(records):
             end = record.offset + record.nbytes
-            if max(end, *(place + CRC_BYTES for place in record.crc_at)) > (parts[-1][1] if parts else 0):
+            if max(end, max(record.crc_at) + CRC_BYTES) > (parts[-1][1] if parts else 0):
                 raise LayoutUnsupported(f"record {record.name!r} reaches beyond the end of the checkpoint file")
             if record.nbytes and not (written is not None and self._is_kept(record, written)):
                 # A field of an empty record holds zero already.
