@@ -34,6 +34,7 @@ from lightning_spot.service.settings import NodeSettings, add_arguments, setting
 logger = logging.getLogger("lightning_spot.node")
 
 _CHECK_S = 0.25
+_LOOK_S = 5.0  # how often an embedded node looks whether it is needed where nothing tells it of a change
 _THREADS = 64
 _EMBEDDED_SLOTS = 4
 _HOLD_S = 1.0
@@ -140,31 +141,53 @@ def _announce(settings: NodeSettings, listener: socket.socket) -> None:
 
 
 class _Signals:
-    """SIGTERM and SIGINT: the first has what is owed flushed, the second ends the node at once."""
+    """SIGTERM and SIGINT: the first has what is owed flushed, the second ends the node at once.
+
+    Attributes:
+        woken: set with each of them, and by :meth:`wake`.
+    """
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
+        self.woken = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._came)
+            self._loop.add_signal_handler(number, self._came)
+
+    def wake(self) -> None:
+        """Something else has happened. Called on any thread."""
+        if not (self.woken.is_set() or self._loop.is_closed()):
+            self._loop.call_soon_threadsafe(self.woken.set)
 
     def _came(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
+        self.woken.set()
 
 
 async def _until_unneeded(node: Node, service: Service, idle_timeout_s: float, signals: _Signals) -> None:
-    """Return when the run has ended, when nobody was there for ``idle_timeout_s``, or on a signal."""
-    last_busy_s = time.monotonic()
+    """Return when the run has ended, when nobody was there for ``idle_timeout_s``, or on a signal.
+
+    It is looked at when something has changed, and seldom else: to look four times a second took more CPU time than all
+    requests of a training.
+    """
+    node.watch(signals.wake)
+    last_busy_s, was_busy = time.monotonic(), True
     while not signals.first.is_set():
-        if node.busy:
-            last_busy_s = time.monotonic()
+        signals.woken.clear()
+        now_s, is_busy = time.monotonic(), node.busy
+        if is_busy or was_busy:  # until now
+            last_busy_s = now_s
+        was_busy = is_busy
         if node.finished:
             logger.info("the run has ended")
             return
-        if time.monotonic() - max(last_busy_s, service.last_request_s) > idle_timeout_s:
+        left_s = idle_timeout_s - (now_s - max(last_busy_s, service.last_request_s))
+        if left_s < 0:
             logger.info("idle for %.0f s", idle_timeout_s)
             return
         await _wait(signals.first, _CHECK_S)
+        await _wait(signals.woken, min(left_s, _LOOK_S))
 
 
 async def _drain(node: Node, service: Service, drain_timeout_s: float, signals: _Signals) -> list[str]:
