@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -107,6 +108,22 @@ def test_an_urgent_snapshot_does_not_wait_for_other_hosts(
     check_states(tmp_path / "run")
     assert train(tmp_path / "run", *options) == 0
     ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]
+    assert differences(*ends) == []
+
+
+@pytest.mark.soak
+def test_rank_0_is_on_another_host_than_before_and_the_newest_snapshot_on_the_first_one(
+    train: Train, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    assert train(tmp_path / "twin", *HOSTS) == 0
+    assert train(root, *HOSTS, "--durable-every", 1000, "--kill", 0, 8) != 0
+    assert max(manifest.step for manifest in manifests(root)) <= 2
+    assert train(root, *HOSTS, "--turned") == 0, (root / "log").read_text()
+    (resumed,) = re.findall(r"resumes at step (\d+)", (root / "log").read_text())
+    assert int(resumed) >= 6
+    check_states(root)
+    ends = [load(each, manifests(each)[0]) for each in (tmp_path / "twin", root)]
     assert differences(*ends) == []
 
 

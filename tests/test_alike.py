@@ -117,6 +117,9 @@ class NodeOf:
     def __init__(self, store: LocalStore, *, fails: bool) -> None:
         self.store, self.fails, self.disconnected = store, fails, False
 
+    def listing(self) -> list[Any]:
+        return [(None, [], ["a node"]), (None, [self.store.url], [])]
+
     def flush(self, wait_s: float) -> list[str]:
         assert wait_s > 0
         if self.fails:

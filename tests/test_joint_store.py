@@ -382,10 +382,15 @@ def test_a_name_is_brought_once_and_nothing_is_written_over(tmp_path: Path) -> N
 
 def test_hosts_that_do_not_fit_each_other_and_bytes_that_were_changed_make_no_snapshot(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "run")
-    bring_and_note(Host(1, store))
-    (lead := Host(0, store)).bring(2)
-    with pytest.raises(CorruptSnapshot, match="host 1 has another layout"):
-        lead.end(2, digest="another")
+    for host in (hosts := pair(store)):
+        host.bring(2)
+        host.tier.wait_s = LAST_S
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(host.end, 2, digest) for host, digest in zip(hosts, ("same", "another"), strict=True)]
+        for end in ends:
+            with pytest.raises(ShareMissing, match=r"host \d has another model, or other optimizers, than host \d"):
+                end.result(LAST_S)
+    assert {name[:5] for name in names_of(store, 2)} == {"torn-"}  # else each such snapshot would leave all its bytes
 
     store = LocalStore(tmp_path / "damaged")
     bring_and_note(Host(1, store))

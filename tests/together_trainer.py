@@ -102,10 +102,12 @@ class Account(pl.Callback):
 
 def be_on_host(number: int) -> None:
     """Have this rank find, or start, another node than those of other hosts."""
-    for name in ("LIGHTNING_SPOT_RUNTIME_DIR", "LIGHTNING_SPOT_SHM_DIR") if number else ():
-        folder = Path(os.environ[name]) / f"h{number}"
+    for name in ("LIGHTNING_SPOT_RUNTIME_DIR", "LIGHTNING_SPOT_SHM_DIR"):
+        if not (of_all := os.environ.get(f"{name}_OF_ALL", os.environ.get(name, ""))):
+            continue
+        folder = Path(of_all) / f"h{number}" if number else Path(of_all)
         folder.mkdir(mode=0o700, exist_ok=True)
-        os.environ[name] = str(folder)
+        os.environ[name], os.environ[f"{name}_OF_ALL"] = str(folder), of_all  # ranks are started by the first one
 
 
 def main() -> int:
@@ -119,6 +121,8 @@ def main() -> int:
     parser.add_argument("--memory", default="auto", help="of several nodes: URLs, with commas between them")
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--hosts", type=int, default=1, help="ranks believe to be on so many hosts")
+    parser.add_argument("--turned", action="store_true", help="rank 0 is on the last host")
+    parser.add_argument("--durable-every", type=float, default=0.0)
     parser.add_argument("--nodes", type=int, default=1, help="machines, on each of which this was started")
     parser.add_argument("--unlike", action="store_true", help="rank 1 has another optimizer")
     parser.add_argument("--strict", action="store_true")
@@ -126,7 +130,8 @@ def main() -> int:
     parser.add_argument("--kill", type=int, nargs=2, default=(-1, -1), help="rank and step")
     parser.add_argument("--notice", type=int, nargs=2, default=(-1, -1), help="rank and step of a SIGTERM")
     arguments = parser.parse_args()
-    be_on_host(int(os.environ.get("LOCAL_RANK", "0")) * arguments.hosts // arguments.ranks)
+    host = int(os.environ.get("LOCAL_RANK", "0")) * arguments.hosts // arguments.ranks
+    be_on_host(arguments.hosts - 1 - host if arguments.turned else host)
     torch.set_num_threads(1)
     pl.seed_everything(11, verbose=False)
     nodes = arguments.memory.split(",")
@@ -137,6 +142,7 @@ def main() -> int:
         interval=EverySteps(arguments.every),
         on_full="wait",
         keep=100,
+        durable_every_s=arguments.durable_every,
         strict=arguments.strict,
     )
     account = Account(arguments.root, spot, tuple(arguments.kill), tuple(arguments.notice), arguments.hold)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_spot.config import PART_BYTES
@@ -146,7 +146,8 @@ class JointStore:
             goes_on: called now and then; what it raises ends this.
 
         Raises:
-            ShareMissing: if another host says that it never will be, or does not bring what it has in time.
+            ShareMissing: if another host says that it never will be, or has another layout, or does not bring what it
+                has in time.
         """
         name = gathering.upload
         folder, brought = self._folder(name, goes_on), self._brought.pop(name, None)
@@ -162,6 +163,10 @@ class JointStore:
                 folder.remove([note_name(host), *(brought.files if brought is not None else ())])
                 raise ShareMissing(why)
             is_whole = folder.read_notes(there, found)
+            if why := _differ(found, gathering.shared.digest, host):
+                folder.remove([note_name(host), *(brought.files if brought is not None else ())])
+                folder.tear(why)
+                raise ShareMissing(why)
             is_due = is_whole and whole_s >= after_s
             if is_due and (manifest := folder.commit(there, found)) is not None:
                 self._committed(manifest)
@@ -250,6 +255,14 @@ class JointStore:
                 folder.remove(brought.files)  # before others are told: there may be no room for that
             folder.check_fence()
             folder.tear(why)
+
+
+def _differ(found: Mapping[int, Note], digest: str, host: int) -> str:
+    """Why what hosts have noted will never be one snapshot; ``""`` if it may."""
+    other = next((note.host for note in found.values() if note.digest != digest), None)
+    if other is None:
+        return ""
+    return f"host {other} has another model, or other optimizers, than host {host}. All ranks must build the same"
 
 
 def _pieces_of(image: Image, ranges: Ranges) -> tuple[notes.Piece, ...]:
