@@ -264,7 +264,7 @@ def test_resume_false_starts_afresh_and_supersedes(tmp_path: Path) -> None:
     probe, callback = Probe(), spot(tmp_path, resume=False)
     trainer(callback, probe, max_epochs=1).fit(Net(), data())
     assert (callback.resumed_from, min(probe.states)) == (None, 0)
-    assert manifests(tmp_path)[0].order == (2, 10, 2)  # newer than step 15 of the attempt before
+    assert manifests(tmp_path)[0].order == (2, 10, 4)  # newer than step 15 of the attempt before
 
 
 def test_explicit_ckpt_path_wins(tmp_path: Path) -> None:

@@ -87,8 +87,9 @@ def test_what_a_helping_thread_cannot_seal_is_not_sealed(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Sealing, "_work", fail)
     image = memoryview(bytearray(_archive(streamed=False)))
+    manifest = Manifest(run="r", name="x", step=1, attempt=1, nbytes=len(image), part_bytes=2**16)
     with pytest.raises(MemoryError, match="no memory for a part"):
-        Sealing(Manifest(run="r", name="x", step=1, attempt=1, nbytes=len(image)), image).run(2)
+        Sealing(manifest, image).run(2)
 
 
 def test_who_waits_for_parts_of_a_file_that_is_given_up_is_told() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -499,10 +500,11 @@ def test_who_comes_too_late_to_commit_leaves_no_manifest_without_bytes(tmp_path:
     store = LocalStore(tmp_path / "run")
     calls: list[str] = []
     overtaken: list[Manifest] = []
+    once = threading.Lock()  # files are read side by side
 
     def overtake(call: str, arguments: tuple[Any, ...]) -> None:
         calls.append(f"{call} {arguments[:1]}")
-        if call == when and any("read ('__" in each for each in calls) and not overtaken:
+        if call == when and any("read ('__" in each for each in calls) and once.acquire(blocking=False):
             overtaken.append((first := Host(0, store)).tier.finish(first.gathering(2), 0, goes_on))
             store.delete(overtaken[0])  # newer ones have been committed since
 
@@ -564,3 +566,29 @@ def test_a_tier_to_which_hosts_bring_again_is_not_said_to_work_in_other_ways(tmp
         assert node.tiers()[url].error == "old snapshots cannot be deleted"
     finally:
         node.close()
+
+
+def test_who_asks_how_the_tiers_are_does_not_wait_for_a_store_that_is_being_opened(tmp_path: Path) -> None:
+    """That takes seconds for a bucket, and a node that does not answer for so long is taken for a lost one."""
+    opening, go_on = threading.Event(), threading.Event()
+
+    def slow(url: str) -> LocalStore:
+        opening.set()
+        assert go_on.wait(60)
+        return LocalStore(tmp_path / "run")
+
+    node = Node(slots=None, memory_bytes=2**22, open_store=slow, allow=[str(tmp_path)])
+    bringing = node.uploads.abroad.bringing
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(bringing.tier, str(tmp_path / "run"), "r") for _ in range(2)]
+        assert opening.wait(60)
+        assert bringing.failing() == {}
+        go_on.set()
+        first, second = (future.result(60) for future in both)
+    assert first is second
+    assert isinstance(first, JointStore)
+    first.why = "it does not answer"
+    assert list(bringing.failing().values()) == ["it does not answer"]
+    bringing.calm("r")
+    assert bringing.failing() == {}
+    node.close()

@@ -378,5 +378,5 @@ def test_a_run_that_ends_with_no_snapshot_of_its_end_does_not_end_quietly(
     trainer = cast(Any, OnTwoHosts(global_rank=0, strategy=SimpleNamespace(broadcast=lambda said: said)))
     in_shards = InShards(trainer, location, ring)
     in_shards._hosts = Hosts(HOSTS, can_bring=True)
-    in_shards.write(attempt, cast(Any, None), {}, complete=True, how="", wait_s=0.0)
+    in_shards.write(attempt, cast(Any, None), {}, complete=True, how="", wait_s=0.0, commit_s=0.0)
     assert attempt.finish(5.0, complete=True) is False

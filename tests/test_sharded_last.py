@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,10 +17,12 @@ import pytest
 import torch
 
 from lightning_spot.capture.attempt import Attempt, RingSettings, open_host
+from lightning_spot.capture.following import Task
 from lightning_spot.capture.joining import Joining
+from lightning_spot.capture.split import Number
 from lightning_spot.client.embedded import EmbeddedHost, attach
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import NodeUnreachable
+from lightning_spot.errors import NodeUnreachable, TierError
 from lightning_spot.exact.dump import Dump
 from lightning_spot.fit.hosts import Hosts, _open
 from lightning_spot.fit.in_shards import InShards
@@ -123,13 +126,13 @@ class Ranks:
         """Of the node of the first host."""
         return int(self.host._call("GET", "/v1/status")["pid"])
 
-    def write(self, step: int, *, complete: bool = False, how: str = "") -> None:
+    def write(self, step: int, *, complete: bool = False, how: str = "", commit_s: float = LAST_S) -> None:
         """A snapshot of all ranks, an urgent one if nothing else is said; each returns from it."""
-        begun = [self._pool.submit(self._write, rank, step, complete, how) for rank in range(4)]
+        begun = [self._pool.submit(self._write, rank, step, complete, how, commit_s) for rank in range(4)]
         for future in begun:
             future.result(LAST_S)
 
-    def _write(self, rank: int, step: int, complete: bool, how: str) -> None:
+    def _write(self, rank: int, step: int, complete: bool, how: str, commit_s: float = LAST_S) -> None:
         self.trainers[rank].global_step = step
         parts = {"w": self.weights[slice(*RANGES[rank])].clone(), "f": self.trainers[rank].lightning_module.f.data}
         state = {name: FlatShard(part, (ROWS, COLUMNS), RANGES, rank) for name, part in parts.items()}
@@ -137,7 +140,10 @@ class Ranks:
         dump = Dump(checkpoint=checkpoint, state={"rank": rank}, validation_progress=None, loggers=[], unsaved=[])
         attempt = self.attempt if rank == 0 else None
         try:
-            self.in_shards[rank].write(attempt, dump, {}, complete=complete, how=how, wait_s=LAST_S)
+            waits = {"wait_s": LAST_S, "commit_s": commit_s}
+            self.in_shards[rank].write(attempt, dump, {}, complete=complete, how=how, **waits)
+        except TierError:  # one of all
+            raise
         except BaseException:
             self._talk.abort()
             raise
@@ -242,6 +248,45 @@ def test_an_urgent_snapshot_is_taken_where_the_regular_one_of_its_step_was_lost(
     assert ranks.attempt.failure(LAST_S) is None
     ranks.finish()
     ranks.check(snapshot_name(1, 1, again=True))
+
+
+def test_where_rank_0_may_not_go_on_no_rank_does(make: Callable[[str], Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``strict``, others waited for its word."""
+    ranks = make("auto")
+    ranks.attempt._settings = replace(SETTINGS, strict=True)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise TierError("the state is too large", tier="memory")
+
+    monkeypatch.setattr(ranks.host, "lease", refuse)
+    begun = [ranks._pool.submit(ranks._write, rank, 1, True, "") for rank in range(4)]
+    raised = [future.exception(LAST_S) for future in begun]
+    assert [type(error) for error in raised] == [TierError] * 4
+    assert "rank 0: the state is too large" in str(raised[3])
+    ranks.finish()
+
+
+def test_all_ranks_wait_for_the_end_no_longer_than_was_said(
+    make: Callable[[str], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = make("auto")
+    waited: list[float] = []
+    monkeypatch.setattr(ranks.attempt, "can_take_again", lambda wait_s: waited.append(wait_s))
+    ranks.write(1, complete=True, commit_s=3.0)
+    assert waited == [3.0]
+    ranks.finish()
+
+
+def test_of_a_state_that_stands_still_nothing_is_left_for_training_to_order() -> None:
+    """The last bytes on a GPU are held until training needs its tensors; here it waits for other ranks."""
+    schedules: list[Any] = []
+    joining: Any = object.__new__(Joining)
+    joining._schedule, joining._unchanged = "beside training", SimpleNamespace(written_past_counts=print)
+    joining._copier = SimpleNamespace(start=lambda *what: schedules.append(what[3]))
+    for still in (True, False):
+        task: Task[Any] = Task("step-1", "rank 1", Number(1, 0, 1), "", None, 0.0, still)
+        joining._copy(task, cast(Any, None), [], cast(Any, None), [])
+    assert schedules == [None, "beside training"]
 
 
 def test_what_is_taken_again_comes_after_what_it_stands_for() -> None:

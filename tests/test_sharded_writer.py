@@ -241,7 +241,7 @@ def test_a_fenced_rank_0_says_that_there_will_be_no_snapshot() -> None:
     attempt = SimpleNamespace(fenced=True, decline=lambda step, why, **how: told.append((step, why, how)))
     trainer = cast(Any, Alone())
     in_shards = InShards(trainer, Location.of("/nowhere", "auto", None), ring(strict=False))
-    in_shards.write(cast(Any, attempt), dump_of({}), {}, complete=True, how=ALONE, wait_s=0.0)
+    in_shards.write(cast(Any, attempt), dump_of({}), {}, complete=True, how=ALONE, wait_s=0.0, commit_s=0.0)
     assert told == [(1, "a later attempt has taken the run over", {"complete": True, "at": "", "again": False})]
 
 
@@ -250,7 +250,7 @@ def test_a_state_that_cannot_be_saved_ends_no_training_unless_it_is_to() -> None
     writer = SimpleNamespace(say_once=lambda key, message, *facts: said.append(message % facts))
     attempt = cast(Any, SimpleNamespace(fenced=False, writer=writer))
     trainer, bad = cast(Any, Alone()), dump_of({"bad": lambda: 0})
-    how: dict[str, Any] = {"complete": False, "how": ALONE, "wait_s": 0.0}
+    how: dict[str, Any] = {"complete": False, "how": ALONE, "wait_s": 0.0, "commit_s": 0.0}
     InShards(trainer, Location.of("/nowhere", "auto", None), ring(strict=False)).write(attempt, bad, {}, **how)
     assert "no snapshot now, training goes on: the state of this rank cannot be serialised" in said[0]
     with pytest.raises(NotSerialisable):

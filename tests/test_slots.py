@@ -263,11 +263,17 @@ def test_who_waits_for_a_slot_waits_for_its_memory_to_be_made(
 
 def test_a_node_that_is_still_making_a_slot_is_not_taken_for_a_lost_one() -> None:
     pings: list[float] = []
+    asked: list[str] = []
+    given_back: list[str] = []
 
     def call(method: str, path: str, body: Any = None, **more: Any) -> Any:
         if path == "/healthz":
             pings.append(more["timeout_s"])
             return {}
+        if method == "DELETE":
+            given_back.append(path)
+            return {}
+        asked.append(body["upload"])
         raise NodeUnreachable("no answer") from TimeoutError()
 
     host: Any = object.__new__(EmbeddedHost)
@@ -276,6 +282,7 @@ def test_a_node_that_is_still_making_a_slot_is_not_taken_for_a_lost_one() -> Non
     with pytest.raises(RingFull, match="still being made after 31 s"):
         host.lease(NBYTES, 1.0, limit_s=30.0)
     assert pings
+    assert given_back == [f"/v1/uploads/{asked[0]}"]  # the answer may have come while nobody listened any more
     with pytest.raises(NodeUnreachable):
         host.lease(NBYTES, 1.0)
 

@@ -35,7 +35,7 @@ from lightning_spot.tiers.files import tier_errors
 from lightning_spot.tiers.lanes import Lanes
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.objects import ObjectStore
-from lightning_spot.tiers.store import Holdings, Store, retain
+from lightning_spot.tiers.store import Holdings, Store, retain, worth_keeping
 from tests.oracle import claim_of
 
 FILES = ["local", "memory", "s3"]
@@ -633,3 +633,13 @@ def test_the_same_snapshot_once_more_is_durable_all_the_time(
     assert store.put_parts(replace(manifest, checksums=()), iter(parts), attempt=1) == manifest
     assert removed == []
     assert fetched(store, manifest) == data
+
+
+def test_a_snapshot_taken_again_and_its_first_try_are_kept_as_one() -> None:
+    def of(step: int, **kind: bool) -> Manifest:
+        name = snapshot_name(step, 1, **kind)
+        return Manifest(run="r", name=name, step=step, attempt=1, nbytes=1, complete=kind.get("complete", False))
+
+    again, first, older = of(9, complete=True, again=True), of(9, complete=True), of(7)
+    plain = of(9)
+    assert worth_keeping([again, first, plain, older]) == [again, older, first, plain]

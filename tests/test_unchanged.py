@@ -173,7 +173,7 @@ def test_writes_past_the_counts_are_found_and_said(
     torn = []
     with caplog.at_level(logging.WARNING):
         # A slot that is made meanwhile has nothing to compare with: that turn passes, and the next one finds it.
-        for step_ in range(6, 6 + 3 * CHECK_EVERY):
+        for step_ in range(6, 6 + 30 * CHECK_EVERY):
             try:
                 done = desk.begin(step_, desk.checkpoint())
                 desk.writer.copied()

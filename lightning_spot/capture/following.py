@@ -48,6 +48,7 @@ class Task(Generic[What]):
         at: URL of the run at the memory node, or durable tier, to which this host brings it; ``""`` on that of rank 0.
         what: is written, as at the seam; ``None`` once it is, so that nothing is kept alive.
         wait_s: how long rank 0 may wait for a clean slot.
+        still: whether no tensor changes until it is there. Then nothing is left for training to copy, or to order.
         told: at a durable tier: what the node of this host has to know of the snapshot, and a checksum of all of it.
         thread: number of the thread that trains.
         job: the copies, once the slot is there.
@@ -63,6 +64,7 @@ class Task(Generic[What]):
     at: str
     what: What | None
     wait_s: float
+    still: bool = False
     told: tuple[str, str] = ("", "")
     thread: int = field(default_factory=threading.get_ident)
     job: CopyJob | None = None
@@ -215,7 +217,8 @@ class Follower(ABC, Generic[What]):
             if task.late:
                 raise ShareMissing("training went on before its slot was there")
             task.look = functools.partial(self._unchanged.written_past_counts, plan, view)
-            task.job = job = self._copier.start(pieces, view, watches, self._schedule, task.thread)
+            schedule = None if task.still else self._schedule
+            task.job = job = self._copier.start(pieces, view, watches, schedule, task.thread)
         task.begun.set()
         return job
 

@@ -135,7 +135,7 @@ class Joining(Follower[_Part | SpotError]):
         except SpotError as error:
             part = error
         to = at if number.host else ""
-        task: Task[_Part | SpotError] = Task(name, f"rank {self._rank}", number, to, part, wait_s)
+        task: Task[_Part | SpotError] = Task(name, f"rank {self._rank}", number, to, part, wait_s, still)
         if is_durable(to) and isinstance(part, _Part):
             task.told = (self._tell(part.image, number.host), part.image.digest)
         self._put(task)

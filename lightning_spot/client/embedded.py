@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -211,7 +212,9 @@ class EmbeddedHost:
         spare: bool = False,
     ) -> Lease:
         """See :meth:`Host.lease`."""
+        upload = uuid.uuid4().hex
         body = {"attempt": self.attempt, "nbytes": nbytes, "wait_s": wait_s, "session": self.session.id}
+        body |= {"upload": upload}
         body |= {"spare": True} if spare else {}
         if shared is not None:
             body |= {"name": shared.name, "shares": shared.shares, "digest": shared.digest, "at": shared.at}
@@ -223,7 +226,8 @@ class EmbeddedHost:
         except NodeUnreachable as error:
             if limit_s <= self.max_stall_s or not isinstance(error.__cause__, TimeoutError):
                 raise
-            self._ping()  # a node that is busy is not lost; it takes the slot back by itself
+            self._ping()  # a node that is busy is not lost; it takes the slot back by itself, unless it is there by now
+            self._call("DELETE", f"/v1/uploads/{upload}")
             raise RingFull(f"the slot for it is still being made after {wait_s + limit_s:.0f} s") from error
         if shared is not None:
             self._layout = KnownLayout.of(shared.layout)

@@ -48,9 +48,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.05
 _CARRIER_S = 60.0
-_COMMIT_S = (
-    300.0  # so long all ranks wait at most until it is known whether an urgent one, or that of the end, is there
-)
+_COMMIT_S = 300.0  # until it is known whether an urgent one, or that of the end, is there
 _HELP_S = 2.0
 _HEALTH_S = 5.0
 _SEEN_S = 90.0  # a network mount may show late what another host has written
@@ -263,6 +261,7 @@ class InShards(OfTrainer):
         complete: bool,
         how: str,
         wait_s: float,
+        commit_s: float,
     ) -> None:
         """Begin a snapshot. Every rank calls it, at the same place.
 
@@ -277,6 +276,7 @@ class InShards(OfTrainer):
                 what they have to save, and how much room it needs. (So they do for the first one. Later on, a snapshot
                 fails where one has more.)
             wait_s: how long to wait for a clean slot.
+            commit_s: how long all ranks wait for an urgent one, or that of the end.
         """
         is_last, deadline_s = not how, time.monotonic() + wait_s
         how = how or self._how_last(attempt, wait_s)
@@ -290,20 +290,26 @@ class InShards(OfTrainer):
         name = (self._trainer.global_step, complete)
         again, self._begun = name == self._begun, name
         begin = functools.partial(self._begin, attempt, checkpoint, complete=complete, still=is_last)
-        begin(how, wait_s=wait_s, again=again)
-        if not is_last or again or not self._is_lost(attempt, within(deadline_s)):
+        if not is_last:
+            begin(how, wait_s=wait_s, again=again)
             return
+        together = Agreement(self._trainer).together  # else ranks would wait for one that has raised an error
+        together(lambda: begin(how, wait_s=wait_s, again=again))
+        lost = self._is_lost(attempt, min(within(deadline_s), commit_s, _COMMIT_S))
+        if again or not lost:
+            return
+        if attempt is not None:
+            attempt.writer.say_once("again", "it is taken once more, by all ranks")
         if how := self._how_last(attempt, within(deadline_s)):
-            begin(how, wait_s=within(deadline_s), again=True)
+            together(lambda: begin(how, wait_s=within(deadline_s), again=True))
 
     def _is_lost(self, attempt: Attempt | None, wait_s: float) -> bool:
         """Whether what was begun last is to be begun once more, as rank 0 knows. Every rank calls it."""
         if self._joining is not None:
             self._joining.copied_within(_HELP_S)  # where rank 0 cannot begin, nobody may know yet
-        lost = attempt is not None and attempt.can_take_again(min(wait_s, _COMMIT_S))
-        if lost and attempt is not None:
-            attempt.writer.say_once("again", "it is taken once more, by all ranks")
-        return bool(Agreement(self._trainer).tell(lost))
+        agreement = Agreement(self._trainer)
+        lost = agreement.on_rank_zero(lambda: attempt is not None and attempt.can_take_again(wait_s))
+        return bool(agreement.tell(lost))
 
     def _checkpoint(self, attempt: Attempt | None, dump: Dump, how: str) -> ShardedCheckpoint | None:
         """What this rank writes; ``None`` if that cannot be saved on one of them. Every rank calls it."""

@@ -254,7 +254,8 @@ class Snapshotter(OfTrainer):
         self.begun_step = trainer.global_step
         if self.in_shards is not None:
             how, interval = "" if complete or urgent else how, self.pacing.state_dict()
-            self.in_shards.write(self.attempt, dump, interval, complete=complete, how=how, wait_s=wait_s)
+            waits = {"wait_s": wait_s, "commit_s": self.settings.flush_timeout_s if complete else wait_s}
+            self.in_shards.write(self.attempt, dump, interval, complete=complete, how=how, **waits)
             return
         checkpoint = self.together.checkpoint(dump, how)
         if self.attempt is not None:

@@ -76,16 +76,27 @@ class Bringing:
             TierError: if this node may not write there.
         """
         with self._lock:
-            if (url, run) not in self._tiers:
-                if is_durable(url) and (why := self._below.refuses(url)):
-                    raise TierError(f"this node may not write to {url}: {why}", tier=url)
-                store = self._open_store(url)
-                if isinstance(store, HasJoint):
-                    self._tiers[url, run] = store.joint  # it has learned how fast the node is
-                else:
-                    committed = functools.partial(self._below.committed, url, run)
-                    self._tiers[url, run] = JointStore(store, run, committed)
-            return self._tiers[url, run]
+            known = self._tiers.get((url, run))
+        if known is not None:
+            return known
+        if is_durable(url) and (why := self._below.refuses(url)):
+            raise TierError(f"this node may not write to {url}: {why}", tier=url)
+        store = self._open_store(url)  # for seconds, with libraries to import: who asks how the tiers are does not wait
+        tier: JointTier
+        if isinstance(store, HasJoint):
+            tier = store.joint  # it has learned how fast the node is
+        else:
+            tier = JointStore(store, run, functools.partial(self._below.committed, url, run))
+        with self._lock:
+            return self._tiers.setdefault((url, run), tier)
+
+    def calm(self, run: str) -> None:
+        """Forget what kept an earlier attempt of a run from the durable tiers: this one may do without this way."""
+        with self._lock:
+            tiers = [tier for (_url, key), tier in self._tiers.items() if key == run]
+        for tier in tiers:
+            if isinstance(tier, JointStore):
+                tier.why = ""
 
     def failing(self) -> dict[str, str]:
         """URLs of the durable tiers that fail at present, and why."""

@@ -33,6 +33,7 @@ def give(ring: Ring, slot: Slot, manifest: Manifest) -> bool:
                 # The next node would write to it.
                 slot.given = False
                 return False
+        ring.notify()  # the rest of it is room for others
         slot.memory.cut(manifest.nbytes)  # also where the node that has recorded it was killed before that
         return True
 

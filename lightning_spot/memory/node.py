@@ -140,6 +140,7 @@ class Node:
             run, _before = self.registry.take(info)
             self._not_needed = False
             self.uploads.fence(info.key, info.attempt)
+            self.uploads.abroad.bringing.calm(info.key)
             self.routes.open(run.info)
             self._remember(run)
             for key in self.registry.stale():

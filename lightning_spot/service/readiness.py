@@ -10,6 +10,6 @@ def not_ready(node: Node) -> list[str]:
     reasons = ["shutting down"] if node.draining or node.closing else []
     if node.ring.full:
         reasons.append("memory is full")
-    if any(health.error for health in list(node.flusher.health.values())):
+    if any(health.error for health in list(node.flusher.health.values())) or node.uploads.abroad.bringing.failing():
         reasons.append("a tier below is failing")
     return reasons
