@@ -25,6 +25,7 @@ from benchmarks import (
     delta,
     guard,
     in_all,
+    in_turns,
     ingest,
     layout,
     memory,
@@ -33,7 +34,6 @@ from benchmarks import (
     restore,
     scale,
     shares,
-    small_models,
     training_thread,
 )
 from benchmarks.measure import Result, about
@@ -55,12 +55,12 @@ ALL = {
     "scale": scale,
     "shares": shares,
     "adapters": adapters,
-    "small-models": small_models,
+    "in-turns": in_turns,
 }
 
 
 def _all_that_can_run() -> list[str]:
-    needed = {"adapters": adapters.NEEDS, "small-models": small_models.NEEDS}
+    needed = {"adapters": adapters.NEEDS, "in-turns": in_turns.NEEDS}
     there = []
     for name in ALL:
         if missing := [module for module in needed.get(name, ()) if not importlib.util.find_spec(module)]:

@@ -1,6 +1,7 @@
-"""A snapshot every ten steps of small models, beside ``AsyncCheckpointIO``'s and none, all in turns of one training.
+"""What a snapshot adds in all, beside ``AsyncCheckpointIO``'s and none, all in turns of one training.
 
-A process of its own for each way, as ``peers`` has it, differs from one to the next by more than a snapshot costs here.
+A process of its own for each way, as ``peers`` and ``in-all`` have it, differs from one to the next by more than a
+snapshot costs.
 """
 
 from __future__ import annotations
@@ -12,14 +13,19 @@ from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measure import Result, bare_trainer, scratch
+from benchmarks.partitions import LENGTH, WORDS, Model
 from benchmarks.turns import Turns
 from lightning_spot import SpotCheckpoint
 
 NEEDS = ("transformers",)
-STEPS = 10
+LARGE = "49 million parameters"
+SMALL = ("gpt2", "bert", "resnet", "vit", "roberta", "bloom")
+STEPS, STEPS_OF_LARGE = 10, 4
 WARM_UP = 2
 NONE, OTHER = "none", "AsyncCheckpointIO"
 WAYS = (NONE, "still", "eager", OTHER)
@@ -28,16 +34,16 @@ WAYS = (NONE, "still", "eager", OTHER)
 class Clock(pl.Callback):
     """Notes how long each turn took, and saves in the other way in its turns."""
 
-    def __init__(self, spot: SpotCheckpoint, turns: Turns, folder: Path) -> None:
+    def __init__(self, spot: SpotCheckpoint, turns: Turns, folder: Path, steps: int) -> None:
         self.turns_s: list[float] = []
-        self._spot, self._turns, self._folder = spot, turns, folder
+        self._spot, self._turns, self._folder, self._steps = spot, turns, folder, steps
         self._other = AsyncCheckpointIO(TorchCheckpointIO())
         self._began_s = 0.0
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._turns.decide_for(self._spot)
         step = trainer.global_step
-        if step % STEPS:
+        if step % self._steps:
             return
         now_s = time.perf_counter()
         self.turns_s.append(now_s - self._began_s)
@@ -47,17 +53,24 @@ class Clock(pl.Callback):
             self._other.save_checkpoint(content, self._folder / f"other-{step % 4}.ckpt")
 
 
-def measure(model: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a turn of each way, one for each round."""
-    from benchmarks.peers.models import build  # needs transformers
+def build(model: str, steps: int) -> tuple[pl.LightningModule, DataLoader[Any]]:
+    """A model and its data."""
+    if model == LARGE:
+        return Model(), DataLoader(TensorDataset(torch.randint(WORDS, (2 * steps, LENGTH))), 2)
+    from benchmarks.peers import models  # needs transformers
 
+    return models.build(model, "small", steps)
+
+
+def measure(model: str, steps: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a turn of so many steps of each way, one for each round."""
     draw = random.Random(model)
     order = [way for _ in range(WARM_UP + rounds) for way in draw.sample(WAYS, len(WAYS))]
     with scratch() as folder:
-        turns = Turns(order, STEPS, STEPS)
+        turns = Turns(order, steps, steps)
         spot = SpotCheckpoint(str(folder / "run"), interval=turns, notices=None)
-        clock = Clock(spot, turns, folder)
-        bare_trainer(len(order) * STEPS, [clock, spot]).fit(*build(model, "small", len(order) * STEPS))
+        clock = Clock(spot, turns, folder, steps)
+        bare_trainer(len(order) * steps, [clock, spot]).fit(*build(model, len(order) * steps))
     first = WARM_UP * len(WAYS)
     timed = list(zip(order, clock.turns_s, strict=True))[first:]
     return {way: [seconds for whose, seconds in timed if whose == way] for way in WAYS}
@@ -65,12 +78,12 @@ def measure(model: str, rounds: int) -> dict[str, list[float]]:
 
 def run(quick: bool) -> list[Result]:
     results = []
-    for model in ("bert",) if quick else ("gpt2", "bert", "resnet", "vit", "roberta", "bloom"):
-        found = measure(model, 2 if quick else 12)
+    for model in ("bert",) if quick else (LARGE, *SMALL):
+        steps = STEPS_OF_LARGE if model == LARGE else STEPS
+        found = measure(model, steps, 2 if quick else 12)
         plain = found.pop(NONE)
-        print(f"  {model}: {STEPS} steps without snapshots take {median(plain):.2f} s")
+        print(f"  {model}: {steps} steps without snapshots take {median(plain):.2f} s")
         for way, seconds in found.items():
             added = [turn - base for turn, base in zip(seconds, plain, strict=True)]
-            name = f"{model}, a snapshot every {STEPS} steps: {way} adds"
-            results.append(Result(name, added, None, unit="s"))
+            results.append(Result(f"{model}, a snapshot every {steps} steps: {way} adds", added, None, unit="s"))
     return results
