@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from lightning_spot.capture.host_link import within
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
@@ -95,7 +96,7 @@ class PastMemory:
         store = NodeStore(url)
         if not any(manifest.name == name for manifest, _dirty, _safe in store.listing()):
             return None
-        if owed := store.flush(max(0.0, deadline_s - time.monotonic())):
+        if owed := store.flush(within(deadline_s)):
             return owed
         held = [safe for manifest, _dirty, safe in store.listing() if manifest.name == name]
         if held and self._info.durable_url not in held[0]:

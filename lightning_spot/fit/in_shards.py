@@ -395,5 +395,5 @@ class InShards(OfTrainer):
             deadline_s = time.monotonic() + wait_s
             joining.settle(wait_s)
             if self._hosts.is_guest:
-                joining.flush(max(0.0, deadline_s - time.monotonic()))
+                joining.flush(within(deadline_s))
             joining.close(complete=self._hosts.is_guest)  # its node ends when all that it still sends is there

@@ -33,6 +33,8 @@ def bring_from_other_hosts(trainer: pl.Trainer, location: Location) -> None:
     if ranks.size == 1:
         return
     places = ranks.gather(place_of(location))
+    if len(set(places)) == 1:  # all are on rank 0's host, which is asked by whoever looks
+        return
     place = places[ranks.rank]
     leads = place != places[0] and places.index(place) == ranks.rank
     everyones = ranks.gather(_late(location) if leads else [])
