@@ -16,6 +16,7 @@ from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.fit import alike, left_elsewhere
 from lightning_spot.fit.alike import check_alike
 from lightning_spot.fit.left_elsewhere import bring_from_other_hosts
+from lightning_spot.interval.costs import Costs
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers.local import LocalStore
@@ -106,6 +107,26 @@ def test_what_only_one_rank_decides_by_and_what_is_a_host_s_own_may_differ() -> 
     assert checked(spot(interval=EverySeconds(3)), spot(interval=EverySeconds(4))) == [None, None]
     assert checked(lambda: AutoResume("/tmp/one"), lambda: AutoResume("/tmp/other")) == [None, None]
     assert checked(lambda: RemoteSnapshot("/tmp/alone")) == [None]
+
+
+class Learning(EverySteps):
+    """A user's own policy, which shows what it has learned."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.stall_s = 0.0
+
+    def learn(self, costs: Costs) -> None:
+        self.stall_s = costs.stall_s
+
+
+def test_what_a_policy_has_learned_in_the_fit_before_is_no_setting() -> None:
+    one, other = spot(interval=Learning(3))(), spot(interval=Learning(3))()
+    assert one.interval is not other.interval
+    one.interval.learn(Costs(stall_s=0.5, mtbf_s=3600.0))  # rank 0 only measures
+    assert checked(lambda: one, lambda: other) == [None, None]
+    found = checked(spot(interval=Learning(3)), spot(interval=Learning(4)))
+    assert "RemoteSnapshot(interval=…) is Learning(n=3, stall_s=0.0) on rank 0" in found[0]
 
 
 # -- what another host has ---------------------------------------------------------------------------------------------

@@ -148,6 +148,7 @@ class RemoteSnapshot(Part):
             ),
         )
         policy = interval if interval is not None else ConvergenceAware()
+        self._interval = _told(policy)
         self._settings = SnapshotSettings(
             policy=policy,
             ring=ring,
@@ -163,11 +164,9 @@ class RemoteSnapshot(Part):
 
     def in_common(self) -> dict[str, Any]:
         """See :class:`~lightning_spot.callbacks.part.Part`. How much memory there is, and the paths, are a host's."""
-        ring, policy = self._settings.ring, self._settings.policy
-        told = vars(policy).items() if policy.by_step else ()  # of any other, rank 0 alone decides
-        numbers = [f"{name}={value}" for name, value in told if name[0] != "_" and isinstance(value, (int, float))]
+        ring = self._settings.ring
         return {
-            "interval": f"{type(policy).__name__}({', '.join(numbers)})",
+            "interval": self._interval,
             "memory": "with memory nodes" if self.location.nodes else "without memory nodes",
             "replicas": ring.replicas,
             "keep": ring.keep,
@@ -299,3 +298,10 @@ class RemoteSnapshot(Part):
         """Take the last snapshot, of the finished run."""
         if self.snapshotter is not None:
             self.snapshotter.end_training()
+
+
+def _told(policy: IntervalPolicy) -> str:
+    """A policy and its numbers, for people; asked before training, in which rank 0 may learn others."""
+    told = vars(policy).items() if policy.by_step else ()  # of any other, rank 0 alone decides
+    numbers = [f"{name}={value}" for name, value in told if name[0] != "_" and isinstance(value, (int, float))]
+    return f"{type(policy).__name__}({', '.join(numbers)})"
