@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
+from lightning_spot.client import embedded
 from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.fit import alike, left_elsewhere
 from lightning_spot.fit.alike import check_alike
@@ -20,7 +22,9 @@ from lightning_spot.interval.costs import Costs
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers.local import LocalStore
+from tests.conftest import until
 from tests.oracle import claim_of
+from tests.small_trainer import info_of, take
 from tests.test_restore import Group, Rank, put, rank_of_this_thread
 
 
@@ -138,8 +142,8 @@ class NodeOf:
     def __init__(self, store: LocalStore, *, fails: bool) -> None:
         self.store, self.fails, self.disconnected = store, fails, False
 
-    def listing(self) -> list[Any]:
-        return [(None, [], ["a node"]), (None, [self.store.url], [])]
+    def owes(self) -> bool:
+        return True
 
     def flush(self, wait_s: float) -> list[str]:
         assert wait_s > 0
@@ -176,6 +180,25 @@ def test_what_the_host_of_a_former_rank_0_has_is_brought_before_it_is_looked_wha
     newest, _ = survey(location).candidates[0]
     assert newest.step == (3 if fails else 9)
     assert ("on the host of rank 2" in caplog.text) == ("No space left" in caplog.text) == fails
+
+
+def test_it_is_brought_where_the_node_knows_two_runs_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that was emptied, and begun anew, has another run at the same node."""
+    location = Location.of(tmp_path / "run", "auto", None)
+    host = embedded.start(location.url, location.name, slots=4, memory_bytes=2**26, idle_timeout_s=60.0)
+    try:
+        host.open_run(replace(info_of(location.url, 1), id="a" * 12, location="of a former run"))
+        host.open_run(replace(info_of(location.url, 1), durable_every_s=3600.0))
+        for step in (1, 2):
+            take(host, step, 1000)
+            until(lambda: step == 2 or host.safe_step() == 1, "the first to be durable")
+        monkeypatch.setattr(left_elsewhere, "place_of", lambda _: f"host {rank_of_this_thread()}")
+        on_ranks(2, lambda trainer: bring_from_other_hosts(trainer, location))  # type: ignore[arg-type]
+        assert LocalStore(location.url).survey().manifests[0].step == 2
+    finally:
+        host.leave(complete=True)
 
 
 def test_a_single_rank_asks_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

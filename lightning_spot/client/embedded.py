@@ -338,6 +338,10 @@ class EmbeddedHost:
         listed = self._call("GET", f"/v1/runs/{quoted(self.run)}/snapshots")["snapshots"]
         return [(Manifest.from_dict(item["manifest"]), item["dirty"], item["safe"]) for item in listed]
 
+    def owes(self) -> bool:
+        """Whether the node has something, of any run, that is still to be brought to a tier below."""
+        return any(slot["dirty"] for slot in self._call("GET", "/v1/status")["slots"])
+
     def manifests(self) -> list[Manifest]:
         """Committed snapshots of the run in this node's memory, newest first."""
         return newest_first([manifest for manifest, _, _ in self.listing() if not manifest.is_file])

@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from lightning_spot.client.embedded import attach
-from lightning_spot.errors import SnapshotNotFound, SpotError
+from lightning_spot.errors import SpotError
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.hosts import place_of
 from lightning_spot.run import patience
@@ -60,10 +60,7 @@ def _late(location: Location) -> list[str]:
         return []
     try:
         # What hosts bring together is not waited for: no host has all of it.
-        is_owed = any(dirty for _manifest, dirty, _safe in host.listing())
-        return host.flush(patience.PATIENCE.answer_s) if is_owed else []
-    except SnapshotNotFound:  # the node does not know the run
-        return []
+        return host.flush(patience.PATIENCE.answer_s) if host.owes() else []
     except SpotError as error:
         return [str(error)]
     finally:
