@@ -23,6 +23,7 @@ from benchmarks import (
     blocking,
     chain,
     delta,
+    gpu,
     guard,
     in_all,
     in_turns,
@@ -56,6 +57,7 @@ ALL = {
     "shares": shares,
     "adapters": adapters,
     "in-turns": in_turns,
+    "gpu": gpu,
 }
 
 

@@ -26,7 +26,7 @@ from lightning_spot.capture.writer import SnapshotWriter
 HOOKS = ("on_train_batch_end", "on_before_optimizer_step", "on_validation_start", "on_train_epoch_end")
 
 
-def _writer(spot: SpotCheckpoint) -> SnapshotWriter | None:
+def writer_of(spot: SpotCheckpoint) -> SnapshotWriter | None:
     """Writes the snapshots of the ``fit`` under way, on rank 0."""
     snapshotter = spot.snapshots.snapshotter
     attempt = snapshotter.attempt if snapshotter is not None else None
@@ -111,7 +111,7 @@ class Waits:
 
     def quieten(self) -> None:
         """Nothing of what was begun runs any more."""
-        writer = _writer(self._spot)
+        writer = writer_of(self._spot)
         assert writer is not None
         writer.settle(60.0)
         assert writer.host is not None

@@ -73,16 +73,16 @@ def about() -> dict[str, Any]:
     }
 
 
-def bare_trainer(steps: int, callbacks: Sequence[pl.Callback]) -> pl.Trainer:
-    """A trainer on the CPU that does nothing beside training but what its callbacks do."""
+def bare_trainer(steps: int, callbacks: Sequence[pl.Callback], **settings: Any) -> pl.Trainer:
+    """A trainer, on the CPU unless told otherwise, that does nothing beside training but what its callbacks do."""
     return pl.Trainer(
         max_steps=steps,
         callbacks=list(callbacks),
-        accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **{"accelerator": "cpu", **settings},
     )
 
 

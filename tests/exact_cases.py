@@ -93,7 +93,7 @@ class Lean(pl.LightningModule):
         x, y = batch
         out = self.net(x + 0.01 * float(np.random.rand()) + 0.01 * random.random())
         self.measure(out, y)
-        self.drift += torch.rand(3)
+        self.drift += torch.rand(3, device=self.drift.device)
         return nn.functional.mse_loss(out, y) + 0 * self.drift.sum()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:

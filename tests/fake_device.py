@@ -122,7 +122,7 @@ class FakeDevice:
     def is_capturing(self) -> bool:
         return self.capturing
 
-    def pin(self, slot: torch.Tensor) -> int:
+    def pin(self, slot: torch.Tensor, index: int) -> int:
         self.pinned.add(slot.data_ptr())
         return 0
 

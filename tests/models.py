@@ -129,12 +129,12 @@ class Probe(pl.Callback):
         self._keep(trainer, pl_module)
 
     def _keep(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        state = {key: value.detach().clone() for key, value in pl_module.state_dict().items()}
+        state = {key: value.detach().cpu().clone() for key, value in pl_module.state_dict().items()}
         for index, optimizer in enumerate(trainer.optimizers):
             for number, values in optimizer.state_dict()["state"].items():
                 state.update(
                     {
-                        f"opt.{index}.{number}.{key}": value.clone()
+                        f"opt.{index}.{number}.{key}": value.cpu().clone()
                         for key, value in values.items()
                         if torch.is_tensor(value)
                     }

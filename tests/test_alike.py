@@ -193,7 +193,7 @@ def test_it_is_brought_where_the_node_knows_two_runs_of_that_name(
         host.open_run(replace(info_of(location.url, 1), durable_every_s=3600.0))
         for step in (1, 2):
             take(host, step, 1000)
-            until(lambda: step == 2 or host.safe_step() == 1, "the first to be durable")
+            until(lambda step=step: step == 2 or host.safe_step() == 1, "the first to be durable")
         monkeypatch.setattr(left_elsewhere, "place_of", lambda _: f"host {rank_of_this_thread()}")
         on_ranks(2, lambda trainer: bring_from_other_hosts(trainer, location))  # type: ignore[arg-type]
         assert LocalStore(location.url).survey().manifests[0].step == 2

@@ -396,7 +396,7 @@ def test_slots_are_pinned_once_and_unpinned(desk: Desk) -> None:
     device = FakeDevice()
     device.own(desk.tensors)
     copier = Copier(device=device)
-    copier.pin(desk.view)
+    copier.pin(desk.view, 0)
     assert device.pinned == {desk.view.address}
     copier.start(desk.pieces, desk.view).wait_cpu()
     copier.unpin(desk.view)

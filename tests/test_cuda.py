@@ -15,8 +15,9 @@ from lightning_spot import EverySteps
 from lightning_spot.errors import SpotError
 from lightning_spot.exact.compare import differences
 from lightning_spot.image.layout import lay_out
-from lightning_spot.staging import schedule
+from lightning_spot.staging import device, schedule
 from lightning_spot.staging.copier import Copier, SlotView, watch
+from lightning_spot.staging.device import Cuda
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
 from tests.conftest import new_process
@@ -34,7 +35,7 @@ def test_copies_are_ordered_before_later_writes() -> None:
     layout = lay_out({str(index): tensor for index, tensor in enumerate(tensors)})
     memory = SlotMemory.create(slot_capacity(layout.nbytes), None)
     copier, view = Copier(), SlotView(memory.map)
-    copier.pin(view)
+    copier.pin(view, 0)
     job = copier.start(layout.pieces, view, watch(tensors))
     copier.fence()
     job.settle()
@@ -45,6 +46,7 @@ def test_copies_are_ordered_before_later_writes() -> None:
     for index, piece in enumerate(layout.pieces):
         copied = view.tensor[piece.offset : piece.offset + piece.nbytes].view(torch.float32)
         assert torch.equal(copied, torch.full_like(copied, float(index)))
+    copier.unpin(view)
     copier.close()
 
 
@@ -70,7 +72,7 @@ def test_a_slot_is_unpinned_before_it_is_unmapped() -> None:
         layout = lay_out({"w": tensor})
         memory = SlotMemory.create(slot_capacity(layout.nbytes), None)
         view = SlotView(memory.map)
-        copier.pin(view)
+        copier.pin(view, 0)
         assert view.tensor.is_pinned()
         copier.start(layout.pieces, view, watch([tensor])).wait()
         (piece,) = layout.pieces
@@ -82,6 +84,43 @@ def test_a_slot_is_unpinned_before_it_is_unmapped() -> None:
         del view, copied
         memory.close()
     print(f"{6 - len(set(addresses))} of 6 slots came to an address that another had before")
+    copier.close()
+
+
+def test_a_slot_that_was_unmapped_without_being_unpinned_does_no_harm() -> None:
+    copier = Copier()
+    for value in range(4):
+        tensor = torch.full((1 << 20,), float(value), device="cuda")
+        layout = lay_out({"w": tensor})
+        memory = SlotMemory.create(slot_capacity(layout.nbytes), None)
+        view = SlotView(memory.map)
+        Copier().pin(view, 0)  # one that is never told to let it go
+        copier.start(layout.pieces, view, watch([tensor])).wait()
+        (piece,) = layout.pieces
+        copied = view.tensor[piece.offset : piece.offset + piece.nbytes].view(torch.float32)
+        assert torch.equal(copied, tensor.cpu())
+        copier.unpin(view)
+        del view, copied
+        memory.close()
+    copier.close()
+
+
+def test_what_can_not_be_page_locked_is_copied_and_training_sees_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    tensor = torch.arange(1 << 20, device="cuda")
+    layout = lay_out({"w": tensor})
+    memory = SlotMemory.create(slot_capacity(layout.nbytes), None)
+    copier, view = Copier(), SlotView(memory.map)
+    locked = Cuda()
+    assert locked.pin(view.tensor[4096:8192], 0) == 0
+    device._page_locked.clear()  # nothing knows of it: the whole can't be
+    copier.start(layout.pieces, view, watch([tensor])).wait()
+    assert "could not be page-locked" in caplog.text
+    assert (tensor + 1).sum().item() == (1 << 20) * ((1 << 20) + 1) // 2  # torch would raise it here
+    (piece,) = layout.pieces
+    assert torch.equal(view.tensor[piece.offset : piece.offset + piece.nbytes].view(torch.int64), tensor.cpu())
+    device._page_locked[view.address + 4096] = 4096, 0
+    locked.unpin(view.tensor[4096:8192])
+    copier.unpin(view)
     copier.close()
 
 
@@ -102,7 +141,7 @@ def test_what_is_left_leaves_through_the_buffer_and_no_more_memory_is_used(
     layout = lay_out({str(index): tensor for index, tensor in enumerate(tensors)})
     memory = SlotMemory.create(slot_capacity(layout.nbytes), None)
     copier, view = Copier(buffer_bytes=buffer_bytes), SlotView(memory.map)
-    copier.pin(view)
+    copier.pin(view, 0)
     before = torch.cuda.memory_allocated()
     for turn in range(3):
         torch.cuda.reset_peak_memory_stats()
@@ -120,6 +159,7 @@ def test_what_is_left_leaves_through_the_buffer_and_no_more_memory_is_used(
             assert torch.equal(copied, torch.full_like(copied, float(index + turn)))
         torch.cuda.set_sync_debug_mode("error")
     torch.cuda.set_sync_debug_mode("default")
+    copier.unpin(view)
     copier.close()
 
 
@@ -144,6 +184,7 @@ def test_a_graph_that_is_recorded_gets_nothing_of_ours() -> None:
     copied = view.tensor[piece.offset : piece.offset + piece.nbytes].view(torch.float32)
     assert torch.equal(copied, torch.ones_like(copied))
     assert torch.equal(tensor, torch.full_like(tensor, 2.0))
+    copier.unpin(view)
     copier.close()
 
 
@@ -155,7 +196,6 @@ def test_every_mode_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pa
     settings = {"accelerator": "gpu", "devices": 1, "max_epochs": 3}
     callback = spot(tmp_path, interval=EverySteps(1), partitions=partitions, device_buffer="1KiB")
     trainer(callback, probe, **settings).fit(torch.compile(model) if compiled else model, data())
-    probe.states = {step: {key: value.cpu() for key, value in state.items()} for step, state in probe.states.items()}
     check_all(tmp_path, probe)
 
 
@@ -165,7 +205,6 @@ def test_training_on_a_gpu(tmp_path: Path, module: type[Net], memory: str | None
     probe = Probe()
     settings = {"accelerator": "gpu", "devices": 1, "max_epochs": 3}
     trainer(spot(tmp_path, memory=memory), probe, **settings).fit(module(), data(), data(3))
-    probe.states = {step: {key: value.cpu() for key, value in state.items()} for step, state in probe.states.items()}
     check_all(tmp_path, probe)
 
 

@@ -104,7 +104,7 @@ def digest(state: dict[str, torch.Tensor]) -> str:
     found = hashlib.sha256()
     for name in sorted(state):
         found.update(name.encode())
-        found.update(state[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(state[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 

@@ -64,7 +64,7 @@ def manifests(root: Path) -> list[Manifest]:
 
 
 def load(root: Path, manifest: Manifest) -> dict[str, Any]:
-    return torch.load(root / "run-1" / manifest.data_path, weights_only=True)
+    return torch.load(root / "run-1" / manifest.data_path, map_location="cpu", weights_only=True)
 
 
 def check_all(root: Path, probe: Probe) -> list[Manifest]:

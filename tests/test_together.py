@@ -37,7 +37,7 @@ def manifests(root: Path) -> list[Manifest]:
 
 
 def load(root: Path, manifest: Manifest) -> dict[str, Any]:
-    return torch.load(root / "run" / manifest.data_path, weights_only=True)
+    return torch.load(root / "run" / manifest.data_path, map_location="cpu", weights_only=True)
 
 
 def accounts(root: Path, ranks: int) -> list[dict[str, Any]]:

@@ -171,8 +171,8 @@ class Attempt:
 
     def warm(self, state: Any) -> None:
         """Have slots made in the background, large enough for the tensors of ``state`` and what goes with them."""
-        cuda = any(tensor.device.type == "cuda" for tensor in tensors_in(state))
-        self.writer.warm(expected_nbytes(state, self.writer.across.part), cuda=cuda)
+        gpus = (tensor.device.index for tensor in tensors_in(state) if tensor.device.type == "cuda")
+        self.writer.warm(expected_nbytes(state, self.writer.across.part), gpu=next(gpus, None))
 
     def write(
         self,

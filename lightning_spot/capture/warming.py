@@ -34,7 +34,7 @@ class SlotMaker:
 
     def __init__(self, views: SlotViews, copier: Copier, lose: Callable[[Host, SpotError], None]) -> None:
         self._views, self._copier, self._lose = views, copier, lose
-        self._size: tuple[int, bool] | None = None
+        self._size: tuple[int, int | None] | None = None
         self._was_too_small = False
         self._next: tuple[Host, bool] | None = None
         self._lock = threading.Lock()
@@ -52,15 +52,15 @@ class SlotMaker:
         """Wait for the first slot; whether it is there."""
         return self._ready.wait(wait_s)
 
-    def first(self, host: Host | None, nbytes: int, *, cuda: bool) -> None:
+    def first(self, host: Host | None, nbytes: int, *, gpu: int | None) -> None:
         """Have the first slot made in the background, and later those that are wanted.
 
         Args:
             host: the ring, ``None`` while there is none.
             nbytes: expected size of a snapshot.
-            cuda: whether tensors will come from a GPU.
+            gpu: number of the GPU that tensors will come from, if they do.
         """
-        self._size = (nbytes, cuda)
+        self._size = (nbytes, gpu)
         if host is not None:
             self._begin(host, spare=False)
 
@@ -80,12 +80,12 @@ class SlotMaker:
         if self._size is None or nbytes <= slot_capacity(self._size[0]):
             self._was_too_small = False
             return True
-        cuda = self._size[1]
+        gpu = self._size[1]
         if self._was_too_small and not waits:
-            self._size = (nbytes, cuda)
+            self._size = (nbytes, gpu)
             return True
         self._was_too_small = True
-        self.first(host, nbytes + nbytes // _ROOM_TO_GROW, cuda=cuda)
+        self.first(host, nbytes + nbytes // _ROOM_TO_GROW, gpu=gpu)
         return False
 
     def again(self, host: Host) -> None:
@@ -133,10 +133,10 @@ class SlotMaker:
 
     def _run(self) -> None:
         while (order := self._take_order()) is not None:
-            host, nbytes, cuda, spare = order
-            self._make(host, nbytes, cuda, spare=spare)
+            host, nbytes, gpu, spare = order
+            self._make(host, nbytes, gpu, spare=spare)
 
-    def _take_order(self) -> tuple[Host, int, bool, bool] | None:
+    def _take_order(self) -> tuple[Host, int, int | None, bool] | None:
         """What to make next, of the size that is wanted now; ``None`` at the end."""
         with self._lock:
             following, self._next = self._next, None
@@ -146,14 +146,14 @@ class SlotMaker:
                 return None
             return (following[0], *self._size, following[1])
 
-    def _make(self, host: Host, nbytes: int, cuda: bool, *, spare: bool) -> None:
+    def _make(self, host: Host, nbytes: int, gpu: int | None, *, spare: bool) -> None:
         began_s = time.monotonic()
         try:
             lease = have_made(host, nbytes, spare=spare)
             try:
                 view = self._views.of(host, lease)
-                if cuda:
-                    self._copier.pin(view)
+                if gpu is not None:
+                    self._copier.pin(view, gpu)
             finally:
                 give_back(host, lease)
             logger.debug("slot %d was made in %.2f s", lease.slot, time.monotonic() - began_s)

@@ -117,14 +117,14 @@ class SnapshotWriter:
         """Whether a snapshot can begin now without waiting for its slot to be made."""
         return self._maker.ready
 
-    def warm(self, nbytes: int, *, cuda: bool = False) -> None:
+    def warm(self, nbytes: int, *, gpu: int | None = None) -> None:
         """Make, map and (for a GPU) pin slots in the background, so that no snapshot meets a cold one.
 
         Args:
             nbytes: expected size of a snapshot.
-            cuda: whether tensors will come from a GPU.
+            gpu: number of the GPU that tensors will come from, if they do.
         """
-        self._maker.first(self.host, nbytes, cuda=cuda)
+        self._maker.first(self.host, nbytes, gpu=gpu)
 
     def begin(
         self,

@@ -102,9 +102,9 @@ class Copier:
             job.give_up()
         self._cuda.synchronize()
 
-    def pin(self, slot: SlotView) -> None:
-        """Page-lock a slot ahead of the first copy from a GPU."""
-        self._cuda.pin(slot.tensor)
+    def pin(self, slot: SlotView, index: int) -> None:
+        """Page-lock a slot ahead of the first copy from a GPU, that with the number ``index``."""
+        self._cuda.pin(slot.tensor, index)
 
     def unpin(self, slot: SlotView) -> None:
         """Undo :meth:`pin`; call it before the slot is unmapped."""

@@ -38,7 +38,8 @@ class CudaCopier:
         self.device: Device = device if device is not None else Cuda()
         self._buffer_bytes = buffer_bytes
         self._lanes: dict[int, Lane] = {}
-        self._pinned: set[int] = set()
+        self._pinned: dict[int, bool] = {}
+        """Slots that were to be page-locked, by their address, and whether they are."""
         self._said: set[str] = set()
         self.records_graphs = False
         """Whether a CUDA graph was seen being recorded: its replays call no hooks, so nothing may follow later."""
@@ -51,7 +52,6 @@ class CudaCopier:
             slot: uint8 CPU tensor of shape ``(capacity,)`` over the slot.
             buffered: whether the last bytes may go through the buffer on the device, before the optimizer steps.
         """
-        self.pin(slot)
         by_lane: dict[Lane, list[Held]] = {}
         for place, spans in held:
             for span in spans:
@@ -59,6 +59,7 @@ class CudaCopier:
                 if not parts or parts[-1][0] != place:
                     parts.append((place, []))
                 parts[-1][1].append(span)
+        self.pin(slot, next(iter(by_lane)).index)
         return CudaCopy(self, [LaneCopy(lane, parts, slot, buffered=buffered) for lane, parts in by_lane.items()])
 
     def fence(self) -> None:
@@ -77,13 +78,14 @@ class CudaCopier:
         self._say("graph", "a CUDA graph is recorded around the optimizer's step: copies no longer go on beside it")
         return True
 
-    def pin(self, slot: torch.Tensor) -> None:
-        """Page-lock a slot, once."""
+    def pin(self, slot: torch.Tensor, index: int) -> None:
+        """Page-lock a slot, once, for copies from a device. A slot that can't be is copied to more slowly."""
         address = slot.data_ptr()
         if address in self._pinned:
             return
-        self._pinned.add(address)
-        if (code := self.device.pin(slot)) != 0:
+        code = self.device.pin(slot, index)
+        self._pinned[address] = code == 0
+        if code != 0:
             logger.warning(
                 "a slot of %d bytes could not be page-locked (CUDA error %d); snapshots are right but slower:"
                 " raise the container's memlock limit (docker: --ulimit memlock=-1)",
@@ -101,9 +103,8 @@ class CudaCopier:
         if address not in self._pinned:
             return
         self.synchronize()
-        self._pinned.discard(address)
-        if self.device.unpin(slot) != 0:
-            logger.debug("a slot was not page-locked")
+        if self._pinned.pop(address) and (code := self.device.unpin(slot)) != 0:
+            logger.warning("a slot of %d bytes could not be let go (CUDA error %d)", slot.numel(), code)
 
     def synchronize(self) -> None:
         """Have the calling thread wait for all that was ordered."""

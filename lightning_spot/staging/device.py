@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, Protocol
 
 import torch
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device's context
+_page_locked: dict[int, tuple[int, int]] = {}
+"""What this process has page-locked, as CUDA knows it: address, bytes, and the device it was asked of."""
+_page_locking = threading.Lock()
 
 
 class Device(Protocol):
@@ -50,8 +54,8 @@ class Device(Protocol):
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being recorded from the calling thread's stream."""
 
-    def pin(self, slot: torch.Tensor) -> int:
-        """Page-lock memory of the host; 0, or CUDA's error."""
+    def pin(self, slot: torch.Tensor, index: int) -> int:
+        """Page-lock memory of the host, from which a device is copied to; 0, or CUDA's error."""
 
     def unpin(self, slot: torch.Tensor) -> int:
         """Undo :meth:`pin`; 0, or CUDA's error."""
@@ -109,7 +113,8 @@ class Cuda:
 
     def synchronize(self, event: torch.cuda.Event) -> None:
         """Have the calling thread wait until ``event`` is over."""
-        event.synchronize()
+        with torch.cuda.device(event.device):  # else a thread that has none yet takes memory for a context on the first
+            event.synchronize()
 
     def allocate(self, index: int, nbytes: int) -> torch.Tensor | None:
         """Bytes on a device; ``None`` if it has no room."""
@@ -122,15 +127,52 @@ class Cuda:
         """Whether a CUDA graph is being recorded from the calling thread's stream."""
         return torch.cuda.is_current_stream_capturing()
 
-    def pin(self, slot: torch.Tensor) -> int:
-        """Page-lock memory of the host."""
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
-        return int(cudart.cudaHostRegister(slot.data_ptr(), slot.numel(), _PORTABLE))
+    def pin(self, slot: torch.Tensor, index: int) -> int:
+        """Page-lock memory of the host.
+
+        What was page-locked where this memory lies now was unmapped without being let go: CUDA would go on copying
+        to the pages that were there before.
+        """
+        first, nbytes = slot.data_ptr(), slot.numel()
+        with _page_locking:
+            gone = [at for at, (length, _) in _page_locked.items() if at < first + nbytes and first < at + length]
+            for address in gone:
+                _let_go(address)
+            code = _apart(index, lambda cudart: int(cudart.cudaHostRegister(first, nbytes, _PORTABLE)))
+            if code == 0:
+                _page_locked[first] = nbytes, index
+        return code
 
     def unpin(self, slot: torch.Tensor) -> int:
         """Undo :meth:`pin`."""
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
-        return int(cudart.cudaHostUnregister(slot.data_ptr()))
+        with _page_locking:
+            return _let_go(slot.data_ptr())
+
+
+def _let_go(address: int) -> int:
+    _, index = _page_locked.pop(address)
+    return _apart(index, lambda cudart: int(cudart.cudaHostUnregister(address)))
+
+
+def _apart(index: int, call: Callable[[Any], int]) -> int:
+    """What ``call`` makes of CUDA's runtime on a thread of its own, whose device is ``index``.
+
+    CUDA keeps an error for the thread that made it, and torch raises it at whatever that thread launches next.
+    """
+    codes: list[int] = []
+
+    def work() -> None:
+        with torch.cuda.device(index):
+            codes.append(call(torch.cuda.cudart()))  # type: ignore[no-untyped-call] # torch's
+
+    thread = threading.Thread(target=work, name="spot-page-lock", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter ends, and nothing is launched any more
+        work()
+    else:
+        thread.join()
+    return codes[0]
 
 
 class DeviceClock:
