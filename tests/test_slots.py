@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.joint import KnownLayout
 from lightning_spot.staging.slot import SlotMemory
 from tests.conftest import named_run, until
-from tests.gated import GatedStore, image_of, manifest_of
+from tests.gated import MIB, GatedStore, image_of, manifest_of
 from tests.test_writer import Desk
 
 NBYTES = 1000
@@ -216,6 +217,27 @@ def test_a_state_that_is_larger_than_was_expected_has_its_slot_made_in_the_backg
     until(lambda: slots_of(desk).count("free") == 2, "the second one, beside the small one")
     desk.begin(3, desk.checkpoint(more=torch.ones(9_000_000))).result(30)  # who may wait, waits for it
     assert threading.current_thread() not in made_by
+
+
+@pytest.mark.parametrize(("memory_mib", "slot_mib"), [(50, 24), (54, 26), (99, 28)])
+def test_room_to_grow_leaves_a_second_slot_where_there_is_one_without_it(
+    tmp_path: Path, memory_mib: int, slot_mib: int
+) -> None:
+    """The first of them was so large that there was no memory for a second: no snapshot while a tier read it."""
+    desk = Desk(tmp_path, memory_bytes=memory_mib * MIB)
+    try:
+        desk.writer.warm(700_000)
+        until(lambda: desk.writer.ready, "the first slot")
+        desk.begin(1, desk.checkpoint(more=torch.ones(6_000_000))).result(30)
+        large = functools.partial(_slots_above, desk, 6_000_000 * 4)
+        until(lambda: large() == [slot_mib] * 2, f"two slots, not {large()}")  # of whole pages of 2 MiB
+    finally:
+        desk.writer.close()
+        desk.host.leave(complete=True)
+
+
+def _slots_above(desk: Desk, nbytes: int) -> list[int]:
+    return [slot.capacity // MIB for slot in desk.host._node.ring.slots if slot.capacity > nbytes]
 
 
 def test_an_urgent_snapshot_waits_no_longer_for_its_slot_than_it_may(

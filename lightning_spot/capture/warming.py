@@ -12,12 +12,14 @@ from lightning_spot.capture.views import SlotViews
 from lightning_spot.errors import NodeUnreachable, SpotError
 from lightning_spot.memory.host import Host
 from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.slot import slot_capacity
+from lightning_spot.staging.slot import most_in, slot_capacity
 
 logger = logging.getLogger(__name__)
 
 _ROOM_TO_GROW = 8
 """Slots of a state that has grown have room for so much of it again: an eighth."""
+_LEAST_SLOTS = 2
+"""One stays whole while the other is filled: room to grow never takes the memory of the second."""
 
 
 class SlotMaker:
@@ -85,7 +87,7 @@ class SlotMaker:
             self._size = (nbytes, gpu)
             return True
         self._was_too_small = True
-        self.first(host, nbytes + nbytes // _ROOM_TO_GROW, gpu=gpu)
+        self.first(host, _with_room(nbytes, host.memory_bytes), gpu=gpu)
         return False
 
     def again(self, host: Host) -> None:
@@ -163,3 +165,9 @@ class SlotMaker:
             logger.debug("no slot was made ahead: %s", error)
         except Exception:
             logger.exception("lightning_spot: a slot could not be made ahead")
+
+
+def _with_room(nbytes: int, memory_bytes: int) -> int:
+    """What a slot for a state that has grown to ``nbytes`` is made for."""
+    grown, most = nbytes + nbytes // _ROOM_TO_GROW, most_in(memory_bytes // _LEAST_SLOTS)
+    return min(grown, most) if most >= nbytes else grown

@@ -184,6 +184,7 @@ class EmbeddedHost:
         self.run = run
         self.attempt = 0
         self.max_stall_s = max_stall_s
+        self.memory_bytes = int(record.settings().get("memory_bytes", sys.maxsize))
         self.released: Callable[[mmap.mmap], None] | None = None
         self.client = NodeClient(Address(socket_path=str(record.http)))
         self._maps: dict[tuple[int, int], mmap.mmap] = {}

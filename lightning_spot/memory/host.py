@@ -55,6 +55,7 @@ class Host(Protocol):
         run: the run, as ``NAME@ID``.
         attempt: the attempt that writes, 0 before :meth:`open_run`.
         max_stall_s: see above, seconds.
+        memory_bytes: most bytes that all its slots together may hold.
         released: called with the memory of a slot that is not used any more, before it is unmapped: whoever has made
             views of it lets them go.
     """
@@ -62,6 +63,7 @@ class Host(Protocol):
     run: str
     attempt: int
     max_stall_s: float
+    memory_bytes: int
     released: Callable[[mmap.mmap], None] | None
 
     def open_run(self, info: RunInfo) -> Opened:
@@ -215,6 +217,7 @@ class InProcessHost:
     def __init__(self, *, slots: int, memory_bytes: int, open_store: Callable[[str], Store]) -> None:
         self.run = ""
         self.attempt = 0
+        self.memory_bytes = memory_bytes
         self.released: Callable[[mmap.mmap], None] | None = None  # never called: views keep the memory mapped
         self._node = Node(slots=slots, memory_bytes=memory_bytes, open_store=open_store, allow=None)
         self._node.begin_session(IN_PROCESS)

@@ -36,6 +36,11 @@ def slot_capacity(nbytes: int) -> int:
     return max(1, -(-(nbytes + nbytes // 64) // _PAGE)) * _PAGE
 
 
+def most_in(capacity: int) -> int:
+    """Bytes of the largest snapshot for which :func:`slot_capacity` reserves no more than ``capacity``."""
+    return capacity // _PAGE * _PAGE * 64 // 65
+
+
 def map_shared(fd: int, nbytes: int) -> mmap.mmap:
     """Map ``nbytes`` of an open file for reading and writing, shared, with its page tables filled at once.
 
