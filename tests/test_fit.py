@@ -74,7 +74,8 @@ def check_all(root: Path, probe: Probe) -> list[Manifest]:
     for manifest in found:
         checkpoint = load(root, manifest)
         assert checkpoint["global_step"] == manifest.step
-        assert equal(state_of(checkpoint), probe.states[manifest.step]), manifest.name
+        truth = {key: value.cpu() for key, value in probe.states[manifest.step].items()}
+        assert equal(state_of(checkpoint), truth), manifest.name
     return found
 
 

@@ -162,6 +162,7 @@ def _tensors_differ(left: torch.Tensor, right: torch.Tensor) -> str | None:
     first, second = (_bits(side) for side in (left, right))
     if torch.equal(first, second):
         return None
+    left, right = left.cpu(), right.cpu()
     share = (left != right).double().mean().item() if left.numel() else 0.0
     most = (left.double() - right.double()).abs().max().item() if not left.is_complex() else float("nan")
     return f"{share:.1%} of {left.numel()} values differ, by at most {most:.3g}"

@@ -1,0 +1,205 @@
+"""Copies from a GPU: many small tensors, large states in every mode, memory used again, graphs that are recorded."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_spot.image.layout import Layout, lay_out
+from lightning_spot.staging.copier import SlotView, watch
+from lightning_spot.staging.device import DeviceClock
+from lightning_spot.staging.gradients import GradientWatch
+from lightning_spot.staging.modes import BESIDE, Mode
+from lightning_spot.staging.schedule import Schedule
+from tests import pinned
+from tests.pinned import Desk
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SOON = 10**9
+"""Cycles of a GPU's clock: half a second or more."""
+
+
+@pytest.fixture
+def desk(runtime_dir: Path) -> Iterator[Desk]:
+    with pinned.desk() as made:
+        yield made
+
+
+def wrong(layout: Layout, view: SlotView, truth: Sequence[torch.Tensor]) -> list[int]:
+    """Numbers of the pieces that are not, bit for bit, what they should be."""
+    copied = (view.tensor[piece.offset : piece.offset + piece.nbytes].cuda() for piece in layout.pieces)
+    pairs = enumerate(zip(copied, truth, strict=True))
+    return [number for number, (found, true) in pairs if not torch.equal(found, true.reshape(-1).view(torch.uint8))]
+
+
+SIZES = (1, 3, 4, 64, 255, 1000, 1024, 4097, 20_000, 100_001)
+
+
+@pytest.mark.parametrize("buffer_bytes", [0, 64 << 20])
+@pytest.mark.parametrize("count", [1200, 5000])
+def test_many_small_tensors(desk: Desk, count: int, buffer_bytes: int) -> None:
+    """More copies than a stream of CUDA takes at once: the host may not wait until the device has come to them."""
+    tensors = [torch.randn(SIZES[number % len(SIZES)], device="cuda") for number in range(count)]
+    layout = lay_out(dict(enumerate(tensors)))
+    view = desk.slot(layout.nbytes)
+    copier = desk.copier(view, buffer_bytes)
+    for turn in range(3):
+        truth = [tensor.clone() for tensor in tensors]
+        torch.cuda.synchronize()
+        busy = torch.cuda.Event()
+        torch.cuda._sleep(SOON)  # type: ignore[no-untyped-call] # a training that is behind its host
+        busy.record()
+        began_s = time.perf_counter()
+        job = copier.start(layout.pieces, view, watch(tensors), Schedule("eager"))
+        job.wait_cpu()
+        copier.fence()
+        job.settle()
+        took_s = time.perf_counter() - began_s
+        torch._foreach_add_(tensors, 1.0)
+        assert not busy.query(), f"the host waited, {took_s:.3f} s"
+        job.wait()
+        print(f"{count} tensors, buffer of {buffer_bytes >> 20} MiB, turn {turn}: {1e3 * took_s:.1f} ms of the host")
+        assert not job.moved
+        assert wrong(layout, view, truth) == []
+
+
+@pytest.fixture(scope="module")
+def large() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Two GB of parameters and state of AdamW."""
+    width = 4096
+    model = nn.Sequential(*[layer for _ in range(10) for layer in (nn.Linear(width, width), nn.GELU())]).cuda()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+@pytest.mark.parametrize("buffer_bytes", [0, 64 << 20])
+@pytest.mark.parametrize("mode", BESIDE)
+def test_a_large_state_in_every_mode(
+    desk: Desk, large: tuple[nn.Module, torch.optim.Optimizer], mode: Mode, buffer_bytes: int
+) -> None:
+    model, optimizer = large
+    x = torch.randn(512, 4096, device="cuda")
+    schedule = Schedule(mode)
+    gradients = GradientWatch(model.parameters(), schedule.gradient_ready)
+    numbers = {parameter: number for number, parameter in enumerate(gradients.parameters)}
+
+    def storages() -> dict[int, int]:
+        return {
+            tensor.untyped_storage().data_ptr(): number
+            for parameter, number in numbers.items()
+            for tensor in (parameter, *optimizer.state[parameter].values())
+        }
+
+    def forward_and_backward() -> None:
+        schedule.batch_begins()
+        loss = model(x).square().mean()
+        schedule.backward_begins()
+        loss.backward()
+        schedule.backward_ends()
+        schedule.stepping()
+
+    schedule.owned = storages
+    schedule.begin(gradients.nbytes, clock=DeviceClock(0))
+    for _ in range(8):
+        gradients.keep(schedule.watched)
+        schedule.iteration_begins()
+        forward_and_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        schedule.iteration_ends()
+    tensors = [tensor for parameter in numbers for tensor in (parameter, *optimizer.state[parameter].values())]
+    layout = lay_out([tensor.detach() for tensor in tensors])
+    assert layout.nbytes > 2 * 10**9
+    view = desk.slot(layout.nbytes)
+    copier = desk.copier(view, buffer_bytes)
+    for _ in range(3):
+        gradients.keep(schedule.watched)
+        truth = [tensor.detach().clone() for tensor in tensors]
+        job = copier.start(layout.pieces, view, watch(tensors), schedule)
+        schedule.iteration_begins()
+        forward_and_backward()
+        job.wait_cpu()
+        copier.fence()
+        job.settle()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.iteration_ends()
+        job.wait()
+        assert not job.moved
+        assert wrong(layout, view, truth) == []
+    gradients.close()
+
+
+def test_what_is_copied_may_be_let_go(desk: Desk) -> None:
+    """Its memory is used again on the training's stream, which the fence holds until it is copied."""
+    nbytes = 1 << 26
+    layout = lay_out({"w": torch.full((nbytes // 4,), 1.0, device="cuda")})
+    view = desk.slot(layout.nbytes)
+    copier = desk.copier(view)
+    torch.cuda._sleep(SOON)  # type: ignore[no-untyped-call]
+    pieces = layout.pieces
+    job = copier.start(pieces, view)
+    job.wait_cpu()
+    copier.fence()
+    (offset,) = (piece.offset for piece in pieces)
+    del layout, pieces, job
+    for _ in range(4):
+        torch.full((nbytes // 4,), -1.0, device="cuda")
+    torch.cuda.synchronize()
+    copied = view.tensor[offset : offset + nbytes].view(torch.float32)
+    assert torch.equal(copied, torch.ones_like(copied))
+
+
+def test_a_graph_may_be_recorded_while_slots_are_pinned_and_copies_awaited(desk: Desk) -> None:
+    """In CUDA's strictest mode, torch's default, what another thread asks of the device can end the recording."""
+    tensor = torch.ones(1 << 24, device="cuda")
+    layout = lay_out({"w": tensor})
+    view, other = desk.slot(layout.nbytes), desk.slot(64 << 20)
+    copier = desk.copier(view)
+    recorded, errors, rounds = threading.Event(), [], []
+
+    def beside() -> None:
+        try:
+            while not recorded.is_set():
+                copier.pin(other, 0)
+                assert other.tensor.is_pinned()
+                copier.unpin(other)
+                job.wait()
+                rounds.append(time.perf_counter())
+        except BaseException as error:
+            errors.append(error)
+
+    torch.cuda._sleep(SOON)  # type: ignore[no-untyped-call]
+    job = copier.start(layout.pieces, view, trains=threading.get_ident())
+    job.wait_cpu()
+    copier.fence()
+    job.settle()
+    thread = threading.Thread(target=beside)
+    thread.start()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            began = len(rounds)
+            deadline_s = time.perf_counter() + 20
+            while len(rounds) < began + 3 and not errors and time.perf_counter() < deadline_s:
+                time.sleep(0.01)
+            tensor.add_(1)
+    finally:
+        recorded.set()
+        thread.join(60)
+    assert not errors
+    assert len(rounds) >= began + 3
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(tensor, torch.full_like(tensor, 2.0))
+    copied = view.tensor[layout.pieces[0].offset :][: 1 << 26].view(torch.float32)
+    assert torch.equal(copied, torch.ones_like(copied))
