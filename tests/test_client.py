@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import socket
@@ -15,15 +16,17 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.client import part_sender
+from lightning_spot.client import part_sender, remote
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.part_sender import PartStream
+from lightning_spot.client.remote import NodeStore
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import NodeUnreachable, SnapshotNotFound, SpotError
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.protocol.wire import PROTOCOL_HEADER, Address, parse_spot_url
 from tests.conftest import RunningNode
+from tests.gated import image_of, manifest_of
 
 StartNode = Callable[..., RunningNode]
 GOOD = f"HTTP/1.1 200 OK\r\n{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\nContent-Length: 2\r\n\r\n{{}}".encode()
@@ -197,3 +200,14 @@ def test_a_node_that_does_not_begin_to_receive_is_not_waited_for(
             address = serve([b"H" * 10_000], pause_s=0.01).address
         with pytest.raises(NodeUnreachable, match="timed out"):
             PartStream(address, None, "upload")
+
+
+def test_a_node_that_vanishes_while_a_slot_is_asked_for_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that is cut closes no connection: the answer was waited for as long as a slot may take."""
+    monkeypatch.setattr(NodeClient, "ping", functools.partialmethod(NodeClient.ping, 0.2))
+    monkeypatch.setattr(remote, "_ASK_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store, began_s = NodeStore(f"spot://127.0.0.1:{silent.getsockname()[1]}/run"), time.monotonic()
+        with pytest.raises(NodeUnreachable):
+            store.put(manifest_of(1), memoryview(image_of(1, 1000)), attempt=1)
+        assert time.monotonic() - began_s < 8.0  # seconds, of which it waits for a slot 10

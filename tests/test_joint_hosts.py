@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import random
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -327,6 +329,23 @@ def test_with_one_of_two_replicas_lost_a_snapshot_counts_at_the_other(
     pair.all_free()
     for url in urls:
         pair.check(manifest, checkpoint, url)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_replica_that_vanishes_without_a_word_holds_a_snapshot_no_longer_than_it_takes_to_ask_it(
+    pair: Team, lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its link is cut, or it stands still: the commit waited half a minute for it to begin."""
+    monkeypatch.setattr(NodeClient, "ping", functools.partialmethod(NodeClient.ping, 0.2))
+    left = pair.at.split()[1 - lost]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        nobody = f"spot://127.0.0.1:{silent.getsockname()[1]}/{RUN}"
+        pair.at = " ".join([nobody, left] if lost == 0 else [left, nobody])
+        checkpoint, began_s = Checkpoint(1), time.monotonic()
+        pair.check(pair.take(1, checkpoint), checkpoint, left)
+        until(lambda: not pair.first.uploads.abroad.busy(), "the first host's slot to be free", LAST_S)
+        assert time.monotonic() - began_s < 15.0
+    pair.all_free()
 
 
 def test_what_neither_replica_takes_is_given_up_at_both(pair: Team) -> None:

@@ -381,7 +381,7 @@ class EmbeddedHost:
         )
 
     def _ping(self) -> None:
-        self.client.call("GET", "/healthz", timeout_s=_PING_SHARE * self.max_stall_s)
+        self.client.ping(_PING_SHARE * self.max_stall_s)
 
     def _let_go(self, generations: dict[int, int]) -> None:
         """Unmap slots that the node has replaced or given up."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -57,17 +58,18 @@ class JointUploads:
         upload = uuid.uuid4().hex
         request: dict[str, Any] = {"upload": upload, "attempt": attempt, "nbytes": nbytes, "name": shared.name}
         request |= {"hosts": hosts, "digest": shared.digest, "wait_s": _WAIT_FOR_SLOT_S}
-        known = self._layout
+        known, ping = self._layout, self._client.ping
         path, timeout_s = f"/v1/runs/{quoted(self._run)}/joint", _WAIT_FOR_SLOT_S + 4 * _ASK_S
         try:
             try:
-                begun = self._ask(path, {**request, **known.to_send(shared.layout)}, timeout_s)
+                begun = self._ask(path, {**request, **known.to_send(shared.layout)}, timeout_s, ping)
             except SettingsError:
                 if shared.layout != known.text:
                     raise
-                begun = self._ask(path, {**request, "layout": shared.layout}, timeout_s)  # it has forgotten it
+                begun = self._ask(path, {**request, "layout": shared.layout}, timeout_s, ping)  # it has forgotten it
         except BaseException:
-            self._give_up(upload)  # it may have begun, and only its answer be lost
+            # It may have begun, and only its answer be lost. Another node may have the snapshot, if this one is gone.
+            threading.Thread(target=self._give_up, args=(upload,), name="spot-joint", daemon=True).start()
             raise
         self._layout = KnownLayout.of(shared.layout)
         return Gathering(upload, nbytes, BaseInfo.read(begun.get("base")), shared)
@@ -143,7 +145,7 @@ class JointUploads:
 
         def pulse() -> None:
             goes_on()
-            self._client.call("GET", "/healthz", timeout_s=_ASK_S)
+            self._client.ping()
 
         path = f"/v1/uploads/{gathering.upload}/joint/seal"
         body = {"manifest": replace(manifest, checksums=()).to_dict()}
@@ -159,9 +161,11 @@ class JointUploads:
         body = {"attempt": attempt, "name": name, "why": why[:2000]}
         self._ask(f"/v1/runs/{quoted(self._run)}/joint/decline", body, _ASK_S)
 
-    def _ask(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def _ask(
+        self, path: str, body: dict[str, Any], timeout_s: float, pulse: Callable[[], None] | None = None
+    ) -> dict[str, Any]:
         try:
-            return self._client.call("POST", path, body, timeout_s=timeout_s)
+            return self._client.call("POST", path, body, timeout_s=timeout_s, pulse=pulse)
         except NodeRefused as error:
             if error.status in (404, 405):
                 raise NodeRefused(

@@ -27,6 +27,9 @@ from lightning_spot.protocol.wire import (
 )
 
 REPLY_TIMEOUT_S = 60.0
+PING_S = 5.0
+"""A node that does not answer in that time is lost: its link may be cut, which closes no connection."""
+
 _LONGEST_ANSWER_BYTES = 64 * 1024 * 1024
 _IDEMPOTENT = ("GET", "HEAD", "PUT", "DELETE")
 
@@ -110,6 +113,14 @@ class NodeClient:
             pulse=pulse,
         )
         return self._json(self._exchange(request, _read_all))
+
+    def ping(self, timeout_s: float = PING_S) -> None:
+        """Ask whether the node is there: who waits for a long answer does it meanwhile.
+
+        Raises:
+            NodeUnreachable: if it does not answer in time.
+        """
+        self.call("GET", "/healthz", timeout_s=timeout_s)
 
     def send(
         self, path: str, pieces: Callable[[], Iterable[memoryview]], nbytes: int, headers: dict[str, str] | None = None

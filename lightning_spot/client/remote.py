@@ -287,15 +287,22 @@ class NodeStore:
             "manifest": replace(manifest, checksums=()).to_dict(),
             "wait_s": _WAIT_FOR_SLOT_S,
         }
-        timeout_s = _WAIT_FOR_SLOT_S + 4 * _ASK_S
+        ask = functools.partial(
+            self.client.call,
+            "POST",
+            f"{path}/uploads",
+            timeout_s=_WAIT_FOR_SLOT_S + 4 * _ASK_S,
+            again=True,
+            pulse=self.client.ping,
+        )
         try:
             try:
-                leased = self.client.call("POST", f"{path}/uploads", request, timeout_s=timeout_s, again=True)
+                leased = ask(request)
             except SnapshotNotFound:
                 name, identity = parse_run(self.run)
                 info = self._info or RunInfo(name=name, id=identity, location="", attempt=max(1, attempt), token="")
                 self.open_run(info)
-                leased = self.client.call("POST", f"{path}/uploads", request, timeout_s=timeout_s, again=True)
+                leased = ask(request)
         except BaseException:
             self._give_up(upload)  # it may have begun, and only its answer be lost
             raise
