@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import methodcaller
 from queue import Queue
 
@@ -14,8 +14,8 @@ import torch
 
 from lightning_spot.errors import SpotError
 from lightning_spot.image.layout import Piece
+from lightning_spot.staging import cuda, operations
 from lightning_spot.staging import job as job_module
-from lightning_spot.staging import operations
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.cuda import CudaCopier
 from lightning_spot.staging.device import DeviceClock
@@ -24,7 +24,7 @@ from lightning_spot.staging.partitions import Partition, Span
 from lightning_spot.staging.schedule import Held, Schedule, Timetable
 from lightning_spot.staging.spans import SlotSpan, cut_end
 from tests.conftest import until
-from tests.fake_device import FakeDevice
+from tests.fake_device import FakeDevice, FakeStream
 
 SIZES = (3000, 1, 50_000, 700)
 
@@ -402,6 +402,27 @@ def test_slots_are_pinned_once_and_unpinned(desk: Desk) -> None:
     copier.unpin(desk.view)
     assert device.pinned == set()
     assert all(map(desk.copied, range(4)))  # not before what was under way was there
+    copier.close()
+
+
+def test_no_copy_goes_from_one_page_locked_piece_into_the_next(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses such a copy."""
+    monkeypatch.setattr(cuda, "PAGE_LOCKED_BYTES", 4096)
+    device, base = FakeDevice(), desk.view.address
+    device.own(desk.tensors)
+    copy, ends = device.copy, []
+
+    def watched(stream: FakeStream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        pairs = list(pairs)
+        ends.extend((target.data_ptr() - base, target.numel()) for target, _ in pairs)
+        copy(stream, pairs)
+
+    monkeypatch.setattr(device, "copy", watched)
+    copier = Copier(device=device)
+    copier.start(desk.pieces, desk.view).wait()
+    assert all(map(desk.copied, range(4)))
+    assert len(ends) > len(desk.pieces)
+    assert all(start // 4096 == (start + nbytes - 1) // 4096 for start, nbytes in ends)
     copier.close()
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from lightning_spot.errors import SpotError
-from lightning_spot.staging.device import Cuda, Device
-from lightning_spot.staging.spans import SlotSpan, cut_end
+from lightning_spot.staging.device import PAGE_LOCKED_BYTES, Cuda, Device
+from lightning_spot.staging.spans import SlotSpan, cut_at, cut_end
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class CudaCopier:
                 parts = by_lane.setdefault(self._lane(self.device.index(span.storage)), [])
                 if not parts or parts[-1][0] != place:
                     parts.append((place, []))
-                parts[-1][1].append(span)
+                parts[-1][1].extend(cut_at(span, PAGE_LOCKED_BYTES))
         self.pin(slot, next(iter(by_lane)).index)
         return CudaCopy(self, [LaneCopy(lane, parts, slot, buffered=buffered) for lane, parts in by_lane.items()])
 

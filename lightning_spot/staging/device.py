@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Iterable
-from functools import cache
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device's context
+PAGE_LOCKED_BYTES = 64 * 1024 * 1024
+"""What is page-locked at once, from the beginning of a slot. No copy may go from one such piece into the next.
+
+While CUDA page-locks memory, nothing is launched: 0.76 s for 12 GB at once (H100), 3 ms at most for so much.
+"""
 _page_locked: dict[int, tuple[int, int]] = {}
 """What this process has page-locked, as CUDA knows it: address, bytes, and the device it was asked of."""
 _page_locking = threading.Lock()
@@ -61,7 +67,7 @@ class Device(Protocol):
         """Undo :meth:`pin`; 0, or CUDA's error."""
 
 
-@cache
+@functools.cache
 def _kind(device: torch.device) -> str:
     """What torch calls its kind; torch makes that anew each time, which takes four times as long as to look it up."""
     return device.type
@@ -128,42 +134,64 @@ class Cuda:
         return torch.cuda.is_current_stream_capturing()
 
     def pin(self, slot: torch.Tensor, index: int) -> int:
-        """Page-lock memory of the host.
+        """Page-lock memory of the host, piece by piece: training goes on between them.
 
         What was page-locked where this memory lies now was unmapped without being let go: CUDA would go on copying
         to the pages that were there before.
         """
-        first, nbytes = slot.data_ptr(), slot.numel()
+        first, end = slot.data_ptr(), slot.data_ptr() + slot.numel()
         with _page_locking:
-            gone = [at for at, (length, _) in _page_locked.items() if at < first + nbytes and first < at + length]
-            for address in gone:
-                _let_go(address)
-            code = _apart(index, lambda cudart: int(cudart.cudaHostRegister(first, nbytes, _PORTABLE)))
-            if code == 0:
-                _page_locked[first] = nbytes, index
+            _let_go(first, end)
+            pieces = [(at, min(PAGE_LOCKED_BYTES, end - at)) for at in range(first, end, PAGE_LOCKED_BYTES)]
+            code = _apart(index, [functools.partial(_page_lock, *piece, index) for piece in pieces])
+            if code != 0:
+                _let_go(first, end)
         return code
 
     def unpin(self, slot: torch.Tensor) -> int:
         """Undo :meth:`pin`."""
         with _page_locking:
-            return _let_go(slot.data_ptr())
+            return _let_go(slot.data_ptr(), slot.data_ptr() + slot.numel())
 
 
-def _let_go(address: int) -> int:
-    _, index = _page_locked.pop(address)
-    return _apart(index, lambda cudart: int(cudart.cudaHostUnregister(address)))
+def _page_lock(address: int, nbytes: int, index: int) -> int:
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
+    if (code := int(cudart.cudaHostRegister(address, nbytes, _PORTABLE))) == 0:
+        _page_locked[address] = nbytes, index
+    return code
 
 
-def _apart(index: int, call: Callable[[Any], int]) -> int:
-    """What ``call`` makes of CUDA's runtime on a thread of its own, whose device is ``index``.
+def _let_go(first: int, end: int) -> int:
+    """Undo :func:`_page_lock` for all that lies there in part; 0, or CUDA's error."""
+    gone = [at for at, (nbytes, _) in _page_locked.items() if at < end and first < at + nbytes]
+    if not gone:
+        return 0
+    index = _page_locked[gone[0]][1]
+    return _apart(index, [functools.partial(_unlock, address) for address in gone])
 
-    CUDA keeps an error for the thread that made it, and torch raises it at whatever that thread launches next.
+
+def _unlock(address: int) -> int:
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
+    del _page_locked[address]
+    return int(cudart.cudaHostUnregister(address))
+
+
+def _apart(index: int, calls: Sequence[Callable[[], int]]) -> int:
+    """Call CUDA's runtime on a thread of its own, whose device is ``index``, until a call fails; 0, or its error.
+
+    CUDA keeps an error for the thread that made it, and torch raises it at whatever that thread launches next. After
+    each call training has as much time as it took.
     """
-    codes: list[int] = []
+    codes = [0]
 
     def work() -> None:
         with torch.cuda.device(index):
-            codes.append(call(torch.cuda.cudart()))  # type: ignore[no-untyped-call] # torch's
+            for call in calls:
+                began_s = time.perf_counter()
+                codes.append(call())
+                if codes[-1] != 0:
+                    return
+                time.sleep(time.perf_counter() - began_s)
 
     thread = threading.Thread(target=work, name="spot-page-lock", daemon=True)
     try:
@@ -172,7 +200,7 @@ def _apart(index: int, call: Callable[[Any], int]) -> int:
         work()
     else:
         thread.join()
-    return codes[0]
+    return codes[-1]
 
 
 class DeviceClock:

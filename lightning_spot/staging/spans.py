@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -77,6 +77,14 @@ def some(pieces: Sequence[Piece], spans: Iterable[Span]) -> list[SlotSpan]:
         SlotSpan(piece.storage, piece.start + span.start, piece.offset + span.start, span.nbytes)
         for piece, span in found
     ]
+
+
+def cut_at(span: SlotSpan, every: int) -> Iterator[SlotSpan]:
+    """Cut a span where its place in the slot is a multiple of ``every``."""
+    while (until := every - span.place % every) < span.nbytes:
+        first, span = span.cut(until)
+        yield first
+    yield span
 
 
 def cut_end(spans: Sequence[SlotSpan], nbytes: int) -> tuple[list[SlotSpan], list[SlotSpan]]:
