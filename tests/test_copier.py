@@ -247,11 +247,13 @@ def test_closing_copies_what_is_held(desk: Desk) -> None:
     assert all(map(desk.copied, range(4)))
 
 
-@pytest.mark.parametrize(("call", "number"), [("target", 2), ("address", 0)], ids=["large", "small"])
+@pytest.mark.parametrize(
+    ("owner", "call", "number"), [(SlotSpan, "target", 2), (job_module, "_memmove_small", 0)], ids=["large", "small"]
+)
 def test_a_failed_copy_is_told_to_who_waits(
-    desk: Desk, copier: Copier, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+    desk: Desk, copier: Copier, monkeypatch: pytest.MonkeyPatch, owner: object, call: str, number: int
 ) -> None:
-    monkeypatch.setattr(SlotSpan, call, lambda *_: 1 / 0)
+    monkeypatch.setattr(owner, call, lambda *_: 1 / 0)
     job = copier.start([desk.pieces[number]], desk.view)
     with pytest.raises(SpotError, match="division by zero"):
         job.wait()

@@ -50,7 +50,7 @@ _memcmp = ctypes.CDLL(None).memcmp  # lets go of the GIL
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 _Mark = tuple[int, ...]
-_Place = tuple[int, int, int]  # in the file, in the storage, length
+_PLACED = 3  # of a mark, what says where something lies
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,12 @@ class Known:
     Attributes:
         upload: as which it was filled.
         frame: of its file.
-        marks: place and counts of the storages whose counts count.
+        marks: of the storages whose counts count: place in the file, in the storage, and length, and then the counts.
     """
 
     upload: str
     frame: tuple[tuple[int, bytes], ...]
-    marks: dict[Named, tuple[_Place, _Mark]]
+    marks: dict[Named, _Mark]
 
 
 class Content:
@@ -120,7 +120,7 @@ class Plan:
 
     frame: list[tuple[int, bytes]]
     pieces: list[Piece]
-    marks: dict[Named, tuple[_Place, _Mark]]
+    marks: dict[Named, _Mark]
     past_counts: int = 0
     written: Ranges | None = None
     unchecked: list[Unchecked] = field(default_factory=list)
@@ -130,7 +130,7 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """What is written into the slot."""
-        return sum(len(data) for _, data in self.frame) + sum(piece.nbytes for piece in self.pieces)
+        return sum([len(data) for _, data in self.frame]) + sum([piece.nbytes for piece in self.pieces])
 
 
 def owners_of(owned: Owners, kept: Owners) -> Owners:
@@ -170,37 +170,40 @@ class Unchanged:
             known: what the slot holds, ``None`` if that is unknown.
             view: the slot.
         """
-        there = known.frame if known is not None else ()
-        frame = [new for new, old in itertools.zip_longest(layout.frame, there) if new is not old and new is not None]
-        plan = Plan(frame, [], {})
-        marks = known.marks if known is not None else {}
+        frame, there = (known.frame, known.marks) if known is not None else ((), {})
+        pairs = itertools.zip_longest(layout.frame, frame)
+        plan = Plan([new for new, old in pairs if new is not old and new is not None], [], {})
+        copied, found, known_owners = plan.pieces, plan.marks, self._owners
         present: dict[Named, _Owner] = {}
         left_out = set()
         for piece in layout.pieces:
             storage, offset, nbytes, _, named, start = piece
             tensors = owners.get(storage.data_ptr())
-            if named is None or tensors is None or not (first := tensors[0]).is_cpu:
-                plan.pieces.append(piece)
+            if named is None or tensors is None:
+                copied.append(piece)
                 continue
-            owner = self._owners.get(named)
+            owner, first = known_owners.get(named), tensors[0]
             if owner is not None and owner.only() is first and len(tensors) == 1:  # so it is nearly always
-                mark: _Mark = (owner.number, first._version)
-            else:
+                mark: _Mark = (offset, start, nbytes, owner.number, first._version)
+            elif first.is_cpu:
                 if owner is None or not owner.is_that_of(tensors):
                     owner = self._new_owner(tensors)
-                mark = owner.mark(tensors)
+                mark = (offset, start, nbytes, *owner.mark(tensors))
+            else:
+                copied.append(piece)
+                continue
             present[named] = owner
-            plan.marks[named] = place = ((offset, start, nbytes), mark)
-            if nbytes < _LEAST_BYTES or marks.get(named) != place or named in self.distrusted:
-                plan.pieces.append(piece)
+            found[named] = mark
+            if nbytes < _LEAST_BYTES or there.get(named) != mark or named in self.distrusted:
+                copied.append(piece)
             elif not _looks_alike(piece, view):
                 self.distrusted.add(named)
                 plan.past_counts += named in self._trusted
-                plan.pieces.append(piece)
+                copied.append(piece)
             else:
                 left_out.add(named)
                 if nbytes > _WHOLE_BYTES:
-                    plan.unchecked.append(Unchecked(piece, tensors, owner, mark, 0, nbytes))
+                    plan.unchecked.append(Unchecked(piece, tensors, owner, mark[_PLACED:], 0, nbytes))
         if known is not None and 2 * plan.nbytes < layout.nbytes:
             entries = [(offset, len(data)) for offset, data in plan.frame]
             plan.written = in_order([*entries, *((piece.offset, piece.nbytes) for piece in plan.pieces)])

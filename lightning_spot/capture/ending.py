@@ -23,7 +23,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.survey import ask_all
-from lightning_spot.staging.copier import Watch, watch
+from lightning_spot.staging.copier import Watches, watch
 from lightning_spot.tiers.store import Holdings
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class LastState:
 
     checkpoint: dict[str, Any] | None
     manifest: Manifest
-    watches: list[Watch]
+    watches: Watches
     glances: Glances
 
     @classmethod
@@ -59,7 +59,7 @@ class LastState:
     @property
     def can_be_written(self) -> bool:
         """Whether it is there, and no tensor of it has changed."""
-        if self.checkpoint is None or any(item.tensor._version != item.version for item in self.watches):
+        if self.checkpoint is None or self.watches.changed():
             return False
         return not self.glances.are_others
 

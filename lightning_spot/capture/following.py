@@ -26,7 +26,7 @@ from lightning_spot.capture.views import SlotViews
 from lightning_spot.errors import NodeUnreachable, ShareMissing, SpotError, TornSnapshot
 from lightning_spot.image.layout import Piece
 from lightning_spot.memory.host import Host, Lease
-from lightning_spot.staging.copier import Copier, CopyJob, SlotView, Watch
+from lightning_spot.staging.copier import Copier, CopyJob, SlotView, Watches
 from lightning_spot.staging.schedule import Schedule
 
 logger = logging.getLogger(__name__)
@@ -205,9 +205,7 @@ class Follower(ABC, Generic[What]):
         """A part was not written. Rank 0 says why there is no snapshot."""
         logger.debug("%s's part of %s: %s", task.who, task.name, error)
 
-    def _copy(
-        self, task: Task[What], plan: Plan, pieces: Sequence[Piece], view: SlotView, watches: Sequence[Watch]
-    ) -> CopyJob:
+    def _copy(self, task: Task[What], plan: Plan, pieces: Sequence[Piece], view: SlotView, watches: Watches) -> CopyJob:
         """Start the copies for which training waits before its optimizer steps.
 
         Raises:

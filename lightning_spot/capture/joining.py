@@ -25,7 +25,7 @@ from lightning_spot.memory.joint import is_durable
 from lightning_spot.sharded.layout import ShardedImage, ShardedLayouter, load_state, state_archive
 from lightning_spot.sharded.places import Places
 from lightning_spot.sharded.plan import State
-from lightning_spot.staging.copier import Copier, Watch, watch
+from lightning_spot.staging.copier import Copier, Watches, watch
 from lightning_spot.staging.schedule import Schedule
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class _Part:
     image: ShardedImage
     kept: Owners
     copies: dict[int, torch.UntypedStorage]
-    watches: list[Watch]
+    watches: Watches
     trusts: bool
     frozen: threading.Event
 

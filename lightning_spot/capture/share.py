@@ -15,7 +15,7 @@ from lightning_spot.image.layout import Layout, Piece
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.portion import Portion
 from lightning_spot.memory.host import Host, Lease
-from lightning_spot.staging.copier import Copier, Watch
+from lightning_spot.staging.copier import Copier, Watches
 from lightning_spot.staging.schedule import Schedule
 
 
@@ -139,10 +139,12 @@ class ShareWriter(Follower[_Share]):
 
     def _pieces(
         self, split: Split, portion: Portion | None, number: Number, what: _Share
-    ) -> tuple[list[Piece], list[Watch]]:
+    ) -> tuple[list[Piece], Watches]:
         """What of the file is this rank's to write, and the tensors that must not change meanwhile."""
         owned, named = list(what.owned.values()), {}
-        pieces, watches = [], []
+        pieces: list[Piece] = []
+        watched: list[torch.Tensor] = []
+        versions: list[int] = []
         for index, start, nbytes in split.share(number.share):
             storage = owned[index][0].untyped_storage()
             known = self._named.get(index)
@@ -155,9 +157,7 @@ class ShareWriter(Follower[_Share]):
             if storage.data_ptr() in what.copies:
                 self._unchanged.distrusted.add(known)  # its count may be that of a later write
             else:
-                counted = [tensor for tensor in owned[index] if not tensor.is_inference()]
-                watches += [
-                    Watch(tensor, version) for tensor, version in zip(counted, what.versions[index], strict=True)
-                ]
+                watched += [tensor for tensor in owned[index] if not tensor.is_inference()]
+                versions += what.versions[index]
         self._named = named
-        return pieces, watches
+        return pieces, Watches(watched, versions)

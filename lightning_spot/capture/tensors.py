@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 _STRIDED = torch.strided
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _GLANCE_BYTES = 64
 
 
@@ -49,18 +49,24 @@ def storage_address(tensor: torch.Tensor) -> int:
 
 def storage_addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
     """:func:`storage_address` of each; to call that for thousands takes twice as long."""
-    local = [tensor if type(tensor) in _PLAIN else local_of(tensor) for tensor in tensors]
+    local = list(tensors)
+    if not _PLAIN.issuperset(map(type, local)):
+        local = list(map(local_of, local))
     try:
-        return [tensor.untyped_storage().data_ptr() if tensor.layout is _STRIDED else 0 for tensor in local]
+        return [tensor.untyped_storage().data_ptr() for tensor in local]
     except (NotImplementedError, RuntimeError):  # one of them has none of its own
         return list(map(storage_address, local))
 
 
 def by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
     """Tensors by the address of their storage; those without one of their own are left out."""
-    found: dict[int, list[torch.Tensor]] = {}
     tensors = list(tensors)
-    for address, tensor in zip(storage_addresses(tensors), tensors, strict=True):
+    addresses = storage_addresses(tensors)
+    found = dict(zip(addresses, [[tensor] for tensor in tensors], strict=True))
+    if len(found) == len(tensors) and 0 not in found:  # so it is nearly always
+        return found
+    found.clear()
+    for address, tensor in zip(addresses, tensors, strict=True):
         if address in found:
             found[address].append(tensor)
         elif address:
@@ -78,8 +84,10 @@ def optimizer_owned(optimizers: Iterable[Any]) -> dict[int, list[torch.Tensor]]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             owned += group["params"]
-        owned += tensors_in(list(optimizer.state.values()))
-    return by_storage({id(tensor): tensor for tensor in owned}.values())
+        for state in optimizer.state.values():
+            values = list(state.values()) if type(state) is dict else [state]
+            owned += values if _PLAIN.issuperset(map(type, values)) else tensors_in(values)
+    return by_storage(dict(zip(map(id, owned), owned, strict=True)).values())
 
 
 class Glances:

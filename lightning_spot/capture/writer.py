@@ -9,14 +9,13 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, compress
+from operator import not_
 from typing import Any
-
-import torch
 
 from lightning_spot.capture.across import Across
 from lightning_spot.capture.background import Background
@@ -33,7 +32,7 @@ from lightning_spot.capture.views import SlotViews
 from lightning_spot.capture.warming import SlotMaker
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import NodeUnreachable, RingFull, ShareMissing, SpotError, TornSnapshot
-from lightning_spot.image.layout import Layout, Piece, outline_of
+from lightning_spot.image.layout import Layout, outline_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.joint import Shared
@@ -300,23 +299,17 @@ class SnapshotWriter:
 
     def _copy(self, plan: Plan, view: SlotView, owned: Owners) -> CopyJob:
         """Copy now what forward may change, and let the optimizer's own follow until its next step."""
-        now: list[Piece] = []
-        later: list[Piece] = []
-        watched: dict[int, Sequence[torch.Tensor]] = {}
-        for piece in plan.pieces:
-            address = piece.storage.data_ptr()
-            if address in owned and address not in self._unsteady:
-                later.append(piece)
-                watched[address] = owned[address]  # once, of however many pieces
-            else:
-                now.append(piece)
-        first = self._copier.start(now, view)
+        addresses = [piece.storage.data_ptr() for piece in plan.pieces]
+        follow = [address in owned and address not in self._unsteady for address in addresses]
+        first = self._copier.start(list(compress(plan.pieces, map(not_, follow))), view)
         for offset, data in plan.frame:
             view.map[offset : offset + len(data)] = data
         self.copied_bytes += plan.nbytes
         first.wait_cpu()
         self._copier.fence()  # before what may take longer: a GPU's training would wait for that too
-        job = self._copier.start(later, view, watch(chain.from_iterable(watched.values())), self._schedule)
+        watched = dict.fromkeys(compress(addresses, follow))  # each once, of however many pieces
+        watches = watch(chain.from_iterable(map(owned.__getitem__, watched)))
+        job = self._copier.start(list(compress(plan.pieces, follow)), view, watches, self._schedule)
         job.follow(first)  # there may be nothing more to copy from its GPUs
         plan.pieces.clear()  # no storage is kept alive longer than its copy takes
         return job

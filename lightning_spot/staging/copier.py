@@ -11,7 +11,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 from lightning_spot.image.layout import Piece
 from lightning_spot.staging.alone import LoneThread
 from lightning_spot.staging.cuda import CudaCopier, Held
-from lightning_spot.staging.job import NEVER, NOW, Batch, CopyJob, SlotView, Watch, batches_of, watch
+from lightning_spot.staging.job import NEVER, NOW, Batch, CopyJob, SlotView, Watches, batches_of, watch
 from lightning_spot.staging.samples import Sampler
 from lightning_spot.staging.spans import SlotSpan, some, whole
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_spot.staging.device import Device
     from lightning_spot.staging.schedule import Schedule, Timetable
 
-__all__ = ["Copier", "CopyJob", "SlotView", "Watch", "watch"]
+__all__ = ["Copier", "CopyJob", "SlotView", "Watches", "watch"]
 
 
 class Copier:
@@ -54,7 +54,7 @@ class Copier:
         self,
         pieces: Sequence[Piece],
         slot: SlotView,
-        watches: Sequence[Watch] = (),
+        watches: Watches | None = None,
         schedule: Schedule | None = None,
         trains: int | None = None,
     ) -> CopyJob:
@@ -73,7 +73,7 @@ class Copier:
         timetable = (
             schedule.timetable([(piece.storage.data_ptr(), piece.nbytes) for piece in pieces]) if schedule else None
         )
-        job = CopyJob(pieces, watches, self._notify, self._clock, trains, self._sampler)
+        job = CopyJob(pieces, watches or Watches(), self._notify, self._clock, trains, self._sampler)
         with self._wake:
             self._slots[job] = ref(slot)  # before anything goes there
         job.stands_still = timetable is not None and timetable.stands_still

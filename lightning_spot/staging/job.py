@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
 import ctypes
+import itertools
 import mmap
+import operator
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -18,7 +20,7 @@ from lightning_spot.image.layout import Piece
 from lightning_spot.staging.cuda import CudaCopy
 from lightning_spot.staging.operations import Operation
 from lightning_spot.staging.samples import Sampler
-from lightning_spot.staging.spans import SlotSpan
+from lightning_spot.staging.spans import SlotSpan, gone
 from lightning_spot.threads import work_together
 
 _LEAST_BATCH_BYTES = 16 * 1024 * 1024
@@ -32,25 +34,40 @@ _memmove.argtypes = _memmove_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p,
 _memmove.restype = _memmove_small.restype = None
 
 
-class Watch(NamedTuple):
-    """A tensor that must not change until it is copied.
+class Watches:
+    """Tensors that must not change until they are copied; on any device, and kept alive meanwhile.
 
-    Attributes:
-        tensor: the tensor (any device); kept alive meanwhile.
-        version: its version counter when the copy was ordered.
+    Args:
+        tensors: the tensors.
+        versions: their version counters when the copy was ordered.
     """
 
-    tensor: torch.Tensor
-    version: int
+    __slots__ = ("_tensors", "_versions")
+
+    def __init__(self, tensors: Sequence[torch.Tensor] = (), versions: Sequence[int] = ()) -> None:
+        self._tensors, self._versions = tensors, versions
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def changed(self) -> list[torch.Tensor]:
+        """Those that were written to since."""
+        versions = [tensor._version for tensor in self._tensors]
+        if versions == self._versions:  # so it is nearly always, and there may be thousands
+            return []
+        pairs = zip(versions, self._versions, strict=True)
+        return list(itertools.compress(self._tensors, itertools.starmap(operator.ne, pairs)))
 
 
-_WATCH = tuple.__new__
-"""Makes one of thousands of watches: to call the class takes thrice as long."""
-
-
-def watch(tensors: Iterable[torch.Tensor]) -> list[Watch]:
+def watch(tensors: Iterable[torch.Tensor]) -> Watches:
     """Note the version counters of ``tensors``. Inference tensors have none and are left out: nothing tracks them."""
-    return [_WATCH(Watch, (tensor, tensor._version)) for tensor in tensors if not tensor.is_inference()]
+    watched = list(tensors)
+    try:
+        versions = [tensor._version for tensor in watched]
+    except RuntimeError:  # to ask each of them first takes longer than all else
+        watched = [tensor for tensor in watched if not tensor.is_inference()]
+        versions = [tensor._version for tensor in watched]
+    return Watches(watched, versions)
 
 
 class SlotView:
@@ -86,7 +103,7 @@ class CopyJob:
     def __init__(
         self,
         pieces: Sequence[Piece],
-        watches: Sequence[Watch],
+        watches: Watches,
         woken: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         trains: int | None = None,
@@ -177,9 +194,7 @@ class CopyJob:
         with self._lock:
             if self._settled.is_set():
                 return
-            counted = frozenset(
-                tensor.untyped_storage().data_ptr() for tensor, version in self._watches if tensor._version != version
-            )
+            counted = frozenset(tensor.untyped_storage().data_ptr() for tensor in self._watches.changed())
             past_counts = self._samples.changed() - counted
             self._sampler.is_wary |= bool(past_counts)
             self.moved = counted | past_counts
@@ -322,28 +337,29 @@ class Batch:
 
     def _move(self, spans: Iterable[SlotSpan]) -> None:
         base = self._slot.address
-        for span in spans:
-            move = _memmove if span.nbytes > _SMALL_BYTES else _memmove_small
-            move(base + span.place, span.address(), span.nbytes)
+        for storage, start, place, nbytes in spans:  # thousands of small ones, by a thread that keeps the GIL
+            move = _memmove if nbytes > _SMALL_BYTES else _memmove_small
+            if storage.nbytes() < start + nbytes:
+                raise gone()
+            move(base + place, storage.data_ptr() + start, nbytes)
 
 
 def batches_of(
     spans: Sequence[SlotSpan], slot: SlotView, place: int, after_s: float, ready_s: float
 ) -> Iterator[Batch]:
     """Cut into batches, large ones first: those run while nobody can help; the last even the load out."""
-    left = sum(span.nbytes for span in spans)
-    limit = max(left // 3, _LEAST_BATCH_BYTES)
-    batch: list[SlotSpan] = []
-    size = 0
-    for span in spans:
-        rest = span
-        while rest.nbytes >= limit - size:
-            first, rest = rest.cut(limit - size)
-            yield Batch([*batch, first], slot, place, after_s, ready_s)
-            batch, size, left = [], 0, left - limit
-            limit = max(left // 3, _LEAST_BATCH_BYTES)
-        if rest.nbytes:
-            batch.append(rest)
-            size += rest.nbytes
-    if batch:
-        yield Batch(batch, slot, place, after_s, ready_s)
+    ends = list(itertools.accumulate([span.nbytes for span in spans], initial=0))
+    begin, total = 0, ends[-1]
+    while begin < total:
+        end = min(total, begin + max((total - begin) // 3, _LEAST_BATCH_BYTES))
+        yield Batch(_between(spans, ends, begin, end), slot, place, after_s, ready_s)
+        begin = end
+
+
+def _between(spans: Sequence[SlotSpan], ends: Sequence[int], begin: int, end: int) -> list[SlotSpan]:
+    """What lies between two places, counted in bytes over all spans; ``ends`` says where each begins."""
+    first, behind = bisect.bisect_right(ends, begin) - 1, bisect.bisect_left(ends, end)
+    found = list(spans[first:behind])
+    found[-1] = found[-1].cut(end - ends[behind - 1])[0]
+    found[0] = found[0].cut(begin - ends[first])[1]
+    return found

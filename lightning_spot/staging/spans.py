@@ -27,22 +27,14 @@ class SlotSpan(NamedTuple):
     place: int
     nbytes: int
 
-    def address(self) -> int:
-        """Address of the first byte, of a storage on the CPU.
-
-        Raises:
-            SpotError: if the storage was made smaller since, or its memory given back.
-        """
-        self._check()
-        return self.storage.data_ptr() + self.start
-
     def source(self) -> torch.Tensor:
         """The bytes, as a uint8 tensor that shares them.
 
         Raises:
-            SpotError: as above.
+            SpotError: if the storage was made smaller since, or its memory given back.
         """
-        self._check()
+        if self.storage.nbytes() < self.start + self.nbytes:
+            raise gone()
         whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
         return whole[self.start : self.start + self.nbytes]
 
@@ -50,15 +42,15 @@ class SlotSpan(NamedTuple):
         """Their place in the slot, as a uint8 tensor that shares it."""
         return slot[self.place : self.place + self.nbytes]
 
-    def _check(self) -> None:
-        """Beyond its end, a storage is memory of somebody else, or none."""
-        if self.storage.nbytes() < self.start + self.nbytes:
-            raise SpotError("its storage was resized, or its memory given back, before it was copied")
-
     def cut(self, nbytes: int) -> tuple[SlotSpan, SlotSpan]:
         """The first ``nbytes`` and the rest."""
         rest = SlotSpan(self.storage, self.start + nbytes, self.place + nbytes, self.nbytes - nbytes)
         return self._replace(nbytes=nbytes), rest
+
+
+def gone() -> SpotError:
+    """What to raise of a storage that is shorter than it was: beyond its end is memory of somebody else, or none."""
+    return SpotError("its storage was resized, or its memory given back, before it was copied")
 
 
 _SPAN = tuple.__new__
