@@ -35,8 +35,8 @@ def desk(runtime_dir: Path) -> Iterator[Desk]:
 
 
 def wrong(layout: Layout, view: SlotView, truth: Sequence[torch.Tensor]) -> list[int]:
-    """Numbers of the pieces that are not, bit for bit, what they should be."""
-    copied = (view.tensor[piece.offset : piece.offset + piece.nbytes].cuda() for piece in layout.pieces)
+    """Numbers of the pieces that are not, bit for bit, what they should be. A copy lies in one page-locked piece."""
+    copied = (view.tensor[piece.offset : piece.offset + piece.nbytes].clone().cuda() for piece in layout.pieces)
     pairs = enumerate(zip(copied, truth, strict=True))
     return [number for number, (found, true) in pairs if not torch.equal(found, true.reshape(-1).view(torch.uint8))]
 

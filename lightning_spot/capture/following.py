@@ -116,9 +116,9 @@ class Follower(ABC, Generic[What]):
             task.look()
             try:
                 job.wait_cpu()
+                self._copier.fence()
             except SpotError:
                 continue  # the background thread reports it
-            self._copier.fence()
             job.settle()
         self._pending = [task for task in self._pending if not task.done.done()]
 

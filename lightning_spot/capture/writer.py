@@ -196,9 +196,9 @@ class SnapshotWriter:
             self._unchanged.written_past_counts(pending.plan, pending.view)
             try:
                 pending.job.wait_cpu()
+                self._copier.fence()
             except SpotError:
                 continue  # the background thread reports it through the future
-            self._copier.fence()
             pending.job.settle()
             self._unsteady |= pending.job.moved
         self._forget_done()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,15 @@ logger = logging.getLogger(__name__)
 
 Held = tuple[int, list[SlotSpan]]
 """A place of the iteration, and what is copied from there on."""
+
+
+@contextmanager
+def _failures_as_ours() -> Iterator[None]:
+    """Have an error of CUDA cost a snapshot, or nothing more than what is cleared up: training meets it by itself."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise SpotError(f"the GPU failed: {error}") from error
 
 
 class CudaCopier:
@@ -51,7 +61,14 @@ class CudaCopier:
             held: what is copied from which place of the iteration on, in order.
             slot: uint8 CPU tensor of shape ``(capacity,)`` over the slot.
             buffered: whether the last bytes may go through the buffer on the device, before the optimizer steps.
+
+        Raises:
+            SpotError: if the device fails.
         """
+        with _failures_as_ours():
+            return self._begin(held, slot, buffered=buffered)
+
+    def _begin(self, held: Iterable[Held], slot: torch.Tensor, *, buffered: bool) -> CudaCopy:
         by_lane: dict[Lane, list[Held]] = {}
         for place, spans in held:
             for span in spans:
@@ -63,12 +80,17 @@ class CudaCopier:
         return CudaCopy(self, [LaneCopy(lane, parts, slot, buffered=buffered) for lane, parts in by_lane.items()])
 
     def fence(self) -> None:
-        """Make each device's current stream wait for the copies ordered so far (no host wait)."""
-        if self.capturing():
-            return
-        for lane in self._lanes.values():
-            if lane.read is not None:
-                self.device.wait(self.device.current(lane.index), lane.read)
+        """Make each device's current stream wait for the copies ordered so far (no host wait).
+
+        Raises:
+            SpotError: if the device fails.
+        """
+        with _failures_as_ours():
+            if self.capturing():
+                return
+            for lane in self._lanes.values():
+                if lane.read is not None:
+                    self.device.wait(self.device.current(lane.index), lane.read)
 
     def capturing(self) -> bool:
         """Whether nothing can be ordered now, since a CUDA graph is being recorded; said once."""
@@ -107,9 +129,12 @@ class CudaCopier:
             logger.warning("a slot of %d bytes could not be let go (CUDA error %d)", slot.numel(), code)
 
     def synchronize(self) -> None:
-        """Have the calling thread wait for all that was ordered."""
-        for lane in self._lanes.values():
-            lane.synchronize()
+        """Have the calling thread wait for all that was ordered. To a device that has failed, nothing goes on."""
+        for lane in list(self._lanes.values()):
+            try:
+                lane.synchronize()
+            except RuntimeError as error:
+                logger.debug("copies from GPU %d have ended: %s", lane.index, error)
 
     def _lane(self, index: int) -> Lane:
         if index not in self._lanes:
@@ -264,9 +289,14 @@ class CudaCopy:
             self._note()
 
     def wait(self) -> None:
-        """Have the calling thread wait until all that was ordered is in the slot."""
-        for event in self._done:
-            self._copier.device.synchronize(event)
+        """Have the calling thread wait until all that was ordered is in the slot.
+
+        Raises:
+            SpotError: if the device fails.
+        """
+        with _failures_as_ours():
+            for event in self._done:
+                self._copier.device.synchronize(event)
         self._lanes = ()
 
     def _note(self) -> None:

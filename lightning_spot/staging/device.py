@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -10,12 +11,15 @@ from typing import Any, Protocol
 
 import torch
 
+logger = logging.getLogger(__name__)
+
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device's context
 PAGE_LOCKED_BYTES = 64 * 1024 * 1024
 """What is page-locked at once, from the beginning of a slot. No copy may go from one such piece into the next.
 
 While CUDA page-locks memory, nothing is launched: 0.76 s for 12 GB at once (H100), 3 ms at most for so much.
 """
+_UNKNOWN = 999  # cudaErrorUnknown
 _page_locked: dict[int, tuple[int, int]] = {}
 """What this process has page-locked, as CUDA knows it: address, bytes, and the device it was asked of."""
 _page_locking = threading.Lock()
@@ -185,13 +189,17 @@ def _apart(index: int, calls: Sequence[Callable[[], int]]) -> int:
     codes = [0]
 
     def work() -> None:
-        with torch.cuda.device(index):
-            for call in calls:
-                began_s = time.perf_counter()
-                codes.append(call())
-                if codes[-1] != 0:
-                    return
-                time.sleep(time.perf_counter() - began_s)
+        try:
+            with torch.cuda.device(index):
+                for call in calls:
+                    began_s = time.perf_counter()
+                    codes.append(call())
+                    if codes[-1] != 0:
+                        return
+                    time.sleep(time.perf_counter() - began_s)
+        except RuntimeError as error:  # the device is lost
+            logger.debug("GPU %d has failed: %s", index, error)
+            codes.append(_UNKNOWN)
 
     thread = threading.Thread(target=work, name="spot-page-lock", daemon=True)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import itertools
+import logging
 import mmap
 import operator
 import os
@@ -22,6 +23,8 @@ from lightning_spot.staging.operations import Operation
 from lightning_spot.staging.samples import Sampler
 from lightning_spot.staging.spans import SlotSpan, gone
 from lightning_spot.threads import work_together
+
+logger = logging.getLogger(__name__)
 
 _LEAST_BATCH_BYTES = 16 * 1024 * 1024
 _MOST_THREADS = 4
@@ -238,7 +241,10 @@ class CopyJob:
         self._end_if_done()
         self._handed_over.wait()
         if self._cuda is not None:
-            self._cuda.wait()
+            try:
+                self._cuda.wait()
+            except SpotError as error:
+                logger.debug("nothing more comes from a GPU that has failed: %s", error)
 
     def step_in_background(self) -> None:
         """Copy one batch that is due, if there is one."""
