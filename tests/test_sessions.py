@@ -213,6 +213,7 @@ def test_every_call_to_a_stopped_node_ends_in_time(tmp_path: Path) -> None:
         lambda: host.flush(600.0),
         lambda: host.remove("x"),
         host.tiers,
+        host.check,
         host.safe_step,
         host.manifests,
         lambda: host.open_run(info_of(str(tmp_path), 1)),
@@ -322,6 +323,20 @@ def test_a_new_session_of_one_trainer_never_loses_to_its_old_one(tmp_path: Path)
     old.disconnect()
     take(new, 2, NBYTES)
     assert {manifest.step for manifest in new.manifests()} == {1, 2}
+
+
+def test_a_node_that_has_come_in_the_place_of_another_is_not_taken_for_it(tmp_path: Path) -> None:
+    lost, closed = start(tmp_path), start(tmp_path)
+    lost.check()
+    closed.session.close()
+    with pytest.raises(NodeUnreachable, match="has gone"):
+        closed.check()
+    os.kill(node_pid(lost), KILL)
+    new = start(tmp_path)
+    new.check()
+    assert node_pid(lost) == node_pid(new)  # requests are answered all the same
+    with pytest.raises(NodeUnreachable, match="has gone"):
+        lost.check()
 
 
 def test_a_forked_child_has_no_session_and_does_no_harm(tmp_path: Path) -> None:

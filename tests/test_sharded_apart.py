@@ -38,6 +38,12 @@ class Apart(Desk):
         self.store = LocalStore(self.url)
         self.most_own_bytes = 1000  # as all ranks were told
 
+    def connect(self) -> EmbeddedHost:
+        """Another connection to the node of the second host, which is started anew if it is lost."""
+        host = embedded.start(self.url, "run", slots=3, memory_bytes=self.memory_bytes, idle_timeout_s=30.0)
+        host.open_run(replace(info_of(self.url, 1), durable_url=None, carry=False))
+        return host
+
     def image(self, manifest: Manifest) -> tuple[memoryview, Manifest]:
         there = next(each for each in self.store.survey().manifests if each.name == manifest.name)
         image = memoryview(bytearray(there.nbytes))
@@ -151,25 +157,49 @@ def test_a_rank_that_comes_when_it_is_over_takes_no_slot(desk: Apart) -> None:
     assert [slot for slot in node._call("GET", "/v1/status")["slots"] if slot["capacity_bytes"]] == []
 
 
-def test_a_host_whose_node_is_lost_has_nobody_wait_for_its_files(desk: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
-    def again() -> EmbeddedHost:
-        host = embedded.start(desk.url, "run", slots=3, memory_bytes=desk.memory_bytes, idle_timeout_s=30.0)
-        host.open_run(replace(info_of(desk.url, 1), durable_url=None, carry=False))
-        return host
-
-    monkeypatch.setattr(joining, "_LOOK_S", 0.05)
-    first, _, other = desk.others
-    first._connect = other._connect = again
-    written = desk.begin(1, 1)
-    first.copied()
-    written.result(LAST_S)
+@pytest.mark.parametrize("written", [1, 3])
+@pytest.mark.parametrize("notices", ["first", "last"])
+def test_a_host_whose_node_is_lost_has_nobody_wait_for_its_files(
+    desk: Apart, monkeypatch: pytest.MonkeyPatch, written: int, notices: str
+) -> None:
+    """One of its ranks has written; the other one comes to the next node, where nobody has the first one's bytes."""
+    monkeypatch.setattr(joining, "_LOOK_S", 0.05 if notices == "first" else LAST_S)
+    early, other = (desk.others[rank - 1] for rank in (written, 4 - written))
+    early._connect = other._connect = desk.connect
+    done = desk.begin(written, 1)
+    early.copied()
+    done.result(LAST_S)
     os.kill(desk.hosts[1]._call("GET", "/v1/status")["pid"], signal.SIGKILL)  # it waits for the other rank there
-    late = desk.begin(3, 1)  # which comes to the next node, where nobody has the first one's bytes
+    if notices == "first":
+        until(lambda: early._brought is None, "the rank to notice", LAST_S)
+    late = desk.begin(4 - written, 1)
     leading = [desk.begin(rank, 1) for rank in (0, 2)]
     desk.copied()
-    with pytest.raises(ShareMissing, match="rank 1: the node of its host was lost"):
+    if notices == "last":
+        late.result(LAST_S)  # so the next node answers where the lost one did
+        monkeypatch.setattr(joining, "_LOOK_S", 0.05)
+        early._tasks.put(lambda: None)
+    with pytest.raises(ShareMissing, match=f"rank {written}: the node of its host was lost"):
         leading[0].result(LAST_S)
     futures.wait([late], LAST_S)
+
+
+@pytest.mark.parametrize("written", [1, 3])
+def test_a_rank_that_has_lost_its_connection_only_drops_nothing(
+    desk: Apart, monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
+    monkeypatch.setattr(joining, "_LOOK_S", 0.05)
+    rank = desk.others[written - 1]
+    rank._connect = desk.connect
+    begun = [desk.begin(written, 1)]
+    rank.copied()
+    begun[0].result(LAST_S)
+    desk.hosts[written].session.close()
+    until(lambda: rank._brought is None, "the rank to notice", LAST_S)
+    begun += [desk.begin(each, 1) for each in (0, 2, 4 - written)]
+    desk.copied()
+    futures.wait(begun, LAST_S)
+    desk.check(begun[1].result())
 
 
 def test_ranks_of_two_hosts_save_each_step_without_a_memory_node(train: Train, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ class Joining(Follower[_Part | SpotError]):
         world_size: int,
         token: str = "",
     ) -> None:
-        self._brought: tuple[str, str, int] | None = None  # name, where, and number of this host
+        self._brought: tuple[str, str, Number] | None = None  # name, where, and which share of it
         super().__init__(host, connect, copier, schedule)
         self._attempt, self._hosts, self._rank, self._world_size = host.attempt, hosts, rank, world_size
         self._say_once = SayOnce()
@@ -189,8 +189,8 @@ class Joining(Follower[_Part | SpotError]):
         finally:
             frozen.set()  # training waits for it, also where there is no slot
         problem = task.done.exception()
-        if is_durable(task.at) and task.number.here == 1 and (problem is None or isinstance(problem, NodeUnreachable)):
-            self._brought = (task.name, task.at, task.number.host)
+        if is_durable(task.at) and (problem is None or isinstance(problem, NodeUnreachable)):
+            self._brought = (task.name, task.at, task.number)
 
     def _look_s(self) -> float | None:
         return _LOOK_S if self._brought is not None else None
@@ -200,7 +200,7 @@ class Joining(Follower[_Part | SpotError]):
         if self._brought is None:
             return
         try:
-            (self._host or self._reconnect()).tiers()
+            (self._host or self._reconnect()).check()
         except (SpotError, OSError) as error:
             logger.debug("the node on this host: %s", error)
             if isinstance(error, NodeUnreachable):
@@ -212,7 +212,8 @@ class Joining(Follower[_Part | SpotError]):
             return
         name, at, number = brought
         try:
-            host.decline(name, f"rank {self._rank}: the node of its host was lost", at, number)
+            why = f"rank {self._rank}: the node of its host was lost"
+            host.decline(name, why, at, number.host, number.here)
         except SpotError as error:
             logger.debug("nobody could be told that the node on this host was lost: %s", error)
 

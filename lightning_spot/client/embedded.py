@@ -268,9 +268,10 @@ class EmbeddedHost:
         body = {"share": share, "torn": torn[:_LONGEST_REASON]}
         self._call("POST", f"/v1/uploads/{upload}/placed", body, again=True)
 
-    def decline(self, name: str, why: str, at: str = "", host: int = 0) -> None:
+    def decline(self, name: str, why: str, at: str = "", host: int = 0, share: int = 1) -> None:
         """See :meth:`Host.decline`."""
         body = {"attempt": self.attempt, "name": name, "why": why[:_LONGEST_REASON], "at": at, "host": host}
+        body |= {"share": share}
         self._call("POST", f"/v1/runs/{quoted(self.run)}/decline", body, again=True)
 
     def _mapped(self, leased: dict[str, Any], nbytes: int, share: int, shared: Shared | None) -> Lease:
@@ -310,6 +311,11 @@ class EmbeddedHost:
         body = {"run": None, "wait_s": wait_s}
         answer = self._call("POST", "/v1/flush", body, limit_s=wait_s + self.max_stall_s, again=True)
         return [str(line) for line in answer["unreached"]]
+
+    def check(self) -> None:
+        """See :meth:`Host.check`. Requests do not tell: another node answers them at the same place."""
+        self.session.check()
+        self._ping()
 
     def remove(self, name: str) -> None:
         """See :meth:`Host.remove`."""

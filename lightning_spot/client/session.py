@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spot.errors import NodeRefused, NodeUnreachable, SnapshotNotFound, TierError
+from lightning_spot.protocol.process import wait_readable
 from lightning_spot.staging.slot import map_shared
 
 _LONGEST_LINE = 65536
@@ -94,6 +95,17 @@ class Session:
         if fd is None:
             raise SnapshotNotFound(f"snapshot {name!r} of run {run!r} has left the memory of this host's node")
         return fd, bool(answer.get("given"))
+
+    def check(self) -> None:
+        """Raise if it is over: what was told in it is not known to a node that has come in the place of this one.
+
+        Raises:
+            NodeUnreachable: if the node has gone, or has closed it.
+        """
+        with self._lock:  # the node says nothing unasked: what can be read while nobody asks is the end
+            fd = self._socket.fileno()
+            if fd < 0 or wait_readable([fd], 0.0):
+                raise NodeUnreachable("the node on this host has gone")
 
     def close(self) -> None:
         """Leave: what was pinned is let go."""

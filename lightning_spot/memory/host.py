@@ -123,15 +123,16 @@ class Host(Protocol):
         Nothing may be written into it any more.
         """
 
-    def decline(self, name: str, why: str, at: str = "", host: int = 0) -> None:
+    def decline(self, name: str, why: str, at: str = "", host: int = 0, share: int = 1) -> None:
         """Say that there will be no snapshot of that name, so that no rank waits for its share.
 
         Args:
             name: of the snapshot.
             why: for people.
             at: URL of the run where other hosts would have brought their portions.
-            host: number of this one, if the ring was lost that was to bring its portion, of which its first rank asks:
-                nothing is said if that rank's share is in this ring, or the portion is there.
+            host: number of this one, if the ring was lost that was to bring its portion.
+            share: in that portion, of the rank that says so: nothing comes of it if that share is in this ring, or the
+                portion is there.
         """
 
     def seal(
@@ -163,6 +164,13 @@ class Host(Protocol):
 
     def flush(self, wait_s: float) -> list[str]:
         """Bring everything to the tiers below; returns what was not reached in time, one line each."""
+
+    def check(self) -> None:
+        """Raise if this very ring is lost, also where another one has come in its place.
+
+        Raises:
+            NodeUnreachable: if it is gone, does not answer, or knows this trainer no more.
+        """
 
     def remove(self, name: str) -> None:
         """Remove a file from memory, and from the run's tiers in the background, whether or not it is in memory."""
@@ -255,7 +263,7 @@ class InProcessHost:
         """See :meth:`Host.placed`."""
         raise ShareMissing("a ring inside the trainer (memory=None) has no shares")
 
-    def decline(self, name: str, why: str, at: str = "", host: int = 0) -> None:
+    def decline(self, name: str, why: str, at: str = "", host: int = 0, share: int = 1) -> None:
         """See :meth:`Host.decline`; nobody waits."""
 
     def carrier(self) -> str:
@@ -281,6 +289,9 @@ class InProcessHost:
     def flush(self, wait_s: float) -> list[str]:
         """See :meth:`Host.flush`."""
         return self._node.flush(None, wait_s)
+
+    def check(self) -> None:
+        """See :meth:`Host.check`; it lives as long as the trainer."""
 
     def remove(self, name: str) -> None:
         """See :meth:`Host.remove`."""

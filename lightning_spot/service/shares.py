@@ -90,8 +90,9 @@ class ShareRequests:
         attempt = integer(body, "attempt", None, 0, MOST_ATTEMPTS)
         run, name, why, at = request.match_info["run"], text(body, "name"), text(body, "why"), text(body, "at")
         host, abroad = integer(body, "host", 0, 0, MOST_SHARES), self._node.uploads.abroad
-        if host and await asyncio.to_thread(self._shares.is_joined, run, name, 1):
-            return web.json_response({})  # the first rank of this host asks: it has lost its connection only
+        share = integer(body, "share", 1, 1, MOST_SHARES)
+        if host and await asyncio.to_thread(self._shares.is_joined, run, name, share):
+            return web.json_response({})  # the rank has lost its connection only
         await asyncio.to_thread(self._shares.decline, run, attempt, name, why)
         if at:
             abroad.decline(run, at, name, attempt, why, host)
