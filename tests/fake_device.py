@@ -83,6 +83,9 @@ class FakeDevice:
     def index(self, storage: torch.UntypedStorage) -> int:
         return 0
 
+    def in_use(self) -> list[int]:
+        return [0]
+
     def current(self, index: int) -> FakeStream:
         return self.training
 

@@ -26,7 +26,7 @@ from lightning_spot.capture.views import SlotViews
 from lightning_spot.errors import NodeUnreachable, ShareMissing, SpotError, TornSnapshot
 from lightning_spot.image.layout import Piece
 from lightning_spot.memory.host import Host, Lease
-from lightning_spot.staging.copier import Copier, CopyJob, SlotView, Watches
+from lightning_spot.staging.copier import Copier, CopyJob, Marks, SlotView, Watches
 from lightning_spot.staging.schedule import Schedule
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class Task(Generic[What]):
         wait_s: how long rank 0 may wait for a clean slot.
         still: whether no tensor changes until it is there. Then nothing is left for training to copy, or to order.
         told: at a durable tier: what the node of this host has to know of the snapshot, and a checksum of all of it.
+        after: what that had ordered on GPUs at the seam.
         thread: number of the thread that trains.
         job: the copies, once the slot is there.
         look: compares what the slot had already with the tensors, which must not change before; how many differ.
@@ -66,6 +67,7 @@ class Task(Generic[What]):
     wait_s: float
     still: bool = False
     told: tuple[str, str] = ("", "")
+    after: Marks = field(default_factory=dict)
     thread: int = field(default_factory=threading.get_ident)
     job: CopyJob | None = None
     look: Callable[[], int] = int
@@ -173,6 +175,7 @@ class Follower(ABC, Generic[What]):
 
     def _put(self, task: Task[What]) -> None:
         """Have a part written."""
+        task.after = self._copier.marks()
         self._pending.append(task)
         self._tasks.put(lambda: self._write(task))
 
@@ -216,7 +219,7 @@ class Follower(ABC, Generic[What]):
                 raise ShareMissing("training went on before its slot was there")
             task.look = functools.partial(self._unchanged.written_past_counts, plan, view)
             schedule = None if task.still else self._schedule
-            task.job = job = self._copier.start(pieces, view, watches, schedule, task.thread)
+            task.job = job = self._copier.start(pieces, view, watches, schedule, task.thread, task.after)
         task.begun.set()
         return job
 

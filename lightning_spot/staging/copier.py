@@ -10,7 +10,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from lightning_spot.image.layout import Piece
 from lightning_spot.staging.alone import LoneThread
-from lightning_spot.staging.cuda import CudaCopier, Held
+from lightning_spot.staging.cuda import CudaCopier, Held, Marks
 from lightning_spot.staging.job import NEVER, NOW, Batch, CopyJob, SlotView, Watches, batches_of, watch
 from lightning_spot.staging.samples import Sampler
 from lightning_spot.staging.spans import SlotSpan, some, whole
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_spot.staging.device import Device
     from lightning_spot.staging.schedule import Schedule, Timetable
 
-__all__ = ["Copier", "CopyJob", "SlotView", "Watches", "watch"]
+__all__ = ["Copier", "CopyJob", "Marks", "SlotView", "Watches", "watch"]
 
 
 class Copier:
@@ -57,6 +57,7 @@ class Copier:
         watches: Watches | None = None,
         schedule: Schedule | None = None,
         trains: int | None = None,
+        after: Marks | None = None,
     ) -> CopyJob:
         """Start copying and return at once.
 
@@ -69,6 +70,7 @@ class Copier:
             watches: tensors to compare before and after, see :func:`watch`.
             schedule: when each of them goes; ``None`` for at once.
             trains: number of the thread that trains; ``None`` for the calling one.
+            after: what copies from GPUs come after, see :meth:`marks`; ``None`` for what this thread has ordered.
         """
         timetable = (
             schedule.timetable([(piece.storage.data_ptr(), piece.nbytes) for piece in pieces]) if schedule else None
@@ -79,7 +81,7 @@ class Copier:
         job.stands_still = timetable is not None and timetable.stands_still
         if job.stands_still:
             timetable = None
-        self._fill(job, pieces, slot, timetable, buffered=schedule is not None)
+        self._fill(job, pieces, slot, timetable, after, buffered=schedule is not None)
         if job.stands_still:
             job.copy_here()
         if job.is_done:
@@ -110,6 +112,10 @@ class Copier:
         """Undo :meth:`pin`; call it before the slot is unmapped."""
         self._cuda.unpin(slot.tensor)
 
+    def marks(self) -> Marks:
+        """What the calling thread has ordered on GPUs so far."""
+        return self._cuda.marks()
+
     def fence(self) -> None:
         """Make the current CUDA stream wait for the copies ordered so far; the calling thread does not wait."""
         self._cuda.fence()
@@ -125,7 +131,14 @@ class Copier:
             thread.join()
 
     def _fill(
-        self, job: CopyJob, pieces: Sequence[Piece], slot: SlotView, timetable: Timetable | None, *, buffered: bool
+        self,
+        job: CopyJob,
+        pieces: Sequence[Piece],
+        slot: SlotView,
+        timetable: Timetable | None,
+        after: Marks | None,
+        *,
+        buffered: bool,
     ) -> None:
         """Give a job what it has to copy, held until its place in the iteration is reached or its time is up."""
         latest_s = NOW if timetable is None else self._clock() + timetable.limit_s
@@ -146,7 +159,7 @@ class Copier:
                 else:  # MPS, XPU, …: no side stream is known here; copied in order, by the caller
                     span.target(slot.tensor).copy_(span.source())
             batches += batches_of(on_cpu, slot, place, after_s, latest_s)
-        job.hold(batches, self._cuda.begin(on_gpu, slot.tensor, buffered=buffered) if on_gpu else None)
+        job.hold(batches, self._cuda.begin(on_gpu, slot.tensor, buffered=buffered, after=after) if on_gpu else None)
 
     def _notify(self) -> None:
         with self._wake:

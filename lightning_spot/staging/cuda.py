@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 Held = tuple[int, list[SlotSpan]]
 """A place of the iteration, and what is copied from there on."""
+
+Marks = Mapping[int, Any]
+"""For devices by their number, an event: a place in the order of the training's work."""
 
 
 @contextmanager
@@ -54,21 +57,35 @@ class CudaCopier:
         self.records_graphs = False
         """Whether a CUDA graph was seen being recorded: its replays call no hooks, so nothing may follow later."""
 
-    def begin(self, held: Iterable[Held], slot: torch.Tensor, *, buffered: bool) -> CudaCopy:
+    def marks(self) -> Marks:
+        """What the calling thread has ordered so far on each device; nothing of one that has failed."""
+        try:
+            if self.capturing():
+                return {}
+            indices = {*self._lanes, *self.device.in_use()}
+            return {index: self.device.record(self.device.current(index)) for index in indices}
+        except RuntimeError as error:
+            logger.debug("copies will fail: %s", error)
+            return {}
+
+    def begin(
+        self, held: Iterable[Held], slot: torch.Tensor, *, buffered: bool, after: Marks | None = None
+    ) -> CudaCopy:
         """Take copies over; none is ordered yet.
 
         Args:
             held: what is copied from which place of the iteration on, in order.
             slot: uint8 CPU tensor of shape ``(capacity,)`` over the slot.
             buffered: whether the last bytes may go through the buffer on the device, before the optimizer steps.
+            after: what they come after; ``None`` for what the calling thread has ordered so far.
 
         Raises:
             SpotError: if the device fails.
         """
         with _failures_as_ours():
-            return self._begin(held, slot, buffered=buffered)
+            return self._begin(held, slot, buffered, after)
 
-    def _begin(self, held: Iterable[Held], slot: torch.Tensor, *, buffered: bool) -> CudaCopy:
+    def _begin(self, held: Iterable[Held], slot: torch.Tensor, buffered: bool, after: Marks | None) -> CudaCopy:
         by_lane: dict[Lane, list[Held]] = {}
         for place, spans in held:
             for span in spans:
@@ -77,6 +94,10 @@ class CudaCopier:
                     parts.append((place, []))
                 parts[-1][1].extend(cut_at(span, PAGE_LOCKED_BYTES))
         self.pin(slot, next(iter(by_lane)).index)
+        marks = after if after is not None else self.marks()
+        for lane in by_lane:  # a hook that orders some of them may be on a thread with another stream
+            if (event := marks.get(lane.index)) is not None:
+                lane.follow(event)
         return CudaCopy(self, [LaneCopy(lane, parts, slot, buffered=buffered) for lane, parts in by_lane.items()])
 
     def fence(self) -> None:
@@ -174,6 +195,10 @@ class Lane:
                 self._buffer_bytes = 0
                 self._say("buffer", "the device has no room for device_buffer: the optimizer waits for every copy")
         return self._buffer
+
+    def follow(self, event: Any) -> None:
+        """Copy nothing more before ``event`` is over."""
+        self._device.wait(self._stream, event)
 
     def order(self, spans: Sequence[SlotSpan], slot: torch.Tensor) -> None:
         """Copy after what training has ordered so far."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +22,7 @@ PAGE_LOCKED_BYTES = 64 * 1024 * 1024
 While CUDA page-locks memory, nothing is launched: 0.76 s for 12 GB at once (H100), 3 ms at most for so much.
 """
 _UNKNOWN = 999  # cudaErrorUnknown
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _page_locked: dict[int, tuple[int, int]] = {}
 """What this process has page-locked, as CUDA knows it: address, bytes, and the device it was asked of."""
 _page_locking = threading.Lock()
@@ -33,6 +36,9 @@ class Device(Protocol):
 
     def index(self, storage: torch.UntypedStorage) -> int:
         """On which."""
+
+    def in_use(self) -> Sequence[int]:
+        """Numbers of those that the calling thread's work goes to, as far as that is known."""
 
     def current(self, index: int) -> Any:
         """The stream that the calling thread's work goes to."""
@@ -88,6 +94,10 @@ class Cuda:
         """On which."""
         return storage.device.index or 0
 
+    def in_use(self) -> Sequence[int]:
+        """The calling thread's device, if CUDA was used at all."""
+        return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call] # torch's
+
     def current(self, index: int) -> torch.cuda.Stream:
         """The stream that the calling thread's work goes to."""
         return torch.cuda.current_stream(index)
@@ -99,7 +109,8 @@ class Cuda:
 
     def record(self, stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:
         """An event that is over when all that was ordered on ``stream`` so far is done."""
-        event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call] # torch's
+        # Who waits for one sleeps: by default it would use a processor up. One for times is only looked at.
+        event = torch.cuda.Event(enable_timing=timed, blocking=not timed)  # type: ignore[no-untyped-call] # torch's
         event.record(stream)
         return event
 
@@ -123,7 +134,8 @@ class Cuda:
 
     def synchronize(self, event: torch.cuda.Event) -> None:
         """Have the calling thread wait until ``event`` is over."""
-        with torch.cuda.device(event.device):  # else a thread that has none yet takes memory for a context on the first
+        # Without a device of its own, a thread takes memory for a context on the first.
+        with torch.cuda.device(event.device), _beside_recordings():
             event.synchronize()
 
     def allocate(self, index: int, nbytes: int) -> torch.Tensor | None:
@@ -180,6 +192,34 @@ def _unlock(address: int) -> int:
     return int(cudart.cudaHostUnregister(address))
 
 
+@functools.cache
+def _driver() -> Any:
+    """CUDA's driver; ``None`` if there is none of that name."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        logger.debug("a CUDA graph may be recorded in the default mode only while no slot is made: %s", error)
+        return None
+
+
+@contextlib.contextmanager
+def _beside_recordings() -> Iterator[None]:
+    """Call CUDA on this thread, whatever others do.
+
+    While one records a graph in the mode that is torch's default, CUDA refuses most calls on all threads, and the graph
+    is lost by them. It does neither to a thread that has said that it knows.
+    """
+    mode = ctypes.c_int(_RELAXED)
+    driver = _driver()
+    if driver is None or driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)) != 0:
+        yield
+        return
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
 def _apart(index: int, calls: Sequence[Callable[[], int]]) -> int:
     """Call CUDA's runtime on a thread of its own, whose device is ``index``, until a call fails; 0, or its error.
 
@@ -190,7 +230,7 @@ def _apart(index: int, calls: Sequence[Callable[[], int]]) -> int:
 
     def work() -> None:
         try:
-            with torch.cuda.device(index):
+            with torch.cuda.device(index), _beside_recordings():
                 for call in calls:
                     began_s = time.perf_counter()
                     codes.append(call())

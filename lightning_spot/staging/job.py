@@ -126,7 +126,7 @@ class CopyJob:
         self._lock = threading.Lock()
         self._handed_over = threading.Event()
         self._cuda: CudaCopy | None = None
-        self._before: CudaCopy | None = None
+        self._before: CopyJob | None = None
         self._is_ordered = True
         self._settled = threading.Event()
         self._trains = threading.get_ident() if trains is None else trains
@@ -176,17 +176,24 @@ class CopyJob:
         try:
             self._wait_cpu()
         finally:  # also after an error: the slot is given back then, and nothing may come to it later
-            for ordered in (self._before, self._cuda):
-                if ordered is not None:
-                    ordered.wait()
+            for job in (self._before, self):
+                if job is not None and job._cuda is not None:
+                    job._cuda.wait()
         if self._watches:
             Operation(self._trains).outlast(self._settled)
         self.settle()
         self.pieces.clear()
+        if self._before is not None:
+            self._before.pieces.clear()
+            self._before = None
 
     def follow(self, first: CopyJob) -> None:
-        """Have :meth:`wait` wait, too, for what another job has ordered on GPUs: its :meth:`wait_cpu` does not."""
-        self._before = first._cuda
+        """Have :meth:`wait` wait, too, for what another job has ordered on GPUs: its :meth:`wait_cpu` does not.
+
+        Its storages are kept alive until then. One that only the snapshot had may be of another stream than the one
+        that waits for the copy (:meth:`Copier.fence`): its memory would be used again too early.
+        """
+        self._before = first
 
     def settle(self) -> None:
         """Compare the version counters, and some bytes, for the last time: from now on the tensors may change.

@@ -1,0 +1,134 @@
+"""In which order a GPU's copies come, whatever thread orders them; what they are made of; what CUDA is told of it."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_spot.image.layout import Piece
+from lightning_spot.staging import device as device_module
+from lightning_spot.staging.copier import Copier, SlotView, watch
+from lightning_spot.staging.partitions import Partition, Span
+from lightning_spot.staging.schedule import Timetable
+from tests.fake_device import FakeDevice, FakeStream
+
+NBYTES = 4096
+
+
+class StreamOfEachThread(FakeDevice):
+    """The thread that trains has a stream of its own; all others have the default one."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.trains = threading.get_ident()
+        self.default = self.stream(0)
+
+    def current(self, index: int) -> FakeStream:
+        return self.training if threading.get_ident() == self.trains else self.default
+
+
+@pytest.fixture
+def view() -> SlotView:
+    return SlotView(mmap.mmap(-1, NBYTES))
+
+
+@pytest.fixture
+def copiers() -> Iterator[list[Copier]]:
+    made: list[Copier] = []
+    yield made
+    for copier in made:
+        copier.close()
+
+
+def on_another_thread(call: Any) -> Any:
+    done: list[Any] = []
+    thread = threading.Thread(target=lambda: done.append(call()))
+    thread.start()
+    thread.join()
+    return done[0]
+
+
+@pytest.mark.parametrize("first", ["seam", "begin"])
+@pytest.mark.parametrize("number", range(8))
+def test_a_copy_comes_after_the_step_whoever_orders_it(
+    view: SlotView, copiers: list[Copier], first: str, number: int
+) -> None:
+    tensor = torch.zeros(NBYTES, dtype=torch.uint8)
+    device = StreamOfEachThread(number)
+    device.own([tensor])
+    copiers.append(copier := Copier(device=device))
+    pieces = [Piece(tensor.untyped_storage(), 0, NBYTES)]
+    for step in (1, 2, 3):
+        device.do(lambda step=step: tensor.fill_(step))
+        if first == "seam":  # a share of several ranks, of which training only says when
+            after = copier.marks()
+            job = on_another_thread(lambda after=after: copier.start(pieces, view, watch([tensor]), after=after))
+        else:  # held copies, which a gradient's hook orders
+            job = copier.start(pieces, view, watch([tensor]), schedule=Late())
+            on_another_thread(lambda job=job: job.release(1))
+        job.wait_cpu()
+        copier.fence()
+        job.settle()
+        device.do(lambda: tensor.fill_(99))
+        job.wait()
+        assert (view.tensor == step).all()
+        device.run()
+
+
+class Late:
+    """Holds everything until the first place of the iteration."""
+
+    def timetable(self, pieces: Any) -> Any:
+        return Timetable((Partition(1, 0.0, (Span(0, 0, NBYTES),)),), 1e9)
+
+    def attach(self, job: Any) -> None:
+        pass
+
+
+def test_what_is_saved_is_kept_until_it_is_copied(view: SlotView, copiers: list[Copier]) -> None:
+    """A tensor of a stream of the user's may be given back to that stream, whose next work waits for no copy."""
+    tensor, owned = torch.ones(64, dtype=torch.uint8), torch.ones(64, dtype=torch.uint8)
+    device = FakeDevice()
+    device.own([tensor, owned])
+    copiers.append(copier := Copier(device=device))
+    first = copier.start([Piece(tensor.untyped_storage(), 0, 64)], view)
+    first.wait_cpu()
+    copier.fence()
+    job = copier.start([Piece(owned.untyped_storage(), 64, 64)], view, watch([owned]))
+    job.follow(first)
+    assert first.pieces
+    job.wait()
+    assert first.pieces == job.pieces == []
+    assert (view.tensor[:128] == 1).all()
+
+
+class Driver:
+    """Has the mode of one thread, as CUDA's has."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.mode, self.code = 0, code
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # CUDA's name
+        if self.code == 0:
+            self.mode, mode._obj.value = mode._obj.value, self.mode
+        return self.code
+
+
+def test_cuda_is_told_that_a_recording_is_no_concern_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    monkeypatch.setattr(device_module, "_driver", lambda: driver)
+    with device_module._beside_recordings():
+        assert driver.mode == 2
+    assert driver.mode == 0
+    refuses = Driver(3)
+    monkeypatch.setattr(device_module, "_driver", lambda: refuses)
+    with device_module._beside_recordings():
+        assert refuses.mode == 0
+    monkeypatch.setattr(device_module, "_driver", lambda: None)
+    with device_module._beside_recordings():
+        pass  # there is no CUDA: nobody to tell
