@@ -564,9 +564,10 @@ def test_ranks_talk_in_few_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     for step in range(1, 1001):
         two.global_step, now[0] = step, float(step)
-        if pacing.due(two, lambda: True, lambda: 0.0):  # type: ignore[arg-type]
+        if pacing.due(two, lambda: "alone", tuple):  # type: ignore[arg-type]
             taken.append(step)
             pacing.taken(step)
+        pacing.look_ahead(two, lambda: "alone")  # type: ignore[arg-type]
     assert taken == list(range(100, 1001, 100))
     assert two.broadcasts <= 10 * 10
 

@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_spot.config import format_seconds
 from lightning_spot.exact.logged_values import last_value
 from lightning_spot.fit.readings import LossReadings
+from lightning_spot.fit.word import Word
 from lightning_spot.interval.costs import Costs, FailureRate, RobustMean, TierPace
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.run.identity import JUMP
@@ -29,8 +30,10 @@ _RETRY_S = 0.5
 class Pacing:
     """Says at each seam of one ``fit`` whether all ranks take a snapshot.
 
-    Under DDP, rank 0 decides, and ranks talk at agreed steps only: each time rank 0 names the next one, half of the
-    way to where a snapshot will be due. So there are some broadcasts between two snapshots, and none in most steps.
+    Of several ranks, rank 0 decides, one step ahead, and says so: what it has said is there when training comes to the
+    next seam, and nobody waits for it. Where all ranks know by the step when one is due, it does so in the step before.
+    Else it speaks at agreed steps only, and names the next one each time, half of the way to where a snapshot will be
+    due. So there are some words between two snapshots, and none in most steps.
 
     Args:
         policy: that decides.
@@ -51,6 +54,7 @@ class Pacing:
         self._attempt = 0
         self._total_steps: float | None = None
         self._next_talk = 0
+        self._seen_step, self._stride = 0, 1
         self._begun = (0, 0.0)
         self._learned_s = -LEARN_EVERY_S
         self._ran_until_s = 0.0
@@ -80,6 +84,7 @@ class Pacing:
             if saved["policy"] == type(self.policy).__name__:
                 self.policy.load_state_dict(saved["state"])
         self._begun = (trainer.global_step, now_s)
+        self._seen_step, self._word = trainer.global_step, Word(trainer)
         self._ran_until_s = self._taken_s = now_s
         self.policy.taken(trainer.global_step, now_s)
 
@@ -159,29 +164,50 @@ class Pacing:
             ``""`` if none is taken.
         """
         step, now_s = trainer.global_step, time.monotonic()
+        self._stride, self._seen_step = max(self._stride, step - self._seen_step), step
+        if trainer.is_global_zero:  # here, since the step after a snapshot has waited for the rest of it by now
+            self._learn(now_s, tiers)
+        if trainer.world_size == 1:
+            return self._decide(step, now_s, can_begin)
         if self.policy.by_step:
             if not self.policy.due(step, now_s):
                 return ""
-            begins = trainer.is_global_zero and self._affords(now_s)
-            how = can_begin() if begins else ""
-            self._is_refused = self._is_refused or (begins and not how)
-            agreed: str = _agree(trainer, how)
-            return agreed
-        alone = trainer.world_size == 1
-        if trainer.is_global_zero:
-            self._learn(now_s, tiers)
-            due = self.policy.due(step, now_s)
-        if alone:
-            return can_begin() if due else ""
-        if step < self._next_talk:
+            if not self._word.is_under_way:  # the first one, or training has made larger steps than before
+                self._say(trainer, step, now_s, can_begin)
+        elif not self._word.is_under_way:
             return ""
-        decision = ("", 1)
+        how, self._next_talk = self._word.hear()
+        return str(how)
+
+    def look_ahead(self, trainer: pl.Trainer, can_begin: Callable[[], str]) -> None:
+        """Have rank 0 say what all ranks do at the next seam. Called at the end of each, if there are several ranks.
+
+        Args:
+            trainer: see :meth:`due`.
+            can_begin: likewise.
+        """
+        if trainer.world_size == 1 or self._word.is_under_way:
+            return
+        step, now_s = trainer.global_step, time.monotonic()
+        if self.policy.due(step + self._stride, now_s) if self.policy.by_step else step >= self._next_talk:
+            at_s = now_s + self._stride * self._step_s(step, now_s)
+            self._say(trainer, step + self._stride, at_s, can_begin)
+
+    def _say(self, trainer: pl.Trainer, step: int, at_s: float, can_begin: Callable[[], str]) -> None:
+        """Have rank 0 say how a snapshot is taken at ``step``, to which training comes at ``at_s``."""
+        word = ("", 0)
         if trainer.is_global_zero:
-            decision = (can_begin() if due else "", self._apart(step, now_s))
-        agreed, apart = _agree(trainer, decision)
-        self._next_talk = step + apart
-        said: str = agreed
-        return said
+            how = self._decide(step, at_s, can_begin)
+            word = (how, 0 if self.policy.by_step else trainer.global_step + self._apart(trainer.global_step))
+        self._word.say(word)
+
+    def _decide(self, step: int, at_s: float, can_begin: Callable[[], str]) -> str:
+        """How a snapshot is taken at a step, ``""`` if none is; on rank 0."""
+        if not self.policy.due(step, at_s) or (self.policy.by_step and not self._affords(at_s)):
+            return ""
+        how = can_begin()
+        self._is_refused = self._is_refused or (self.policy.by_step and not how)
+        return how
 
     def _count_passed_over(self, step: int) -> None:
         """Some snapshots could not begin when they were due: count those that never will, and say so once."""
@@ -196,8 +222,6 @@ class Pacing:
 
     def _affords(self, now_s: float) -> bool:
         """Whether a snapshot that is due by its step is within the budget for waiting."""
-        if self._learn_stall() and (stall_s := self._stall.value) is not None:
-            self.policy.learn(Costs(stall_s=stall_s, mtbf_s=self._rate.mtbf_s))
         shortest_s = self.policy.shortest_s()
         if now_s - self._taken_s >= shortest_s:
             return True
@@ -224,7 +248,9 @@ class Pacing:
         """Tell the policy what was measured, every few seconds, and when a snapshot has shown what it costs."""
         if self._learn_stall():
             self._learned_s = -LEARN_EVERY_S
-        if now_s - self._learned_s < LEARN_EVERY_S:
+            if self.policy.by_step and (stall_s := self._stall.value) is not None:
+                self.policy.learn(Costs(stall_s=stall_s, mtbf_s=self._rate.mtbf_s))
+        if self.policy.by_step or now_s - self._learned_s < LEARN_EVERY_S:
             return
         self._rate.ran(now_s - self._ran_until_s)
         self._learned_s = self._ran_until_s = now_s
@@ -235,19 +261,20 @@ class Pacing:
             if 0 < self.policy.wanted_s(self._begun[0]) < (shortest_s := self.policy.shortest_s()):
                 self._say_budget(shortest_s)
 
-    def _apart(self, step: int, now_s: float) -> int:
-        """Steps until ranks talk again: half of what is left until a snapshot is due, as fast as steps were so far."""
-        steps = step - self._begun[0]
-        if steps <= 0:
+    def _apart(self, step: int) -> int:
+        """Steps until rank 0 speaks again: half of the way to where a snapshot is due, as fast as steps were so far."""
+        now_s = time.monotonic()
+        step_s = self._step_s(step, now_s)
+        if not step_s:
             return 1
-        step_s = max((now_s - self._begun[1]) / steps, 1e-9)
         wait_s = self.policy.wait_s(step, now_s)
         wait_s = wait_s / 2 if wait_s > 0 else _RETRY_S  # due, but there is no slot yet
         return max(1, min(_MOST_STEPS_APART, int(wait_s / step_s)))
 
-
-def _agree(trainer: pl.Trainer, of_rank_zero: Any) -> Any:
-    return trainer.strategy.broadcast(of_rank_zero) if trainer.world_size > 1 else of_rank_zero
+    def _step_s(self, step: int, now_s: float) -> float:
+        """Seconds that a step takes, 0 before there was any."""
+        steps = step - self._begun[0]
+        return max((now_s - self._begun[1]) / steps, 1e-9) if steps > 0 else 0.0
 
 
 def starts_between(earlier: int, attempt: int) -> int:

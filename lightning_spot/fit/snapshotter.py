@@ -212,6 +212,7 @@ class Snapshotter(OfTrainer):
         self._warm()
         if how := checked(self.pacing.due(trainer, self._can_begin, self._paces)):
             self._take(before_validation=before_validation, how=how)
+        self.pacing.look_ahead(trainer, self._can_begin)
         if self.iterations is not None:
             self.iterations.begins()
 

@@ -16,6 +16,7 @@ class IntervalPolicy(Protocol):
 
     Attributes:
         by_step: whether the decision follows from the step alone, so that all ranks agree without asking each other.
+            Then it is also asked for a step that is still to come.
         monitor: name of the logged metric that :meth:`progress` is to be told; ``None`` for the training loss, and
             ``""`` for none at all.
     """

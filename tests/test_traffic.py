@@ -1,0 +1,130 @@
+"""What ranks say to each other, and to the node, for one snapshot: little, and training waits for none of it."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_spot import EverySteps
+from lightning_spot.fit.pacing import Pacing
+from lightning_spot.fit.word import Word
+
+EVERY, STEPS = 4, 50
+FIRST, LAST = 4 * EVERY, STEPS - EVERY  # by then slots are made and layouts agreed; what ends a run comes later
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        (2, []),
+        (4, ["--sharded"]),
+        pytest.param(4, [], marks=pytest.mark.soak),
+        pytest.param(2, ["--sharded"], marks=pytest.mark.soak),
+    ],
+)
+def test_training_waits_for_no_collective_of_ours(warm_python: str, tmp_path: Path, ranks: int, how: list[str]) -> None:
+    settings = ["--ranks", str(ranks), "--steps", str(STEPS), "--every", str(EVERY), *how]
+    command = [warm_python, "-m", "tests.traffic_trainer", str(tmp_path), *settings]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    snapshots = (LAST - FIRST) // EVERY
+    for rank in range(ranks):
+        found: dict[str, Any] = json.loads((tmp_path / f"traffic-{rank}.json").read_text())
+        before = [talk for talk in found["talks"] if talk["step"] < FIRST]
+        assert any(talk["waits"] for talk in before)  # so those that wait are seen
+        talks = [talk for talk in found["talks"] if FIRST <= talk["step"] < LAST]
+        assert [talk["name"] for talk in talks if talk["waits"]] == []
+        assert [talk["name"] for talk in talks] == ["broadcast", "broadcast.wait"] * snapshots
+        blocked_s = sorted(talk["blocked_s"] for talk in talks)
+        assert blocked_s[len(blocked_s) * 9 // 10] < 0.001  # other processes have these processors, too
+
+        asked = [path for step, path in found["asked"] if FIRST <= step < LAST]
+        # Rank 0: a slot, that it is sealed, how the tiers are. Others: their share, that it is in place. Some may come
+        # from the snapshot before, or for one more slot.
+        assert len(asked) <= (3 if rank == 0 else 2) * (snapshots + 2), asked
+
+
+class Ranks:
+    """A trainer as far as a word needs one; what ranks wait for each other for is counted."""
+
+    is_global_zero, num_nodes, global_step, estimated_stepping_batches = True, 1, 0, 100
+
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
+        self.world_size = world_size
+        self.strategy = SimpleNamespace(broadcast=self.broadcast, root_device=torch.device(device))
+        self.waited = 0
+
+    def broadcast(self, said: Any) -> Any:
+        self.waited += 1
+        return said
+
+
+@pytest.fixture(
+    params=[
+        "gloo",
+        pytest.param(
+            "nccl",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ]
+)
+def group(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A process group of one rank, and a trainer that has it."""
+    dist.init_process_group(request.param, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield cast(Any, Ranks(1, "cuda:0" if request.param == "nccl" else "cpu"))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("said", ["", "alone", ["together, at spot://host:7070/run", 40], "é" * 100])
+def test_a_word_comes_as_it_was_said(group: Any, said: Any) -> None:
+    word = Word(group)
+    word.say(said)
+    assert word.is_under_way
+    assert word.hear() == said
+    assert not word.is_under_way
+    assert group.waited == 0
+
+
+def test_for_a_word_that_is_too_long_all_ranks_wait(group: Any) -> None:
+    word = Word(group)
+    word.say("x" * 2000)
+    assert word.hear() == "x" * 2000
+    assert group.waited == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_word_ahead_changes_no_step_at_which_a_snapshot_is_taken(seed: int) -> None:
+    """Also where ``global_step`` moves on by more than one between two seams (several optimizers)."""
+    dice = random.Random(seed)
+    steps, every = [0], dice.randint(1, 6)
+    while len(steps) < 60:
+        steps.append(steps[-1] + dice.choice((1, 1, 2, 3)))
+    taken: dict[int, list[int]] = {}
+    for world_size in (1, 2):
+        trainer = cast(Any, Ranks(world_size))
+        pacing = Pacing(EverySteps(every))
+        pacing.begin(trainer, 1, None)
+        taken[world_size] = []
+        for step in steps[1:]:
+            trainer.global_step = step
+            if pacing.due(trainer, lambda: "alone", tuple):
+                taken[world_size].append(step)
+                pacing.taken(step)
+            pacing.look_ahead(trainer, lambda: "alone")
+        assert trainer.waited <= len(taken[world_size]) * (world_size - 1)
+    assert taken[1] == taken[2]
+    assert len(taken[1]) >= steps[-1] // (2 * max(every, 3))

@@ -1,0 +1,175 @@
+"""Trains on several ranks (gloo) and counts what ours say: ``python -m tests.traffic_trainer ROOT --ranks N``.
+
+Each rank leaves ``ROOT/traffic-K.json``: every call of ``torch.distributed`` that comes from this package in the
+training thread, and every request to a node, each with the step at which it was made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import fully_shard
+
+import lightning_spot
+from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.session import Session
+from tests.exact_cases import loader
+from tests.together_trainer import Wide
+
+_OURS = str(Path(lightning_spot.__file__).parent)
+_COLLECTIVES = (
+    *("broadcast", "broadcast_object_list", "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
+    *("all_gather", "all_gather_object", "all_gather_into_tensor", "gather", "gather_object", "scatter"),
+    *("scatter_object_list", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv"),
+    *("barrier", "monitored_barrier", "new_group"),
+)
+
+
+@dataclass(frozen=True)
+class Talk:
+    """A collective that ours have begun.
+
+    Attributes:
+        step: at which.
+        name: of torch's function.
+        waits: whether it returns when other ranks have come to it only.
+        blocked_s: how long the thread has slept in it, and in waiting for what it gives.
+    """
+
+    step: int
+    name: str
+    waits: bool
+    blocked_s: float
+
+
+class Traffic(pl.Callback):
+    """Counts, from when it is made."""
+
+    def __init__(self) -> None:
+        self.step = -1
+        self.talks: list[Talk] = []
+        self.asked: list[tuple[int, str]] = []
+        self._inside = False
+        for name in _COLLECTIVES:
+            counted = self._counted(name, getattr(distributed_c10d, name))
+            setattr(distributed_c10d, name, counted)
+            setattr(dist, name, counted)
+        for client in (NodeClient, Session):
+            client._ask = self._noted(client._ask)  # type: ignore[method-assign, assignment]
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.step = trainer.global_step
+
+    def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **how: Any) -> Any:
+            thread = threading.current_thread()
+            if self._inside or thread is not threading.main_thread() or not _is_ours():
+                return call(*arguments, **how)
+            self._inside = True
+            try:
+                with self._timing(name, waits=not how.get("async_op")):
+                    given = call(*arguments, **how)
+            finally:
+                self._inside = False
+            return _Waited(given, lambda: self._timing(f"{name}.wait", waits=False)) if how.get("async_op") else given
+
+        return counted
+
+    @contextmanager
+    def _timing(self, name: str, *, waits: bool) -> Iterator[None]:
+        before_s = _asleep_s()
+        yield
+        self.talks.append(Talk(self.step, name, waits, _asleep_s() - before_s))
+
+    def _noted(self, ask: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(client: Any, *arguments: Any) -> Any:
+            request = arguments[1] if isinstance(client, NodeClient) else None
+            self.asked.append((self.step, request.path if request is not None else "channel"))
+            return ask(client, *arguments)
+
+        return noted
+
+
+class _Waited:
+    """What torch gives for a collective that is only begun."""
+
+    def __init__(self, work: Any, timing: Callable[[], Any]) -> None:
+        self._work, self._timing = work, timing
+
+    def wait(self) -> None:
+        with self._timing():
+            self._work.wait()
+
+
+def _is_ours() -> bool:
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_OURS):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _asleep_s() -> float:
+    """Seconds for which this thread has not wanted a processor: neither had one, nor waited for one to be free."""
+    waited_ns = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    return time.perf_counter() - time.thread_time() - waited_ns / 1e9
+
+
+class WideInShards(Wide):
+    """The same with its layers in shards."""
+
+    def configure_model(self) -> None:
+        for layer in (self.first, self.middle, self.last):
+            if not hasattr(layer, "set_reshard_after_backward"):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])  # type: ignore[index] # set by the strategy
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sharded", action="store_true")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--every", type=int)
+    arguments = parser.parse_args()
+    traffic = Traffic()
+    torch.set_num_threads(1)
+    pl.seed_everything(11, verbose=False)
+    spot = SpotCheckpoint(str(arguments.root / "run"), interval=EverySteps(arguments.every), on_full="wait")
+    trainer = pl.Trainer(
+        max_steps=arguments.steps,
+        accelerator="cpu",
+        devices=arguments.ranks,
+        strategy=ModelParallelStrategy(data_parallel_size=arguments.ranks, tensor_parallel_size=1)
+        if arguments.sharded
+        else DDPStrategy(process_group_backend="gloo", broadcast_buffers=False),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=[traffic, spot],
+    )
+    trainer.fit((WideInShards if arguments.sharded else Wide)(64), loader())
+    told = {"talks": [asdict(talk) for talk in traffic.talks], "asked": traffic.asked}
+    (arguments.root / f"traffic-{trainer.global_rank}.json").write_text(json.dumps(told))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
