@@ -24,18 +24,21 @@ from lightning_spot.threads import work_together
 CRC_BYTES = 4
 """Length of a CRC field in a zip."""
 
-_CHUNK_BYTES = 512 * 1024  # stays in the cache between its CRC and its checksum; with 256 KiB, threads wait for the GIL
+_CHUNK_BYTES = 512 * 1024  # stays in the cache between its CRC and its checksum
+_CHUNK_BYTES_A_THREAD = 128 * 1024  # with less, threads wait for the GIL: each takes it for every chunk
 _CRC_BYTES_AT_ONCE = 8 * 1024 * 1024
-_MOST_THREADS = 4
+_FEW, _MOST_THREADS = 4, 16
 
 
 def sealing_threads() -> int:
-    """Threads to seal with: one for each of this host's processors, up to a few.
+    """Threads to seal with: one for each of this host's processors, up to a few; of many processors half.
 
     A training that computes on all processors waits for the one that is busy with something else: where one thread
-    seals, it loses the time of that thread, and where all processors seal, their share of it.
+    seals, it loses the time of that thread, and where all processors seal, their share of it. Where a host has many,
+    training is on GPUs, whose snapshots are large: one is to be sealed before the next one comes.
     """
-    return min(_MOST_THREADS, os.cpu_count() or 1)
+    processors = os.cpu_count() or 1
+    return min(processors, max(_FEW, processors // 2), _MOST_THREADS)
 
 
 class Sealing(Coming):
@@ -60,11 +63,13 @@ class Sealing(Coming):
                 written to is not what it was.
         """
         before = self._before
+        threads = max(1, min(threads, len(self._parts)))
         plan = _Plan(records_of(self.image, self.manifest), self._parts, self.image, before)
+        plan.chunk_bytes = max(_CHUNK_BYTES, threads * _CHUNK_BYTES_A_THREAD)
         if before is not None:
             for index in plan.untouched:
                 self._take_over(index, before)
-        work_together(lambda: self._work(plan), min(threads, len(self._parts)), "spot-seal")
+        work_together(lambda: self._work(plan), threads, "spot-seal")
         return replace(self.manifest, checksums=tuple(self._checksums))
 
     def _take_over(self, index: int, before: Before) -> None:
@@ -141,7 +146,10 @@ class _Plan:
 
     Attributes:
         untouched: numbers of the parts that are as they were when their memory was sealed before.
+        chunk_bytes: what is read for its CRC, and then for its checksum.
     """
+
+    chunk_bytes = _CHUNK_BYTES
 
     def __init__(
         self, records: list[ZipEntry], parts: list[tuple[int, int]], image: memoryview, before: Before | None
@@ -183,8 +191,8 @@ class _Plan:
         part, ready = self._parts[index], []
         for number, start, stop in part.pieces:
             crc = 0
-            for place in range(start, stop, _CHUNK_BYTES):
-                end = min(place + _CHUNK_BYTES, stop)
+            for place in range(start, stop, self.chunk_bytes):
+                end = min(place + self.chunk_bytes, stop)
                 crc = crc32(self._image[place:end], crc)
                 part.hash(self._image, end)
             with self._lock:
