@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -9,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +18,16 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.client import part_sender, remote
+from lightning_spot.client import part_lanes, part_sender, remote
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.part_encoder import PartEncoder
+from lightning_spot.client.part_lanes import PartLanes
 from lightning_spot.client.part_sender import PartStream
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import NodeUnreachable, SnapshotNotFound, SpotError
+from lightning_spot.image.parts import checksum
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.protocol.wire import PROTOCOL_HEADER, Address, parse_spot_url
 from tests.conftest import RunningNode
@@ -211,3 +216,38 @@ def test_a_node_that_vanishes_while_a_slot_is_asked_for_is_not_waited_for(monkey
         with pytest.raises(NodeUnreachable):
             store.put(manifest_of(1), memoryview(image_of(1, 1000)), attempt=1)
         assert time.monotonic() - began_s < 8.0  # seconds, of which it waits for a slot 10
+
+
+@pytest.mark.parametrize("sends", [True, False], ids=["while-parts-are-sent", "while-it-is-to-answer"])
+def test_a_node_that_vanishes_while_parts_are_sent_is_asked_whether_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, sends: bool
+) -> None:
+    """Its answer was given a minute, and another connection was tried twice. With several hosts, nothing went on."""
+    monkeypatch.setattr(part_lanes, "_SILENT_S", 0.2)
+    monkeypatch.setattr(part_lanes, "PING_S", 0.1)
+    image = memoryview(bytes(2**26 if sends else 1000))
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as packing:
+        taken = _upgraded_and_left(listener)
+        client = NodeClient(Address("127.0.0.1", listener.getsockname()[1]))
+        encoder = PartEncoder(image, len(image), None, None, packing, None)
+        began_s = time.monotonic()
+        with pytest.raises(NodeUnreachable):
+            PartLanes(client, "spot://gone").send("upload", iter([(0, len(image), checksum(image))]), 1, encoder)
+        assert time.monotonic() - began_s < 15.0
+        for connection in taken:
+            connection.close()
+
+
+def _upgraded_and_left(listener: socket.socket) -> list[socket.socket]:
+    """Take connections for parts, and never read nor write again; what was taken."""
+    taken: list[socket.socket] = []
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(listener.accept()[0])
+                if b"/stream " in taken[-1].recv(1000):
+                    taken[-1].sendall(b"HTTP/1.1 101 Switching Protocols\r\n\r\n")
+
+    threading.Thread(target=serve, daemon=True).start()
+    return taken

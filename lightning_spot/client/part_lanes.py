@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.node_client import PING_S, NodeClient
 from lightning_spot.client.part_encoder import OutgoingPart, Part, PartEncoder
+from lightning_spot.client.part_sender import PartStream
 from lightning_spot.errors import CorruptSnapshot, NodeUnreachable, TooManyStreams
 from lightning_spot.memory.tier import Sent
 from lightning_spot.protocol.wire import PartKind
@@ -21,6 +22,8 @@ CONNECTIONS = 4
 _MOST_CONNECTIONS = 16
 _SENDS_OF_A_PART = 3
 _PAUSE_S = 1.0
+_SILENT_S = 5.0  # if nothing arrives for so long, the node is asked whether it is there
+_PATIENCE = 2  # in times of a ping's: the line may be full of what is sent
 
 
 class PartLanes:
@@ -56,11 +59,13 @@ class PartLanes:
         climb, lock = Climb(min(self._connections, most), most), threading.Lock()
         lanes: list[_Lane] = []
         jobs: list[Future[Sent]] = []
-        sent = Sent()
+        sent, moved_s = Sent(), time.monotonic()
         with ThreadPoolExecutor(max(1, most)) as pool:
 
             def moved(nbytes: int) -> None:
+                nonlocal moved_s
                 with lock:
+                    moved_s = time.monotonic()
                     climb.moved(nbytes)
                     begin()
 
@@ -74,9 +79,14 @@ class PartLanes:
                 begin()
             try:
                 for job in jobs:  # which grow: a lane adds others before it ends
+                    while not wait([job], _SILENT_S).done:
+                        if time.monotonic() - moved_s >= _SILENT_S:
+                            self._client.ping(_PATIENCE * PING_S)
                     sent.add(job.result())
             except BaseException:
                 shared.stop()
+                for lane in lanes:
+                    lane.stop()
                 raise
         if count and not shared.are_taken:
             raise TooManyStreams("this node serves no connection for the parts", tier=self._url)
@@ -115,6 +125,7 @@ class _Lane:
         self._parts, self._encoder, self._moved = parts, encoder, moved
         self._again: dict[int, Part] = {}
         self._sent = Sent()
+        self._stream: PartStream | None = None
 
     def run(self) -> Sent:
         """Send parts; what arrives damaged, or not at all, is sent again a few times. How they went."""
@@ -128,7 +139,7 @@ class _Lane:
                     raise
                 time.sleep(_PAUSE_S)  # it may not have noticed yet that the connection before this one broke
             except NodeUnreachable:
-                if last_try:
+                if last_try or self._parts.are_stopped:
                     raise
             if not self._again:
                 return self._sent
@@ -136,8 +147,13 @@ class _Lane:
             f"bytes {min(self._again)}… arrive damaged at {self._url}, {_SENDS_OF_A_PART} times", where=self._url
         )
 
+    def stop(self) -> None:
+        """Send nothing more: what is under way fails at once."""
+        if self._stream is not None:
+            self._stream.cut()
+
     def _send_over(self) -> None:
-        stream = self._client.stream(self._upload)
+        self._stream = stream = self._client.stream(self._upload)
         self.connects_s.append(stream.connect_s)
         try:
             for part, digest in stream.send(self._outgoing()):
@@ -172,20 +188,21 @@ class _Shared:
 
     Attributes:
         are_taken: whether none is left.
+        are_stopped: whether no more are handed out.
     """
 
     def __init__(self, parts: Iterator[Part]) -> None:
         self.are_taken = False
         self._parts = parts
         self._lock = threading.Lock()
-        self._stopped = False
+        self.are_stopped = False
 
     def __iter__(self) -> _Shared:
         return self
 
     def __next__(self) -> Part:
         with self._lock:
-            if self._stopped:
+            if self.are_stopped:
                 raise StopIteration
             try:
                 return next(self._parts)
@@ -195,4 +212,4 @@ class _Shared:
 
     def stop(self) -> None:
         """Hand out no more."""
-        self._stopped = True
+        self.are_stopped = True

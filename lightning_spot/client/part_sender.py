@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Iterable, Iterator
@@ -102,6 +103,11 @@ class PartStream:
         """Seconds that were spent on sending, and on waiting for answers, since this was asked last."""
         lap_s, self._lap_s = self._busy_s - self._lap_s, self._busy_s
         return lap_s
+
+    def cut(self) -> None:
+        """End the connection from another thread: what waits for it fails at once."""
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection."""
