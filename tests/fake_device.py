@@ -46,6 +46,8 @@ class FakeDevice:
         seed: of the order in which streams go on; ``"late"`` lets the others run before side streams do.
         capturing: whether a graph is being recorded.
         synchronized: how often the host waited.
+        written: copies that kernels made.
+        sees: whether kernels may write into slots.
         room: bytes that can be allocated.
     """
 
@@ -56,6 +58,8 @@ class FakeDevice:
         self.storages: set[int] = set()
         self.capturing = False
         self.synchronized = 0
+        self.written = 0
+        self.sees = True
         self.room = 2**40
         self.allocated = 0
         self.pinned: set[int] = set()
@@ -104,6 +108,13 @@ class FakeDevice:
     def copy(self, stream: FakeStream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for target, source in pairs:
             stream.work.append((None, lambda target=target, source=source: target.copy_(source)))
+
+    def write(self, stream: FakeStream, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        self.written += len(targets)
+        self.copy(stream, zip(targets, sources, strict=True))
+
+    def seen(self, slot: torch.Tensor, index: int) -> torch.Tensor | None:
+        return slot if self.sees else None
 
     def is_over(self, event: FakeEvent) -> bool:
         return event.is_over

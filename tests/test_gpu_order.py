@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from lightning_spot.image.layout import Piece
-from lightning_spot.staging import device as device_module
+from lightning_spot.staging import cuda, page_lock
 from lightning_spot.staging.copier import Copier, SlotView, watch
 from lightning_spot.staging.partitions import Partition, Span
-from lightning_spot.staging.schedule import Timetable
+from lightning_spot.staging.schedule import Schedule, Timetable
 from tests.fake_device import FakeDevice, FakeStream
 
 NBYTES = 4096
@@ -107,6 +107,33 @@ def test_what_is_saved_is_kept_until_it_is_copied(view: SlotView, copiers: list[
     assert (view.tensor[:128] == 1).all()
 
 
+@pytest.mark.parametrize("sees", [True, False])
+@pytest.mark.parametrize("buffer_bytes", [0, 3000])
+@pytest.mark.parametrize("number", range(3))
+def test_many_small_ones_are_written_together(
+    monkeypatch: pytest.MonkeyPatch, copiers: list[Copier], buffer_bytes: int, number: int, sees: bool
+) -> None:
+    monkeypatch.setattr(cuda, "_SMALL_BYTES", 100)
+    sizes = [1, 100, 7, 101, 64, 3000] * 8
+    tensors = [torch.full((nbytes,), 1, dtype=torch.uint8) for nbytes in sizes]
+    device = FakeDevice(number)
+    device.own(tensors)
+    device.sees = sees
+    copiers.append(copier := Copier(buffer_bytes=buffer_bytes, device=device))
+    view = SlotView(mmap.mmap(-1, 2**18))
+    pieces = [Piece(tensor.untyped_storage(), 4096 * place, tensor.numel()) for place, tensor in enumerate(tensors)]
+    job = copier.start(pieces, view, watch(tensors), Schedule("eager"))
+    job.wait_cpu()
+    copier.fence()
+    job.settle()
+    device.do(lambda: [tensor.fill_(99) for tensor in tensors])
+    job.wait()
+    assert view.tensor.sum() == sum(sizes)
+    assert all((view.tensor[piece.offset : piece.offset + piece.nbytes] == 1).all() for piece in pieces)
+    assert (device.written >= 20) == sees  # without, what fits the buffer
+    device.run()
+
+
 class Driver:
     """Has the mode of one thread, as CUDA's has."""
 
@@ -121,14 +148,14 @@ class Driver:
 
 def test_cuda_is_told_that_a_recording_is_no_concern_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
-    monkeypatch.setattr(device_module, "_driver", lambda: driver)
-    with device_module._beside_recordings():
+    monkeypatch.setattr(page_lock, "_driver", lambda: driver)
+    with page_lock.beside_recordings():
         assert driver.mode == 2
     assert driver.mode == 0
     refuses = Driver(3)
-    monkeypatch.setattr(device_module, "_driver", lambda: refuses)
-    with device_module._beside_recordings():
+    monkeypatch.setattr(page_lock, "_driver", lambda: refuses)
+    with page_lock.beside_recordings():
         assert refuses.mode == 0
-    monkeypatch.setattr(device_module, "_driver", lambda: None)
-    with device_module._beside_recordings():
+    monkeypatch.setattr(page_lock, "_driver", lambda: None)
+    with page_lock.beside_recordings():
         pass  # there is no CUDA: nobody to tell

@@ -15,10 +15,15 @@ from typing import Any
 import torch
 
 from lightning_spot.errors import SpotError
-from lightning_spot.staging.device import PAGE_LOCKED_BYTES, Cuda, Device
+from lightning_spot.staging.device import Cuda, Device
+from lightning_spot.staging.page_lock import PAGE_LOCKED_BYTES
 from lightning_spot.staging.spans import SlotSpan, cut_at, cut_end
 
 logger = logging.getLogger(__name__)
+
+_SMALL_BYTES = 128 * 1024
+_MANY = 16
+"""So many small copies, or more, are made by kernels: a stream takes about a thousand, then the host waits."""
 
 Held = tuple[int, list[SlotSpan]]
 """A place of the iteration, and what is copied from there on."""
@@ -205,7 +210,7 @@ class Lane:
         if not spans:
             return
         self._after_training()
-        self._device.copy(self._stream, ((span.target(slot), span.source()) for span in spans))
+        self._to_slot(slot, spans, [span.source() for span in spans])
         self.read = self.done = self._device.record(self._stream)
 
     def order_buffered(self, spans: Sequence[SlotSpan], slot: torch.Tensor) -> None:
@@ -220,15 +225,25 @@ class Lane:
         for span in spans:
             inside.append(buffer[at : at + span.nbytes])
             at += span.nbytes
-        self._device.copy(training, ((part, span.source()) for part, span in zip(inside, spans, strict=True)))
+        self._device.write(training, inside, [span.source() for span in spans])
         self._after_training()
-        self._device.copy(self._stream, ((span.target(slot), part) for part, span in zip(inside, spans, strict=True)))
+        self._to_slot(slot, spans, inside)
         self._left = self.done = self._device.record(self._stream)
 
     def synchronize(self) -> None:
         """Have the calling thread wait for all that was ordered."""
         if self.done is not None:
             self._device.synchronize(self.done)
+
+    def _to_slot(self, slot: torch.Tensor, spans: Sequence[SlotSpan], sources: Sequence[torch.Tensor]) -> None:
+        small = [number for number, span in enumerate(spans) if span.nbytes <= _SMALL_BYTES]
+        seen = self._device.seen(slot, self.index) if len(small) >= _MANY else None
+        rest: Iterable[int] = range(len(spans))
+        if seen is not None:
+            targets = [spans[number].target(seen) for number in small]
+            self._device.write(self._stream, targets, [sources[number] for number in small])
+            rest = (number for number, span in enumerate(spans) if span.nbytes > _SMALL_BYTES)
+        self._device.copy(self._stream, ((spans[number].target(slot), sources[number]) for number in rest))
 
     def _after_training(self) -> None:
         self._device.wait(self._stream, self._device.record(self._device.current(self.index)))

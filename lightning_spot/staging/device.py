@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
-import logging
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 
-logger = logging.getLogger(__name__)
-
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device's context
-PAGE_LOCKED_BYTES = 64 * 1024 * 1024
-"""What is page-locked at once, from the beginning of a slot. No copy may go from one such piece into the next.
-
-While CUDA page-locks memory, nothing is launched: 0.76 s for 12 GB at once (H100), 3 ms at most for so much.
-"""
-_UNKNOWN = 999  # cudaErrorUnknown
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-_page_locked: dict[int, tuple[int, int]] = {}
-"""What this process has page-locked, as CUDA knows it: address, bytes, and the device it was asked of."""
-_page_locking = threading.Lock()
+from lightning_spot.staging import page_lock
 
 
 class Device(Protocol):
@@ -54,6 +37,12 @@ class Device(Protocol):
 
     def copy(self, stream: Any, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Order copies ``(target, source)`` on ``stream``. The host does not wait."""
+
+    def write(self, stream: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Order copies within a device on ``stream``, or into what of a slot it sees. The host does not wait."""
+
+    def seen(self, slot: torch.Tensor, index: int) -> torch.Tensor | None:
+        """A page-locked slot as a device sees it: what is written there is in the slot. ``None`` if it doesn't."""
 
     def is_over(self, event: Any) -> bool:
         """Whether it is."""
@@ -124,6 +113,20 @@ class Cuda:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
 
+    def write(
+        self, stream: torch.cuda.Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> None:
+        """Order copies on ``stream``, many in each launch of a kernel."""
+        if not hasattr(torch, "_foreach_copy_"):  # a private name; only the time of the training thread depends on it
+            self.copy(stream, zip(targets, sources, strict=True))
+            return
+        with torch.cuda.stream(stream):
+            torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+
+    def seen(self, slot: torch.Tensor, index: int) -> torch.Tensor | None:
+        """A page-locked slot as a tensor of a device."""
+        return page_lock.seen(slot.data_ptr(), index)
+
     def is_over(self, event: torch.cuda.Event) -> bool:
         """Whether it is."""
         return bool(event.query())  # type: ignore[no-untyped-call] # torch's
@@ -135,7 +138,7 @@ class Cuda:
     def synchronize(self, event: torch.cuda.Event) -> None:
         """Have the calling thread wait until ``event`` is over."""
         # Without a device of its own, a thread takes memory for a context on the first.
-        with torch.cuda.device(event.device), _beside_recordings():
+        with torch.cuda.device(event.device), page_lock.beside_recordings():
             event.synchronize()
 
     def allocate(self, index: int, nbytes: int) -> torch.Tensor | None:
@@ -150,105 +153,12 @@ class Cuda:
         return torch.cuda.is_current_stream_capturing()
 
     def pin(self, slot: torch.Tensor, index: int) -> int:
-        """Page-lock memory of the host, piece by piece: training goes on between them.
-
-        What was page-locked where this memory lies now was unmapped without being let go: CUDA would go on copying
-        to the pages that were there before.
-        """
-        first, end = slot.data_ptr(), slot.data_ptr() + slot.numel()
-        with _page_locking:
-            _let_go(first, end)
-            pieces = [(at, min(PAGE_LOCKED_BYTES, end - at)) for at in range(first, end, PAGE_LOCKED_BYTES)]
-            code = _apart(index, [functools.partial(_page_lock, *piece, index) for piece in pieces])
-            if code != 0:
-                _let_go(first, end)
-        return code
+        """Page-lock memory of the host."""
+        return page_lock.lock(slot.data_ptr(), slot.numel(), index)
 
     def unpin(self, slot: torch.Tensor) -> int:
         """Undo :meth:`pin`."""
-        with _page_locking:
-            return _let_go(slot.data_ptr(), slot.data_ptr() + slot.numel())
-
-
-def _page_lock(address: int, nbytes: int, index: int) -> int:
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
-    if (code := int(cudart.cudaHostRegister(address, nbytes, _PORTABLE))) == 0:
-        _page_locked[address] = nbytes, index
-    return code
-
-
-def _let_go(first: int, end: int) -> int:
-    """Undo :func:`_page_lock` for all that lies there in part; 0, or CUDA's error."""
-    gone = [at for at, (nbytes, _) in _page_locked.items() if at < end and first < at + nbytes]
-    if not gone:
-        return 0
-    index = _page_locked[gone[0]][1]
-    return _apart(index, [functools.partial(_unlock, address) for address in gone])
-
-
-def _unlock(address: int) -> int:
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
-    del _page_locked[address]
-    return int(cudart.cudaHostUnregister(address))
-
-
-@functools.cache
-def _driver() -> Any:
-    """CUDA's driver; ``None`` if there is none of that name."""
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        logger.debug("a CUDA graph may be recorded in the default mode only while no slot is made: %s", error)
-        return None
-
-
-@contextlib.contextmanager
-def _beside_recordings() -> Iterator[None]:
-    """Call CUDA on this thread, whatever others do.
-
-    While one records a graph in the mode that is torch's default, CUDA refuses most calls on all threads, and the graph
-    is lost by them. It does neither to a thread that has said that it knows.
-    """
-    mode = ctypes.c_int(_RELAXED)
-    driver = _driver()
-    if driver is None or driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)) != 0:
-        yield
-        return
-    try:
-        yield
-    finally:
-        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-
-
-def _apart(index: int, calls: Sequence[Callable[[], int]]) -> int:
-    """Call CUDA's runtime on a thread of its own, whose device is ``index``, until a call fails; 0, or its error.
-
-    CUDA keeps an error for the thread that made it, and torch raises it at whatever that thread launches next. After
-    each call training has as much time as it took.
-    """
-    codes = [0]
-
-    def work() -> None:
-        try:
-            with torch.cuda.device(index), _beside_recordings():
-                for call in calls:
-                    began_s = time.perf_counter()
-                    codes.append(call())
-                    if codes[-1] != 0:
-                        return
-                    time.sleep(time.perf_counter() - began_s)
-        except RuntimeError as error:  # the device is lost
-            logger.debug("GPU %d has failed: %s", index, error)
-            codes.append(_UNKNOWN)
-
-    thread = threading.Thread(target=work, name="spot-page-lock", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # the interpreter ends, and nothing is launched any more
-        work()
-    else:
-        thread.join()
-    return codes[-1]
+        return page_lock.let_go(slot.data_ptr(), slot.numel())
 
 
 class DeviceClock:

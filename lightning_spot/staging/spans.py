@@ -35,8 +35,8 @@ class SlotSpan(NamedTuple):
         """
         if self.storage.nbytes() < self.start + self.nbytes:
             raise gone()
-        whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
-        return whole[self.start : self.start + self.nbytes]
+        found = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return found.set_(self.storage, self.start, (self.nbytes,), (1,))
 
     def target(self, slot: torch.Tensor) -> torch.Tensor:
         """Their place in the slot, as a uint8 tensor that shares it."""
