@@ -19,6 +19,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_spot.exact import namespaces, private
+from lightning_spot.exact.glance import Glance
 from lightning_spot.exact.private import writes_of
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ class _Attributes:
         self._scalars = _of_kind(own, SCALARS)
         self._marks = {} if self._is_torchs else {name: mark(value) for name, value in _of_kind(own, KEPT).items()}
         self._others = {} if self._is_torchs else _not_plain(part, own)
+        self._glance = Glance.of(part, list(own)) if self._is_torchs else None
 
     def changed(self, part: nn.Module, before: Collection[str] = ()) -> State:
         """Copies of what has changed; of ``training`` only, where not all of it is plain.
@@ -178,6 +180,8 @@ class _Attributes:
             part: the module.
             before: names of attributes that count as changed.
         """
+        if self._glance is not None and not before and self._glance.is_still_of(part):
+            return {}
         own = self._own(part)
         scalars = _of_kind(own, SCALARS)
         changed = {**_changed(self._scalars, scalars), **_of(before, scalars)}

@@ -68,7 +68,7 @@ def _plain(state: Any) -> Any:
     """Numpy's states hold arrays, which do not load ``weights_only``, and Python's 625 numbers; tensors are better."""
     if isinstance(state, tuple):
         version, internal, gauss = state
-        return [version, torch.tensor(internal, dtype=torch.int64), gauss]
+        return [version, torch.from_numpy(np.array(internal, dtype=np.int64)), gauss]  # a third of torch.tensor's time
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
     if isinstance(state, np.ndarray):

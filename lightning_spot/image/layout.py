@@ -134,10 +134,14 @@ class _Places:
         self._placed: dict[Named, None] = {}
         self._filled: list[tuple[Named, int, int, int, int]] = []  # of pieces: named, offset, length, fields of the CRC
         self._entries_end = 0
+        self._crc_at: tuple[int, list[tuple[int, int]]] | None = None  # where the entries are, and the fields then
 
     def place(self, present: Mapping[Named, object]) -> None:
         """Give the storages that are there now their places."""
+        if present.keys() == self._placed.keys():
+            return
         gone = map(operator.not_, map(present.__contains__, self._placed))
+        self._crc_at = None
         kept = next(itertools.compress(itertools.count(), gone), len(self.all))
         behind = [place.named for place in self.all[kept:] if place.named in present]
         new = list(itertools.filterfalse(self._placed.__contains__, present))
@@ -153,10 +157,13 @@ class _Places:
             storages: that have a place.
             entries_at: where in the file the CRC of the first entry in the directory is.
         """
+        if self._crc_at is None or self._crc_at[0] != entries_at:
+            self._crc_at = entries_at, [(crc_at, entry_at + entries_at) for _, _, _, crc_at, entry_at in self._filled]
+        rows = zip(self._filled, self._crc_at[1], strict=True)
         return tuple(
             [
-                _PIECE(Piece, (storages[named], offset, nbytes, (crc_at, entry_at + entries_at), named, 0))
-                for named, offset, nbytes, crc_at, entry_at in self._filled
+                _PIECE(Piece, (storages[named], offset, nbytes, crc_at, named, 0))
+                for (named, offset, nbytes, _, _), crc_at in rows
             ]
         )
 

@@ -180,14 +180,13 @@ class TensorPickler:
     def _recognise(self, met: list[torch.Tensor]) -> list[_Learned]:
         """What is known of the tensors that were marked. Those that cannot be are added to what is left."""
         try:
-            storages, forms = _forms_of(met)
+            storages, found = self._look_up(met)
         except (NotImplementedError, RuntimeError):  # sparse, nested: nothing of the kind
             self._left.update((id(tensor), (tensor, None)) for tensor in met if not _has_form(tensor))
             met = [tensor for tensor in met if id(tensor) not in self._left]
-            storages, forms = _forms_of(met)
-        found = list(map(self._learned.get, forms))
+            storages, found = self._look_up(met)
         for number in [number for number, known in enumerate(found) if known is None]:
-            form = forms[number]
+            form = _form_of(met[number], storages[number])
             found[number] = self._learned.get(form) or self._learn(met[number], storages[number], form)
         if len(set(map(id, met))) < len(met):
             times = Counter(map(id, met))
@@ -197,6 +196,12 @@ class TensorPickler:
             self._check_dtypes(storages, learned)
             self.storages.update(zip([known.named for known in learned], storages, strict=True))
         return learned
+
+    def _look_up(self, tensors: list[torch.Tensor]) -> tuple[list[torch.UntypedStorage], list[_Learned | None]]:
+        """The storages of tensors, and what is known of each."""
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        known = self._learned.get  # no form is kept: thousands of them would have Python look for garbage
+        return storages, [known(_form_of(tensor, storage)) for tensor, storage in zip(tensors, storages, strict=True)]
 
     def reduce(self, tensor: torch.Tensor) -> Any:
         """How a tensor is put together that is not marked, as torch says."""
@@ -278,7 +283,10 @@ class TensorPickler:
 
     def _check_dtypes(self, storages: list[torch.UntypedStorage], learned: list[_Learned]) -> None:
         """The same for all tensors that are marked."""
-        addresses, dtypes = [storage.data_ptr() for storage in storages], [known.dtype for known in learned]
+        addresses = [storage.data_ptr() for storage in storages]
+        if not self._dtypes and len(set(addresses)) == len(addresses):
+            return  # no two share their memory
+        dtypes = [known.dtype for known in learned]
         first = {**dict(zip(addresses, dtypes, strict=True)), **self._dtypes, 0: None}
         if list(map(first.get, addresses)) != dtypes and any(
             first[address] not in (None, dtype) for address, dtype in zip(addresses, dtypes, strict=True)
@@ -342,28 +350,25 @@ class _Pickler(pickle.Pickler):
         return None
 
 
-def _forms_of(tensors: list[torch.Tensor]) -> tuple[list[torch.UntypedStorage], list[_Form]]:
-    """The storages of tensors, and all by which one differs from another in the pickle."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return storages, [
-        (
-            storage._cdata,
-            storage.nbytes(),
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensor.requires_grad,
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-        for tensor, storage in zip(tensors, storages, strict=True)
-    ]
+def _form_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> _Form:
+    """All by which a tensor on a storage differs from another in the pickle."""
+    dtype = tensor.dtype
+    return (
+        storage._cdata,
+        storage.nbytes(),
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        dtype,
+        tensor.requires_grad,
+        dtype.is_complex and tensor.is_conj(),  # of no other can it be said
+        tensor.is_neg(),
+    )
 
 
 def _has_form(tensor: torch.Tensor) -> bool:
     try:
-        return bool(_forms_of([tensor]))
+        return bool(_form_of(tensor, tensor.untyped_storage()))
     except (NotImplementedError, RuntimeError):
         return False
 

@@ -1,0 +1,68 @@
+"""A glance at a module tells that nothing has changed, or that a closer look is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_spot.exact.changed_values import OF_MODULES, ChangedValues
+from lightning_spot.exact.glance import Glance
+
+
+def glance_at(module: nn.Module) -> Glance | None:
+    return Glance.of(module, [name for name in vars(module) if name not in OF_MODULES])
+
+
+MODULES = [
+    lambda: nn.Linear(2, 2),
+    lambda: nn.Sequential(nn.Linear(2, 2)),
+    lambda: nn.LayerNorm(2),
+    lambda: nn.Dropout(0.25),
+    lambda: nn.TransformerEncoderLayer(4, 2, 4),
+]
+
+
+@pytest.mark.parametrize("make", MODULES)
+def test_a_module_that_stays_as_it_is_needs_no_closer_look(make: Callable[[], nn.Module]) -> None:
+    module = make()
+    seen = glance_at(module)
+    assert seen is not None
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    assert seen.is_still_of(module)
+
+
+CHANGES: list[Callable[[Any], object]] = [
+    lambda module: module.eval(),
+    lambda module: setattr(module, "eps", 1e-3),
+    lambda module: setattr(module, "normalized_shape", 7),  # of another kind now
+    lambda module: setattr(module, "counter", 0),
+    lambda module: (delattr(module, "eps"), setattr(module, "other", None)),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=["training", "number", "kind", "more", "another"])
+def test_whatever_changes_needs_one(change: Callable[[Any], object]) -> None:
+    module: Any = nn.LayerNorm(2)
+    trainer: Any = SimpleNamespace(lightning_module=module)
+    seen, changed = glance_at(module), ChangedValues()
+    assert seen is not None
+    changed.begin(trainer)
+    before = {name: value for name, value in vars(module).items() if name not in OF_MODULES}
+    change(module)
+    assert not seen.is_still_of(module)
+    now = {name: value for name, value in vars(module).items() if name not in OF_MODULES}
+    differ = {name: value for name, value in now.items() if name not in before or before[name] != value}
+    assert changed.capture(trainer)["attributes"] == {"": differ}
+
+
+def test_values_that_may_change_by_themselves_are_not_glanced_at() -> None:
+    for value in ([1], {"a": 1}, torch.zeros(2), (1, torch.zeros(2)), object()):
+        module = nn.Linear(2, 2)
+        module.held = value  # type: ignore[assignment]
+        assert glance_at(module) is None
