@@ -267,7 +267,7 @@ def test_a_node_far_away_is_sent_to_over_more_connections(
     node = start_node()
     opened: list[str] = []
     real = NodeClient.stream
-    monkeypatch.setattr(NodeClient, "stream", lambda self, upload: (opened.append(upload), real(self, upload))[1])
+    monkeypatch.setattr(NodeClient, "stream", lambda self, *what: (opened.append(what[0]), real(self, *what))[1])
     store = NodeStore(f"{node.url}/run")
     counts = {}
     for step, useful in ((1, 4), (2, 8)):
@@ -394,6 +394,34 @@ def test_it_ends_when_idle(tmp_path: Path) -> None:
     assert record.running()  # a connected trainer keeps it
     host.session.close()
     until(lambda: not record.running(), "the node to end")
+
+
+@pytest.mark.parametrize("when", ["its answer is under way", "its memory is mapped"])
+def test_a_slot_that_is_asked_for_at_ctrl_c_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """It was leased until the session ended: with few slots, none was left for the last snapshot."""
+    host = embedded.start(str(tmp_path), "run", **SETTINGS)
+    host.open_run(named_run("run", tmp_path))
+
+    def pressed(*what: Any, call: Callable[..., Any] = host.client.call, **more: Any) -> Any:
+        answer = call(*what, **more)
+        if what[:1] == ("POST",):
+            raise KeyboardInterrupt
+        return answer
+
+    def pressed_too(_index: int) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if when == "its answer is under way":
+            patch.setattr(host.client, "call", pressed)
+        else:
+            patch.setattr(host.session, "map_slot", pressed_too)
+        with pytest.raises(KeyboardInterrupt):
+            host.lease(1000, 0.0)
+    assert [slot["state"] for slot in client_status(host)["slots"]] == ["free"]
+    host.leave(complete=True)
 
 
 def test_it_outlives_its_trainer(tmp_path: Path) -> None:

@@ -289,9 +289,6 @@ def test_a_node_that_is_still_making_a_slot_is_not_taken_for_a_lost_one() -> Non
     given_back: list[str] = []
 
     def call(method: str, path: str, body: Any = None, **more: Any) -> Any:
-        if path == "/healthz":
-            pings.append(more["timeout_s"])
-            return {}
         if method == "DELETE":
             given_back.append(path)
             return {}
@@ -300,7 +297,7 @@ def test_a_node_that_is_still_making_a_slot_is_not_taken_for_a_lost_one() -> Non
 
     host: Any = object.__new__(EmbeddedHost)
     host.run, host.attempt, host.max_stall_s, host._layout = "run@1", 1, 5.0, KnownLayout()
-    host.session, host.client = SimpleNamespace(id="1"), SimpleNamespace(call=call)
+    host.session, host.client = SimpleNamespace(id="1"), SimpleNamespace(call=call, ping=pings.append)
     with pytest.raises(RingFull, match="still being made after 31 s"):
         host.lease(NBYTES, 1.0, limit_s=30.0)
     assert pings

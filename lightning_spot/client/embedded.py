@@ -220,23 +220,33 @@ class EmbeddedHost:
         if shared is not None:
             body |= {"name": shared.name, "shares": shared.shares, "digest": shared.digest, "at": shared.at}
             body |= {"image_nbytes": shared.image_nbytes, **self._layout.to_send(shared.layout)}
-        path = f"/v1/runs/{quoted(self.run)}/uploads"
-        limit_s = limit_s or self.max_stall_s
         try:
-            leased = self._call("POST", path, body, limit_s=wait_s + limit_s)
+            leased = self._wait_for_slot(upload, body, wait_s, limit_s or self.max_stall_s)
+            if shared is not None:
+                self._layout = KnownLayout.of(shared.layout)
+            return self._mapped(leased, nbytes, 0, shared)
+        except BaseException as error:
+            is_left = type(error) is TierError or not isinstance(error, SpotError)
+            if is_left:  # it cannot be mapped, or Ctrl-C came while its answer was under way
+                self._take_back(upload)
+            raise
+
+    def _wait_for_slot(self, upload: str, body: dict[str, Any], wait_s: float, limit_s: float) -> dict[str, Any]:
+        try:
+            return self._call("POST", f"/v1/runs/{quoted(self.run)}/uploads", body, limit_s=wait_s + limit_s)
         except NodeUnreachable as error:
             if limit_s <= self.max_stall_s or not isinstance(error.__cause__, TimeoutError):
                 raise
             self._ping()  # a node that is busy is not lost; it takes the slot back by itself, unless it is there by now
             self._call("DELETE", f"/v1/uploads/{upload}")
             raise RingFull(f"the slot for it is still being made after {wait_s + limit_s:.0f} s") from error
-        if shared is not None:
-            self._layout = KnownLayout.of(shared.layout)
+
+    def _take_back(self, upload: str) -> None:
+        """Free the slot that the node may keep for an upload which will never be."""
         try:
-            return self._mapped(leased, nbytes, 0, shared)
-        except TierError:  # the node keeps the slot for it
-            self._call("DELETE", f"/v1/uploads/{leased['upload']}")
-            raise
+            self._call("DELETE", f"/v1/uploads/{upload}")
+        except SpotError as error:
+            logger.debug("no slot was taken back: %s", error)
 
     def join(
         self, name: str, *, share: int, digest: str = "", wait_s: float, at: str = "", host: int = 0, told: str = ""
