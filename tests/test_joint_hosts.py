@@ -21,7 +21,15 @@ from lightning_spot.client import joint
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import Fenced, NodeUnreachable, RingFull, SettingsError, ShareMissing, SpotError
+from lightning_spot.errors import (
+    Fenced,
+    NodeUnreachable,
+    RingFull,
+    SettingsError,
+    ShareMissing,
+    SpotError,
+    TooManyStreams,
+)
 from lightning_spot.image.layout import Layout, lay_out
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Portion, Portions, cut, is_whole, joined
@@ -31,6 +39,8 @@ from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.upload import Upload
+from lightning_spot.protocol.wire import parse_spot_url
+from lightning_spot.service import uploads
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.gated import MIB, RUN_ID, manifest_of
@@ -228,6 +238,25 @@ def test_a_file_that_has_another_length_now_is_not_sent_anew(team: Team) -> None
     for step, note in ((2, "x" * 700), (3, "x" * 70)):
         team.check(team.take(step, other := Checkpoint(1, note=note)), other)
     assert team.sent(team.first).bytes - before < 10_000 < before / 2
+    team.all_free()
+
+
+def test_a_host_that_opens_many_streams_leaves_one_to_every_other(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node served 256 at once, shared by the uploads: those of 16 hosts kept the other 48 out of one snapshot."""
+    monkeypatch.setattr(uploads, "MOST_STREAMS", 2)
+    checkpoint = Checkpoint(1)
+    upload = team.lead(1, checkpoint)
+    _, gathering = team.first.uploads.abroad._leads[upload.id].begun[team.at].result(LAST_S)
+    client = NodeClient(parse_spot_url(team.at)[0])
+    streams = [client.stream(gathering.upload) for _ in range(2)]
+    with pytest.raises(TooManyStreams):
+        client.stream(gathering.upload)
+    team.fill(upload, checkpoint)
+    sealing = team.pool.submit(team.seal, upload, 1)
+    team.follow(1, checkpoint)
+    team.check(sealing.result(LAST_S), checkpoint)
+    for stream in streams:
+        stream.close()
     team.all_free()
 
 

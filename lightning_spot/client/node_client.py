@@ -138,9 +138,9 @@ class NodeClient:
         )
         return self._json(self._exchange(request, _read_all))
 
-    def stream(self, upload: str) -> PartStream:
+    def stream(self, upload: str, sender: str = "") -> PartStream:
         """Open a connection of its own for the parts of an upload; see :class:`PartStream`."""
-        return PartStream(self.address, self._token, upload)
+        return PartStream(self.address, self._token, upload, sender)
 
     def receive(self, path: str, start: int, into: memoryview, etag: str | None = None) -> None:
         """Read ``len(into)`` bytes of a file, from byte ``start`` on.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
@@ -36,6 +38,7 @@ class PartLanes:
 
     def __init__(self, client: NodeClient, url: str) -> None:
         self._client, self._url = client, url
+        self._sender = uuid.uuid4().hex
         self._pace = Pace()
         self._connections = CONNECTIONS
 
@@ -57,6 +60,7 @@ class PartLanes:
         """
         most = min(count, useful_streams(self._pace.latency_s, fewest=CONNECTIONS, most=_MOST_CONNECTIONS))
         climb, lock = Climb(min(self._connections, most), most), threading.Lock()
+        open_stream = functools.partial(self._client.stream, upload, self._sender)
         lanes: list[_Lane] = []
         jobs: list[Future[Sent]] = []
         sent, moved_s = Sent(), time.monotonic()
@@ -71,7 +75,7 @@ class PartLanes:
 
             def begin() -> None:
                 while len(jobs) < climb.lanes:
-                    lanes.append(_Lane(self._client, self._url, upload, shared, encoder, moved))
+                    lanes.append(_Lane(open_stream, self._url, shared, encoder, moved))
                     jobs.append(pool.submit(lanes[-1].run))
 
             shared = _Shared(parts)
@@ -100,9 +104,8 @@ class _Lane:
     """One connection at a time, and what did not arrive over it.
 
     Args:
-        client: of the node.
+        open_stream: opens a connection.
         url: of the run there, for messages.
-        upload: id of the upload.
         parts: to take from.
         encoder: says how each is sent.
         moved: called with the bytes that a part took.
@@ -113,15 +116,14 @@ class _Lane:
 
     def __init__(
         self,
-        client: NodeClient,
+        open_stream: Callable[[], PartStream],
         url: str,
-        upload: str,
         parts: _Shared,
         encoder: PartEncoder,
         moved: Callable[[int], None],
     ) -> None:
         self.connects_s: list[float] = []
-        self._client, self._url, self._upload = client, url, upload
+        self._open_stream, self._url = open_stream, url
         self._parts, self._encoder, self._moved = parts, encoder, moved
         self._again: dict[int, Part] = {}
         self._sent = Sent()
@@ -153,7 +155,7 @@ class _Lane:
             self._stream.cut()
 
     def _send_over(self) -> None:
-        self._stream = stream = self._client.stream(self._upload)
+        self._stream = stream = self._open_stream()
         self.connects_s.append(stream.connect_s)
         try:
             for part, digest in stream.send(self._outgoing()):

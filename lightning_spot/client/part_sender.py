@@ -13,6 +13,7 @@ from lightning_spot.errors import NodeUnreachable, SpotError
 from lightning_spot.protocol.wire import (
     DIGEST_BYTES,
     PROTOCOL_HEADER,
+    SENDER_HEADER,
     TARGET_HEADER,
     UPGRADE,
     Address,
@@ -36,6 +37,7 @@ class PartStream:
         address: the node (TCP).
         token: secret to send, if any.
         upload: id of the upload.
+        sender: of several hosts that send it: names this one, which has a stream in any case.
 
     Raises:
         NodeUnreachable: if no node answers.
@@ -45,7 +47,7 @@ class PartStream:
         connect_s: how long it took to connect.
     """
 
-    def __init__(self, address: Address, token: str | None, upload: str) -> None:
+    def __init__(self, address: Address, token: str | None, upload: str, sender: str = "") -> None:
         self._busy_s = self._lap_s = 0.0
         self._name = str(address)
         path = f"/v1/uploads/{upload}/stream"
@@ -57,6 +59,7 @@ class PartStream:
             f"{PROTOCOL_HEADER}: {PROTOCOL_VERSION}",
             f"{TARGET_HEADER}: {target_of('POST', path)}",
             "Content-Length: 0",
+            *([f"{SENDER_HEADER}: {sender}"] if sender else []),
             *([f"Authorization: Bearer {token}"] if token else []),
         ]
         began_s = time.perf_counter()

@@ -33,6 +33,9 @@ DIGEST_HEADER = "Spot-Digest"
 TARGET_HEADER = "Spot-Target"
 """Checksum of a request's method and path: a flipped bit there must not read, write or delete something else."""
 
+SENDER_HEADER = "Spot-Sender"
+"""Which of the hosts that send one upload opens a stream: a random name, the same for all of its streams."""
+
 WANT_DIGEST_HEADER = "Want-Spot-Digest"
 """Asks for it where a range is read of at most so many bytes:"""
 LONGEST_DIGESTED_BYTES = 16 * 1024 * 1024

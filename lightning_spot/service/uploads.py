@@ -16,8 +16,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import read_ranges
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import key_of
-from lightning_spot.memory.upload import Upload
-from lightning_spot.protocol.wire import UPGRADE
+from lightning_spot.protocol.wire import SENDER_HEADER, UPGRADE
 from lightning_spot.service.connections import MOST_CONNECTIONS
 from lightning_spot.service.fields import (
     LONGEST_WAIT_S,
@@ -41,9 +40,9 @@ from lightning_spot.service.shares import base_info, leased, shared_body, shared
 logger = logging.getLogger(__name__)
 
 MOST_STREAMS = 256
-"""Streams of parts at once, shared by the uploads; each has one in any case."""
+"""Streams of parts at once, shared by who sends: each host has one in any case for each upload."""
 
-_MOST_STREAMS_OF_AN_UPLOAD = 16
+_MOST_STREAMS_OF_A_SENDER = 16
 
 
 class UploadRequests:
@@ -60,7 +59,7 @@ class UploadRequests:
     def __init__(self, node: Node, lease: Lease) -> None:
         self.committed_s = 0.0
         self._node, self._wait_for_slot = node, lease
-        self._streams: Counter[str] = Counter()  # of each upload
+        self._streams: Counter[tuple[str, str]] = Counter()  # of each upload and sender
         self._stream_threads = ThreadPoolExecutor(MOST_CONNECTIONS, thread_name_prefix="spot-stream")
 
     def routes(self) -> list[web.RouteDef]:
@@ -104,29 +103,29 @@ class UploadRequests:
         sock = transport.get_extra_info("socket") if transport is not None else None
         if request.headers.get(hdrs.UPGRADE) != UPGRADE or transport is None or sock is None:
             raise NodeRefused(f"a stream needs 'Upgrade: {UPGRADE}'", status=426)
-        self._check_streams(upload)
+        sender = upload.id, request.headers.get(SENDER_HEADER, "")
+        self._check_streams(sender)
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()
         loop = asyncio.get_running_loop()
-        self._streams[upload.id] += 1
+        self._streams[sender] += 1
         try:
             with sock.dup() as connection, self._node.streaming(upload, connection):
                 await loop.run_in_executor(self._stream_threads, receive_parts, connection, self._node, upload)
         except (OSError, SpotError) as error:
             logger.debug("a stream of parts ended: %s", error)
         finally:
-            self._streams -= Counter([upload.id])  # which forgets an upload that has none
+            self._streams -= Counter([sender])  # which forgets who has none
             transport.close()  # the connection no longer speaks HTTP
         return web.Response()
 
-    def _check_streams(self, upload: Upload) -> None:
-        """Refuse a stream beyond an upload's part of them; the first one of an upload never."""
-        mine = self._streams[upload.id]
-        uploads = len(self._streams) + (not mine)
-        hosts = upload.joint.shared.shares if upload.joint is not None else 1
-        most = min(_MOST_STREAMS_OF_AN_UPLOAD * hosts, max(hosts, MOST_STREAMS // uploads))
+    def _check_streams(self, sender: tuple[str, str]) -> None:
+        """Refuse a stream beyond a sender's part of them; the first one never."""
+        mine = self._streams[sender]
+        senders = len(self._streams) + (not mine)
+        most = min(_MOST_STREAMS_OF_A_SENDER, MOST_STREAMS // senders)
         if mine and (mine >= most or self._streams.total() >= MOST_STREAMS):
-            raise TooManyStreams("this upload has its part of the streams that this node serves at once")
+            raise TooManyStreams("this host has its part of the streams that this node serves at once")
 
     async def commit(self, request: web.Request) -> web.Response:
         """Make it a snapshot."""
