@@ -58,18 +58,20 @@ class PartLanes:
             NodeUnreachable: if the node does not answer any more.
             CorruptSnapshot: if a part arrives damaged again and again.
         """
-        most = min(count, useful_streams(self._pace.latency_s, fewest=CONNECTIONS, most=_MOST_CONNECTIONS))
+        most = self._useful(count, self._pace.latency_s)
         climb, lock = Climb(min(self._connections, most), most), threading.Lock()
         open_stream = functools.partial(self._client.stream, upload, self._sender)
         lanes: list[_Lane] = []
         jobs: list[Future[Sent]] = []
         sent, moved_s = Sent(), time.monotonic()
-        with ThreadPoolExecutor(max(1, most)) as pool:
+        with ThreadPoolExecutor(max(1, min(count, _MOST_CONNECTIONS))) as pool:
 
             def moved(nbytes: int) -> None:
                 nonlocal moved_s
                 with lock:
                     moved_s = time.monotonic()
+                    if not self._pace.latency_s:  # the first time: how far it is shows when the first one is connected
+                        climb.most = self._useful(count, _connect_s(lanes))
                     climb.moved(nbytes)
                     begin()
 
@@ -94,10 +96,13 @@ class PartLanes:
                 raise
         if count and not shared.are_taken:
             raise TooManyStreams("this node serves no connection for the parts", tier=self._url)
-        if connects_s := [connect_s for lane in lanes for connect_s in lane.connects_s]:
-            self._pace.answered(min(connects_s))  # the others waited for a processor besides
+        if connect_s := _connect_s(lanes):
+            self._pace.answered(connect_s)
         self._connections = max(CONNECTIONS, climb.best_lanes)
         return sent
+
+    def _useful(self, count: int, latency_s: float) -> int:
+        return min(count, useful_streams(latency_s, fewest=CONNECTIONS, most=_MOST_CONNECTIONS))
 
 
 class _Lane:
@@ -183,6 +188,11 @@ class _Lane:
         for part in self._parts:
             self._again[part[0]] = part
             yield self._encoder.encode(part)
+
+
+def _connect_s(lanes: list[_Lane]) -> float:
+    """How long it took to connect, 0 if none did: the shortest time, since others waited for a processor besides."""
+    return min((connect_s for lane in lanes for connect_s in lane.connects_s), default=0.0)
 
 
 class _Shared:

@@ -85,13 +85,14 @@ class Climb:
 
     Attributes:
         lanes: to have now.
+        most: of them.
         best_lanes: with which it was fastest so far.
     """
 
     def __init__(self, lanes: int, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.lanes = self.best_lanes = lanes
-        self._most = most
+        self.most = most
         self._best = 0.0
         self._climbing = True
         self._begun_s, self._parts, self._bytes = clock(), 0, 0
@@ -105,7 +106,7 @@ class Climb:
         speed = self._bytes / max(1e-9, self._clock() - self._begun_s)
         if speed > self._best * _FASTER:
             self._best, self.best_lanes = speed, self.lanes
-            self.lanes = min(self._most, self.lanes + max(1, self.lanes // 2))
+            self.lanes = min(self.most, self.lanes + max(1, self.lanes // 2))
             self._climbing = self.lanes > self.best_lanes
         else:
             self.lanes, self._climbing = self.best_lanes, False
