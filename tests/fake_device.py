@@ -58,6 +58,7 @@ class FakeDevice:
         self.storages: set[int] = set()
         self.capturing = False
         self.synchronized = 0
+        self.warmed: list[FakeStream] = []
         self.written = 0
         self.sees = True
         self.room = 2**40
@@ -96,6 +97,9 @@ class FakeDevice:
     def stream(self, index: int) -> FakeStream:
         self.streams.append(FakeStream(index))
         return self.streams[-1]
+
+    def warm(self, stream: FakeStream) -> None:
+        self.warmed.append(stream)
 
     def record(self, stream: FakeStream, *, timed: bool = False) -> FakeEvent:
         assert not self.capturing, "an event of ours in the graph of a user"

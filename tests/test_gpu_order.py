@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from lightning_spot.image.layout import Piece
-from lightning_spot.staging import cuda, page_lock
+from lightning_spot.staging import lane, page_lock
 from lightning_spot.staging.copier import Copier, SlotView, watch
 from lightning_spot.staging.partitions import Partition, Span
 from lightning_spot.staging.schedule import Schedule, Timetable
+from tests.conftest import until
 from tests.fake_device import FakeDevice, FakeStream
 
 NBYTES = 4096
@@ -113,7 +114,7 @@ def test_what_is_saved_is_kept_until_it_is_copied(view: SlotView, copiers: list[
 def test_many_small_ones_are_written_together(
     monkeypatch: pytest.MonkeyPatch, copiers: list[Copier], buffer_bytes: int, number: int, sees: bool
 ) -> None:
-    monkeypatch.setattr(cuda, "_SMALL_BYTES", 100)
+    monkeypatch.setattr(lane, "_SMALL_BYTES", 100)
     sizes = [1, 100, 7, 101, 64, 3000] * 8
     tensors = [torch.full((nbytes,), 1, dtype=torch.uint8) for nbytes in sizes]
     device = FakeDevice(number)
@@ -132,6 +133,59 @@ def test_many_small_ones_are_written_together(
     assert all((view.tensor[piece.offset : piece.offset + piece.nbytes] == 1).all() for piece in pieces)
     assert (device.written >= 20) == sees  # without, what fits the buffer
     device.run()
+
+
+@pytest.mark.parametrize("buffer_bytes", [0, 1000])
+@pytest.mark.parametrize("held", [True, False])
+def test_what_is_held_goes_when_its_time_is_up(view: SlotView, buffer_bytes: int, held: bool) -> None:
+    """Training may stand at the begin of an iteration: in a hook, or since it waits for data."""
+    tensor = torch.ones(NBYTES, dtype=torch.uint8)
+    device, now = FakeDevice(), [0.0]
+    device.own([tensor])
+    copier = Copier(buffer_bytes=buffer_bytes, device=device, clock=lambda: now[0])
+    pieces = [Piece(tensor.untyped_storage(), 0, NBYTES)]
+    job = copier.start(pieces, view, watch([tensor]), Late() if held else Schedule("eager"))
+    latest_s = 1e9 if held else 1.0
+    now[0] = latest_s - 0.01
+    copier._notify()
+    assert job.is_done == (not held and not buffer_bytes)
+    now[0] = latest_s
+    copier._notify()
+    until(lambda: job.is_done, "what is held to be ordered")
+    job.settle()
+    job.wait()
+    assert (view.tensor == 1).all()
+    job.release(1)
+    job.wait_cpu()
+    copier.fence()
+    copier.close()
+    device.run()
+
+
+def test_a_slot_is_made_with_all_that_its_first_copy_needs(view: SlotView, copiers: list[Copier]) -> None:
+    device = FakeDevice()
+    copiers.append(copier := Copier(buffer_bytes=100, device=device))
+    for _ in range(2):
+        copier.pin(view, 0)
+        copier.unpin(view)
+    assert len(device.warmed) == 1
+    assert device.allocated == 100
+
+
+def test_a_step_that_is_recorded_waits_for_the_copies_itself(view: SlotView, copiers: list[Copier]) -> None:
+    """Its replay waits for none of them."""
+    tensor = torch.ones(NBYTES, dtype=torch.uint8)
+    device = FakeDevice()
+    device.own([tensor])
+    copiers.append(copier := Copier(device=device))
+    job = copier.start([Piece(tensor.untyped_storage(), 0, NBYTES)], view, watch([tensor]), Schedule("eager"))
+    device.capturing = True
+    job.wait_cpu()
+    copier.fence()
+    assert (view.tensor == 1).all()
+    device.capturing = False
+    job.settle()
+    job.wait()
 
 
 class Driver:

@@ -10,8 +10,9 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from lightning_spot.image.layout import Piece
 from lightning_spot.staging.alone import LoneThread
-from lightning_spot.staging.cuda import CudaCopier, Held, Marks
+from lightning_spot.staging.cuda import CudaCopier, Marks
 from lightning_spot.staging.job import NEVER, NOW, Batch, CopyJob, SlotView, Watches, batches_of, watch
+from lightning_spot.staging.lane import Held
 from lightning_spot.staging.samples import Sampler
 from lightning_spot.staging.spans import SlotSpan, some, whole
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from lightning_spot.staging.schedule import Schedule, Timetable
 
 __all__ = ["Copier", "CopyJob", "Marks", "SlotView", "Watches", "watch"]
+
+
+_HELD_S = 1.0
+"""So long, at most, what would leave a GPU while its optimizer steps is held where iterations are not measured."""
 
 
 class Copier:
@@ -159,7 +164,8 @@ class Copier:
                 else:  # MPS, XPU, …: no side stream is known here; copied in order, by the caller
                     span.target(slot.tensor).copy_(span.source())
             batches += batches_of(on_cpu, slot, place, after_s, latest_s)
-        job.hold(batches, self._cuda.begin(on_gpu, slot.tensor, buffered=buffered, after=after) if on_gpu else None)
+        cuda = self._cuda.begin(on_gpu, slot.tensor, buffered=buffered, after=after) if on_gpu else None
+        job.hold(batches, cuda, latest_s if timetable is not None else self._clock() + _HELD_S)
 
     def _notify(self) -> None:
         with self._wake:

@@ -7,7 +7,7 @@ of the training's own stream, and leaves from there while the optimizer runs. Th
 from __future__ import annotations
 
 import logging
-from collections import deque
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,17 +16,11 @@ import torch
 
 from lightning_spot.errors import SpotError
 from lightning_spot.staging.device import Cuda, Device
+from lightning_spot.staging.lane import Held, Lane, LaneCopy
 from lightning_spot.staging.page_lock import PAGE_LOCKED_BYTES
-from lightning_spot.staging.spans import SlotSpan, cut_at, cut_end
+from lightning_spot.staging.spans import cut_at
 
 logger = logging.getLogger(__name__)
-
-_SMALL_BYTES = 128 * 1024
-_MANY = 16
-"""So many small copies, or more, are made by kernels: a stream takes about a thousand, then the host waits."""
-
-Held = tuple[int, list[SlotSpan]]
-"""A place of the iteration, and what is copied from there on."""
 
 Marks = Mapping[int, Any]
 """For devices by their number, an event: a place in the order of the training's work."""
@@ -59,6 +53,7 @@ class CudaCopier:
         self._pinned: dict[int, bool] = {}
         """Slots that were to be page-locked, by their address, and whether they are."""
         self._said: set[str] = set()
+        self._making = threading.Lock()
         self.records_graphs = False
         """Whether a CUDA graph was seen being recorded: its replays call no hooks, so nothing may follow later."""
 
@@ -112,9 +107,10 @@ class CudaCopier:
             SpotError: if the device fails.
         """
         with _failures_as_ours():
-            if self.capturing():
+            if self.capturing():  # a replay waits for none of them
+                self.synchronize()
                 return
-            for lane in self._lanes.values():
+            for lane in list(self._lanes.values()):  # a slot that is being made may add one
                 if lane.read is not None:
                     self.device.wait(self.device.current(lane.index), lane.read)
 
@@ -133,7 +129,9 @@ class CudaCopier:
             return
         code = self.device.pin(slot, index)
         self._pinned[address] = code == 0
-        if code != 0:
+        if code == 0:
+            self._lane(index).warm()
+        else:
             logger.warning(
                 "a slot of %d bytes could not be page-locked (CUDA error %d); snapshots are right but slower:"
                 " raise the container's memlock limit (docker: --ulimit memlock=-1)",
@@ -163,9 +161,10 @@ class CudaCopier:
                 logger.debug("copies from GPU %d have ended: %s", lane.index, error)
 
     def _lane(self, index: int) -> Lane:
-        if index not in self._lanes:
-            self._lanes[index] = Lane(index, self.device, self._buffer_bytes, self._say)
-        return self._lanes[index]
+        with self._making:
+            if index not in self._lanes:
+                self._lanes[index] = Lane(index, self.device, self._buffer_bytes, self._say)
+            return self._lanes[index]
 
     def _say(self, key: str, message: str) -> None:
         if key not in self._said:
@@ -173,128 +172,11 @@ class CudaCopier:
             logger.warning("lightning_spot: %s", message)
 
 
-class Lane:
-    """The side stream of one device, and its buffer.
-
-    Attributes:
-        index: of the device.
-        read: an event after which no copy ordered so far reads storages of the training any more.
-        done: an event after which all that was ordered so far is in the slots.
-    """
-
-    def __init__(self, index: int, device: Device, buffer_bytes: int, say: Any) -> None:
-        self.index = index
-        self.read: Any = None
-        self.done: Any = None
-        self._device, self._say = device, say
-        self._stream = device.stream(index)
-        self._buffer_bytes = buffer_bytes
-        self._buffer: torch.Tensor | None = None
-        self._left: Any = None
-
-    def buffer(self) -> torch.Tensor | None:
-        """The buffer, made when it is wanted first; ``None`` without, or if the device has no room."""
-        if self._buffer is None and self._buffer_bytes:
-            self._buffer = self._device.allocate(self.index, self._buffer_bytes)
-            if self._buffer is None:
-                self._buffer_bytes = 0
-                self._say("buffer", "the device has no room for device_buffer: the optimizer waits for every copy")
-        return self._buffer
-
-    def follow(self, event: Any) -> None:
-        """Copy nothing more before ``event`` is over."""
-        self._device.wait(self._stream, event)
-
-    def order(self, spans: Sequence[SlotSpan], slot: torch.Tensor) -> None:
-        """Copy after what training has ordered so far."""
-        if not spans:
-            return
-        self._after_training()
-        self._to_slot(slot, spans, [span.source() for span in spans])
-        self.read = self.done = self._device.record(self._stream)
-
-    def order_buffered(self, spans: Sequence[SlotSpan], slot: torch.Tensor) -> None:
-        """Copy into the buffer, in the order of training's own stream, and from there beside what follows."""
-        buffer = self.buffer()
-        if not spans or buffer is None:
-            return
-        training = self._device.current(self.index)
-        if self._left is not None:
-            self._device.wait(training, self._left)  # what was in the buffer before has left it
-        inside, at = [], 0
-        for span in spans:
-            inside.append(buffer[at : at + span.nbytes])
-            at += span.nbytes
-        self._device.write(training, inside, [span.source() for span in spans])
-        self._after_training()
-        self._to_slot(slot, spans, inside)
-        self._left = self.done = self._device.record(self._stream)
-
-    def synchronize(self) -> None:
-        """Have the calling thread wait for all that was ordered."""
-        if self.done is not None:
-            self._device.synchronize(self.done)
-
-    def _to_slot(self, slot: torch.Tensor, spans: Sequence[SlotSpan], sources: Sequence[torch.Tensor]) -> None:
-        small = [number for number, span in enumerate(spans) if span.nbytes <= _SMALL_BYTES]
-        seen = self._device.seen(slot, self.index) if len(small) >= _MANY else None
-        rest: Iterable[int] = range(len(spans))
-        if seen is not None:
-            targets = [spans[number].target(seen) for number in small]
-            self._device.write(self._stream, targets, [sources[number] for number in small])
-            rest = (number for number, span in enumerate(spans) if span.nbytes > _SMALL_BYTES)
-        self._device.copy(self._stream, ((spans[number].target(slot), sources[number]) for number in rest))
-
-    def _after_training(self) -> None:
-        self._device.wait(self._stream, self._device.record(self._device.current(self.index)))
-
-
-class LaneCopy:
-    """Copies of one snapshot from one device.
-
-    Args:
-        lane: of the device.
-        held: what is copied from which place of the iteration on, in order.
-        slot: where to.
-        buffered: whether the last bytes are kept for the buffer.
-    """
-
-    def __init__(self, lane: Lane, held: Iterable[Held], slot: torch.Tensor, *, buffered: bool) -> None:
-        self.lane = lane
-        self._slot = slot
-        self._held = deque(held)
-        self._last: list[SlotSpan] = []
-        buffer = lane.buffer() if buffered else None
-        self._room = buffer.numel() if buffer is not None else 0
-        room = self._room
-        while self._held and room > 0:
-            place, spans = self._held.pop()
-            before, end = cut_end(spans, room)
-            if before:
-                self._held.append((place, before))
-            self._last = [*end, *self._last]
-            room -= sum(span.nbytes for span in end)
-
-    def release(self, place: int) -> bool:
-        """Order what was held until ``place``; whether nothing is left."""
-        now: list[SlotSpan] = []
-        while self._held and self._held[0][0] <= place:
-            now += self._held.popleft()[1]
-        self.lane.order(now, self._slot)
-        return not self._held and not self._last
-
-    def release_all(self) -> None:
-        """Order the rest: what the optimizer overwrites last goes through the buffer, as far as it has room."""
-        rest = [span for _, spans in self._held for span in spans] + self._last
-        self._held.clear()
-        self._last = []
-        now, buffered = cut_end(rest, self._room)
-        self.lane.order(now, self._slot)
-        self.lane.order_buffered(buffered, self._slot)
-
-
 class CudaCopy:
-    """Copies of one snapshot from GPUs. Everything but :meth:`wait` is called where training orders its work."""
+    """Copies of one snapshot from GPUs.
+
+    Everything but :meth:`wait` and :meth:`release_rest` is called where training orders its work.
+    """
 
     def __init__(self, copier: CudaCopier, lanes: Sequence[LaneCopy]) -> None:
         self._copier = copier
@@ -327,6 +209,16 @@ class CudaCopy:
                 lane.release_all()
         finally:
             self._note()
+
+    def release_rest(self) -> None:
+        """Order the rest: training comes to no place of its iteration, in which copies were to go, for long."""
+        if not self.is_ordered:
+            self.is_ordered = True
+            try:
+                for lane in self._lanes:
+                    lane.release_rest()
+            finally:
+                self._note()
 
     def wait(self) -> None:
         """Have the calling thread wait until all that was ordered is in the slot.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,9 @@ class Device(Protocol):
 
     def stream(self, index: int) -> Any:
         """A new stream."""
+
+    def warm(self, stream: Any) -> None:
+        """Have all ready that work on a stream will need. Waits for whatever that takes."""
 
     def record(self, stream: Any, *, timed: bool = False) -> Any:
         """An event that is over when all that was ordered on ``stream`` so far is done."""
@@ -96,6 +100,21 @@ class Cuda:
         with torch.cuda.device(index):
             return torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch's
 
+    def warm(self, stream: torch.cuda.Stream) -> None:
+        """Use kernels and copies once: CUDA loads each at its first use, which can take until the device is idle."""
+        with page_lock.beside_recordings(), self._on(stream):
+            there = torch.zeros(2, 64, dtype=torch.uint8, device=stream.device)
+            here = torch.empty(64, dtype=torch.uint8, pin_memory=True)
+        self.write(stream, [there[0]], [there[1]])
+        self.copy(stream, [(here, there[0])])
+        self.synchronize(self.record(stream))  # then the memory may be used again
+
+    @contextlib.contextmanager
+    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Order work on a stream. A thread that has no device yet would be given the first one at the end."""
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            yield
+
     def record(self, stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:
         """An event that is over when all that was ordered on ``stream`` so far is done."""
         # Who waits for one sleeps: by default it would use a processor up. One for times is only looked at.
@@ -109,7 +128,7 @@ class Cuda:
 
     def copy(self, stream: torch.cuda.Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Order copies ``(target, source)`` on ``stream``."""
-        with torch.cuda.stream(stream):
+        with self._on(stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
 
@@ -120,7 +139,7 @@ class Cuda:
         if not hasattr(torch, "_foreach_copy_"):  # a private name; only the time of the training thread depends on it
             self.copy(stream, zip(targets, sources, strict=True))
             return
-        with torch.cuda.stream(stream):
+        with self._on(stream):
             torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
     def seen(self, slot: torch.Tensor, index: int) -> torch.Tensor | None:
@@ -144,7 +163,8 @@ class Cuda:
     def allocate(self, index: int, nbytes: int) -> torch.Tensor | None:
         """Bytes on a device; ``None`` if it has no room."""
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{index}")
+            with torch.cuda.device(index), page_lock.beside_recordings():
+                return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{index}")
         except torch.cuda.OutOfMemoryError:
             return None
 

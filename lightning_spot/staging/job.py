@@ -128,6 +128,7 @@ class CopyJob:
         self._cuda: CudaCopy | None = None
         self._before: CopyJob | None = None
         self._is_ordered = True
+        self._order_s = NEVER
         self._settled = threading.Event()
         self._trains = threading.get_ident() if trains is None else trains
         self._ordering = threading.Lock()
@@ -210,16 +211,23 @@ class CopyJob:
             self.moved = counted | past_counts
             self._settled.set()
 
-    def hold(self, batches: Iterable[Batch], cuda: CudaCopy | None) -> None:
-        """Take over what is to be copied; once, before anything else."""
+    def hold(self, batches: Iterable[Batch], cuda: CudaCopy | None, latest_s: float = NEVER) -> None:
+        """Take over what is to be copied; once, before anything else.
+
+        Args:
+            batches: from the CPU.
+            cuda: from GPUs.
+            latest_s: when a background thread orders what is held of that.
+        """
         self._tasks.extend(batches)
-        self._cuda = cuda
+        self._cuda, self._order_s = cuda, latest_s
         self._is_ordered = cuda is None
         self._end_if_done()
 
     def release_to_background(self) -> None:
         """Hold nothing back from the background threads any more."""
         with self._lock:
+            self._order_s = NOW
             for task in self._tasks:
                 task.ready_s = NOW
 
@@ -254,8 +262,11 @@ class CopyJob:
                 logger.debug("nothing more comes from a GPU that has failed: %s", error)
 
     def step_in_background(self) -> None:
-        """Copy one batch that is due, if there is one."""
-        self._step(Batch.at_once, self._clock())
+        """Copy one batch that is due, if there is one; order what is held on GPUs for too long."""
+        now_s = self._clock()
+        if self._cuda is not None and self._order_s <= now_s:
+            self._order(self._cuda.release_rest)
+        self._step(Batch.at_once, now_s)
 
     @property
     def is_done(self) -> bool:
@@ -263,9 +274,10 @@ class CopyJob:
         return self._handed_over.is_set()
 
     def ready_s(self) -> float:
-        """When the next batch may be copied, on the clock of the background threads; infinity if none is left."""
+        """When something may be done next, on the clock of the background threads; infinity if nothing is left."""
         with self._lock:
-            return min((task.ready_s for task in self._tasks if task.taken_by is None), default=NEVER)
+            ready_s = min((task.ready_s for task in self._tasks if task.taken_by is None), default=NEVER)
+            return ready_s if self._is_ordered else min(ready_s, self._order_s)
 
     def _order(self, order: Callable[[], None]) -> None:
         """Order copies on a GPU."""
