@@ -23,6 +23,7 @@ from torch.distributed.tensor import Replicate, Shard
 from lightning_spot.cli.command import main
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, ModelChanged, NotSerialisable
+from lightning_spot.exact.sharded import Dtensors
 from lightning_spot.image.files import check_files
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Image
@@ -400,3 +401,32 @@ def test_the_plain_file_made_of_it_is_what_one_device_would_have_saved(
     with pytest.raises(CorruptSnapshot, match="do not have the checksum"):
         write_plain(folder, tmp_path / "plain.ckpt")
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["plain.ckpt", manifest.name]
+
+
+class Hides(torch.nn.Linear):
+    """Leaves its bias out of the state dict."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[f"{prefix}bias"]
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Linear, Hides])
+def test_names_of_parameters_are_those_of_now(kind: type[torch.nn.Linear]) -> None:
+    module = torch.nn.Sequential(kind(2, 2), torch.nn.BatchNorm1d(2), kind(2, 2))
+    for step in range(5):
+        if step == 1:
+            module[2].weight = torch.nn.Parameter(torch.ones(2, 2))
+        elif step == 2:
+            module[2].bias = torch.nn.Parameter(torch.ones(2))
+        elif step == 3:
+            module[2].weight = module[0].weight  # tied
+        elif step == 4:
+            module.append(torch.nn.Linear(2, 2))
+        optimizer = torch.optim.Adam(module.parameters())
+        holder = Dtensors(module)
+        state = {holder.key: holder.model_state()}
+        expected = [name for name, _ in module.named_parameters()]
+        assert holder.optimizer_state(optimizer)["param_groups"][0]["params"] == expected
+        shown = {id(parameter) for parameter in holder.parameters(state)}
+        assert shown == {id(one) for name, one in module.named_parameters() if name in state[holder.key]}

@@ -169,15 +169,11 @@ class Joining(Follower[_Part | SpotError]):
             if is_agreed:
                 raise ShareMissing(f"its own state needs {len(own)} bytes") from None
         image = self._lay_out(checkpoint.state, own, [room] * self._world_size)
-        copies: dict[int, torch.UntypedStorage] = {}
-        watched = {}
-        for piece in image.layout.pieces:
-            address = piece.storage.data_ptr()
-            if address in owned and address not in self._unsteady:
-                watched[address] = owned[address]
-            elif address not in kept and address not in copies:
-                copies[address] = piece.storage.clone()  # type: ignore[no-untyped-call] # torch's
-        watches = watch(chain.from_iterable(watched.values()))
+        by_address = {piece.storage.data_ptr(): piece.storage for piece in image.layout.pieces}
+        watched = [address for address in by_address if address in owned and address not in self._unsteady]
+        others = by_address.keys() - kept.keys() - set(watched)
+        copies = {address: by_address[address].clone() for address in others}  # type: ignore[no-untyped-call] # torch's
+        watches = watch(chain.from_iterable(map(owned.__getitem__, watched)))
         return _Part(checkpoint.state, own, room, image, kept, copies, watches, trusts, threading.Event())
 
     # -- on the background thread ---------------------------------------------------------------------------------

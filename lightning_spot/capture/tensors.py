@@ -51,7 +51,7 @@ def storage_addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
     """:func:`storage_address` of each; to call that for thousands takes twice as long."""
     local = list(tensors)
     if not _PLAIN.issuperset(map(type, local)):
-        local = list(map(local_of, local))
+        local = [tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor) for tensor in local]
     try:
         return [tensor.untyped_storage().data_ptr() for tensor in local]
     except (NotImplementedError, RuntimeError):  # one of them has none of its own
@@ -74,6 +74,11 @@ def by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]
     return found
 
 
+def _are_tensors(values: list[Any]) -> bool:
+    kinds = set(map(type, values))
+    return _PLAIN.issuperset(kinds) or all(issubclass(kind, torch.Tensor) for kind in kinds)
+
+
 def optimizer_owned(optimizers: Iterable[Any]) -> dict[int, list[torch.Tensor]]:
     """Tensors that change in ``optimizer.step()`` and nowhere else, by storage: parameters and their state.
 
@@ -86,7 +91,7 @@ def optimizer_owned(optimizers: Iterable[Any]) -> dict[int, list[torch.Tensor]]:
             owned += group["params"]
         for state in optimizer.state.values():
             values = list(state.values()) if type(state) is dict else [state]
-            owned += values if _PLAIN.issuperset(map(type, values)) else tensors_in(values)
+            owned += values if _are_tensors(values) else tensors_in(values)
     return by_storage(dict(zip(map(id, owned), owned, strict=True)).values())
 
 

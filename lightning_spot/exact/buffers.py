@@ -25,14 +25,17 @@ class Buffers:
 
     def note_changed(self, module: torch.nn.Module, before: dict[str, Mark]) -> None:
         """Count as changed, too, what differs from marks that were made before training began."""
-        self._changed |= {name for name, mark in marks_of(module).items() if before.get(name) != mark}
+        self._note_changed(dict(module.named_buffers()), before)
+
+    def _note_changed(self, buffers: Values, before: dict[str, Mark]) -> None:
+        self._changed |= {name for name, mark in _marks(buffers).items() if before.get(name) != mark}
 
     def capture(self, module: torch.nn.Module, *, is_first: bool) -> Values:
         """Copies of the non-persistent ones that changed, and of all others where the rank is not the first."""
-        self.note_changed(module, self._steady)
-        if is_first and not self._changed:
-            return {}
         buffers = dict(module.named_buffers())
+        self._note_changed(buffers, self._steady)
+        if not buffers or (is_first and not self._changed):
+            return {}
         in_checkpoint = set(live_state(module)) & set(buffers)
         lacking = self._changed - in_checkpoint
         if not is_first:
@@ -56,4 +59,8 @@ def put(module: torch.nn.Module, values: Values) -> None:
 
 def marks_of(module: torch.nn.Module) -> dict[str, Mark]:
     """What tells of each buffer whether it has been written to, or is another."""
-    return {name: (storage_address(buffer), private.writes_of(buffer)) for name, buffer in module.named_buffers()}
+    return _marks(dict(module.named_buffers()))
+
+
+def _marks(buffers: Values) -> dict[str, Mark]:
+    return {name: (storage_address(buffer), private.writes_of(buffer)) for name, buffer in buffers.items()}

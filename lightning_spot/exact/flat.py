@@ -124,6 +124,10 @@ class Flat:
                 state[clean(name)] = value
         return state
 
+    def parameters(self, state: State) -> Iterable[Tensor]:
+        """See :class:`~lightning_spot.exact.sharded.Holder`: flat ones, and those that FSDP leaves alone."""
+        return self._module.parameters()
+
     def _weight(self, part: Part) -> FlatShard | Refused:
         of_all, own = part.of_all, part.own
         place = of_all.data_ptr() + part.offset * of_all.element_size()

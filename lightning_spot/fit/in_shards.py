@@ -346,7 +346,8 @@ class InShards(OfTrainer):
         hosts = tuple(map(len, self._hosts.ranks))
         ranks = Ranks(sum(hosts), {}, hosts, at) if at else None
         step, owned = trainer.global_step, optimizer_owned(trainer.optimizers)
-        frozen = by_storage(item for item in trainer.lightning_module.parameters() if not item.requires_grad)
+        parameters = holder_of(trainer).parameters(checkpoint.state)
+        frozen = by_storage(item for item in parameters if not item.requires_grad)
         kept = {address: tensors for address, tensors in frozen.items() if address not in owned}
         if self._joining is not None:
             self._joining.write(

@@ -43,6 +43,7 @@ class Items:
         self.paths: tuple[Path, ...] = ()
         self._form: Any = None
         self._kinds: dict[type, int] = {}
+        self._leaves: set[type] = set()
 
     def of(self, state: Mapping[str, Any]) -> list[Any]:
         """The items of a state.
@@ -63,10 +64,16 @@ class Items:
         """Add the items of a mapping or list; the form that tells it from all that are put together in another way."""
         inner: list[tuple[int, _Form]] = []
         kinds = self._kinds
-        for number, item in enumerate(value if is_list else value.values()):
+        items = value if is_list else list(value.values())
+        if self._leaves.issuperset(map(type, items)):  # so it is for each parameter of an optimizer
+            found += items
+            return len(value) if is_list else tuple(value), inner
+        for number, item in enumerate(items):
             kind = kinds.get(type(item))
             if kind is None:
                 kind = kinds[type(item)] = _kind(type(item))
+                if kind == _LEAF:
+                    self._leaves.add(type(item))
             if kind == _LEAF or (kind == _LIST and _is_one_item(item)):
                 found.append(item)
             else:
