@@ -24,7 +24,7 @@ from lightning_spot.threads import work_together
 CRC_BYTES = 4
 """Length of a CRC field in a zip."""
 
-_CHUNK_BYTES = 512 * 1024  # stays in the cache between its CRC and its checksum
+_CHUNK_BYTES = 512 * 1024  # stays in the cache between its checksum and its CRC
 _CHUNK_BYTES_A_THREAD = 128 * 1024  # with less, threads wait for the GIL: each takes it for every chunk
 _CRC_BYTES_AT_ONCE = 8 * 1024 * 1024
 _FEW, _MOST_THREADS = 4, 16
@@ -126,7 +126,7 @@ class _Part:
         return bool(self.pieces or self._fields)
 
     def hash(self, image: memoryview, upto: int) -> None:
-        """Checksum what is there up to a place: it was just read for its CRC, and is in the processor's cache."""
+        """Checksum what is there up to a place, or up to the first field before it that is not written yet."""
         while self._next_field < len(self._fields) and self._fields[self._next_field] in self._written:
             self._next_field += 1
         if self._next_field < len(self._fields):
@@ -146,7 +146,7 @@ class _Plan:
 
     Attributes:
         untouched: numbers of the parts that are as they were when their memory was sealed before.
-        chunk_bytes: what is read for its CRC, and then for its checksum.
+        chunk_bytes: what is read for its checksum, and then for its CRC.
     """
 
     chunk_bytes = _CHUNK_BYTES
@@ -193,8 +193,8 @@ class _Plan:
             crc = 0
             for place in range(start, stop, self.chunk_bytes):
                 end = min(place + self.chunk_bytes, stop)
+                part.hash(self._image, end)  # first: it fetches ahead from memory, and the CRC finds it in the cache
                 crc = crc32(self._image[place:end], crc)
-                part.hash(self._image, end)
             with self._lock:
                 self._crcs[number][start] = (crc, stop - start)
                 self._left[number] -= stop - start
