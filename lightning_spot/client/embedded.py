@@ -6,6 +6,7 @@ slots. No call of a trainer lasts longer than ``max_stall_s`` unless the node go
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -215,8 +216,7 @@ class EmbeddedHost:
         """See :meth:`Host.lease`."""
         upload = uuid.uuid4().hex
         body = {"attempt": self.attempt, "nbytes": nbytes, "wait_s": wait_s, "session": self.session.id}
-        body |= {"upload": upload}
-        body |= {"spare": True} if spare else {}
+        body |= {"upload": upload, **({"spare": True} if spare else {})}
         if shared is not None:
             body |= {"name": shared.name, "shares": shared.shares, "digest": shared.digest, "at": shared.at}
             body |= {"image_nbytes": shared.image_nbytes, **self._layout.to_send(shared.layout)}
@@ -226,9 +226,9 @@ class EmbeddedHost:
                 self._layout = KnownLayout.of(shared.layout)
             return self._mapped(leased, nbytes, 0, shared)
         except BaseException as error:
-            is_left = type(error) is TierError or not isinstance(error, SpotError)
-            if is_left:  # it cannot be mapped, or Ctrl-C came while its answer was under way
-                self._take_back(upload)
+            if type(error) is TierError or not isinstance(error, SpotError):
+                with contextlib.suppress(SpotError):  # it cannot be mapped, or Ctrl-C came with its answer under way
+                    self._call("DELETE", f"/v1/uploads/{upload}")
             raise
 
     def _wait_for_slot(self, upload: str, body: dict[str, Any], wait_s: float, limit_s: float) -> dict[str, Any]:
@@ -241,13 +241,6 @@ class EmbeddedHost:
             self._call("DELETE", f"/v1/uploads/{upload}")
             raise RingFull(f"the slot for it is still being made after {wait_s + limit_s:.0f} s") from error
 
-    def _take_back(self, upload: str) -> None:
-        """Free the slot that the node may keep for an upload which will never be."""
-        try:
-            self._call("DELETE", f"/v1/uploads/{upload}")
-        except SpotError as error:
-            logger.debug("no slot was taken back: %s", error)
-
     def join(
         self, name: str, *, share: int, digest: str = "", wait_s: float, at: str = "", host: int = 0, told: str = ""
     ) -> Lease:
@@ -255,8 +248,7 @@ class EmbeddedHost:
         body = {"attempt": self.attempt, "name": name, "share": share, "digest": digest, "wait_s": wait_s}
         body |= {"session": self.session.id, "at": at, "host": host}
         body |= self._layout.to_send(told) if told else {"layout_id": self._layout.id}
-        path = f"/v1/runs/{quoted(self.run)}/shares"
-        joined = self._call("POST", path, body, limit_s=wait_s + self.max_stall_s)
+        joined = self._call("POST", f"/v1/runs/{quoted(self.run)}/shares", body, limit_s=wait_s + self.max_stall_s)
         if joined["layout"] is not None:
             self._layout = KnownLayout(str(joined["layout_id"]), str(joined["layout"]))
         shares, agreed = int(joined["shares"]), str(joined["digest"])
