@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -10,11 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 
-from lightning_spot import EverySteps, RemoteSnapshot
+from lightning_spot import EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.capture import contents, leases
 from lightning_spot.capture.contents import CHECK_EVERY
 from lightning_spot.capture.tensors import by_storage, storage_address
@@ -366,3 +369,40 @@ def test_adapters_cost_what_they_train(tmp_path: Path, monkeypatch: pytest.Monke
     pickled = total - nbytes[False] - 3 * nbytes[True]
     assert max(copied[4:-1]) <= 1.1 * (3 * nbytes[True] + pickled)
     assert copied[-1] > nbytes[False]  # the last one trusts nothing
+
+
+class Grown(Net):
+    """With a part that does not change, and is too large to be compared each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.zeros(100_000), requires_grad=False)
+
+
+class WritesPastTheCounts(pl.Callback):
+    """Writes one number of the frozen part, in the step before the validation in which the notice comes."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, _optimizer: Any) -> None:
+        if trainer.global_step == 7:
+            module.frozen.data[7] = 1e9
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_regular_snapshot_at_the_step_of_a_notice_is_compared_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the last one of the attempt: no later one would find what was left for its turn."""
+    monkeypatch.setattr(contents, "CHECK_BYTES", 1)
+    monkeypatch.setattr(contents.Turns, "next", lambda _, among: among - 1)  # another share than that number's
+    monkeypatch.setattr(contents, "_looks_alike", lambda _piece, _view: True)
+    spot = SpotCheckpoint(str(tmp_path / "run"), interval=EverySteps(1), on_full="wait", notices="signal", grace_s=60.0)
+    with pytest.raises(SystemExit):
+        trainer(WritesPastTheCounts(), spot, val_check_interval=8).fit(Grown(), data(12), data(2))
+    newest = LocalStore(tmp_path / "run").survey().manifests[0]
+    saved = torch.load(tmp_path / "run" / newest.data_path, weights_only=False)["state_dict"]
+    assert newest.step == 8
+    assert saved["frozen"][7] == 1e9
+    assert not saved["frozen"][8:].any()

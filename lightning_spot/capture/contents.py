@@ -160,6 +160,7 @@ class Unchanged:
         self._owners: dict[Named, _Owner] = {}
         self._generation = 0
         self._turns = Turns()
+        self._of_newest: tuple[list[Unchecked], SlotView] | None = None  # if a share of it is compared only
 
     def plan(self, layout: Layout, owners: Owners, known: Known | None, view: SlotView) -> Plan:
         """What of a layout has to be copied into a slot.
@@ -207,7 +208,9 @@ class Unchanged:
         if known is not None and 2 * plan.nbytes < layout.nbytes:
             entries = [(offset, len(data)) for offset, data in plan.frame]
             plan.written = in_order([*entries, *((piece.offset, piece.nbytes) for piece in plan.pieces)])
+        unchecked = plan.unchecked
         self._leave_for_later(plan)
+        self._of_newest = (unchecked, view) if plan.unchecked is not unchecked else None
         self._trusted = {named for named in self._trusted | left_out if named in plan.marks}
         self.distrusted &= plan.marks.keys()
         self._owners = present
@@ -232,6 +235,17 @@ class Unchanged:
             self.distrusted.update(named for named in found if named is not None)
             plan.found += len(found)
             return plan.found
+
+    def newest_differs(self) -> bool:
+        """Compare all of the newest snapshot that was left out of it, if that was left to later ones.
+
+        Call it once it is committed, when nothing was begun since, and no optimizer has stepped.
+        """
+        newest, self._of_newest = self._of_newest, None
+        if newest is None:
+            return False
+        unchecked, view = newest
+        return self.written_past_counts(Plan([], [], {}, unchecked=unchecked), view) > 0
 
     def _leave_for_later(self, plan: Plan) -> None:
         """Compare a share only where all of it would take long."""

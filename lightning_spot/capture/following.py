@@ -128,6 +128,10 @@ class Follower(ABC, Generic[What]):
         """See :meth:`~lightning_spot.capture.writer.SnapshotWriter.check_all`."""
         self._unchanged.checks_all = True
 
+    def newest_differs(self) -> bool:
+        """See :meth:`~lightning_spot.capture.contents.Unchanged.newest_differs`."""
+        return self._unchanged.newest_differs()
+
     def copied_within(self, wait_s: float) -> bool:
         """Help to copy as :meth:`copied` does, if all slots come in time; whether they did."""
         deadline_s = time.monotonic() + wait_s

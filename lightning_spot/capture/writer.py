@@ -210,6 +210,12 @@ class SnapshotWriter:
         """The next snapshot may be the last of this attempt: compare all of it that is not copied again."""
         self._unchanged.checks_all = True
 
+    def newest_differs(self) -> bool:
+        """See :meth:`Unchanged.newest_differs`."""
+        if differs := self._unchanged.newest_differs():
+            self.say_once("past-counts", PAST_COUNTS, 1, CHECK_EVERY)
+        return differs
+
     def settle(self, wait_s: float) -> None:
         """Wait until every snapshot begun so far is committed or given up."""
         self.copied()

@@ -299,7 +299,9 @@ class Snapshotter(OfTrainer):
         if self.iterations is not None:  # none comes over which to spread a snapshot, and training does not stand still
             self.iterations.end()
         step = trainer.global_step
-        dump = self._dump(seam) if not trainer.strategy.broadcast(self._has_taken(step, deadline.left_s / 2)) else None
+        taken = trainer.strategy.broadcast(self._has_taken(step, deadline.left_s / 2))
+        differs = taken and any(Agreement(trainer).gather(self._differs()))
+        dump = self._dump(seam) if differs or not taken else None
         if not all(Agreement(trainer).gather(dump is not None)):
             dump = None
         plan = attempt.safety.plan(deadline) if attempt is not None else None
@@ -307,7 +309,9 @@ class Snapshotter(OfTrainer):
         again: Callable[[], None] | None = None
         if dump is not None and take:
             self._warm()  # of a run that was resumed in front of a validation there was no step yet
-            self._write(dump, urgent=True, wait_s=deadline.wait_s, how=self.together.how_last(attempt))
+            # In the place of one that differs, rank 0 takes it alone: the others' shares of that name are over.
+            how = ALONE if differs else self.together.how_last(attempt)
+            self._write(dump, urgent=True, wait_s=deadline.wait_s, how=how)
             self.together.copied()
             if self.in_shards is None and attempt is not None:
                 again = partial(self._store, dump.checkpoint, wait_s=deadline.wait_s, ranks=None)
@@ -332,6 +336,13 @@ class Snapshotter(OfTrainer):
         self.attempt.writer.settle(wait_s)
         committed = self.attempt.writer.committed
         return committed is not None and committed.step == step
+
+    def _differs(self) -> bool:
+        """Whether the snapshot that was just taken is not as this rank's state is. It was not meant to be the last."""
+        if self.in_shards is not None:  # of which each name is begun once
+            return False
+        writer = self.attempt.writer if self.attempt is not None else self.together.writer
+        return writer is not None and writer.newest_differs()
 
     def _dump(self, seam: Seam) -> Dump | None:
         """The newest state that a run can resume from exactly: in the middle of a validation, the one before it."""
