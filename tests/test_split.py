@@ -22,10 +22,11 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import embedded
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.errors import ShareMissing
-from lightning_spot.exact.rank_states import Rooms, packed, unpacked
+from lightning_spot.exact import rank_states
+from lightning_spot.exact.rank_states import Packing, Rooms, packed, unpacked
 from lightning_spot.fit.hosts import Hosts
 from lightning_spot.fit.together import ACROSS, ALONE, TOGETHER, Together, checked
-from lightning_spot.image.layout import lay_out, lay_out_plain
+from lightning_spot.image.layout import Layout, filled, lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Portion, Portions
 from tests.small_trainer import RUN_ID, info_of
@@ -99,6 +100,26 @@ def test_states_of_ranks_are_values_again_when_they_are_read() -> None:
     assert torch.equal(read[1]["mean"], state["mean"])
     assert (read[0], read[1]["random"], read[3]) == (state, [1, 2], {"old": 1})
     assert rooms.put(1, packed({"x": torch.zeros(10_000)})) is not room
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_state_is_packed_as_it_was_and_a_gpu_is_waited_for_later(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool
+) -> None:
+    waited: list[Layout] = []
+    monkeypatch.setattr(rank_states, "filled", lambda layout: waited.append(layout) or filled(layout))
+    monkeypatch.setattr(rank_states, "_waits_for", lambda _storage: on_gpu)
+    state: dict[str, Any] = {"random": [1, 2], "mean": torch.ones(3), "tail": [torch.arange(5)]}
+    packing = Packing(state)
+    assert bool(waited) != on_gpu
+    state["random"].append(3)
+    data = bytes(packing)
+    assert len(packing) == len(data)
+    assert len(waited) == 1
+    (read,) = unpacked([Rooms().put(1, data)], lambda file: torch.load(file, weights_only=True))
+    assert read["random"] == [1, 2]
+    assert torch.equal(read["mean"], torch.ones(3))
+    assert torch.equal(read["tail"][0], torch.arange(5))
 
 
 # -- ranks of one process, each with a connection of its own to a node -------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -17,6 +18,14 @@ from lightning_spot.image.portion import Portion
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.staging.copier import Copier, Watches
 from lightning_spot.staging.schedule import Schedule
+
+
+class SizedBytes(Protocol):
+    """Bytes, or what becomes some in the background."""
+
+    def __len__(self) -> int: ...
+
+    def __bytes__(self) -> bytes: ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -36,7 +45,7 @@ class _Share:
     held: tuple[Held, ...]
     versions: list[list[int]]
     copies: dict[int, torch.UntypedStorage]
-    state: bytes
+    state: SizedBytes
     sample: str
 
 
@@ -66,7 +75,7 @@ class ShareWriter(Follower[_Share]):
         self._split: tuple[str, Split, Portion | None] = ("", Split((), (), (), {}), None)
         self._named: dict[int, Named] = {}
 
-    def begin(self, name: str, owned: Owners, state: bytes, wait_s: float = 0.0, at: str = "") -> None:
+    def begin(self, name: str, owned: Owners, state: SizedBytes, wait_s: float = 0.0, at: str = "") -> None:
         """Begin this rank's share of a snapshot; nothing happens if it has none.
 
         Args:
@@ -114,7 +123,8 @@ class ShareWriter(Follower[_Share]):
         plan.pieces.clear()
         if room is not None:
             place = portion.place(room[0]) if portion is not None else room[0]
-            view.map[place : place + len(what.state)] = what.state
+            self._copier.come_after(task.after)
+            view.map[place : place + len(what.state)] = bytes(what.state)
         self.copied_bytes += sum(piece.nbytes for piece in kept) + len(what.state)
         kept.clear()
         self._check_steady(task, job)

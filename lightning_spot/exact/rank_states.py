@@ -12,6 +12,9 @@ from typing import IO, Any
 
 import torch
 
+from lightning_spot.errors import LayoutUnsupported
+from lightning_spot.image.layout import Layout, filled, lay_out
+
 State = dict[str, Any]
 
 _LENGTH_BYTES = 8
@@ -26,6 +29,42 @@ def packed(state: State) -> bytes:
     data = buffer.getbuffer()
     data[:_LENGTH_BYTES] = (len(data) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")
     return bytes(data)
+
+
+class Packing:
+    """What :func:`packed` makes of a state, as it is when this is made. Its length is known at once.
+
+    ``bytes()`` of it may be asked for later, on any thread: until then, no tensor on a GPU is waited for.
+
+    Args:
+        state: values of its own, which nothing changes any more.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._layout: Layout | None = None
+        try:
+            layout = lay_out(state)
+        except LayoutUnsupported:
+            self._data = packed(state)
+            return
+        if any(_waits_for(piece.storage) for piece in layout.pieces):
+            self._layout = layout
+        else:
+            self._data = _with_length(filled(layout))
+
+    def __len__(self) -> int:
+        return _LENGTH_BYTES + self._layout.nbytes if self._layout is not None else len(self._data)
+
+    def __bytes__(self) -> bytes:
+        return _with_length(filled(self._layout)) if self._layout is not None else self._data
+
+
+def _waits_for(storage: torch.UntypedStorage) -> bool:
+    return storage.device.type != "cpu"
+
+
+def _with_length(data: bytearray) -> bytes:
+    return len(data).to_bytes(_LENGTH_BYTES, "little") + data
 
 
 def unpacked(states: list[Any], read: Callable[[IO[bytes]], Any]) -> list[Any]:

@@ -23,7 +23,7 @@ from lightning_spot.errors import ShareMissing
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.per_trainer import OfTrainer
-from lightning_spot.exact.rank_states import Rooms, packed
+from lightning_spot.exact.rank_states import Packing, Rooms
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.hosts import Hosts
 from lightning_spot.run.location import Location
@@ -221,7 +221,7 @@ class Together(OfTrainer):
     def share(self, dump: Dump, how: str, owned: Owners, name: str, wait_s: float) -> None:
         """On another rank: begin its share of a snapshot that is written together."""
         if self.writer is not None:
-            state = packed(dump.state) if self._by_themselves(how) else b""
+            state = Packing(dump.state) if self._by_themselves(how) else b""
             at = how.removeprefix(ACROSS) if how.startswith(ACROSS) else ""
             self.writer.begin(name, owned, state, wait_s, at)
 

@@ -121,6 +121,10 @@ class Copier:
         """What the calling thread has ordered on GPUs so far."""
         return self._cuda.marks()
 
+    def come_after(self, marks: Marks) -> None:
+        """Have what the calling thread orders on GPUs from now on come after what another one had ordered."""
+        self._cuda.come_after(marks)
+
     def fence(self) -> None:
         """Make the current CUDA stream wait for the copies ordered so far; the calling thread does not wait."""
         self._cuda.fence()

@@ -68,6 +68,16 @@ class CudaCopier:
             logger.debug("copies will fail: %s", error)
             return {}
 
+    def come_after(self, marks: Marks) -> None:
+        """Have what the calling thread orders from now on come after ``marks``.
+
+        Raises:
+            SpotError: if a device fails.
+        """
+        with _failures_as_ours():
+            for index, event in marks.items():
+                self.device.wait(self.device.current(index), event)
+
     def begin(
         self, held: Iterable[Held], slot: torch.Tensor, *, buffered: bool, after: Marks | None = None
     ) -> CudaCopy:
