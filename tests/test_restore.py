@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -382,8 +383,9 @@ def test_any_error_of_what_rank_0_does_alone_is_raised_on_all() -> None:
             raise PermissionError("not here")
 
         threading.current_thread().name = f"rank-{rank}"
+        trainer = Rank(group, rank)  # it is not kept alive by what knows it
         with pytest.raises((PermissionError, SpotError)) as caught:
-            Agreement(Rank(group, rank)).on_rank_zero(act)  # type: ignore[arg-type]
+            Agreement(trainer).on_rank_zero(act)  # type: ignore[arg-type]
         return str(caught.value)
 
     with ThreadPoolExecutor(2) as pool:
@@ -505,11 +507,12 @@ def test_nobody_waits_for_a_giver_that_has_ended_or_hangs(
         with pytest.raises(NotShared):
             waiting.result(10)
     monkeypatch.setattr(sharing, "_SILENCE_S", 0.05)
+    card = replace(giver.card, name=secrets.token_hex(16))  # the other name is free when the giver's thread has ended
     with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(f"\0lightning-spot-{giver.card.name}")
+        silent.bind(f"\0lightning-spot-{card.name}")
         silent.listen()
         with pytest.raises(NotShared, match="does not answer"):
-            take(giver.card, 1, manifest_of(run))
+            take(card, 1, manifest_of(run))
 
 
 def test_strangers_get_nothing(run: LocalStore, giver: Giver, monkeypatch: pytest.MonkeyPatch) -> None:
