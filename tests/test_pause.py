@@ -1,0 +1,30 @@
+"""Training pauses within an iteration, for a validation or in a hook: what is on GPUs is safe all the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_spot import EverySteps
+from lightning_spot.staging import cuda, schedule
+from tests.fake_device import Emulated
+from tests.models import EachDurable, Net, Probe, data, trainer
+from tests.test_fit import check_all, spot
+
+
+@pytest.mark.parametrize(("partitions", "buffer"), [("eager", "64MiB"), ("asymmetric", "1KiB"), ("backward", None)])
+def test_a_snapshot_is_committed_while_training_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partitions: Any, buffer: str | None
+) -> None:
+    monkeypatch.setattr(schedule, "LEAST_BYTES", 64)
+    monkeypatch.setattr(cuda, "Cuda", lambda: device)
+    device, probe = Emulated(), Probe()
+    callback = spot(tmp_path, interval=EverySteps(1), device_buffer=buffer, partitions=partitions)
+    pauses = EachDurable(tmp_path / "run-1", 9)  # before the next optimizer step
+    trainer(callback, probe, pauses).fit(Net(), data())
+    assert len(check_all(tmp_path, probe)) >= 2
+    snapshotter = callback.snapshots.snapshotter
+    assert snapshotter is not None
+    assert snapshotter.torn == 0
