@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_spot.capture.outline import Outliner
+from lightning_spot.image import layout as layout_module
 from lightning_spot.image import pickling
 from lightning_spot.image.archive import read_entries
-from lightning_spot.image.layout import Layout, Layouter, lay_out
+from lightning_spot.image.layout import Layout, Layouter, filled, lay_out
 from tests.filled import fill
 
 
@@ -403,3 +404,15 @@ def _change(state: dict[str, Any], random: Random) -> None:
     state[name] = random.choice(made)()
     if random.random() < 0.2:
         state.pop(random.choice(sorted(state)))
+
+
+def test_what_lies_on_a_device_is_fetched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"mean": torch.arange(5.0), "count": torch.tensor(3), "none": torch.zeros(0), "parts": [torch.ones(2, 7)]}
+    here = bytes(filled(lay_out(state)))
+    monkeypatch.setattr(layout_module, "_is_here", lambda _storage: False)
+    real, calls = torch.cat, []
+    monkeypatch.setattr(torch, "cat", lambda tensors: calls.append(len(tensors)) or real(tensors))
+    assert bytes(filled(lay_out(state))) == here
+    assert calls == [3]
+    read = torch.load(io.BytesIO(here), weights_only=True)
+    assert torch.equal(read["mean"], state["mean"])

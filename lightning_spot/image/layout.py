@@ -12,7 +12,7 @@ import itertools
 import operator
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -225,18 +225,35 @@ def outline_of(layout: Layout) -> Layout:
 
 
 def filled(layout: Layout) -> bytearray:
-    """The file of a layout, with all its bytes and checksums; tensors on a GPU are waited for."""
+    """The file of a layout, with all its bytes and checksums; each GPU that has tensors of it is waited for, once."""
     data = bytearray(layout.nbytes)
     for offset, entry in layout.frame:
         data[offset : offset + len(entry)] = entry
-    for piece in layout.pieces:
-        elements = torch.empty(0, dtype=torch.uint8, device=piece.storage.device).set_(piece.storage)
-        elements = elements[: piece.nbytes].cpu()
+    for piece, elements in zip(layout.pieces, _on_cpu(layout.pieces), strict=True):
         place = memoryview(data)[piece.offset : piece.offset + piece.nbytes]
         torch.frombuffer(place, dtype=torch.uint8).copy_(elements)
         for at in piece.crc_at:
             struct.pack_into("<L", data, at, crc32(place))
     return data
+
+
+def _on_cpu(pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    """The bytes of each; those of a device come in one copy."""
+    found = [
+        torch.empty(0, dtype=torch.uint8, device=piece.storage.device).set_(piece.storage)[: piece.nbytes]
+        for piece in pieces
+    ]
+    for device in {piece.storage.device for piece in pieces if not _is_here(piece.storage)}:
+        there = [number for number, piece in enumerate(pieces) if piece.storage.device == device]
+        whole = torch.cat([found[number] for number in there]).cpu()
+        parts = torch.split(whole, [pieces[number].nbytes for number in there])
+        for number, part in zip(there, parts, strict=True):
+            found[number] = part
+    return found
+
+
+def _is_here(storage: torch.UntypedStorage) -> bool:
+    return storage.device.type == "cpu"
 
 
 def _filled_up(pickled: bytes, entries: list[bytes], last_nbytes: int, start: int, stop: int) -> tuple[bytes, int]:
