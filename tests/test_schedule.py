@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 
 from lightning_spot.errors import SettingsError
-from lightning_spot.staging.modes import Drift, Mode, ModeTrial, check_partitions
+from lightning_spot.staging.modes import MODES, Drift, Mode, ModeTrial, check_partitions
 from lightning_spot.staging.partitions import LEAST_BYTES
 from lightning_spot.staging.profile import START, HostClock, Kind, Point, Profiler
 from lightning_spot.staging.schedule import Schedule, Timetable
@@ -306,6 +307,21 @@ def test_one_odd_iteration_decides_nothing() -> None:
             assert trial.best is None or trial.best == "asymmetric"
     trial.add("eager", 1.0)
     assert trial.best == "asymmetric"
+
+
+@pytest.mark.parametrize(("slowest_s", "rounds"), [(1.9, 2), (3.0, 4)], ids=["clear", "in-doubt"])
+def test_a_mode_that_is_always_faster_is_not_tried_any_longer(slowest_s: float, rounds: int) -> None:
+    """Each other one costs a training something: 32 snapshots were taken before one of four was chosen."""
+    trial, snapshots = ModeTrial(MODES), 0
+    taken: Counter[Mode] = Counter()
+    while trial.best is None:
+        mode = trial.take()
+        taken[mode] += 1
+        snapshots += 1
+        trial.add(mode, (slowest_s if taken[mode] == 2 else 1.0) if mode == "backward" else 2.0 + taken[mode] / 10)
+    trial.add("eager", 9.0)
+    assert trial.best == "backward"
+    assert rounds * 2 * len(MODES) - 2 <= snapshots <= rounds * 2 * len(MODES) + 1
 
 
 def test_a_snapshot_in_whose_time_something_else_was_done_is_not_measured() -> None:

@@ -17,6 +17,7 @@ BESIDE: tuple[Mode, ...] = tuple(mode for mode in MODES if mode != "still")
 """The modes in which training goes on beside the copies: all that there are where it cannot stand still."""
 
 _ROUNDS = 4
+_CLEAR_ROUNDS = 2  # are enough if one was faster each time than all others ever were
 _WINDOW = 2  # iterations: what copies leave to do, such as sealing, falls on the next one as well
 _DRIFT = 1.5
 _LATEST = 16
@@ -89,9 +90,15 @@ class ModeTrial:
     @property
     def best(self) -> Mode | None:
         """The mode with the shortest iterations; ``None`` while too few are known."""
-        if min(map(len, self.found.values())) < self._rounds:
-            return None
-        return min(self.found, key=lambda mode: median(self.found[mode]))
+        fewest = min(map(len, self.found.values()))
+        if fewest >= self._rounds:
+            return min(self.found, key=lambda mode: median(self.found[mode]))
+        return self._clearly_best() if fewest >= _CLEAR_ROUNDS else None
+
+    def _clearly_best(self) -> Mode | None:
+        best = min(self.found, key=lambda mode: max(self.found[mode]))
+        others = [took_s for mode, took in self.found.items() if mode != best for took_s in took]
+        return best if max(self.found[best]) < min(others, default=0.0) else None
 
 
 class Drift:
