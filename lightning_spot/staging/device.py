@@ -105,9 +105,9 @@ class Cuda:
         with page_lock.beside_recordings(), self._on(stream):
             there = torch.zeros(2, 64, dtype=torch.uint8, device=stream.device)
             here = torch.empty(64, dtype=torch.uint8, pin_memory=True)
-        self.write(stream, [there[0]], [there[1]])
-        self.copy(stream, [(here, there[0])])
-        self.synchronize(self.record(stream))  # then the memory may be used again
+            self.write(stream, [there[0]], [there[1]])
+            self.copy(stream, [(here, there[0])])
+            self.synchronize(self.record(stream))  # then the memory may be used again
 
     @contextlib.contextmanager
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
