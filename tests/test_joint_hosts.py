@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spot.client import joint
+from lightning_spot.client import connection, joint
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
@@ -285,6 +285,69 @@ def test_a_request_to_take_part_that_is_lost_is_sent_again(team: Team, monkeypat
     team.check(team.take(1, checkpoint), checkpoint)
     assert asked[:3] == ["lost", "early", "early"]
     assert asked[-2:] == ["in time", "in time"]
+    team.all_free()
+
+
+@pytest.mark.parametrize("lost", ["request", "answer", "answer, and the snapshot is committed meanwhile"])
+def test_word_that_a_portion_is_in_place_is_said_again_if_it_is_lost(
+    team: Team, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """All hosts would have brought theirs in vain."""
+    asked: list[str] = []
+    original = NodeClient.call
+
+    def call(client: NodeClient, method: str, path: str, *arguments: Any, **more: Any) -> dict[str, Any]:
+        if not path.endswith("/joint/placed"):
+            return original(client, method, path, *arguments, **more)
+        asked.append(path)
+        if len(asked) == 1 and lost == "request":
+            raise NodeUnreachable("no memory node answers") from TimeoutError()
+        if len(asked) > 1 and lost.endswith("meanwhile"):
+            until(lambda: team.memory.ring.committed(RUN_ID), "the snapshot", LAST_S)
+        answer = original(client, method, path, *arguments, **more)
+        if len(asked) == 1:
+            raise NodeUnreachable("its answer is lost")
+        return answer
+
+    monkeypatch.setattr(NodeClient, "call", call)
+    ended: list[BaseException | None] = []
+    visits = team.second.uploads.abroad.visits
+    end = visits._ended
+    monkeypatch.setattr(visits, "_ended", lambda visit, url, error: (ended.append(error), end(visit, url, error)))
+    checkpoint = Checkpoint(1)
+    team.check(team.take(1, checkpoint), checkpoint)
+    until(lambda: bool(ended), "the other host to be done", LAST_S)
+    assert ended == [None]
+    assert len(asked) == 2
+    team.all_free()
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_one_ping_that_is_lost_gives_no_snapshot_up_and_two_in_a_row_do(
+    team: Team, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    pings: list[None] = []
+
+    def ping(client: NodeClient, *_: Any) -> None:
+        pings.append(None)
+        if len(pings) in range(2, 2 + lost):
+            raise NodeUnreachable("no memory node answers") from TimeoutError()
+
+    monkeypatch.setattr(NodeClient, "ping", ping)
+    monkeypatch.setattr(connection, "_PULSE_S", 0.02)
+    checkpoint = Checkpoint(1)
+    upload = team.lead(1, checkpoint)
+    team.fill(upload, checkpoint)
+    sealing = team.pool.submit(team.seal, upload, 1)
+    if lost == 2:
+        with pytest.raises(SpotError, match="no memory node answers"):
+            sealing.result(LAST_S)
+        assert len(pings) == 3
+        team.second.uploads.shares.decline(RUN, 1, snapshot_name(1, 1), "the first host has given it up")
+    else:
+        until(lambda: len(pings) > 4, "it to be asked on", LAST_S)
+        team.follow(1, checkpoint)
+        team.check(sealing.result(LAST_S), checkpoint)
     team.all_free()
 
 

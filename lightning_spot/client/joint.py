@@ -15,7 +15,7 @@ from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.client.part_encoder import Part, PartEncoder, packers
 from lightning_spot.client.part_lanes import PartLanes
 from lightning_spot.config import PART_BYTES
-from lightning_spot.errors import NodeRefused, NodeUnreachable, SettingsError, SpotError
+from lightning_spot.errors import NodeRefused, NodeUnreachable, SettingsError, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.packing import Compression
 from lightning_spot.image.parts import checksum
@@ -32,6 +32,7 @@ _ASK_S = 5.0
 _TRY_S = 5.0  # so long is a request for an upload that has not begun yet on its way, before it is sent again
 _PAUSES_S = (0.2, 0.5, 1.0)  # between tries of a node that does not answer
 _WAIT_FOR_SLOT_S = 10.0
+_LOST_PINGS = 1  # in a row, while a snapshot is put together
 _SEAL_S = 3600.0  # as long as the node answers meanwhile
 
 
@@ -137,15 +138,46 @@ class JointUploads:
         return replace(self.sent)
 
     def placed(self, gathering: Gathering, host: int, torn: str = "") -> None:
-        """See :meth:`JointTier.placed`."""
-        self._ask(f"/v1/uploads/{gathering.upload}/joint/placed", {"host": host, "torn": torn[:2000]}, _ASK_S)
+        """See :meth:`JointTier.placed`. Said again and again: if it were lost, all hosts would have sent in vain."""
+        path, body = f"/v1/uploads/{gathering.upload}/joint/placed", {"host": host, "torn": torn[:2000]}
+        pauses = list(_PAUSES_S)
+        while True:
+            try:
+                self._ask(path, body, _ASK_S)
+            except NodeUnreachable as error:
+                if not pauses:
+                    raise
+                logger.debug("%s is told again that %s is in place: %s", self._url, gathering.shared.name, error)
+                time.sleep(pauses.pop(0))
+            except SnapshotNotFound:
+                # Only an answer was lost, and the upload is over since: committed, if all is well.
+                if len(pauses) == len(_PAUSES_S) or not (torn or self._is_committed(gathering.shared.name)):
+                    raise
+                return
+            else:
+                return
+
+    def _is_committed(self, name: str) -> bool:
+        """Whether the node has a snapshot of the run, as it lists them."""
+        listed = self._client.call("GET", f"/v1/runs/{quoted(self._run)}/snapshots", timeout_s=_ASK_S)
+        return any(Manifest.from_dict(item["manifest"]).name == name for item in listed["snapshots"])
 
     def seal(self, gathering: Gathering, manifest: Manifest, goes_on: Callable[[], None]) -> Manifest:
         """See :meth:`JointTier.seal`."""
+        failed = 0
 
         def pulse() -> None:
+            nonlocal failed
             goes_on()
-            self._client.ping()
+            try:
+                self._client.ping()
+            except NodeUnreachable as error:  # one may be lost on a link that is lossy for a moment
+                failed += 1
+                if failed > _LOST_PINGS:
+                    raise
+                logger.debug("%s is asked again whether it is there: %s", self._url, error)
+            else:
+                failed = 0
 
         path = f"/v1/uploads/{gathering.upload}/joint/seal"
         body = {"manifest": replace(manifest, checksums=()).to_dict()}

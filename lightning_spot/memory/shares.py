@@ -233,12 +233,16 @@ class Shares:
     def placed(self, upload_id: str, share: int, torn: str = "") -> None:
         """A rank writes no more: its bytes are in place, or, if ``torn`` says why, never will be.
 
+        To say again that they are in place does nothing: an answer may have been lost.
+
         Raises:
             SnapshotNotFound: if that share is not being written.
         """
         with self._changed:
             upload = self._open.get(upload_id)
             joint = upload.joint if upload is not None else None
+            if joint is not None and share in joint.placed and not torn:
+                return
             if upload is None or joint is None or share not in joint.writing:
                 raise SnapshotNotFound(f"share {share} of upload {upload_id!r} is not being written (any more)")
             joint.writing.discard(share)
