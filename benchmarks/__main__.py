@@ -23,6 +23,7 @@ from benchmarks import (
     blocking,
     chain,
     delta,
+    every_step,
     gpu,
     guard,
     in_all,
@@ -57,12 +58,13 @@ ALL = {
     "shares": shares,
     "adapters": adapters,
     "in-turns": in_turns,
+    "every-step": every_step,
     "gpu": gpu,
 }
 
 
 def _all_that_can_run() -> list[str]:
-    needed = {"adapters": adapters.NEEDS, "in-turns": in_turns.NEEDS}
+    needed = {"adapters": adapters.NEEDS, "in-turns": in_turns.NEEDS, "every-step": every_step.NEEDS}
     there = []
     for name in ALL:
         if missing := [module for module in needed.get(name, ()) if not importlib.util.find_spec(module)]:

@@ -7,6 +7,7 @@ The first step of each turn is left out: the one before still ends in it.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -45,10 +46,16 @@ class Model(pl.LightningModule):
 
 
 class Clock(pl.Callback):
-    """Notes how long each step took, and what it waited."""
+    """Notes how long each step took, and what it waited.
 
-    def __init__(self, spot: SpotCheckpoint, turns: Turns) -> None:
-        self.spot, self.turns = spot, turns
+    Args:
+        spot: takes the snapshots.
+        turns: tells it when and how.
+        ways: that take turns, in their order.
+    """
+
+    def __init__(self, spot: SpotCheckpoint, turns: Turns, ways: Sequence[str]) -> None:
+        self.spot, self.turns, self.ways = spot, turns, ways
         self.steps: list[tuple[int, str, float, float]] = []
         self.behind: list[float] = []
         self._before: tuple[float, float] | None = None
@@ -61,7 +68,7 @@ class Clock(pl.Callback):
             seconds, waited_s = (here - there for here, there in zip(now, self._before, strict=True))
             if way != NONE and (committed := self.spot.last_committed_step) is not None:
                 self.behind.append(step - committed)
-            self.steps.append(((step - 1) // STEPS // len(WAYS), way, seconds, waited_s))
+            self.steps.append(((step - 1) // STEPS // len(self.ways), way, seconds, waited_s))
         self._before = now
 
     def of(self, turn: int, way: str) -> list[tuple[float, float]]:
@@ -69,28 +76,51 @@ class Clock(pl.Callback):
         return [(seconds, waited_s) for at, whose, seconds, waited_s in self.steps if (at, whose) == (turn, way)]
 
 
-def measure(rounds: int) -> Clock:
+def measure(
+    model: pl.LightningModule, data: DataLoader[Any], ways: Sequence[str], rounds: int, **settings: Any
+) -> Clock:
+    """Train a model in turns, a snapshot at each step; the first round is not among those that count.
+
+    Args:
+        model: what is trained.
+        data: with a batch for each step.
+        ways: of copying, or ``NONE``, in their order.
+        rounds: that count.
+        **settings: of ``SpotCheckpoint``.
+    """
     with scratch() as folder:
-        turns = Turns(WAYS, STEPS, every=1)
-        spot = SpotCheckpoint(str(folder / "run-1"), interval=turns, durable_every_s=3600.0, notices=None)
-        clock = Clock(spot, turns)
-        bare_trainer(STEPS * len(WAYS) * (rounds + 1) + 1, [spot, clock]).fit(
-            Model(), DataLoader(TensorDataset(torch.randint(WORDS, (10_000, LENGTH))), 2)
-        )
+        turns = Turns(ways, STEPS, every=1)
+        spot = SpotCheckpoint(str(folder / "run-1"), interval=turns, notices=None, **settings)
+        clock = Clock(spot, turns, ways)
+        bare_trainer(steps_of(ways, rounds), [spot, clock]).fit(model, data)
         print(f"  skipped for want of a slot: {spot.skipped}")
         return clock
 
 
-def run(quick: bool) -> list[Result]:
-    rounds = 2 if quick else 7
-    clock = measure(rounds)
-    results = [Result("the newest committed snapshot is behind by", clock.behind, 1.0, unit="steps")]
+def steps_of(ways: Sequence[str], rounds: int) -> int:
+    """Steps that :func:`measure` takes."""
+    return STEPS * len(ways) * (rounds + 1) + 1
+
+
+def added(clock: Clock, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """By way and round: by how much its steps are longer than those without, and what they wait, in percent."""
     plain = [median(step[0] for step in clock.of(turn, NONE)) for turn in range(1, rounds + 1)]
     print(f"  a step without snapshots, s: {[round(value, 3) for value in plain]}")
-    for mode in MODES:
-        steps = [clock.of(turn, mode) for turn in range(1, rounds + 1)]
-        added = [100 * (median(step[0] for step in found) / base - 1) for found, base in zip(steps, plain, strict=True)]
-        waited = [100 * median(step[1] for step in found) / base for found, base in zip(steps, plain, strict=True)]
-        results.append(Result(f"a snapshot at every step, {mode}: longer step", added, 5.0, unit="%"))
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in clock.ways if way != NONE}
+    for way, values in found.items():
+        for turn, base in enumerate(plain, 1):
+            seconds, waited = zip(*clock.of(turn, way), strict=True)
+            values.append((100 * (median(seconds) / base - 1), 100 * median(waited) / base))
+    return found
+
+
+def run(quick: bool) -> list[Result]:
+    rounds = 2 if quick else 7
+    data = DataLoader(TensorDataset(torch.randint(WORDS, (10_000, LENGTH))), 2)
+    clock = measure(Model(), data, WAYS, rounds, durable_every_s=3600.0)
+    results = [Result("the newest committed snapshot is behind by", clock.behind, 1.0, unit="steps")]
+    for mode, values in added(clock, rounds).items():
+        longer, waited = map(list, zip(*values, strict=True))
+        results.append(Result(f"a snapshot at every step, {mode}: longer step", longer, 5.0, unit="%"))
         results.append(Result(f"a snapshot at every step, {mode}: waiting in hooks", waited, 5.0, unit="%"))
     return results
