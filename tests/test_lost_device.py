@@ -57,14 +57,14 @@ def test_what_is_committed_is_safe_and_the_error_is_its_own(
 ) -> None:
     threads = threading.active_count()
     device = Fallible()
-    monkeypatch.setattr(cuda, "Cuda", lambda: device)
-    callback = spot(tmp_path, memory=memory)
-    with pytest.raises(RuntimeError, match=ERROR) as raised:
-        trainer(callback, LoseAt(device, callback, 10, hook)).fit(Net(), data())
+    with monkeypatch.context() as patch:  # to undo all would undo where the nodes of tests are
+        patch.setattr(cuda, "Cuda", lambda: device)
+        callback = spot(tmp_path, memory=memory)
+        with pytest.raises(RuntimeError, match=ERROR) as raised:
+            trainer(callback, LoseAt(device, callback, 10, hook)).fit(Net(), data())
     assert raised.traceback[-1].name == "lose"
     assert manifests(tmp_path)[0].step == 9
     assert callback.last_committed_step == 9
-    monkeypatch.undo()
     new_process()
     again = spot(tmp_path, memory=memory)
     run = trainer(again)
