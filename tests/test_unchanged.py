@@ -406,3 +406,41 @@ def test_a_regular_snapshot_at_the_step_of_a_notice_is_compared_whole(
     assert newest.step == 8
     assert saved["frozen"][7] == 1e9
     assert not saved["frozen"][8:].any()
+
+
+class GrownTwice(Grown):
+    """With a second such part, which a hook writes in the right way first, and past the counts in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen_too = nn.Parameter(torch.zeros(100_000), requires_grad=False)
+
+
+class WritesBoth(WritesPastTheCounts):
+    """In the other slot, which holds step 7, the second part is as it was before that write, by the same count."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
+        super().on_before_optimizer_step(trainer, module, optimizer)
+        if trainer.global_step == 7:
+            module.frozen_too.data[7] = 1e9
+        else:
+            with torch.no_grad():
+                module.frozen_too[8] += 1.0
+
+
+def test_what_is_taken_in_the_place_of_one_that_differs_is_compared_whole_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes into a slot that holds something else, of which another part may differ."""
+    monkeypatch.setattr(contents, "CHECK_BYTES", 1)
+    monkeypatch.setattr(contents.Turns, "next", lambda _, among: among - 1)
+    monkeypatch.setattr(contents, "_looks_alike", lambda _piece, _view: True)
+    run = str(tmp_path / "run")
+    spot = SpotCheckpoint(run, interval=EverySteps(1), on_full="wait", slots=2, notices="signal", grace_s=60.0)
+    with pytest.raises(SystemExit):
+        trainer(WritesBoth(), spot, val_check_interval=8).fit(GrownTwice(), data(12), data(2))
+    newest = LocalStore(tmp_path / "run").survey().manifests[0]
+    saved = torch.load(tmp_path / "run" / newest.data_path, weights_only=False)["state_dict"]
+    assert newest.step == 8
+    assert saved["frozen"][7] == 1e9
+    assert saved["frozen_too"][7:9].tolist() == [1e9, 7.0]

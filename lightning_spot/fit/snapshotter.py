@@ -309,25 +309,28 @@ class Snapshotter(OfTrainer):
         again: Callable[[], None] | None = None
         if dump is not None and take:
             self._warm()  # of a run that was resumed in front of a validation there was no step yet
+            former = attempt.writer.committed if attempt is not None else None
+            how = self.together.how_last(attempt)
             # In the place of one that differs, rank 0 takes it alone: the others' shares of that name are over.
-            how = ALONE if differs else self.together.how_last(attempt)
-            self._write(dump, urgent=True, wait_s=deadline.wait_s, how=how)
+            self._write(dump, urgent=True, wait_s=deadline.wait_s, how=ALONE if differs else how)
             self.together.copied()
             if self.in_shards is None and attempt is not None:
                 again = partial(self._store, dump.checkpoint, wait_s=deadline.wait_s, ranks=None)
-                if not self._has_taken(step, deadline.left_s):  # a share was missing, or the node was lost
+                # A share was missing, the node was lost, or more was found that differs.
+                if not self._has_taken(step, deadline.left_s, former):
                     attempt.writer.link.wait(deadline.left_s)
                     again()
         if attempt is None or plan is None:
             return ""
         return attempt.safety.bring(deadline, plan, cut_short, again)
 
-    def _has_taken(self, step: int, wait_s: float) -> bool:
+    def _has_taken(self, step: int, wait_s: float, former: Manifest | None = None) -> bool:
         """Whether a snapshot of a step is committed. One that was begun may have been skipped, or be dropped yet.
 
         Args:
             step: of the snapshot.
             wait_s: how long to wait for one that is on its way, seconds.
+            former: the newest one before, in whose place it comes if it is of the same step.
         """
         if self.attempt is None or self.begun_step != step:
             return False
@@ -335,7 +338,7 @@ class Snapshotter(OfTrainer):
             return self.attempt.failure(wait_s) is None
         self.attempt.writer.settle(wait_s)
         committed = self.attempt.writer.committed
-        return committed is not None and committed.step == step
+        return committed is not None and committed.step == step and committed is not former
 
     def _differs(self) -> bool:
         """Whether the snapshot that was just taken is not as this rank's state is. It was not meant to be the last."""
