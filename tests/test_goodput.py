@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -39,6 +40,7 @@ from lightning_spot.goodput.ledger import AttemptRecord, lost_steps, spent, tota
 from lightning_spot.goodput.reached import Reached, read_reached
 from lightning_spot.goodput.records import read_records, write_record
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.service.channel import DescriptorChannel
@@ -570,6 +572,37 @@ def test_ranks_talk_in_few_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
         pacing.look_ahead(two, lambda: "alone")  # type: ignore[arg-type]
     assert taken == list(range(100, 1001, 100))
     assert two.broadcasts <= 10 * 10
+
+
+def _taken_at(monkeypatch: pytest.MonkeyPatch, policy: IntervalPolicy, steps_s: list[float]) -> list[float]:
+    """When two ranks take snapshots whose steps take so long."""
+    now, taken, two = [0.0], [], cast(Any, TwoRanks())
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    pacing = Pacing(policy)
+    pacing.begin(two, 1, None)
+    for step, step_s in enumerate(steps_s, start=1):
+        two.global_step, now[0] = step, now[0] + step_s
+        if pacing.due(two, lambda: "alone", tuple):
+            taken.append(now[0])
+            pacing.taken(step)
+        pacing.look_ahead(two, lambda: "alone")
+    return taken
+
+
+@pytest.mark.parametrize("long", [[60.0], [0.1] * 50 + [3600.0], [0.1, 900.0, 0.1, 900.0]])
+def test_a_long_step_makes_no_snapshot_due_before_its_time(monkeypatch: pytest.MonkeyPatch, long: list[float]) -> None:
+    taken = _taken_at(monkeypatch, EverySeconds(10), long + [0.1] * 2000)
+    apart = [later - earlier for earlier, later in itertools.pairwise([0.0, *taken])]
+    assert all(seconds > 9.8 for seconds in apart)
+    assert all(seconds < 10.5 for seconds in apart[len(long) + 1 :])
+    assert len(apart) > 15
+
+
+def test_ranks_talk_in_time_when_steps_become_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = _taken_at(monkeypatch, EverySeconds(60), [0.1] * 36_000 + [1.0] * 3600)
+    late = [seconds for seconds in taken if seconds > 3600 + 600]
+    assert all(later - earlier <= 63 for earlier, later in itertools.pairwise(late))
+    assert len(late) >= 40
 
 
 def test_the_rate_of_two_machines_is_twice_as_high() -> None:

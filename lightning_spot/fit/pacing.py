@@ -54,7 +54,9 @@ class Pacing:
         self._attempt = 0
         self._total_steps: float | None = None
         self._next_talk = 0
-        self._seen_step, self._stride = 0, 1
+        self._seen_step, self._seen_s, self._stride = 0, 0.0, 1
+        self._laps_s = (0.0, 0.0)
+        """What a step has taken, the last two times; with whatever came between them."""
         self._begun = (0, 0.0)
         self._learned_s = -LEARN_EVERY_S
         self._ran_until_s = 0.0
@@ -84,7 +86,7 @@ class Pacing:
             if saved["policy"] == type(self.policy).__name__:
                 self.policy.load_state_dict(saved["state"])
         self._begun = (trainer.global_step, now_s)
-        self._seen_step, self._word = trainer.global_step, Word(trainer)
+        self._seen_step, self._seen_s, self._word = trainer.global_step, now_s, Word(trainer)
         self._ran_until_s = self._taken_s = now_s
         self.policy.taken(trainer.global_step, now_s)
 
@@ -164,7 +166,7 @@ class Pacing:
             ``""`` if none is taken.
         """
         step, now_s = trainer.global_step, time.monotonic()
-        self._stride, self._seen_step = max(self._stride, step - self._seen_step), step
+        self._note_step(step, now_s)
         if trainer.is_global_zero:  # here, since the step after a snapshot has waited for the rest of it by now
             self._learn(now_s, tiers)
         if trainer.world_size == 1:
@@ -190,8 +192,13 @@ class Pacing:
             return
         step, now_s = trainer.global_step, time.monotonic()
         if self.policy.due(step + self._stride, now_s) if self.policy.by_step else step >= self._next_talk:
-            at_s = now_s + self._stride * self._step_s(step, now_s)
-            self._say(trainer, step + self._stride, at_s, can_begin)
+            # A validation, or what the first step compiles, makes one step long, and all of them on the average.
+            self._say(trainer, step + self._stride, now_s + self._stride * min(self._laps_s), can_begin)
+
+    def _note_step(self, step: int, now_s: float) -> None:
+        if (steps := step - self._seen_step) > 0:
+            self._laps_s = (self._laps_s[1], (now_s - self._seen_s) / steps)
+        self._stride, self._seen_step, self._seen_s = max(self._stride, steps), step, now_s
 
     def _say(self, trainer: pl.Trainer, step: int, at_s: float, can_begin: Callable[[], str]) -> None:
         """Have rank 0 say how a snapshot is taken at ``step``, to which training comes at ``at_s``."""
@@ -262,9 +269,12 @@ class Pacing:
                 self._say_budget(shortest_s)
 
     def _apart(self, step: int) -> int:
-        """Steps until rank 0 speaks again: half of the way to where a snapshot is due, as fast as steps were so far."""
+        """Steps until rank 0 speaks again: half of the way to where a snapshot is due.
+
+        As fast as steps were so far, or as slow as they have become.
+        """
         now_s = time.monotonic()
-        step_s = self._step_s(step, now_s)
+        step_s = max(self._step_s(step, now_s), *self._laps_s)
         if not step_s:
             return 1
         wait_s = self.policy.wait_s(step, now_s)
