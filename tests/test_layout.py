@@ -416,3 +416,25 @@ def test_what_lies_on_a_device_is_fetched_at_once(monkeypatch: pytest.MonkeyPatc
     assert calls == [3]
     read = torch.load(io.BytesIO(here), weights_only=True)
     assert torch.equal(read["mean"], state["mean"])
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_little_of_a_devices_memory_is_taken_to_fetch_what_lies_there(
+    monkeypatch: pytest.MonkeyPatch, has_room: bool
+) -> None:
+    state = {str(number): torch.full((size,), number, dtype=torch.uint8) for number, size in enumerate([9, 30, 70, 8])}
+    state |= {"large": torch.ones(500, dtype=torch.uint8), "last": torch.ones(40, dtype=torch.uint8)}
+    here = bytes(filled(lay_out(state)))
+    monkeypatch.setattr(layout_module, "_is_here", lambda _storage: False)
+    monkeypatch.setattr(layout_module, "_TOGETHER_BYTES", 100)
+    real, taken = torch.cat, []
+
+    def cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+        taken.append(sum(map(len, tensors)))
+        if not has_room:
+            raise torch.cuda.OutOfMemoryError
+        return real(tensors)
+
+    monkeypatch.setattr(torch, "cat", cat)
+    assert bytes(filled(lay_out(state))) == here
+    assert taken == [39, 78]  # the large one, and what is alone behind it, as they are

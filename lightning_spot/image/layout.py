@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import io
 import itertools
+import logging
 import operator
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -30,6 +31,9 @@ from lightning_spot.image.archive import (
 from lightning_spot.image.crc import crc32
 from lightning_spot.image.pickling import Named, TensorPickler
 
+logger = logging.getLogger(__name__)
+
+_TOGETHER_BYTES = 16 * 1024 * 1024  # of a device's memory, for as long as its tensors are fetched together
 _FOLDER = "model"
 _RECORDS = (
     # What torch wants to know of the file. It is not told '.format_version': from 1 on torch computes the places of
@@ -225,7 +229,7 @@ def outline_of(layout: Layout) -> Layout:
 
 
 def filled(layout: Layout) -> bytearray:
-    """The file of a layout, with all its bytes and checksums; each GPU that has tensors of it is waited for, once."""
+    """The file of a layout, with all its bytes and checksums; GPUs that have tensors of it are waited for."""
     data = bytearray(layout.nbytes)
     for offset, entry in layout.frame:
         data[offset : offset + len(entry)] = entry
@@ -238,18 +242,41 @@ def filled(layout: Layout) -> bytearray:
 
 
 def _on_cpu(pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    """The bytes of each; those of a device come in one copy."""
+    """The bytes of each; small ones of a device come together, in as few copies as that takes little of its memory."""
     found = [
         torch.empty(0, dtype=torch.uint8, device=piece.storage.device).set_(piece.storage)[: piece.nbytes]
         for piece in pieces
     ]
     for device in {piece.storage.device for piece in pieces if not _is_here(piece.storage)}:
         there = [number for number, piece in enumerate(pieces) if piece.storage.device == device]
-        whole = torch.cat([found[number] for number in there]).cpu()
-        parts = torch.split(whole, [pieces[number].nbytes for number in there])
-        for number, part in zip(there, parts, strict=True):
-            found[number] = part
+        for numbers in _batches(there, pieces):
+            for number, part in zip(numbers, _fetched([found[number] for number in numbers]), strict=True):
+                found[number] = part
     return found
+
+
+def _batches(numbers: Sequence[int], pieces: Sequence[Piece]) -> Iterator[list[int]]:
+    """Those of some pieces that are put together on their device, in order."""
+    batch: list[int] = []
+    nbytes = 0
+    for number in numbers:
+        if batch and nbytes + pieces[number].nbytes > _TOGETHER_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(number)
+        nbytes += pieces[number].nbytes
+    if batch:
+        yield batch
+
+
+def _fetched(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Bytes of one device, in memory of the host."""
+    if len(parts) > 1:
+        try:
+            return list(torch.split(torch.cat(list(parts)).cpu(), list(map(len, parts))))
+        except torch.cuda.OutOfMemoryError:  # training has nearly all of it: then one after another
+            logger.debug("a GPU has no room for %d tensors at one place", len(parts))
+    return [part.cpu() for part in parts]
 
 
 def _is_here(storage: torch.UntypedStorage) -> bool:
