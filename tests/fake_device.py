@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -49,6 +50,7 @@ class FakeDevice:
         written: copies that kernels made.
         sees: whether kernels may write into slots.
         room: bytes that can be allocated.
+        used_by: threads that use it themselves, beside that which trains.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -65,6 +67,7 @@ class FakeDevice:
         self.allocated = 0
         self.pinned: set[int] = set()
         self.now_s = 0.0
+        self.used_by: list[threading.Thread] = []
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
         self.storages |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
@@ -130,6 +133,14 @@ class FakeDevice:
         self.synchronized += 1
         self.run(lambda: event.is_over)
         assert event.is_over
+
+    @contextlib.contextmanager
+    def beside(self, index: int) -> Iterator[None]:
+        self.used_by.append(threading.current_thread())
+        try:
+            yield
+        finally:
+            self.used_by.remove(threading.current_thread())
 
     def allocate(self, index: int, nbytes: int) -> torch.Tensor | None:
         if nbytes > self.room:

@@ -29,6 +29,8 @@ from lightning_spot.fit.together import ACROSS, ALONE, TOGETHER, Together, check
 from lightning_spot.image.layout import Layout, filled, lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Portion, Portions
+from lightning_spot.staging.copier import Copier
+from tests.fake_device import FakeDevice
 from tests.small_trainer import RUN_ID, info_of
 
 LAST_S = 600.0  # of what never takes so long
@@ -221,6 +223,47 @@ def test_a_snapshot_written_by_three_ranks_is_that_of_its_step(desk: Desk) -> No
     assert desk.writer.missed == 0
     copied = [writer.copied_bytes for writer in desk.shares]
     assert max(copied) - min(copied) <= 64 * 3 * 6
+
+
+class OnGpu:
+    """The state of a rank that lies on a GPU: notes who reads it, and may fail."""
+
+    def __init__(self, device: FakeDevice, error: Exception | None = None) -> None:
+        self.device, self.error = device, error
+        self.data = packed({"rank": 1})
+        self.read: list[bool] = []
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __bytes__(self) -> bytes:
+        self.read.append(threading.current_thread() in self.device.used_by)
+        if self.error is not None:
+            raise self.error
+        return self.data
+
+
+@pytest.mark.parametrize("desk", [2], indirect=True)
+def test_a_thread_of_ours_that_reads_from_a_gpu_says_that_it_does(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    """Else a thread beside training ends the recording of a CUDA graph, and takes memory on the first GPU."""
+    device = FakeDevice()
+    writer = ShareWriter(desk.joined(), desk.joined, Number(1, here=1), Copier(device=device))
+    try:
+        for step, error in ((1, None), (2, torch.cuda.OutOfMemoryError("no room")), (3, None)):
+            state = OnGpu(device, error)
+            writer.begin(snapshot_name(step, 1), by_storage(desk.ranks[1].weights), state)
+            done = desk.begin_first(step)
+            writer.copied()
+            if error is None:
+                assert desk.saved(done.result(LAST_S))["ranks"][1] == {"rank": 1}
+            else:
+                with pytest.raises(ShareMissing, match="rank 1: the GPU failed: no room"):
+                    done.result(LAST_S)
+            assert state.read == [True]
+    finally:
+        writer.close()
+    assert not device.used_by
+    assert "unexpectedly" not in caplog.text
 
 
 def test_what_did_not_change_is_not_copied_again_by_any_rank(desk: Desk) -> None:

@@ -123,8 +123,8 @@ class ShareWriter(Follower[_Share]):
         plan.pieces.clear()
         if room is not None:
             place = portion.place(room[0]) if portion is not None else room[0]
-            self._copier.come_after(task.after)
-            view.map[place : place + len(what.state)] = bytes(what.state)
+            with self._copier.reading(task.after):
+                view.map[place : place + len(what.state)] = bytes(what.state)
         self.copied_bytes += sum(piece.nbytes for piece in kept) + len(what.state)
         kept.clear()
         self._check_steady(task, job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -121,9 +122,13 @@ class Copier:
         """What the calling thread has ordered on GPUs so far."""
         return self._cuda.marks()
 
-    def come_after(self, marks: Marks) -> None:
-        """Have what the calling thread orders on GPUs from now on come after what another one had ordered."""
-        self._cuda.come_after(marks)
+    def reading(self, after: Marks) -> AbstractContextManager[None]:
+        """Have the calling thread read from GPUs itself, after what another one had ordered, and beside what it does.
+
+        Raises:
+            SpotError: if one fails.
+        """
+        return self._cuda.reading(after)
 
     def fence(self) -> None:
         """Make the current CUDA stream wait for the copies ordered so far; the calling thread does not wait."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -68,15 +68,18 @@ class CudaCopier:
             logger.debug("copies will fail: %s", error)
             return {}
 
-    def come_after(self, marks: Marks) -> None:
-        """Have what the calling thread orders from now on come after ``marks``.
+    @contextmanager
+    def reading(self, after: Marks) -> Iterator[None]:
+        """Have the calling thread, not that which trains, read from devices itself: what ``after`` marks is over then.
 
         Raises:
             SpotError: if a device fails.
         """
-        with _failures_as_ours():
-            for index, event in marks.items():
+        with _failures_as_ours(), ExitStack() as used:
+            for index, event in after.items():
+                used.enter_context(self.device.beside(index))
                 self.device.wait(self.device.current(index), event)
+            yield
 
     def begin(
         self, held: Iterable[Held], slot: torch.Tensor, *, buffered: bool, after: Marks | None = None

@@ -57,6 +57,9 @@ class Device(Protocol):
     def synchronize(self, event: Any) -> None:
         """Have the calling thread wait until ``event`` is over."""
 
+    def beside(self, index: int) -> contextlib.AbstractContextManager[None]:
+        """Have the calling thread, not that which trains, use a device itself, for as long as this lasts."""
+
     def allocate(self, index: int, nbytes: int) -> torch.Tensor | None:
         """Bytes on a device; ``None`` if it has no room."""
 
@@ -156,14 +159,20 @@ class Cuda:
 
     def synchronize(self, event: torch.cuda.Event) -> None:
         """Have the calling thread wait until ``event`` is over."""
-        # Without a device of its own, a thread takes memory for a context on the first.
-        with torch.cuda.device(event.device), page_lock.beside_recordings():
+        with self.beside(event.device.index):
             event.synchronize()
+
+    @contextlib.contextmanager
+    def beside(self, index: int) -> Iterator[None]:
+        """Have the calling thread, not that which trains, use a device itself, for as long as this lasts."""
+        # Without a device of its own, a thread takes memory for a context on the first.
+        with torch.cuda.device(index), page_lock.beside_recordings():
+            yield
 
     def allocate(self, index: int, nbytes: int) -> torch.Tensor | None:
         """Bytes on a device; ``None`` if it has no room."""
         try:
-            with torch.cuda.device(index), page_lock.beside_recordings():
+            with self.beside(index):
                 return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{index}")
         except torch.cuda.OutOfMemoryError:
             return None
