@@ -128,3 +128,30 @@ def test_a_word_ahead_changes_no_step_at_which_a_snapshot_is_taken(seed: int) ->
         assert trainer.waited <= len(taken[world_size]) * (world_size - 1)
     assert taken[1] == taken[2]
     assert len(taken[1]) >= steps[-1] // (2 * max(every, 3))
+
+
+@pytest.mark.parametrize(("every", "lasts"), [(1, 0.5), (2, 1.5), (1, 3.5)])
+def test_a_snapshot_that_is_over_when_the_next_is_due_is_not_in_its_way(every: int, lasts: float) -> None:
+    """Nor do ranks wait at every step for one that takes several."""
+    taken: dict[int, list[int]] = {}
+    for world_size in (1, 2):
+        trainer, over = cast(Any, Ranks(world_size)), [0.0]
+        pacing = Pacing(EverySteps(every))
+        pacing.begin(trainer, 1, None)
+        taken[world_size] = []
+
+        def can_begin(trainer: Any = trainer, over: list[float] = over) -> str:
+            return "alone" if trainer.global_step >= over[0] else ""
+
+        for step in range(1, 41):
+            trainer.global_step = step
+            if pacing.due(trainer, can_begin, tuple):
+                taken[world_size].append(step)
+                pacing.taken(step)
+                over[0] = step + lasts
+            pacing.look_ahead(trainer, can_begin)
+        assert trainer.waited <= (40 + len(taken[world_size])) * (world_size - 1)
+    if lasts < every:
+        assert taken[2] == taken[1] == list(range(every, 41, every))
+    else:
+        assert len(taken[2]) >= 8  # of 10: what is over is seen a step later

@@ -179,6 +179,9 @@ class Pacing:
         elif not self._word.is_under_way:
             return ""
         how, self._next_talk = self._word.hear()
+        if how is None:  # something was in its way, which may be over by now
+            self._say(trainer, step, now_s, can_begin)
+            how, self._next_talk = self._word.hear()
         return str(how)
 
     def look_ahead(self, trainer: pl.Trainer, can_begin: Callable[[], str]) -> None:
@@ -202,9 +205,12 @@ class Pacing:
 
     def _say(self, trainer: pl.Trainer, step: int, at_s: float, can_begin: Callable[[], str]) -> None:
         """Have rank 0 say how a snapshot is taken at ``step``, to which training comes at ``at_s``."""
-        word = ("", 0)
+        word: tuple[str | None, int] = ("", 0)
         if trainer.is_global_zero:
-            how = self._decide(step, at_s, can_begin)
+            was_refused = self._is_refused
+            how: str | None = self._decide(step, at_s, can_begin)
+            if self._is_refused and not was_refused and step > trainer.global_step:
+                how = None  # what is in its way may be over when it is due: all ask once more then, and wait for that
             word = (how, 0 if self.policy.by_step else trainer.global_step + self._apart(trainer.global_step))
         self._word.say(word)
 
