@@ -160,6 +160,18 @@ class FakeDevice:
         return 0
 
 
+class StreamOfEachThread(FakeDevice):
+    """The thread that trains has a stream of its own; all others have the default one."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.trains = threading.get_ident()
+        self.default = self.stream(0)
+
+    def current(self, index: int) -> FakeStream:
+        return self.training if threading.get_ident() == self.trains else self.default
+
+
 class Emulated(FakeDevice):
     """Two GPUs under a real training: what that orders is done at once, as its results are read; side streams lag.
 

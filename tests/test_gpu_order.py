@@ -16,21 +16,9 @@ from lightning_spot.staging.copier import Copier, SlotView, watch
 from lightning_spot.staging.partitions import Partition, Span
 from lightning_spot.staging.schedule import Schedule, Timetable
 from tests.conftest import until
-from tests.fake_device import FakeDevice, FakeStream
+from tests.fake_device import FakeDevice, StreamOfEachThread
 
 NBYTES = 4096
-
-
-class StreamOfEachThread(FakeDevice):
-    """The thread that trains has a stream of its own; all others have the default one."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self.trains = threading.get_ident()
-        self.default = self.stream(0)
-
-    def current(self, index: int) -> FakeStream:
-        return self.training if threading.get_ident() == self.trains else self.default
 
 
 @pytest.fixture

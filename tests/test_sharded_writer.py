@@ -17,6 +17,7 @@ from lightning_spot.capture.attempt import Attempt, RingSettings
 from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.tensors import by_storage
+from lightning_spot.capture.views import SlotViews
 from lightning_spot.client import embedded
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
@@ -32,8 +33,11 @@ from lightning_spot.memory.host import InProcessHost
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.sharded.consolidate import read_folder
+from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.reader import ImageReader, load_all
+from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule, Timetable
+from tests.fake_device import StreamOfEachThread
 from tests.small_trainer import RUN_ID, info_of
 
 LAST_S = 600.0  # of what never takes so long
@@ -72,8 +76,13 @@ class Desk:
         host.run, host.attempt = self.first.run, 1
         return host
 
-    def begin(self, rank: int, step: int, wait_s: float = LAST_S, **rest: Any) -> Future[Any]:
-        state = {"state_dict": {"w": self.weights, "f": self.frozen}, "groups": self.groups}
+    def begin(
+        self, rank: int, step: int, wait_s: float = LAST_S, part: FlatShard | None = None, **rest: Any
+    ) -> Future[Any]:
+        tensors: dict[str, Any] = {"w": self.weights, "f": self.frozen}
+        state: dict[str, Any] = {"state_dict": tensors, "groups": self.groups}
+        if part is not None:
+            tensors["part"] = part
         checkpoint = ShardedCheckpoint(state, {"rank": rank}, {"epoch": 1, **rest})
         how: dict[str, Any] = {"owned": by_storage([self.weights]), "kept": by_storage(self.kept), "wait_s": wait_s}
         if rank:
@@ -234,6 +243,29 @@ def dump_of(state: dict[str, Any]) -> Dump:
 
 def ring(*, strict: bool) -> RingSettings:
     return RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=strict)
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_what_is_frozen_is_copied_as_it_is_at_the_seam_whatever_stream_trains(
+    desk: Desk, tmp_path: Path, number: int
+) -> None:
+    """A hook may write what no optimizer does, as one that averages weights, on a stream of the training's own."""
+    device = StreamOfEachThread(number)
+    device.own([desk.frozen])
+    desk.other._copier.close()
+    desk.other._copier = Copier(device=device)
+    desk.other._views = SlotViews(desk.other._copier)
+    count = len(desk.frozen)
+    parts = [FlatShard(desk.frozen, (2 * count,), ((0, count), (count, 2 * count)), rank) for rank in range(2)]
+    for _ in range(20):  # what is ordered before that takes its time
+        device.do(lambda: None)
+    device.do(lambda: desk.frozen.fill_(2.0))
+    dones = [desk.begin(rank, 1, part=parts[rank]) for rank in (0, 1)]
+    desk.copied()
+    manifest, _ = [done.result(LAST_S) for done in dones]
+    assert desk.first.flush(60.0) == []
+    saved = load_all(ImageReader(*read_folder(tmp_path / "run" / manifest.name)))["state_dict"]["part"]
+    assert (saved[count:] == 2.0).all()
 
 
 def test_a_fenced_rank_0_says_that_there_will_be_no_snapshot() -> None:

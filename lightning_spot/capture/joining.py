@@ -243,7 +243,7 @@ class Joining(Follower[_Part | SpotError]):
             plan = self._unchanged.plan(layout, what.kept, known if what.trusts else None, view)
             self.copied_bytes += plan.nbytes
             if frozen := [piece for piece in plan.pieces if piece.storage.data_ptr() in what.kept]:
-                job = self._copier.start(frozen, view)
+                job = self._copier.start(frozen, view, after=task.after)
                 job.wait_cpu()
                 what.frozen.set()
                 job.wait()
