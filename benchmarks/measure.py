@@ -92,10 +92,10 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def training_state(elements: int = PARAMETER_ELEMENTS) -> dict[str, torch.Tensor]:
-    """Weights and Adam's moments, 1.01 GB by default."""
+def training_state(elements: int = PARAMETER_ELEMENTS, only: str = "") -> dict[str, torch.Tensor]:
+    """Weights and Adam's moments, 1.01 GB by default; or those of them whose names begin with ``only``."""
     names = [f"{kind}.{index}" for index in range(PARAMETERS) for kind in ("weight", "exp_avg", "exp_avg_sq")]
-    return {name: torch.full((elements,), float(index)) for index, name in enumerate(names)}
+    return {name: torch.full((elements,), float(index)) for index, name in enumerate(names) if name.startswith(only)}
 
 
 class WarmCopy:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,23 @@ from lightning_spot.staging.copier import Copier, SlotView
 
 RANKS = 4
 _LIMIT_S = 300.0
+_libc = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True)
+class Took:
+    """What a restore took until each model had its weights.
+
+    Attributes:
+        slowest_s: seconds of the slowest rank.
+        cpu_s: CPU seconds of all ranks.
+    """
+
+    slowest_s: float
+    cpu_s: float
+
+
+_Pair = tuple[Took, Took]  # of one rank, and of several
 
 
 def run(quick: bool) -> list[Result]:
@@ -39,7 +58,7 @@ def run(quick: bool) -> list[Result]:
     near: list[float] = []
     far: list[float] = []
     plain: list[float] = []
-    many: dict[str, list[float]] = {"this host's node": [], "a node over HTTP loopback": []}
+    many: dict[str, list[_Pair]] = {"this host's node": [], "a node over HTTP loopback": []}
     with scratch() as folder, node(folder) as url, _at_nodes(folder, url) as manifest:
         location = Location.of(folder / "run", url, "run")
         file = Path("/dev/shm") / f"{folder.name}.ckpt"
@@ -50,15 +69,24 @@ def run(quick: bool) -> list[Result]:
                 plain.append(seconds(lambda: torch.load(file, weights_only=True)))
                 near.append(seconds(lambda: _restore(memory)))
                 far.append(seconds(lambda: _restore(remote)))
-                for (_, ratios), source in zip(many.items(), (memory, remote), strict=True):
+                for (_, pairs), source in zip(many.items(), (memory, remote), strict=True):
                     one = _together(1, location, source, folder)
-                    ratios.append(_together(RANKS, location, source, folder) / one)
+                    pairs.append((one, _together(RANKS, location, source, folder)))
         finally:
             file.unlink()
     return [
         Result("restore from this host's node / torch.load from tmpfs", _ratio(near, plain), 1.5),
         Result("restore over HTTP loopback / torch.load from tmpfs", _ratio(far, plain), 2.5),
-        *(Result(f"restore of {RANKS} ranks / of one, from {name}", ratios[1:], 1.5) for name, ratios in many.items()),
+        *(result for name, pairs in many.items() for result in _of_ranks(name, pairs[1:])),
+    ]
+
+
+def _of_ranks(name: str, pairs: list[_Pair]) -> list[Result]:
+    """How long several ranks take, and, which other programs disturb less, how long they compute in all."""
+    what = f"restore of {RANKS} ranks / of one, from {name}"
+    return [
+        Result(what, [many.slowest_s / one.slowest_s for one, many in pairs], 1.5),
+        Result(f"{what}: CPU seconds of all ranks", [many.cpu_s / one.cpu_s for one, many in pairs], None),
     ]
 
 
@@ -98,8 +126,15 @@ def _ratio(ours: list[float], base: list[float]) -> list[float]:
 # -- several ranks ----------------------------------------------------------------------------------------------------
 
 
-def _together(ranks: int, location: Location, source: Source, folder: Path) -> float:
-    """Seconds that the slowest of so many ranks takes until its model has the weights."""
+def _together(ranks: int, location: Location, source: Source, folder: Path) -> Took:
+    """What it takes so many ranks until each model has the weights.
+
+    They begin with no freed memory, as a restarted training does. What they made and freed themselves would be warm,
+    what this process has freed would be copied as it is used again: either would change what one rank takes, which
+    reads into memory of its own, and not what several do, which receive into memory that they share.
+    """
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
     context = multiprocessing.get_context("fork")
     took_s = context.Queue()
     meet = f"file://{folder}/meet-{uuid.uuid4().hex}"
@@ -109,7 +144,8 @@ def _together(ranks: int, location: Location, source: Source, folder: Path) -> f
     for process in processes:
         process.start()
     try:
-        return max(took_s.get(timeout=_LIMIT_S) for _ in processes)
+        each = [took_s.get(timeout=_LIMIT_S) for _ in processes]
+        return Took(max(wall_s for wall_s, _ in each), sum(cpu_s for _, cpu_s in each))
     finally:
         for process in processes:
             process.join(_LIMIT_S)
@@ -117,25 +153,30 @@ def _together(ranks: int, location: Location, source: Source, folder: Path) -> f
 
 
 def _rank(
-    rank: int, ranks: int, meet: str, location: Location, source: Source, report: Callable[[float], None]
+    rank: int,
+    ranks: int,
+    meet: str,
+    location: Location,
+    source: Source,
+    report: Callable[[tuple[float, float]], None],
 ) -> None:
     torch.set_num_threads(1)  # a forked process has none of its parent's threads
     rank_zero_only.rank = rank
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=ranks)
-    weights = torch.nn.ParameterDict(
-        {name.replace(".", "_"): value for name, value in training_state().items() if name.startswith("weight")}
-    )
+    state = training_state(only="weight")  # moments made only to be freed would be such memory
+    weights = torch.nn.ParameterDict({name.replace(".", "_"): value for name, value in state.items()})
     trainer = _Trainer(rank, ranks)
     dist.barrier()
-    begun_s = time.perf_counter()
+    begun_s, cpu_s = time.perf_counter(), time.process_time()
     agreement = Agreement(trainer)  # type: ignore[arg-type]
     hosts = Hosts(agreement, location, lambda: "127.0.0.1")
     found = choose(agreement, hosts, lambda: _only(source, survey(location)), trusts=False, load_shards=lambda *_: {})
     hosts.close()
     assert found is not None
     weights.load_state_dict({name: found[1][name.replace("_", ".", 1)] for name in weights})
+    cpu_s = time.process_time() - cpu_s
     dist.barrier()
-    report(time.perf_counter() - begun_s)
+    report((time.perf_counter() - begun_s, cpu_s))
 
 
 def _only(source: Source, found: Survey) -> Survey:
