@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
+
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the container, seen from inside (cgroup v2)
+
+
+@cache
+def processors() -> int:
+    """Processors that this process may use: not all of the host's where it is bound to some, or in a container.
+
+    Threads beyond a container's share have all of its processes stopped until the next tenth of a second.
+    """
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _QUOTA.read_text().split()
+        return min(count, max(1, -(-int(quota) // int(period))))
+    except (OSError, ValueError):  # there is none, or it says "max"
+        return count
 
 
 def work_together(work: Callable[[], None], count: int, name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from operator import methodcaller
@@ -184,7 +183,7 @@ def test_where_training_stands_still_it_copies_by_itself(desk: Desk) -> None:
 def test_where_training_stands_still_all_processors_copy(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes the next piece by itself: in torch's team each waits for the slowest after every tensor."""
     monkeypatch.setattr(job_module, "_LEAST_BATCH_BYTES", 64)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(job_module, "processors", lambda: 2)
     helping, at_it, both = Batch.helping, set(), threading.Event()
 
     def noted(batch: Batch) -> None:

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_spot import threads
 from lightning_spot.image.sealing import Sealing
 from lightning_spot.staging import job as job_module
 from lightning_spot.staging import slot as slot_module
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.slot import SlotMemory
-from lightning_spot.threads import work_together
+from lightning_spot.threads import processors, work_together
 from tests.conftest import until
 from tests.gated import MIB, manifest_of
 from tests.test_copier import Desk, Fixed
@@ -36,7 +37,21 @@ def only_one(monkeypatch: pytest.MonkeyPatch) -> None:
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", limited)
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    for module in (job_module, slot_module):
+        monkeypatch.setattr(module, "processors", lambda: 4)
+
+
+@pytest.mark.parametrize(
+    ("says", "most"), [("250000 100000\n", 3), ("50000 100000\n", 1), ("max 100000\n", None), ("", None)]
+)
+def test_a_container_has_its_share_of_the_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, most: int | None
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(threads, "_QUOTA", tmp_path / "cpu.max")
+    if says:
+        (tmp_path / "cpu.max").write_text(says)
+    assert processors.__wrapped__() == (64 if most is None else most)
 
 
 def test_what_several_threads_do_together_is_done_by_those_there_are(only_one: None) -> None:

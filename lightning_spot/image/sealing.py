@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +18,7 @@ from lightning_spot.image.parts import checksum, part_ranges
 from lightning_spot.image.portion import Image
 from lightning_spot.image.shards import records_of
 from lightning_spot.image.written import CHECK_EVERY, Before, Ranges, Written
-from lightning_spot.threads import work_together
+from lightning_spot.threads import processors, work_together
 
 CRC_BYTES = 4
 """Length of a CRC field in a zip."""
@@ -37,8 +36,8 @@ def sealing_threads() -> int:
     seals, it loses the time of that thread, and where all processors seal, their share of it. Where a host has many,
     training is on GPUs, whose snapshots are large: one is to be sealed before the next one comes.
     """
-    processors = os.cpu_count() or 1
-    return min(processors, max(_FEW, processors // 2), _MOST_THREADS)
+    count = processors()
+    return min(count, max(_FEW, count // 2), _MOST_THREADS)
 
 
 class Sealing(Coming):

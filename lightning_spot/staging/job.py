@@ -8,7 +8,6 @@ import itertools
 import logging
 import mmap
 import operator
-import os
 import threading
 import time
 from collections import deque
@@ -22,7 +21,7 @@ from lightning_spot.staging.cuda import CudaCopy
 from lightning_spot.staging.operations import Operation
 from lightning_spot.staging.samples import Sampler
 from lightning_spot.staging.spans import SlotSpan, gone
-from lightning_spot.threads import work_together
+from lightning_spot.threads import processors, work_together
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +241,7 @@ class CopyJob:
             while self._step(Batch.helping, NEVER):
                 pass
 
-        work_together(work, min(_MOST_THREADS, os.cpu_count() or 1), "spot-copy")
+        work_together(work, min(_MOST_THREADS, processors()), "spot-copy")
 
     def give_up(self) -> None:
         """Copy no more of it, and return when nobody is at it any more: its slot is given back."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple, Protocol
 
+from lightning_spot import threads
 from lightning_spot.staging.partitions import Window
 
 _FORWARD_SLICES = 4
@@ -75,7 +75,7 @@ class HostClock:
         processors: int | None = None,
     ) -> None:
         self._now, self._used = now, used
-        self._processors = processors if processors is not None else len(os.sched_getaffinity(0))
+        self._processors = processors if processors is not None else threads.processors()
 
     def mark(self) -> tuple[float, float]:
         """Now."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import TierError
-from lightning_spot.threads import work_together
+from lightning_spot.threads import processors, work_together
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def _map_pages(shared: mmap.mmap, nbytes: int, *, write: bool) -> bool:
             if not populate(shared, start, min(_AT_ONCE_BYTES, nbytes - start), write=write):
                 failed.set()
 
-    work_together(work, min(_MOST_THREADS, os.cpu_count() or 1, -(-nbytes // _AT_ONCE_BYTES)), "spot-map")
+    work_together(work, min(_MOST_THREADS, processors(), -(-nbytes // _AT_ONCE_BYTES)), "spot-map")
     return not failed.is_set()
 
 
