@@ -391,19 +391,31 @@ class WritesPastTheCounts(pl.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+def last_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: pl.Callback, model: Grown, **settings: Any
+) -> dict[str, torch.Tensor]:
+    """The model in the last snapshot of a training that gets a notice in the validation behind step 8.
+
+    A regular snapshot of that step is there by then, of which a byte was compared: another one than those written to.
+    """
+    monkeypatch.setattr(contents, "CHECK_BYTES", 1)
+    monkeypatch.setattr(contents.Turns, "next", lambda _, among: among - 1)  # another share than that number's
+    monkeypatch.setattr(contents, "_looks_alike", lambda _piece, _view: True)
+    usual = {"interval": EverySteps(1), "on_full": "wait", "notices": "signal", "grace_s": 60.0}
+    spot = SpotCheckpoint(str(tmp_path / "run"), **usual, **settings)
+    with pytest.raises(SystemExit):
+        trainer(writes, spot, val_check_interval=8).fit(model, data(12), data(2))
+    newest = LocalStore(tmp_path / "run").survey().manifests[0]
+    assert newest.step == 8
+    saved: dict[str, torch.Tensor] = torch.load(tmp_path / "run" / newest.data_path, weights_only=False)["state_dict"]
+    return saved
+
+
 def test_a_regular_snapshot_at_the_step_of_a_notice_is_compared_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the last one of the attempt: no later one would find what was left for its turn."""
-    monkeypatch.setattr(contents, "CHECK_BYTES", 1)
-    monkeypatch.setattr(contents.Turns, "next", lambda _, among: among - 1)  # another share than that number's
-    monkeypatch.setattr(contents, "_looks_alike", lambda _piece, _view: True)
-    spot = SpotCheckpoint(str(tmp_path / "run"), interval=EverySteps(1), on_full="wait", notices="signal", grace_s=60.0)
-    with pytest.raises(SystemExit):
-        trainer(WritesPastTheCounts(), spot, val_check_interval=8).fit(Grown(), data(12), data(2))
-    newest = LocalStore(tmp_path / "run").survey().manifests[0]
-    saved = torch.load(tmp_path / "run" / newest.data_path, weights_only=False)["state_dict"]
-    assert newest.step == 8
+    saved = last_of(tmp_path, monkeypatch, WritesPastTheCounts(), Grown())
     assert saved["frozen"][7] == 1e9
     assert not saved["frozen"][8:].any()
 
@@ -432,15 +444,6 @@ def test_what_is_taken_in_the_place_of_one_that_differs_is_compared_whole_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes into a slot that holds something else, of which another part may differ."""
-    monkeypatch.setattr(contents, "CHECK_BYTES", 1)
-    monkeypatch.setattr(contents.Turns, "next", lambda _, among: among - 1)
-    monkeypatch.setattr(contents, "_looks_alike", lambda _piece, _view: True)
-    run = str(tmp_path / "run")
-    spot = SpotCheckpoint(run, interval=EverySteps(1), on_full="wait", slots=2, notices="signal", grace_s=60.0)
-    with pytest.raises(SystemExit):
-        trainer(WritesBoth(), spot, val_check_interval=8).fit(GrownTwice(), data(12), data(2))
-    newest = LocalStore(tmp_path / "run").survey().manifests[0]
-    saved = torch.load(tmp_path / "run" / newest.data_path, weights_only=False)["state_dict"]
-    assert newest.step == 8
+    saved = last_of(tmp_path, monkeypatch, WritesBoth(), GrownTwice(), slots=2)
     assert saved["frozen"][7] == 1e9
     assert saved["frozen_too"][7:9].tolist() == [1e9, 7.0]
