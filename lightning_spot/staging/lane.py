@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -40,6 +41,7 @@ class Lane:
         self._buffer_bytes = buffer_bytes
         self._buffer: torch.Tensor | None = None
         self._left: Any = None
+        self._ordering = threading.Lock()  # two threads may order: the event of who came last has to stay
         self._is_warm = False
 
     def buffer(self) -> torch.Tensor | None:
@@ -74,8 +76,9 @@ class Lane:
 
     def order_beside(self, spans: Sequence[SlotSpan], slot: torch.Tensor) -> None:
         """Copy after what the stream follows already: on a thread that knows nothing of what training has ordered."""
-        self._to_slot(slot, spans, [span.source() for span in spans])
-        self.read = self.done = self._device.record(self._stream)
+        with self._ordering:
+            self._to_slot(slot, spans, [span.source() for span in spans])
+            self.read = self.done = self._device.record(self._stream)
 
     def order_buffered(self, spans: Sequence[SlotSpan], slot: torch.Tensor) -> None:
         """Copy into the buffer, in the order of training's own stream, and from there beside what follows."""
@@ -90,9 +93,10 @@ class Lane:
             inside.append(buffer[at : at + span.nbytes])
             at += span.nbytes
         self._device.write(training, inside, [span.source() for span in spans])
-        self._after_training()
-        self._to_slot(slot, spans, inside)
-        self._left = self.done = self._device.record(self._stream)
+        with self._ordering:
+            self._after_training()
+            self._to_slot(slot, spans, inside)
+            self._left = self.done = self._device.record(self._stream)
 
     def synchronize(self) -> None:
         """Have the calling thread wait for all that was ordered."""

@@ -1,0 +1,41 @@
+"""Two threads order copies on one side stream: who trains, and who orders what was held for too long."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_spot.staging.lane import Lane
+from lightning_spot.staging.spans import SlotSpan
+from tests.fake_device import FakeDevice
+
+
+def test_the_event_of_who_ordered_last_is_the_one_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the optimizer would overwrite what is still to be copied."""
+    device, slot = FakeDevice(), torch.zeros(8192, dtype=torch.uint8)
+    tensors = [torch.full((1024,), value) for value in (1.0, 2.0)]
+    device.own(tensors)
+    lane = Lane(0, device, 0, lambda *_: None)
+    record, recorded, goes_on = device.record, threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any, **named: Any) -> Any:
+        event = record(*arguments, **named)
+        if threading.current_thread() is late:
+            recorded.set()
+            goes_on.wait(0.5)  # the other one has come by then, if nothing keeps it
+        return event
+
+    def order(number: int) -> None:
+        lane.order_beside([SlotSpan(tensors[number].untyped_storage(), 0, 4096 * number, 4096)], slot)
+        goes_on.set()
+
+    monkeypatch.setattr(device, "record", slowly)
+    late = threading.Thread(target=order, args=(0,))
+    late.start()
+    assert recorded.wait(10)
+    order(1)
+    late.join()
+    assert lane.read.number == lane.done.number == len(lane.read.stream.work)
