@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Dataset
 
@@ -60,6 +62,7 @@ class Adds(pl.LightningModule):
         self.total.update(numbers)
         self.log("total", self.total, on_step=False, on_epoch=True)
         self.log("mean", numbers.float().mean(), on_step=False, on_epoch=True, sync_dist=True)
+        self.log("of this rank", numbers.float().mean(), on_step=False, on_epoch=True)
         return self.layer(numbers.float().unsqueeze(1) / LENGTH).square().mean()
 
     def on_train_epoch_end(self) -> None:
@@ -82,8 +85,21 @@ class KillAt(pl.Callback):
             os._exit(9)
 
 
+def _ends_unless_finite() -> EarlyStopping:
+    """Raises an error where nothing was logged; where a rank has no number, all of them end."""
+    return EarlyStopping("of this rank", patience=10**6, check_on_train_epoch_end=True)
+
+
 def train(
-    root: Path, ranks: int, notes: str, kill_at: int = -1, *, every: int = 1, data: Any = None, **settings: Any
+    root: Path,
+    ranks: int,
+    notes: str,
+    kill_at: int = -1,
+    *,
+    every: int = 1,
+    data: Any = None,
+    more: Sequence[pl.Callback] = (),
+    **settings: Any,
 ) -> pl.Trainer:
     """Train two epochs, or go on."""
     new_process()
@@ -101,7 +117,7 @@ def train(
             "enable_checkpointing": False,
             "logger": False,
             "num_sanity_val_steps": 0,
-            "callbacks": [KillAt(kill_at), spot],
+            "callbacks": [KillAt(kill_at), _ends_unless_finite(), *more, spot],
             **settings,
         }
     )
@@ -118,8 +134,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--settings", type=json.loads, default={})
     parser.add_argument("--persistent", action="store_true")
+    parser.add_argument("--drop-last", action="store_true")
     given = parser.parse_args()
-    data = {"num_workers": given.workers, "persistent_workers": given.persistent}
+    data = {"num_workers": given.workers, "persistent_workers": given.persistent, "drop_last": given.drop_last}
     train(given.root, given.ranks, given.notes, given.kill_at, data=data, **given.settings)
 
 

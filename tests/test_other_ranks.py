@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
@@ -193,12 +194,14 @@ class Metrics(torch.nn.Module):
         self.highest = torchmetrics.MaxMetric()
         self.all = torchmetrics.CatMetric()
         self.correlation = torchmetrics.PearsonCorrCoef()
+        self.own = torchmetrics.MeanMetric(sync_on_compute=False)
 
     def update(self, values: torch.Tensor) -> None:
         for metric in (self.error, self.correlation):
             metric.update(values, 2 * values + values**2)
         self.highest.update(values)
         self.all.update(values)
+        self.own.update(values)
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -223,6 +226,8 @@ def test_metrics_of_ranks_that_are_gone_are_in_the_value_of_the_epoch(world: int
     assert max(float(module.highest.compute()) for module in new) == float(values.max())
     joined = [item for module in new for item in module.all.value]  # type: ignore[union-attr]
     assert torch.equal(torch.cat(joined), values.flatten())
+    for module, own in zip(new, values, strict=False):  # what is not reduced stays each rank's own
+        assert torch.isclose(module.own.compute(), own.mean())
 
 
 def test_gradients_in_mid_accumulation_keep_their_mean() -> None:
@@ -236,7 +241,7 @@ def test_gradients_in_shards_are_named(strategy: Any, kept: list[float]) -> None
     trainer: Any = SimpleNamespace(strategy=strategy, lightning_module=torch.nn.Linear(1, 1))
     state = {"random": capture_random(), "metrics": {}, "buffers": {}}
     others = OtherRanks([{**state, "gradients": {"bias": torch.ones(1) * rank}} for rank in range(3)], 0, 2)
-    values = others.values(trainer, is_distributed=True)
+    values = others.values(trainer)
     assert [float(gradient) for gradient in values["gradients"].values()] == kept
     assert ["in shards" in reason for reason in others.reasons] == [True] * (not kept)
 
@@ -248,15 +253,17 @@ def test_logged_means_keep_their_sum() -> None:
         return {**base, **tensors, "sync": (sync, False)}
 
     ranks = [[item(1.0 + rank, 3, sync=True), item(float(rank), 0, sync=True, reduce="max")] for rank in range(4)]
-    first, second = (merging.results(ranks, rank, is_distributed=True)[0] for rank in range(2))
+    in_epoch = {"is_distributed": True, "is_over": False}
+    first, second = (merging.results(ranks, rank, **in_epoch)[0] for rank in range(2))
     assert [float(entry["value"]) for entry in (*first, *second)] == [10.0, 3.0, 0.0, 3.0]
     assert [int(entry["batch_size"]) for entry in (first[0], second[0])] == [12, 0]
     own = [[item(1.0 + rank, 3, sync=False)] for rank in range(2)]
-    found = [merging.results(own, rank, is_distributed=True)[0][0] for rank in range(3)]
-    assert [float(entry["value"]) for entry in found] == [1.0, 2.0, 0.0]
-    ((alone, _), lost) = merging.results(ranks, 0, is_distributed=False)
+    found = [merging.results(own, rank, **in_epoch)[0][0] for rank in range(3)]
+    assert [(float(entry["value"]), int(entry["batch_size"])) for entry in found] == [(1.0, 3), (2.0, 3), (1.0, 3)]
+    ((alone, _), lost) = merging.results(ranks, 0, is_distributed=False, is_over=False)
     assert (float(alone["value"]), alone["sync"], lost) == (10.0, (False, False), [])
-    assert merging.results(own[:1], 1, is_distributed=True) == ([], ["mean"])
+    assert merging.results(own[:1], 1, **in_epoch) == ([], ["mean"])
+    assert merging.results(own[:1], 1, is_distributed=True, is_over=True) == (own[0], [])
 
 
 # -- trainers ---------------------------------------------------------------------------------------------------------
@@ -303,6 +310,44 @@ def test_two_ranks_are_killed_and_one_goes_on(
     check_epochs(notes, 1)
     assert [note["batch"] for note in notes if "batch" in note][-1] == LENGTH // 3 - 1
     assert "2 ranks -> 1: weights, optimizers" in caplog.text
+
+
+class Broken(pl.Callback):
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        self.is_there = trainer.global_step == self.at
+
+    def on_train_epoch_end(self, *_: object) -> None:
+        assert not self.is_there, "the machine breaks"
+
+    def on_train_batch_start(self, *_: object) -> None:
+        assert not getattr(self, "is_there", False), "the machine breaks"
+
+
+@pytest.mark.parametrize(
+    ("at", "data"), [(LENGTH // 3, {}), (LENGTH // 3 - 1, {"drop_last": True})], ids=["over", "too few"]
+)
+def test_an_epoch_of_which_no_batch_is_left_ends_with_what_one_rank_has_logged(
+    warm_python: str, tmp_path: Path, at: int, data: State
+) -> None:
+    """Each rank has the values of the epoch: an ``EarlyStopping`` without would end the run, or raise an error."""
+    with pytest.raises(AssertionError, match="the machine breaks"):
+        train(tmp_path, 1, "first", data=data, more=[Broken(at)])
+    command = [warm_python, "-m", "tests.elastic_trainer", str(tmp_path), "--ranks", "2", "--notes", "last"]
+    done = subprocess.run([*command, *["--drop-last"] * len(data)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "1 rank -> 2" in done.stderr
+    logged = [json.loads(line) for line in (tmp_path / "first-0").read_text().splitlines()]
+    mean = sum(number for note in logged for number in note.get("samples", ())) / (3 * at)
+    for rank in range(2):
+        notes = [json.loads(line) for line in (tmp_path / f"last-{rank}").read_text().splitlines()]
+        assert notes[0] == {"begins_at": at}
+        ends = [note for note in notes if "ended" in note]
+        assert [note["ended"] for note in ends] == [0, 1]
+        assert ends[0]["mean"] == pytest.approx(mean)
+        assert notes.index(ends[0]) == 1
 
 
 @pytest.mark.soak

@@ -45,6 +45,11 @@ def restore(trainer: pl.Trainer, state: State) -> None:
         private.FIRST_ITERATION.set(connector, False)
 
 
+def begin_anew(trainer: pl.Trainer) -> None:
+    """Let go of the accumulators of an epoch that is over, before the next one: what it logs makes its own."""
+    private.RESULTS.of(trainer.fit_loop.epoch_loop).clear()
+
+
 def restore_last(trainer: pl.Trainer, state: State) -> None:
     """Put back the values logged last, which a program may read when ``fit`` has returned."""
     connector = private.LOGGER_CONNECTOR.of(trainer)

@@ -33,7 +33,7 @@ def metrics(module: torch.nn.Module, of_ranks: list[State], rank: int) -> tuple[
     merged, lost = dict(of_ranks[rank % len(of_ranks)]), []
     for name, metric in metrics_in(module):
         found = [state[name]["states"] for state in of_ranks if name in state]
-        if len(found) < len(of_ranks):
+        if len(found) < len(of_ranks) or not metric.sync_on_compute:  # no value is one of all ranks
             continue
         states = {
             key: _reduced(private.REDUCTIONS.of(metric).get(key), [state[key] for state in found], rank)
@@ -60,26 +60,30 @@ def _reduced(reduction: Any, values: list[Any], rank: int) -> Any:
     return None
 
 
-def results(of_ranks: list[list[State]], rank: int, *, is_distributed: bool) -> tuple[list[State], list[str]]:
+def results(
+    of_ranks: list[list[State]], rank: int, *, is_distributed: bool, is_over: bool
+) -> tuple[list[State], list[str]]:
     """Accumulators of ``self.log``. Of those which are reduced over ranks the first has the sum, others nothing.
 
-    Those which are not are each rank's own: a rank that was not there begins with nothing, and what a rank had that is
-    no more is gone, as it would be from what is logged.
+    Those which are not are each rank's own: a rank that was not there has those of one that was, since with nothing
+    their mean would be no number where it gets no batch of this epoch. What a rank had that is no more is gone, as it
+    would be from what is logged.
 
     Args:
         of_ranks: what each rank that was there had.
         rank: of this process.
         is_distributed: whether what ranks log can be reduced now. Without, Lightning notes that nothing is.
+        is_over: whether no batch of the epoch is left.
 
     Returns:
         the accumulators for ``rank``, and the names of those that one rank alone had: whether they are to be reduced
-        over ranks is not known, so they begin anew.
+        over ranks is not known, so they begin anew; but if the epoch is over, every rank has their value.
     """
     by_name = [{_key(item): item for item in items} for items in of_ranks]
     merged = [_result([items[key] for items in by_name if key in items], rank, len(of_ranks)) for key in by_name[0]]
     if not is_distributed:
         return [{**item, "sync": (False, item["sync"][1])} for item in merged], []
-    if len(of_ranks) > 1:
+    if len(of_ranks) > 1 or is_over:
         return merged, []
     return [item for item in merged if item["sync"][0]], [item["name"] for item in merged if not item["sync"][0]]
 
@@ -97,10 +101,10 @@ def _result(items: list[State], rank: int, world: int) -> State:
     should_sync = first["sync"][0]
     if merge is not None:
         return {**first, "value": merge(values, dim=0)} if should_sync or rank >= world else items[rank]
-    if rank >= world or (should_sync and rank):
+    if should_sync and rank:
         empty = first["batch_size"] * 0 if first["batch_size"] is not None else None
         return {**first, "value": torch.zeros_like(first["value"]), "batch_size": empty}
     if not should_sync:
-        return items[rank]
+        return items[rank % world]
     sizes = [item["batch_size"] for item in items]
     return {**first, "value": values.sum(0), "batch_size": torch.stack(sizes).sum(0) if sizes[0] is not None else None}

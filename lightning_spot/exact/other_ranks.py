@@ -43,13 +43,8 @@ class OtherRanks:
         self._left: int | None = None
         self.reasons: list[str] = []
 
-    def values(self, trainer: pl.Trainer, *, is_distributed: bool) -> State:
-        """The state of this rank, but for its place in the data.
-
-        Args:
-            trainer: that goes on.
-            is_distributed: whether Lightning reduces what ranks log, as it may do with one rank, too.
-        """
+    def values(self, trainer: pl.Trainer) -> State:
+        """The state of this rank, but for its place in the data and its :meth:`results`."""
         values = dict(self._own)
         values["random"] = random_of([state["random"] for state in self._ranks], self._rank)
         values["gradients"] = self._gradients(trainer)
@@ -63,16 +58,23 @@ class OtherRanks:
                 f"what other ranks had of {', '.join(lost)} cannot be merged (its states have no known reduction):"
                 " it is not in its value of this epoch"
             )
-        if all("results" in state for state in self._ranks):
-            values["results"], lost = merging.results(
-                [state["results"] for state in self._ranks], self._rank, is_distributed=is_distributed
-            )
-            if lost:
-                self.reasons.append(
-                    f"of what one rank has logged in this epoch it is not known whether it is reduced over ranks: the"
-                    f" values of the epoch of {', '.join(lost)} are those of its rest"
-                )
         return values
+
+    def results(self, *, is_distributed: bool, is_over: bool) -> list[State]:
+        """What was logged in this epoch, for this rank.
+
+        Args:
+            is_distributed: whether Lightning reduces what ranks log, as it may do with one rank, too.
+            is_over: whether no batch of the epoch is left for the ranks there are now.
+        """
+        found = [state.get("results", []) for state in self._ranks]
+        merged, lost = merging.results(found, self._rank, is_distributed=is_distributed, is_over=is_over)
+        if lost:
+            self.reasons.append(
+                f"of what one rank has logged in this epoch it is not known whether it is reduced over ranks: the"
+                f" values of the epoch of {', '.join(lost)} are those of its rest"
+            )
+        return merged
 
     def _gradients(self, trainer: pl.Trainer) -> State:
         found = [state["gradients"] for state in self._ranks]

@@ -60,6 +60,7 @@ class Restoring(OfTrainer):
         self._val_total: dict[str, int] | None = None
         self._precise: dict[str, torch.Tensor] = {}
         self._others: OtherRanks | None = None  # where another number of ranks took the snapshot
+        self._is_over = False  # whether those have left nothing of the epoch
 
     @property
     def is_due(self) -> bool:
@@ -105,8 +106,7 @@ class Restoring(OfTrainer):
         data = getattr(trainer.strategy, "distributed_sampler_kwargs", None)  # a single device has none
         share = (data["rank"], data["num_replicas"]) if data else None
         self._others = OtherRanks(ranks, trainer.global_rank, trainer.world_size, share)
-        is_distributed = bool(private.ACCELERATOR_CONNECTOR.of(trainer).is_distributed)
-        return self._others.values(trainer, is_distributed=is_distributed)
+        return self._others.values(trainer)
 
     def restore_masks(self) -> None:
         """When training begins, before it is noted how everything is: prune the model as it was pruned."""
@@ -128,15 +128,20 @@ class Restoring(OfTrainer):
         if self._val_total is not None and not self._validates(should_stop=values["should_stop"]):
             self._count_validations()
         if self._others is not None:
-            self._go_on_from(self._others)
+            self._go_on_from(self._others, values)
 
-    def _go_on_from(self, others: OtherRanks) -> None:
-        """Of a run that other ranks have left: an epoch has another number of batches now."""
+    def _go_on_from(self, others: OtherRanks, values: State) -> None:
+        """Of a run that other ranks have left: an epoch has another number of batches now, and maybe none is left."""
+        trainer = self._trainer
         loaders = self.loaders.training if self.loaders is not None else []
         done = max((done for loader in loaders if (done := batches_done(loader)) is not None), default=None)
         if done is not None:
-            self._switches.run(private.PROGRESS, lambda: progress.number_batches(self._trainer, done))
-        rank_zero_info(f"lightning_spot: {others.line(self._trainer)}")
+            self._switches.run(private.PROGRESS, lambda: progress.number_batches(trainer, done))
+        ended = all(position is not None and position.get("exhausted") for position in values["loaders"] or [None])
+        is_distributed = bool(private.ACCELERATOR_CONNECTOR.of(trainer).is_distributed)
+        self._is_over = is_over = ended or (done is not None and done >= trainer.num_training_batches)
+        values["results"] = others.results(is_distributed=is_distributed, is_over=is_over)
+        rank_zero_info(f"lightning_spot: {others.line(trainer)}")
         for reason in dict.fromkeys(others.reasons):
             rank_zero_warn(f"lightning_spot: {reason}")
 
@@ -156,6 +161,9 @@ class Restoring(OfTrainer):
 
     def position_for(self, loader: PositionedLoader) -> State | None:
         """Position at which ``loader`` begins its epoch: the saved one for the first epoch after a resume."""
+        if self._is_over:  # and this is the next one, in which other ranks may log in another way
+            self._is_over = False
+            logged_values.begin_anew(self._trainer)
         loaders = self.loaders.training if self.loaders is not None else []
         index = next((number for number, item in enumerate(loaders) if item is loader), None)
         if index is None or self._positions is None or self._random is None:
