@@ -20,7 +20,7 @@ PROTOCOL_VERSION = 3
 """Version of the HTTP protocol between trainers and nodes; both ends must agree."""
 
 MANIFEST_VERSION = 3
-"""Newest version of ``manifest.json`` that is understood: that of snapshots of several files. Others have 2."""
+"""Version of ``manifest.json`` that is written, and the newest that is understood."""
 
 PART_BYTES = 8 * 1024 * 1024
 """Bytes of one part: the unit that is checksummed and transferred."""

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_spot.errors import CorruptManifest, CorruptSnapshot, UnknownFormat
-from lightning_spot.image import manifest as manifest_module
+from lightning_spot.errors import CorruptManifest, CorruptSnapshot
 from lightning_spot.image.files import FileSpan, cut, pieces
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing
@@ -39,17 +38,10 @@ def image_of(made: Manifest) -> bytearray:
     return image
 
 
-def test_a_manifest_of_several_files_is_read_back_and_an_older_version_asks_for_an_upgrade(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_manifest_of_several_files_is_read_back() -> None:
     made = manifest()
     assert Manifest.from_json(made.to_json()) == made == Manifest.from_dict(made.to_dict())
-    plain = manifest(files=())
-    assert "files" not in plain.to_dict()
-    monkeypatch.setattr(manifest_module, "MANIFEST_VERSION", 2)  # as the versions before this one
-    assert Manifest.from_json(plain.to_json()) == plain
-    with pytest.raises(UnknownFormat, match="upgrade"):
-        Manifest.from_json(made.to_json())
+    assert "files" not in manifest(files=()).to_dict()
 
 
 def test_paths_lead_to_the_files() -> None:

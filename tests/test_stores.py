@@ -293,15 +293,10 @@ def test_of_two_claims_of_a_number_the_first_holds(store: Store) -> None:
 @pytest.mark.parametrize("store", FILES, indirect=True)
 def test_the_newest_claim_says_whose_the_run_is(store: Store) -> None:
     store.claim(claim_of(1, run_id="aaaaaaaaaaaa", location="file:///a"))
-    store.claim(claim_of(2, run_id="bbbbbbbbbbbb", location="file:///b", past={"attempts": 1}))
+    store.claim(claim_of(2, run_id="bbbbbbbbbbbb", location="file:///b"))
     newest = store.newest_claim()
     assert newest is not None
-    assert (newest.attempt, newest.run_id, newest.location, newest.past) == (
-        2,
-        "bbbbbbbbbbbb",
-        "file:///b",
-        {"attempts": 1},
-    )
+    assert (newest.attempt, newest.run_id, newest.location) == (2, "bbbbbbbbbbbb", "file:///b")
 
 
 @pytest.mark.parametrize("store", FILES, indirect=True)
@@ -554,19 +549,6 @@ def test_a_deletion_takes_no_file_that_was_written_after_it_was_asked_for(store:
     assert store.has(new)
     store.delete(new)
     assert _there(store) == []
-
-
-@pytest.mark.parametrize("store", FILES, indirect=True)
-def test_a_manifest_where_it_once_lay_counts_and_moves(store: Store) -> None:
-    later = put(store, 2, name="x.ckpt", file="", run_id="aaaaaaaaaaaa", attempt=2, by=2)
-    files, root = fsspec.core.url_to_fs(store.url)
-    _write(store, ".x.ckpt.manifest.json", files.cat_file(f"{root}/{later.manifest_path}"))
-    files.rm_file(f"{root}/{later.manifest_path}")
-    assert store.has(later)
-    with pytest.raises(Fenced):
-        put(store, 1, name="x.ckpt", file="", run_id="aaaaaaaaaaaa", attempt=1)
-    put(store, 3, name="x.ckpt", file="", run_id="aaaaaaaaaaaa", attempt=2, by=2)
-    assert _there(store) == [".lightning_spot/x.ckpt.manifest.json", "x.ckpt"]
 
 
 def _there(store: Store) -> list[str]:

@@ -14,7 +14,7 @@ import logging
 import mmap
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_spot.client.part_encoder import WORTH, OutgoingPart, Part, PartEncoder
 from lightning_spot.config import format_bytes
@@ -138,7 +138,7 @@ class Approximation:
         memory = memoryview(self._memory)
         changes = dict(threads.map(functools.partial(self._advance, image, memory), parts))
         _clear(memory, exact, before)
-        sealing = Sealing(replace(exact.inexact(), format=exact.format), memory[:nbytes])
+        sealing = Sealing(exact.inexact(), memory[:nbytes])
         sealed = sealing.run(sealing_threads())
         sealing.commit(sealed)
         for place in (place for record in read_entries(memory[:nbytes]) for place in record.crc_at):

@@ -281,10 +281,8 @@ class EmbeddedHost:
         key = (int(leased["slot"]), int(leased["generation"]))
         if key not in self._maps:
             self._maps[key] = self.session.map_slot(key[0])
-        held = str(leased.get("held", ""))  # a node of an earlier version does not say it
-        return Lease(
-            str(leased["upload"]), self._maps[key], nbytes, str(leased["backing"]), key[0], held, share, shared
-        )
+        backing, held = str(leased["backing"]), str(leased["held"])
+        return Lease(str(leased["upload"]), self._maps[key], nbytes, backing, key[0], held, share, shared)
 
     def seal(
         self,
@@ -302,7 +300,7 @@ class EmbeddedHost:
             "written": written,
         }
         sealed = self._call("POST", f"/v1/uploads/{lease.id}/seal", body, limit_s=_SEAL_TIMEOUT_S)
-        return sealed.get("short") is True  # a node of an earlier version does not say it
+        return sealed["short"] is True
 
     def abort(self, lease: Lease, *, untouched: bool = False) -> None:
         """See :meth:`Host.abort`."""

@@ -20,9 +20,7 @@ KEY = "lightning_spot"
 """Key of the exact state in a checkpoint."""
 
 VERSION = 3
-"""Of the exact state's form. Before, the states of all ranks were values."""
-
-READABLE = (2, VERSION)
+"""Of the exact state's form."""
 
 _KEYED: frozenset[type] = frozenset((dict, OrderedDict, defaultdict))
 

@@ -18,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_spot.exact import buffers, logged_values, loggers, private, progress, pruned, shipped
 from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.changed_values import ChangedValues
-from lightning_spot.exact.dump import KEY, READABLE, VERSION
+from lightning_spot.exact.dump import KEY, VERSION
 from lightning_spot.exact.flat import live_state
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.other_ranks import OtherRanks
@@ -79,7 +79,7 @@ class Restoring(OfTrainer):
             rank_zero_warn(f"lightning_spot: {shipped.why_without_exact_state(trainer)}")
             return
         self._switches.run(private.LOGGERS, lambda: loggers.continue_in(trainer, shared["loggers"]))
-        if shared["version"] not in READABLE:
+        if shared["version"] != VERSION:
             rank_zero_warn(
                 f"lightning_spot: the snapshot has its exact state in form {shared['version']}, this version of"
                 f" lightning_spot has {VERSION}: weights, optimizers and loops are restored; random numbers and the"
@@ -91,10 +91,10 @@ class Restoring(OfTrainer):
         self._random = values["random"]
         self._val_total = shared["validation_progress"]
         # Of a run that was to go on, and is given less steps than it has taken, nothing is trained, and nothing ends.
-        limits = (trainer.max_steps, shared.get("max_steps", trainer.max_steps))  # an earlier version has not noted it
+        limits = (trainer.max_steps, shared["max_steps"])
         reached = all(0 <= limit <= checkpoint["global_step"] for limit in limits)
         self._steps_are_over = values["should_stop"] or reached
-        self.unsaved = shared.get("unsaved", [])  # an earlier version has not noted it
+        self.unsaved = shared["unsaved"]
         self._of_loaders(values, Loaders.resume)
         self._precise = _more_precise(trainer.lightning_module, checkpoint)
         self._switches.run("SpikeDetection", lambda: shipped.before_loading(trainer, checkpoint))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _SHOWN = 4096
-_TEXT = re.compile(r"([^-]+)-([^-]+)-([^-]+)(?:-(-?\d{1,18})/(-?\d{1,18}))?(?:-([0-9a-f]{8}))?")
+_TEXT = re.compile(r"([^-]+)-([^-]+)-([^-]+)-(-?\d{1,18})/(-?\d{1,18})-([^-]+)")
 _UNKNOWN = "0" * 8
 _TIMES = 10**9
 """Numbers from here on may be times since 1970, or seeds drawn at each start."""
@@ -48,15 +48,15 @@ class Fingerprint:
         model: classes of the model and the data module, names and shapes of parameters.
         settings: hyperparameters of both that are plain values.
         data: what it is trained on, ``None`` where that is not known yet.
-        limits: most epochs and steps, -1 for any number; ``None`` where they are not known.
-        drawn: hyperparameters again, with what may be another one in each start; ``""`` where that is not known.
+        limits: most epochs and steps, -1 for any number.
+        drawn: hyperparameters again, with what may be another one in each start.
     """
 
     model: str
     settings: str
     data: str | None
-    limits: tuple[int, int] | None = None
-    drawn: str = ""
+    limits: tuple[int, int]
+    drawn: str
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> Fingerprint:
@@ -75,32 +75,28 @@ class Fingerprint:
 
     @classmethod
     def of_text(cls, text: str) -> Fingerprint | None:
-        """What ``str`` made of one; ``None`` of anything else, such as what an earlier version has not written."""
+        """What ``str`` made of one; ``None`` of anything else, such as ``""`` of a snapshot that has none."""
         if (found := _TEXT.fullmatch(text)) is None:
             return None
         model, settings, data, epochs, steps, drawn = found.groups()
-        limits = (int(epochs), int(steps)) if epochs is not None else None
-        return cls(model, settings, data if data != _UNKNOWN else None, limits, drawn or "")
+        return cls(model, settings, data if data != _UNKNOWN else None, (int(epochs), int(steps)), drawn)
 
     def __str__(self) -> str:
-        limits = f"-{self.limits[0]}/{self.limits[1]}" if self.limits is not None else ""
-        drawn = f"-{self.drawn}" if self.drawn else ""
-        return f"{self.model}-{self.settings}-{self.data or _UNKNOWN}{limits}{drawn}"
+        epochs, steps = self.limits
+        return f"{self.model}-{self.settings}-{self.data or _UNKNOWN}-{epochs}/{steps}-{self.drawn}"
 
     def is_alike(self, other: Fingerprint) -> bool:
         """Whether the two cannot be told apart but by their data."""
         return (self.model, self.settings) == (other.model, other.settings)
 
     def asks_for_more_than(self, other: Fingerprint) -> bool:
-        """Whether this one may train for more epochs or steps than ``other`` might; yes where that is not known."""
-        if self.limits is None or other.limits is None:
-            return True
+        """Whether this one may train for more epochs or steps than ``other`` might."""
         limits = zip(self.limits, other.limits, strict=True)
         return any(theirs >= 0 and not 0 <= mine <= theirs for mine, theirs in limits)
 
     def has_drawn_other(self, other: Fingerprint) -> bool:
-        """Whether both are known, and not the same, in what may be drawn anew in each start."""
-        return "" not in (self.drawn, other.drawn) and self.drawn != other.drawn
+        """Whether they differ in what may be drawn anew in each start."""
+        return self.drawn != other.drawn
 
     def has_other_data(self, other: Fingerprint) -> bool:
         """Whether both are known to be trained on something, and not on the same."""

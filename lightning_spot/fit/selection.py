@@ -76,7 +76,7 @@ def select(
             return _of_what_is_there(alike, others, mine, has_more, free=location)
         earlier.seen(location, newest)
         theirs = Fingerprint.of_text(newest.fingerprint)
-        if theirs is None:  # an earlier version of this package has not noted it
+        if theirs is None:
             return Selection(location)
         run = _Run(location, newest, theirs)
         if not theirs.is_alike(mine):

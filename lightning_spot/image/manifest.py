@@ -31,9 +31,6 @@ _MOST_PARTS = 2**20
 _MOST_ATTEMPTS = 10**9
 _MOST_STEPS = 10**18
 
-_FORMAT = 2  # of snapshots of one file, which earlier versions of this package read
-_FORMAT_OF_FILES = 3
-
 
 def snapshot_name(step: int, attempt: int, *, complete: bool = False, exact: bool = True, again: bool = False) -> str:
     """Name of the snapshot of ``step`` taken by ``attempt``; two attempts never share a name.
@@ -52,9 +49,9 @@ def snapshot_order(name: str) -> Order | None:
     return (int(match[2]), int(match[1]), _RANKS[match[3]] + bool(match[4])) if match else None
 
 
-def manifest_paths(file: str) -> tuple[str, ...]:
-    """Where the manifest of a file that a user named may lie, see :attr:`Manifest.manifest_paths`."""
-    return (f"{OWN_DIR}/{file}.{MANIFEST_FILE}", f".{file}.{MANIFEST_FILE}")
+def manifest_path_of(file: str) -> str:
+    """Where the manifest of a file that a user named lies, below the directory of the file."""
+    return f"{OWN_DIR}/{file}.{MANIFEST_FILE}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +60,7 @@ class Manifest:
 
     Attributes:
         run: name of the run, for people.
-        run_id: identity of the run, 12 hexadecimal digits; ``""`` in manifests of format 1.
+        run_id: identity of the run, 12 hexadecimal digits; ``""`` if it is of none.
         lineage: identity of the fresh start from which this state descends, 12 hexadecimal digits; ``""`` if unknown.
             A resume inherits it; retention deletes within one lineage only.
         name: name of the snapshot within the run; for a single file that a user named, the file's name.
@@ -82,7 +79,7 @@ class Manifest:
         versions: versions of torch, lightning and lightning_spot that wrote it.
         fingerprint: tells the trainings of one program apart; ``""`` if unknown.
         exact: whether it holds the very bits of the training state; not what ``compression="topk"`` made of it.
-        format: version of this file's format; at least 3 with ``files``, and if it is not exact.
+        format: version of this file's format.
     """
 
     run: str
@@ -103,11 +100,7 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
     fingerprint: str = ""
     exact: bool = True
-    format: int = _FORMAT
-
-    def __post_init__(self) -> None:
-        if (self.files or not self.exact) and self.format < _FORMAT_OF_FILES:
-            object.__setattr__(self, "format", _FORMAT_OF_FILES)
+    format: int = MANIFEST_VERSION
 
     @property
     def order(self) -> Order:
@@ -149,12 +142,7 @@ class Manifest:
     @property
     def manifest_path(self) -> str:
         """Path of the manifest below the run's directory."""
-        return manifest_paths(self.name)[0] if self.is_file else f"{self.name}/{MANIFEST_FILE}"
-
-    @property
-    def manifest_paths(self) -> tuple[str, ...]:
-        """Where the manifest may lie: where it is written, and where earlier versions wrote it."""
-        return manifest_paths(self.name) if self.is_file else (self.manifest_path,)
+        return manifest_path_of(self.name) if self.is_file else f"{self.name}/{MANIFEST_FILE}"
 
     def inexact(self) -> Manifest:
         """That of an approximation of this snapshot, not sealed yet."""

@@ -19,7 +19,7 @@ def resolve(ring: Ring, run: str, path: str) -> tuple[Slot, Manifest]:
     """
     found = committed(ring, run)
     for slot, manifest in found:
-        if path in manifest.manifest_paths or manifest.span_at(path) is not None:
+        if path == manifest.manifest_path or manifest.span_at(path) is not None:
             return slot, manifest
     names = ", ".join(manifest.name for _, manifest in found) or "nothing"
     raise SnapshotNotFound(f"no {path!r} in run {run!r} at this node; it holds {names} (and {MANIFEST_FILE} of each)")

@@ -62,8 +62,8 @@ def _highest_attempt(folder: str) -> int:
     try:
         with tier_errors(folder):
             files, root = open_filesystem(folder)
-            facts = [fact for below in (root, f"{root}/{OWN_DIR}") for fact in _listed(files, below)]
-            newest = sorted((fact for fact in facts if _is_manifest(str(fact["name"]))), key=time_of, reverse=True)
+            facts = (fact for fact in _listed(files, f"{root}/{OWN_DIR}") if fact["name"].endswith(f".{MANIFEST_FILE}"))
+            newest = sorted(facts, key=time_of, reverse=True)
             with ThreadPoolExecutor(_READERS) as pool:
                 return max(pool.map(lambda fact: _attempt_in(files, fact["name"]), newest[:_MOST_READ]), default=0)
     except TierError as error:
@@ -76,13 +76,6 @@ def _listed(files: Any, folder: str) -> list[dict[str, Any]]:
         return list(files.ls(folder, detail=True))
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _is_manifest(path: str) -> bool:
-    """Whether a manifest of a file lies there, by its name."""
-    folder, _, name = path.rpartition("/")
-    hidden = name.startswith(".") or folder.rpartition("/")[2] == OWN_DIR
-    return hidden and name.endswith(f".{MANIFEST_FILE}")
 
 
 def _attempt_in(files: Any, path: str) -> int:

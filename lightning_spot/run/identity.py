@@ -10,7 +10,6 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_spot.config import plain_url
 from lightning_spot.errors import SettingsError
 from lightning_spot.tiers.store import Claim
 
@@ -89,11 +88,11 @@ def identify(
     """
     if claim is not None and claim.run_id:
         moved = inode != 0 and claim.inode == inode
-        if plain_url(claim.location) == location or moved:
+        if claim.location == location or moved:
             return Identity(run_id=claim.run_id, known=True)
         return Identity(run_id=make_id(), known=False, copied_from=claim.location)
     # No claims: never there, or expired by a lifecycle rule. A node that holds a run of this very place knows.
-    here = sorted((run for run in runs if run.id and plain_url(run.location) == location), key=lambda run: run.attempt)
+    here = sorted((run for run in runs if run.id and run.location == location), key=lambda run: run.attempt)
     # But a directory of this path on another machine is another place, unless its disk was lost with that machine.
     sure = [run for run in here if named or not location.startswith("file://") or run.host in ("", host)]
     if sure:

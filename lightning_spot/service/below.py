@@ -15,7 +15,7 @@ from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError, TierError
 from lightning_spot.image.files import is_data_file, pieces
-from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, manifest_paths, snapshot_order
+from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, manifest_path_of, snapshot_order
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.tiers.filesystem import time_of
@@ -67,7 +67,7 @@ class Below(ABC):
         """
         for wanted in _manifests_for(path):
             manifest = self._manifest_at(wanted)
-            if manifest is not None and (path in manifest.manifest_paths or manifest.span_at(path) is not None):
+            if manifest is not None and (path == manifest.manifest_path or manifest.span_at(path) is not None):
                 return manifest
         raise SnapshotNotFound(f"no {path!r} at {self.url}")
 
@@ -124,7 +124,7 @@ class DurableDirectory(Below):
             if folder:
                 counts = is_data_file(file) and snapshot_order(folder) and f"{folder}/{MANIFEST_FILE}" in facts
             else:
-                counts = any(noted in facts for noted in manifest_paths(file))
+                counts = manifest_path_of(file) in facts
             if counts:
                 listed.append(Entry(path, int(fact.get("size") or 0), time_of(fact)))
         return listed
@@ -198,8 +198,8 @@ def open_below(url: str) -> Below:
 def _manifests_for(path: str) -> list[str]:
     """Where the manifest of a path may lie."""
     folder, _, file = path.rpartition("/")
-    if folder == OWN_DIR or (not folder and file.startswith(".") and file.endswith(f".{MANIFEST_FILE}")):
+    if folder == OWN_DIR:
         return [path]
     if folder:
         return [f"{folder}/{MANIFEST_FILE}"]
-    return [*manifest_paths(file), f"{file}/{MANIFEST_FILE}"]
+    return [manifest_path_of(file), f"{file}/{MANIFEST_FILE}"]

@@ -194,10 +194,8 @@ class LocalStore:
 
     def _noted(self, manifest: Manifest) -> Manifest | None:
         """What the manifest at the place of ``manifest`` says now; ``None`` if there is none that can be used."""
-        for below in manifest.manifest_paths:
-            path = self.root / below
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError, CorruptManifest):
-                return store.whole(lambda path=path: Manifest.from_json(files.read_small(path)))  # type: ignore[misc]
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, CorruptManifest):
+            return store.whole(lambda: Manifest.from_json(files.read_small(self.root / manifest.manifest_path)))
         return None
 
     def _check_fences(self, manifest: Manifest, attempt: int) -> None:
@@ -244,7 +242,7 @@ class LocalStore:
         data, commit = places[0], self.root / manifest.manifest_path
         text = memoryview(manifest.to_json().encode())
         noted = files.write_aside(commit.parent, [text], attempt=attempt, run_id=manifest.run_id)
-        before: dict[Path, Path] = {}  # manifests of what is there, out of the way: by their places
+        before: Path | None = None  # where the manifest of what is there lies, out of the way
         was: dict[Path, Path] = {}  # of several files, those that are there: all of them go back, or none
         try:
             if manifest.is_file:
@@ -252,12 +250,10 @@ class LocalStore:
             # Another writer, to whom the run was handed over, may have just committed the very same bytes: its manifest
             # is not taken away, or being killed in the middle would undo what was said to be durable.
             if self._noted(manifest) != manifest:
-                for path in manifest.manifest_paths:
-                    place = self.root / path
-                    aside = commit.parent / temporary_name(attempt, manifest.run_id)
-                    with contextlib.suppress(FileNotFoundError):
-                        os.rename(place, aside)
-                        before[place] = aside
+                aside = commit.parent / temporary_name(attempt, manifest.run_id)
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(commit, aside)
+                    before = aside
                 if commit.parent != data.parent:
                     files.sync_directory(commit.parent)
             try:
@@ -272,13 +268,11 @@ class LocalStore:
             except OSError:
                 for place, aside in was.items():
                     os.rename(aside, place)
-                if len(places) > 1 or files.is_there(temporaries[0]):  # what was there has its manifest again
-                    for place, aside in before.items():
-                        os.rename(aside, place)
+                if before is not None and (len(places) > 1 or files.is_there(temporaries[0])):
+                    os.rename(before, commit)  # what was there has its manifest again
                 raise
         finally:
-            files.remove(noted)
-            for aside in (*before.values(), *was.values()):
+            for aside in (noted, *([before] if before is not None else []), *was.values()):
                 files.remove(aside)
         files.sync_directory(commit.parent)
         if not manifest.is_file:
@@ -291,7 +285,7 @@ class LocalStore:
         if store.is_newer(self._noted(manifest), manifest):
             logger.info("%s stays at %s: a later attempt has written it anew", manifest.name, self.url)
             return
-        for path in (*manifest.manifest_paths, manifest.data_path):
+        for path in (manifest.manifest_path, manifest.data_path):
             files.remove(self.root / path)
         with contextlib.suppress(OSError):  # the manifests of other files are in it, or it never was
             os.rmdir(self.root / OWN_DIR)

@@ -157,7 +157,7 @@ class ObjectStore:
             if manifest.is_file and store.is_newer(self._noted(manifest), manifest):
                 logger.info("%s stays at %s: a later attempt has written it anew", manifest.name, self.url)
                 return
-            for path in (*manifest.manifest_paths, *map(manifest.path_of, manifest.spans)):
+            for path in (manifest.manifest_path, *map(manifest.path_of, manifest.spans)):
                 self._remove(path)
             self._remove_directory(OWN_DIR if manifest.is_file else manifest.name)
 
@@ -239,9 +239,8 @@ class ObjectStore:
         return manifest if manifest.name == name else f"its manifest is that of {manifest.name}"
 
     def _noted(self, manifest: Manifest) -> Manifest | None:
-        for below in manifest.manifest_paths:
-            with contextlib.suppress(FileNotFoundError, CorruptManifest):
-                return store.whole(lambda below=below: Manifest.from_json(self._read_small(below)))  # type: ignore[misc]
+        with contextlib.suppress(FileNotFoundError, CorruptManifest):
+            return store.whole(lambda: Manifest.from_json(self._read_small(manifest.manifest_path)))
         return None
 
     def _size(self, below: str) -> int | None:
@@ -297,20 +296,20 @@ class ObjectStore:
     def _commit(self, manifest: Manifest, parts: Parts, seal: Callable[[], Manifest], attempt: int) -> Manifest:
         """Write the bytes, then the manifest; whatever fails, a manifest never stands beside other bytes."""
         data, commit = self._path(manifest.path_of(manifest.spans[0])), self._path(manifest.manifest_path)
-        before: dict[str, tuple[bytes, dict[str, object]]] = {}  # manifests of what is there, by their places
+        before: tuple[bytes, dict[str, object]] | None = None  # manifest of what is there, and the mark of its bytes
 
         def ready() -> None:
             """The first file is about to become visible."""
+            nonlocal before
             # What is not what was announced never becomes visible; of several files, never with a manifest.
             sealed = manifest if manifest.files else seal()
             if manifest.is_file:
                 self._check_fences(manifest, attempt)  # again: a large file takes its time
             if _is_same(self._noted(manifest), sealed):
                 return  # the very same, once more: it stays durable meanwhile
-            for place in map(self._path, manifest.manifest_paths):
-                with contextlib.suppress(FileNotFoundError):
-                    before[place] = (bytes(self._fs.cat_file(place)), self._mark(data))
-                    self._fs.rm_file(place)
+            with contextlib.suppress(FileNotFoundError):
+                before = (bytes(self._fs.cat_file(commit)), self._mark(data))
+                self._fs.rm_file(commit)
 
         with tier_errors(self.url):
             make_parent(self._fs, commit)
@@ -319,10 +318,9 @@ class ObjectStore:
                 write_files(self._fs, self._root, manifest, parts, lanes=self._lanes, temporary=temporary, ready=ready)
                 sealed = seal()
             except BaseException:
-                for place, (text, mark) in before.items():  # if nothing was replaced, it has its manifest again
-                    with contextlib.suppress(Exception):
-                        if mark == self._mark(data):
-                            write_small(self._fs, place, text, temporary)
+                with contextlib.suppress(Exception):
+                    if before is not None and before[1] == self._mark(data):  # nothing was replaced
+                        write_small(self._fs, commit, before[0], temporary)
                 raise
             for span, size in zip(manifest.spans, self._sizes(manifest), strict=True):
                 if size != span.nbytes:

@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from lightning_spot.config import KEEP
 from lightning_spot.errors import CorruptManifest, Fenced
@@ -44,7 +44,7 @@ LONGEST_MANIFEST_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """What an attempt notes at a tier before it writes: the fence, the run's identity, and what is needed of the past.
+    """What an attempt notes at a tier before it writes: the fence, and the run's identity.
 
     Attributes:
         attempt: its number, from 1.
@@ -56,7 +56,6 @@ class Claim:
         host: name of its machine.
         pid: its process.
         keep: snapshots each tier keeps.
-        past: what later attempts need of earlier ones, as plain values.
     """
 
     attempt: int
@@ -68,7 +67,6 @@ class Claim:
     host: str = ""
     pid: int = 0
     keep: int = KEEP
-    past: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The claim as JSON text."""
@@ -86,10 +84,10 @@ class Claim:
             known = {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
             texts = {name: str(known.pop(name, "")) for name in ("run_id", "token", "location", "host")}
             numbers = {name: int(known.pop(name, 0)) for name in ("attempt", "pid", "inode", "keep")}
-            started_unix_s, past = float(known.get("started_unix_s", 0.0)), dict(known.get("past") or {})
+            started_unix_s = float(known.get("started_unix_s", 0.0))
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptManifest(f"a claim is damaged: {error}") from error
-        return cls(**texts, **numbers, started_unix_s=started_unix_s, past=past)  # type: ignore[arg-type]
+        return cls(**texts, **numbers, started_unix_s=started_unix_s)  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
