@@ -82,7 +82,8 @@ def at_node(**more: Any) -> NodeRun:
 def test_identity_is_in_the_claims_or_in_the_place(
     inode: int, newest: Claim | None, runs: list[NodeRun], expected: Identity
 ) -> None:
-    assert identify(location=HERE, inode=inode, claim=newest, runs=runs, host="me", make_id=lambda: "new") == expected
+    found = identify(location=HERE, inode=inode, claim=newest, runs=runs, host="me", named=False, make_id=lambda: "new")
+    assert found == expected
 
 
 @pytest.mark.parametrize("spelled", ["s3a://b/team/run-1", "s3://b//team/run-1/", "S3://b/team//run-1//"])
@@ -229,7 +230,7 @@ def test_attempts_that_begin_at_once_get_numbers_of_their_own(tmp_path: Path) ->
     def begin() -> int:
         host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
         try:
-            return begin_attempt(found, host, keep=2)[0].attempt
+            return begin_attempt(found, host, keep=2, durable_every_s=0.0, compression=None, replicas=1)[0].attempt
         finally:
             host.leave(complete=True)
 
@@ -247,7 +248,7 @@ def test_a_tier_that_could_not_be_read_leaves_room_and_is_claimed_later(tmp_path
     train(path, 7)
     found = replace(survey(Location.of(str(path), None, None)), durable=None, claim=None, answers=[])
     host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
-    info, late = begin_attempt(found, host, keep=2)
+    info, late = begin_attempt(found, host, keep=2, durable_every_s=0.0, compression=None, replicas=1)
     try:
         assert info.attempt == JUMP
         assert late is not None

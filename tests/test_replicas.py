@@ -60,7 +60,7 @@ def warnings(caplog: pytest.LogCaptureFixture, about: str) -> list[str]:
 # -- where a run goes -------------------------------------------------------------------------------------------------
 
 
-def test_runs_spread_over_the_nodes_and_only_the_shares_of_a_lost_one_move() -> None:
+def test_runs_spread_over_the_nodes_and_only_those_of_a_lost_one_move() -> None:
     runs = [f"{number:012x}" for number in range(2000)]
     first = Counter(placed(NODES, run)[0] for run in runs)
     assert min(first.values()) > 0.8 * len(runs) / len(NODES)
@@ -72,12 +72,11 @@ def test_runs_spread_over_the_nodes_and_only_the_shares_of_a_lost_one_move() -> 
         assert placed([node for node in NODES if node != lost], run) == tuple(node for node in order if node != lost)
     heirs = Counter(placed(NODES, run)[1] for run in runs if placed(NODES, run)[0] == lost)
     assert len(heirs) == len(NODES) - 1  # not one neighbour that gets it all
-    assert len({placed(NODES, runs[0], share)[0] for share in range(32)}) > 4  # shares of one run spread, too
 
 
 def test_where_a_run_goes_does_not_change_with_the_version() -> None:
     """A host with another version would look for it elsewhere first, and two hosts of a run would part."""
-    assert placed(NODES[:4], RUN_ID) == tuple(NODES[number] for number in (0, 1, 3, 2))
+    assert placed(NODES[:4], "1" * 12) == tuple(NODES[number] for number in (0, 1, 3, 2))
 
 
 @pytest.mark.parametrize("memory", ["auto", None, NODES[0], NODES[:1]])

@@ -18,7 +18,7 @@ def wide_console() -> Console:
     return Console(soft_wrap=True, highlight=False, width=max(console.width, _NARROWEST))
 
 
-def plain_table(headings: Sequence[str], *, left: Sequence[str] = (), title: str | None = None) -> Table:
+def plain_table(headings: Sequence[str], *, left: Sequence[str], title: str | None = None) -> Table:
     """A table without lines.
 
     Args:

@@ -101,7 +101,6 @@ class Flat:
         self._module = module
         self._parts = list(_parts_of(module))
         self._names = names_of(module)
-        self._by_name = {part.name: part for part in self._parts}
         self._in: dict[int, list[Part]] = {}
         for part in self._parts:
             self._in.setdefault(id(part.flat if part.own is None else part.own), []).append(part)

@@ -59,9 +59,7 @@ class Plan:
     expected_s: float | None
 
 
-def plan_urgent(
-    nbytes: int, left_s: float | None, bytes_per_s: Mapping[str, float], waiting_bytes: int = 0, copy_s: float = 0.0
-) -> Plan:
+def plan_urgent(nbytes: int, left_s: float | None, bytes_per_s: Mapping[str, float], waiting_bytes: int = 0) -> Plan:
     """Plan an urgent snapshot.
 
     Args:
@@ -69,11 +67,10 @@ def plan_urgent(
         left_s: seconds until the deadline, at most 0 if it is past; ``None`` if it is not known.
         bytes_per_s: measured speed of each tier that outlives this machine.
         waiting_bytes: what these tiers have to take before it.
-        copy_s: seconds until the snapshot is committed in memory.
     """
     speeds = {url: speed for url, speed in bytes_per_s.items() if speed > 0}
     if not speeds:
         return Plan(take=left_s is None or left_s > 0, url=None, expected_s=None)
     url = max(speeds, key=lambda key: speeds[key])
-    expected_s = copy_s + (nbytes + waiting_bytes) / speeds[url]
+    expected_s = (nbytes + waiting_bytes) / speeds[url]
     return Plan(take=left_s is None or expected_s * MARGIN <= left_s, url=url, expected_s=expected_s)

@@ -17,11 +17,11 @@ def lease(
     ring: Ring,
     run: str,
     nbytes: int,
-    wait_s: float = 0.0,
+    wait_s: float,
     *,
-    cancelled: Callable[[], bool] = lambda: False,
-    reuse: bool = False,
-    spare: bool = False,
+    cancelled: Callable[[], bool],
+    reuse: bool,
+    spare: bool,
 ) -> Slot:
     """Take a slot for a snapshot of ``nbytes`` and mark it as being filled.
 

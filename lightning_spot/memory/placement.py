@@ -6,20 +6,19 @@ import hashlib
 from collections.abc import Iterable
 
 
-def placed(nodes: Iterable[str], run_id: str, share: int = 0) -> tuple[str, ...]:
-    """The nodes in the order in which a share of a run goes to them: to the first, or the first few, that work.
+def placed(nodes: Iterable[str], run_id: str) -> tuple[str, ...]:
+    """The nodes in the order in which a run goes to them: to the first, or the first few, that work.
 
     The order depends on the names only, not on the order in which they are given: every host of a run finds the same.
-    Each node is the first of about as many shares as any other. One that is added takes its part of them from all the
-    others and moves nothing else; the shares of one that fails go to all the others in equal parts.
+    Each node is the first of about as many runs as any other. One that is added takes its part of them from all the
+    others and moves nothing else; the runs of one that fails go to all the others in equal parts.
 
     Args:
         nodes: ``spot://host:port`` of each.
         run_id: identity of the run.
-        share: which one of the run, from 0; a run that is written by one host has one.
     """
-    return tuple(sorted(nodes, key=lambda node: (_weight(node, run_id, share), node), reverse=True))
+    return tuple(sorted(nodes, key=lambda node: (_weight(node, run_id), node), reverse=True))
 
 
-def _weight(node: str, run_id: str, share: int) -> bytes:
-    return hashlib.blake2b(f"{node}\n{run_id}\n{share}".encode(), digest_size=8).digest()
+def _weight(node: str, run_id: str) -> bytes:
+    return hashlib.blake2b(f"{node}\n{run_id}".encode(), digest_size=8).digest()

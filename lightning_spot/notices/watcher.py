@@ -60,11 +60,10 @@ class Watcher:
         """The least time that one of the sources usually leaves; ``None`` if none tells."""
         return min((item.grace_s for item in [*self._signals, *self._polled] if item.grace_s is not None), default=None)
 
-    def accept(self) -> Notice | None:
+    def accept(self) -> None:
         """Act on the notice: from now on it stands, even if its source takes it back."""
         with self._lock:
             self._accepted = True
-        return self.notice
 
     def start(self) -> None:
         """Begin to ask, on one thread for each source. Returns at once."""

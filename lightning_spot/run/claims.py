@@ -20,7 +20,6 @@ from lightning_spot.memory.placement import placed
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run import patience
 from lightning_spot.run.identity import next_attempt
-from lightning_spot.run.patience import Patience
 from lightning_spot.run.peers import elsewhere
 from lightning_spot.run.survey import Survey
 from lightning_spot.tiers.store import Claim, Store
@@ -36,10 +35,9 @@ def begin_attempt(
     host: Host,
     *,
     keep: int,
-    durable_every_s: float = 0.0,
-    compression: Compression = "auto",
-    replicas: int = 1,
-    bounds: Patience | None = None,
+    durable_every_s: float,
+    compression: Compression,
+    replicas: int,
 ) -> tuple[RunInfo, LateClaim | None]:
     """Take the next attempt of the run at this host's ring and at the durable tier.
 
@@ -52,7 +50,6 @@ def begin_attempt(
         durable_every_s: least seconds between two snapshots brought to the durable tier; 0 for as often as it can.
         compression: how what changed goes to memory nodes behind, see :class:`RunInfo`.
         replicas: how many of them each snapshot is kept at.
-        bounds: how often the durable tier is tried.
 
     Returns:
         the attempt as the tiers know it, and what goes on claiming the durable tier if that failed; close it.
@@ -82,7 +79,7 @@ def begin_attempt(
         try:
             host.open_run(info)
             if found.durable is not None:
-                claimed = _claim(open_store(location.url), claim_of(info), bounds or patience.PATIENCE)
+                claimed = _claim(open_store(location.url), claim_of(info))
             break
         except Fenced as error:
             if last:
@@ -112,10 +109,10 @@ def claim_of(info: RunInfo) -> Claim:
     )
 
 
-def _claim(store: Store, claim: Claim, bounds: Patience) -> bool:
+def _claim(store: Store, claim: Claim) -> bool:
     """Claim the durable tier; whether that came to be, after a few tries."""
     try:
-        patience.patiently(lambda: store.claim(claim), bounds, store.url)
+        patience.patiently(lambda: store.claim(claim), patience.PATIENCE, store.url)
     except TierError as error:
         logger.warning(
             "lightning_spot: attempt %d could not be claimed at %s (%s); it is tried again",

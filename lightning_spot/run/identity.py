@@ -71,8 +71,8 @@ def identify(
     inode: int,
     claim: Claim | None,
     runs: Sequence[NodeRun],
-    host: str = "",
-    named: bool = False,
+    host: str,
+    named: bool,
     make_id: Callable[[], str] = new_id,
 ) -> Identity:
     """Decide which run the directory at ``location`` is.

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from lightning_spot.client.embedded import start
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import MAX_STALL_S, check_number, check_run_name, parse_bytes, plain_url, read_environment
+from lightning_spot.config import check_number, check_run_name, parse_bytes, plain_url, read_environment
 from lightning_spot.errors import NodeUnreachable, SettingsError, TierError
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.protocol.wire import parse_spot_url
@@ -123,8 +123,8 @@ class Location:
         slots: int,
         memory_bytes: int,
         idle_timeout_s: float,
-        max_stall_s: float = MAX_STALL_S,
-        strict: bool = False,
+        max_stall_s: float,
+        strict: bool,
     ) -> Host:
         """The ring on this host: the embedded node, or one in this process.
 

@@ -140,14 +140,13 @@ def survey(location: Location, bounds: Patience | None = None, *, commits: bool 
     )
 
 
-def look_again(found: Survey, bounds: Patience | None = None) -> Survey:
+def look_again(found: Survey) -> Survey:
     """The same with what the durable tier holds by now.
 
     An earlier attempt, whose node lives on elsewhere, writes there until this one has claimed it: what became durable
     between the first look and the claim is seen only after it.
     """
-    bounds = bounds or patience.PATIENCE
-    store = open_store(found.location.url)
+    store, bounds = open_store(found.location.url), patience.PATIENCE
     answers, problems = ask_all({DURABLE: lambda: _Durable.ask(store, bounds, commits=True)}, bounds.answer_s)
     answer: _Durable | None = answers.get(DURABLE)
     nodes = [(source, holdings) for source, holdings in found.answers if source.tier != DURABLE]

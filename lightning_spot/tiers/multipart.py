@@ -92,7 +92,7 @@ def upload(
     *,
     lanes: Lanes,
     ready: Callable[[], None],
-    note: str | None = None,
+    note: str | None,
 ) -> None:
     """Upload an object in blocks, in parallel. Each is retried by the library; S3 checks the CRC32 of each.
 
@@ -172,8 +172,8 @@ def abort_noted(files: Any, note: str) -> None:
         return  # it was completed, or has been aborted
 
 
-def create_object(files: Any, path: str, data: bytes) -> bool:
-    """Create an object unless there is one; whether that was done.
+def create_object(files: Any, path: str, data: bytes) -> None:
+    """Create an object unless there is one.
 
     Raises:
         NotImplementedError: if this store cannot do that in one request.
@@ -189,12 +189,10 @@ def create_object(files: Any, path: str, data: bytes) -> bool:
         files.call_s3("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
     except Exception as error:  # botocore's errors are made at run time, and s3fs translates some
         code = _error_code(error)
-        if code in ("PreconditionFailed", "ConditionalRequestConflict", "412", "409"):
-            return False
         if code in ("NotImplemented", "501"):
             raise NotImplementedError from error
-        raise
-    return True
+        if code not in ("PreconditionFailed", "ConditionalRequestConflict", "412", "409"):
+            raise
 
 
 def abort_dead_uploads(files: Any, root: str, current: Manifest) -> None:
