@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from numbers import Integral, Real
@@ -53,6 +54,7 @@ LARGEST = 10**9
 """Most that a user may set as a number, such as seconds (30 years): Python waits for no longer than ten times that."""
 
 _MOST_BYTES = 2**63
+_MOST_NAMED = 5
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SCHEMES = {"s3a": "s3", "gcs": "gs"}
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
@@ -207,6 +209,12 @@ def format_seconds(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.2f} h"
+
+
+def format_names(names: Sequence[str]) -> str:
+    """Write names for people: the first of many, and how many more there are."""
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def check_run_name(run: str) -> str:

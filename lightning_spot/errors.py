@@ -17,6 +17,7 @@
     │   ├── MissingCredentials   none were found for an object store
     │   ├── NodeUnreachable      no memory node answers at an address
     │   ├── NodeRefused          the node answered and said no (token, bad request)
+    │   ├── TooManyStreams       an upload has its part of a node's connections
     │   └── ProtocolMismatch     the two ends speak different protocol versions
     ├── RingFull                 every slot is dirty or in use: back-pressure, not a failure
     ├── SnapshotTooLarge         the snapshot cannot ever fit the node's memory

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_spot.errors import ModelChanged
 from lightning_spot.exact import namespaces
 from lightning_spot.fit.fingerprint import held
+from lightning_spot.sharded.reader import changed
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_MOST_NAMED = 5
 _OF_DATA = "datamodule_hyper_parameters"
 
 
@@ -41,16 +40,8 @@ def check_model(trainer: pl.Trainer, checkpoint: dict[str, Any], snapshot: str) 
         if key in saved and isinstance(value, torch.Tensor) and getattr(saved[key], "shape", None) != value.shape
     ]
     if missing or unexpected or reshaped:
-        parts = [("new in the model", missing), ("gone from the model", unexpected), ("changed shape", reshaped)]
-        listed = "; ".join(f"{what}: {some(keys)}" for what, keys in parts if keys)
-        raise ModelChanged(
-            f"the model has changed since snapshot {snapshot}: {listed}. Use the model it was taken"
-            " of, set strict_loading=False in the LightningModule to load what fits, or start afresh with resume=False"
-            " or another dirpath. The snapshot is left as it is",
-            missing=missing,
-            unexpected=unexpected,
-            reshaped=reshaped,
-        )
+        way = "set strict_loading=False in the LightningModule to load what fits, "
+        raise changed(snapshot, missing=missing, unexpected=unexpected, reshaped=reshaped, way=way)
 
 
 def other_hyperparameters(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> list[str]:
@@ -77,9 +68,3 @@ def _changed(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[s
 
 def _plain_ones(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in held(values) if isinstance(value, (bool, int, float, str))}
-
-
-def some(names: list[str]) -> str:
-    """The first of many names, and how many more there are."""
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_spot.config import format_names
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact import namespaces, private, shipped
 from lightning_spot.exact.dump import KEY
@@ -23,7 +24,7 @@ from lightning_spot.exact.resumable import Trial, check_resumable, put_in_own_ob
 from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.fit import earlier
 from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.changes import check_model, other_hyperparameters, some
+from lightning_spot.fit.changes import check_model, other_hyperparameters
 from lightning_spot.fit.chosen import ResumedFrom, choose
 from lightning_spot.fit.fingerprint import Fingerprint
 from lightning_spot.fit.left_elsewhere import bring_from_other_hosts
@@ -271,9 +272,9 @@ class Resume(OfTrainer):
         """What to say of hyperparameters that a snapshot has otherwise; ``""`` where nothing is worth it."""
         selected = self._selected.get(self.named) if self.named is not None else None
         if selected is None or not selected.drawn_anew:
-            had = f"the snapshot that this fit goes on from had other hyperparameters: {some(others)}. {LEAVE_OUT}"
-            return f"{had}. If it is of another training, give each a dirpath of its own" if others else ""
-        names = f" ({some(others)})" if others else ""
+            had = f"the snapshot that this fit goes on from had other hyperparameters: {format_names(others)}"
+            return f"{had}. {LEAVE_OUT}. If it is of another training, give each a dirpath of its own" if others else ""
+        names = f" ({format_names(others)})" if others else ""
         wrong = "the weights are not its own" if self._has_more(chosen) else "nothing of it is trained"
         return (
             f"the run in {selected.location.url} is complete, and this fit differs from it only in ids, seeds, times or"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_spot.errors import CorruptSnapshot, SettingsError
+from lightning_spot.errors import SettingsError
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.resumable import check_resumable
 from lightning_spot.exact.sharded import is_sharded, put_back
@@ -63,7 +63,5 @@ def load_shards(trainer: pl.Trainer, image: Image, manifest: Manifest, *, trusts
 
 
 def _file(image: Image, manifest: Manifest, name: str) -> memoryview:
-    span = next((file for file in manifest.files if file.name == name), None)
-    if span is None:
-        raise CorruptSnapshot(f"{manifest.name} has no {name}", where=manifest.name)
+    span = manifest.span_of(name)
     return image[span.offset : span.stop]

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lightning_spot.config import MANIFEST_VERSION, PART_BYTES
-from lightning_spot.errors import CorruptManifest, UnknownFormat
+from lightning_spot.errors import CorruptManifest, CorruptSnapshot, UnknownFormat
 from lightning_spot.image.files import MODEL_FILE, FileSpan, check_files, files_from_json
 from lightning_spot.image.parts import checksum_parts, part_ranges, verify_parts
 
@@ -129,6 +129,17 @@ class Manifest:
     def path_of(self, span: FileSpan) -> str:
         """Path of one of the :attr:`spans` below the run's directory."""
         return self.name if self.is_file else f"{self.name}/{span.name}"
+
+    def span_of(self, file: str) -> FileSpan:
+        """The file of that name, of those that the image is cut into at rest.
+
+        Raises:
+            CorruptSnapshot: if there is none.
+        """
+        span = next((span for span in self.files if span.name == file), None)
+        if span is None:
+            raise CorruptSnapshot(f"{self.name} has no {file}", where=self.name)
+        return span
 
     def span_at(self, path: str) -> FileSpan | None:
         """What of the image a path below the run's directory names; ``None`` if it names nothing of it.

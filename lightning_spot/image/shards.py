@@ -150,7 +150,7 @@ class Shards:
 
 def archived(image: Image, manifest: Manifest, at: Archived) -> memoryview:
     """The bytes of an archive in the image of a snapshot."""
-    span = next(file for file in manifest.files if file.name == at.file)
+    span = manifest.span_of(at.file)
     return image[span.offset + at.offset : span.offset + at.offset + at.nbytes]
 
 

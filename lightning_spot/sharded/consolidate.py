@@ -76,9 +76,7 @@ def consolidated(image: memoryview, manifest: Manifest) -> dict[str, Any]:
 
 def rest_of(image: memoryview, manifest: Manifest) -> dict[str, Any]:
     """What of the checkpoint is neither the model's state nor an optimizer's."""
-    span = next((file for file in manifest.files if file.name == REST_FILE), None)
-    if span is None:
-        raise CorruptSnapshot(f"{manifest.name} has no {REST_FILE}", where=manifest.name)
+    span = manifest.span_of(REST_FILE)
     try:
         rest: dict[str, Any] = torch.load(io.BytesIO(image[span.offset : span.stop]), "cpu", weights_only=True)
     except pickle.UnpicklingError as error:

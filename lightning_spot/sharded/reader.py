@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from lightning_spot.config import format_names
 from lightning_spot.errors import CorruptSnapshot, ModelChanged, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Image
@@ -34,7 +35,6 @@ from lightning_spot.sharded.items import is_extra
 from lightning_spot.sharded.metadata import dtype_of, metadata_of, name_of
 from lightning_spot.sharded.plan import State, is_tensor
 
-_MOST_NAMED = 5
 _SCALARS = [  # of numpy: schedules compute with them
     getattr(numpy, "_core" if hasattr(numpy, "_core") else "core").multiarray.scalar,
     numpy.dtype,
@@ -226,7 +226,12 @@ def _check(flat: State, reader: ImageReader, whole: Path | None) -> None:
 
 
 def changed(
-    snapshot: str, *, missing: Sequence[str] = (), unexpected: Sequence[str] = (), reshaped: Sequence[str] = ()
+    snapshot: str,
+    *,
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+    reshaped: Sequence[str] = (),
+    way: str = "",
 ) -> ModelChanged:
     """The error that the state of a snapshot is that of another model.
 
@@ -235,11 +240,12 @@ def changed(
         missing: what only the model has.
         unexpected: what only the snapshot has.
         reshaped: what both have, in another shape.
+        way: to load it all the same, with a comma behind it, if there is one.
     """
     parts = [("new in the model", missing), ("gone from the model", unexpected), ("changed shape", reshaped)]
-    listed = "; ".join(f"{what}: {', '.join(names[:_MOST_NAMED])}" for what, names in parts if names)
+    listed = "; ".join(f"{what}: {format_names(names)}" for what, names in parts if names)
     return ModelChanged(
-        f"the model has changed since snapshot {snapshot}: {listed}. Use the model it was taken of, or start"
+        f"the model has changed since snapshot {snapshot}: {listed}. Use the model it was taken of, {way}or start"
         " afresh with resume=False or another dirpath. The snapshot is left as it is",
         missing=[*missing],
         unexpected=[*unexpected],
