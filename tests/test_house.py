@@ -27,6 +27,15 @@ def test_public_names_are_there_and_listed() -> None:
         _ = lightning_spot.Nothing
 
 
+def test_what_is_printed_says_what_it_is() -> None:
+    spot = lightning_spot.SpotCheckpoint("s3://bucket/run-1", interval=lightning_spot.EverySteps(5))
+    assert repr(spot) == "SpotCheckpoint('s3://bucket/run-1')"
+    assert repr(spot.snapshots) == "RemoteSnapshot('s3://bucket/run-1')"
+    assert repr(lightning_spot.AutoResume("s3://bucket/run-1")) == "AutoResume('s3://bucket/run-1')"
+    assert repr(spot.interval) == "EverySteps(n=5, max_overhead=None)"
+    assert "_" not in repr(lightning_spot.EverySeconds(30))
+
+
 def test_the_version_is_one() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert project["version"] == lightning_spot.__version__

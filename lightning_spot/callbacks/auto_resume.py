@@ -43,8 +43,6 @@ class AutoResume(Part):
         trainer = L.Trainer(callbacks=[AutoResume("s3://bucket/run-1", memory="spot://10.0.0.5:7070")])
     """
 
-    resumes = True
-
     def __init__(
         self,
         dirpath: str,
@@ -59,6 +57,9 @@ class AutoResume(Part):
         self.rewind: Rewind = rewind
         self.location = self._named = Location.of(dirpath, memory, run)
         self._resume: Resume | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.location.url!r})"
 
     def of_a_fit(self) -> dict[str, Any]:
         """See :class:`~lightning_spot.exact.namespaces.Copied`."""

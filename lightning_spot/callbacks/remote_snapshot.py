@@ -86,8 +86,6 @@ class RemoteSnapshot(Part):
         trainer = L.Trainer(callbacks=[RemoteSnapshot("s3://bucket/run-1", memory="spot://10.0.0.5:7070")])
     """
 
-    writes = True
-
     def __init__(
         self,
         dirpath: str,
@@ -157,6 +155,9 @@ class RemoteSnapshot(Part):
             partitions=check_partitions(partitions),
         )
         self.snapshotter: Snapshotter | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.location.url!r})"
 
     def of_a_fit(self) -> dict[str, Any]:
         """See :class:`~lightning_spot.exact.namespaces.Copied`."""

@@ -133,6 +133,9 @@ class SpotCheckpoint(SpotCallback):
         parts = (self._resume, self._guard, self.snapshots, self._goodput)
         self.parts: list[SpotCallback] = [part for part in parts if part is not None]
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.location.url!r})"
+
     @property
     def location(self) -> Location:
         """Where the run is."""

@@ -24,6 +24,10 @@ class IntervalPolicy(Protocol):
     by_step: bool = False
     monitor: str | None = ""
 
+    def __repr__(self) -> str:
+        told = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        return f"{type(self).__name__}({told})"
+
     @abstractmethod
     def due(self, step: int, now_s: float) -> bool:
         """Whether a snapshot is due.
