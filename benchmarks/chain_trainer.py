@@ -14,7 +14,7 @@ import time
 import torch
 
 from benchmarks.measure import training_state
-from lightning_spot.client import embedded
+from lightning_spot.client import starting
 from lightning_spot.image.layout import Layout, lay_out
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo
@@ -29,7 +29,7 @@ WAITS = {"idle_timeout_s": 60.0, "max_stall_s": 60.0}
 
 def main(node: str, durable: str, rounds: int) -> dict[str, object]:
     layout = lay_out(training_state())
-    host = embedded.start(durable, f"run-1@{RUN_ID}", slots=4, memory_bytes=6 * 2**30, **WAITS)
+    host = starting.start(durable, f"run-1@{RUN_ID}", slots=4, memory_bytes=6 * 2**30, **WAITS)
     info = RunInfo(name="run-1", id=RUN_ID, location=f"file://{durable}", attempt=1, token="t", nodes=(node,))
     host.open_run(info)  # without a durable tier: what is measured is the way to the memory node
     copier, views, safe_s, committed_s = Copier(), {}, [], []

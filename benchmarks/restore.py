@@ -19,7 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from benchmarks.ingest import node
 from benchmarks.measure import Result, scratch, seconds, training_state
-from lightning_spot.client import embedded
+from lightning_spot.client import starting
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.chosen import choose
@@ -93,7 +93,7 @@ def _of_ranks(name: str, pairs: list[_Pair]) -> list[Result]:
 @contextlib.contextmanager
 def _at_nodes(folder: Path, url: str) -> Iterator[Manifest]:
     """A run with a snapshot of 1 GB at a node of this host, at one behind it, and in the folder."""
-    host = embedded.start(str(folder / "run"), "run", slots=2, memory_bytes=3 * 2**30, idle_timeout_s=300)
+    host = starting.start(str(folder / "run"), "run", slots=2, memory_bytes=3 * 2**30, idle_timeout_s=300)
     durable = str(folder / "run")
     host.open_run(RunInfo(name="run", id="", location=durable, attempt=1, token="", durable_url=durable, nodes=(url,)))
     layout = lay_out(training_state())

@@ -14,7 +14,7 @@ import torch
 from lightning_spot._version import __version__
 from lightning_spot.capture.folder import FolderWriter, write_now
 from lightning_spot.capture.host_link import leave
-from lightning_spot.client.embedded import start
+from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import IDLE_TIMEOUT_S, check_number, plain_scheme
 from lightning_spot.errors import (

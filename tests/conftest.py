@@ -24,7 +24,7 @@ from typing import IO, Any
 
 import pytest
 
-from lightning_spot.client import embedded
+from lightning_spot.client import starting
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.process import ProcessId
 from tests import folders, warm
@@ -240,7 +240,7 @@ def warm_nodes(warm_python: str) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunningNode, "python", warm_python)
-        patch.setattr(embedded, "subprocess", SimpleNamespace(Popen=fork, DEVNULL=subprocess.DEVNULL))
+        patch.setattr(starting, "subprocess", SimpleNamespace(Popen=fork, DEVNULL=subprocess.DEVNULL))
         yield
 
 

@@ -17,7 +17,8 @@ import time
 import zipfile
 from typing import Any
 
-from lightning_spot.client import embedded
+from lightning_spot.client import starting
+from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.host import Lease
 from lightning_spot.memory.runs import RunInfo
@@ -62,14 +63,14 @@ def fill(lease: Lease, step: int) -> None:
     lease.map[: lease.nbytes] = image_of(step, lease.nbytes)
 
 
-def take(host: embedded.EmbeddedHost, step: int, nbytes: int) -> None:
+def take(host: EmbeddedHost, step: int, nbytes: int) -> None:
     """Commit the snapshot of a step."""
     lease = host.lease(nbytes, 10.0)
     fill(lease, step)
     host.seal(lease, manifest_of(step, host.attempt, nbytes))
 
 
-def reach(host: embedded.EmbeddedHost, phase: str, step: int, nbytes: int) -> list[threading.Thread]:
+def reach(host: EmbeddedHost, phase: str, step: int, nbytes: int) -> list[threading.Thread]:
     """Bring a host into a phase; what goes on there goes on in threads."""
     if phase == "leasing":
         while True:  # until no slot is left
@@ -106,7 +107,7 @@ def _in_background(call: Any) -> threading.Thread:
 
 def main() -> None:
     wish = json.loads(sys.argv[1])
-    host = embedded.start(
+    host = starting.start(
         wish["dirpath"], "run", slots=wish["slots"], memory_bytes=2**28, idle_timeout_s=30.0, max_stall_s=2.0
     )
     host.open_run(info_of(wish["dirpath"], wish["attempt"]))

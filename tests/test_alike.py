@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
-from lightning_spot.client import embedded
+from lightning_spot.client import starting
 from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.fit import alike, left_elsewhere
 from lightning_spot.fit.alike import check_alike
@@ -187,7 +187,7 @@ def test_it_is_brought_where_the_node_knows_two_runs_of_that_name(
 ) -> None:
     """A directory that was emptied, and begun anew, has another run at the same node."""
     location = Location.of(tmp_path / "run", "auto", None)
-    host = embedded.start(location.url, location.name, slots=4, memory_bytes=2**26, idle_timeout_s=60.0)
+    host = starting.start(location.url, location.name, slots=4, memory_bytes=2**26, idle_timeout_s=60.0)
     try:
         host.open_run(replace(info_of(location.url, 1), id="a" * 12, location="of a former run"))
         host.open_run(replace(info_of(location.url, 1), durable_every_s=3600.0))

@@ -17,7 +17,7 @@ import fsspec
 import pytest
 
 from benchmarks import chain as benchmark
-from lightning_spot.client import embedded, remote
+from lightning_spot.client import remote, starting
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import Fenced, NodeUnreachable, SettingsError, SnapshotNotFound, TierError
@@ -317,11 +317,11 @@ def test_a_prefix_that_cannot_be_compared_is_an_error() -> None:
 TRAINER = """
 import sys
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.client import embedded
+from lightning_spot.client import starting
 from lightning_spot.memory.runs import RunInfo
 from tests.gated import image_of, manifest_of, RUN_ID
 url, node, nbytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
-host = embedded.start(url, f"run@{RUN_ID}", slots=4, memory_bytes=2**30, idle_timeout_s=60)
+host = starting.start(url, f"run@{RUN_ID}", slots=4, memory_bytes=2**30, idle_timeout_s=60)
 info = RunInfo(name="run", id=RUN_ID, location="file://" + url, attempt=1, token="t", durable_url=url, nodes=(node,))
 host.open_run(info)
 for line in sys.stdin:
@@ -355,7 +355,7 @@ class Trainer:
 
     def kill(self) -> None:
         """``kill -9`` for the trainer and for the node on its host."""
-        record = embedded.find_record(str(self.durable))
+        record = starting.find_record(str(self.durable))
         node = NodeClient(Address(socket_path=str(record.http))).call("GET", "/v1/status")["pid"]
         os.kill(node, signal.SIGKILL)
         self.process.kill()

@@ -22,12 +22,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.checkpoint_io import _joined, _split
-from lightning_spot.client.embedded import EmbeddedHost, find_record
+from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.config import read_environment
 from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.exact.checkpoint import checkpoint_of
 from lightning_spot.image.manifest import OWN_DIR, Manifest
+from lightning_spot.protocol.record import find_record
 from lightning_spot.protocol.wire import Address
 from lightning_spot.run.files import folder_info
 from lightning_spot.tiers.local import LocalStore

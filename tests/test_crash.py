@@ -26,7 +26,7 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.client import embedded
+from lightning_spot.client import starting
 from lightning_spot.config import run_key
 from lightning_spot.errors import SpotError
 from lightning_spot.image.manifest import Manifest
@@ -125,7 +125,7 @@ class Training:
         before = max([int(words[0]) for words in lines(oracle, "begun")], default=0)
 
         def committed_again() -> bool:
-            if (host := embedded.attach(str(self.dirpath), self.dirpath.name)) is None:
+            if (host := starting.attach(str(self.dirpath), self.dirpath.name)) is None:
                 return False
             with contextlib.closing(host.session):
                 pid = int(host.client.call("GET", "/v1/status")["pid"])
@@ -163,7 +163,7 @@ def area_of(dirpath: Path) -> Path:
 
 def kill_node(dirpath: Path) -> int | None:
     """Kill the embedded node if it lives; returns its process id once it is dead."""
-    host = embedded.attach(str(dirpath), dirpath.name)
+    host = starting.attach(str(dirpath), dirpath.name)
     if host is None:
         return None
     with contextlib.closing(host.session):
@@ -250,7 +250,7 @@ def test_the_same_command_carries_on_and_tidies_up(tmp_path: Path, warm_python: 
     assert (newest.step, newest.complete) == (last, True)
     with open(run_dir / newest.data_path, "rb") as file:
         check_checkpoint(file, last)
-    until(lambda: not embedded.find_record(str(run_dir)).running(), "the node to end with the run")
+    until(lambda: not starting.find_record(str(run_dir)).running(), "the node to end with the run")
     until(lambda: not area_of(run_dir).exists(), "its memory to be given back")
     assert leftovers(run_dir) == []
 

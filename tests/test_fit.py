@@ -20,7 +20,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.cli import main
-from lightning_spot.client import embedded
+from lightning_spot.client import starting
+from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshot, ModelChanged, NotSerialisable, RunBusy, SettingsError, TierError
 from lightning_spot.goodput.records import read_records
@@ -209,10 +210,10 @@ def test_a_fresh_start_says_that_earlier_attempts_left_nothing(
 
 def test_resume_from_the_durable_tier_when_memory_is_gone(tmp_path: Path) -> None:
     stopped(tmp_path)
-    host = embedded.attach(str(tmp_path / "run-1"), "run-1")
+    host = starting.attach(str(tmp_path / "run-1"), "run-1")
     assert host is not None
     os.kill(int(host.client.call("GET", "/v1/status")["pid"]), 9)
-    until(lambda: not embedded.find_record(str(tmp_path / "run-1")).running(), "the node to die")
+    until(lambda: not starting.find_record(str(tmp_path / "run-1")).running(), "the node to die")
     for leftover in Path(os.environ["LIGHTNING_SPOT_SHM_DIR"]).rglob("slot-*"):
         leftover.unlink()
     callback = spot(tmp_path)
@@ -308,7 +309,7 @@ def test_a_finished_run_says_so(
     assert torch.equal(
         model.net[0].weight, load(tmp_path, before[0])["state_dict"]["net.0.weight"]
     )  # weights are there
-    until(lambda: not embedded.find_record(str(tmp_path / "run-1")).running(), "the node to end: nobody needs it")
+    until(lambda: not starting.find_record(str(tmp_path / "run-1")).running(), "the node to end: nobody needs it")
     new_process()
     longer = trainer(spot(tmp_path), max_epochs=4)
     longer.fit(Net(), data())
@@ -618,7 +619,7 @@ def test_unreachable_node(tmp_path: Path, caplog: pytest.LogCaptureFixture, monk
     settings = {"memory": "spot://127.0.0.1:9", "flush_timeout_s": 3.0}
     with pytest.raises(TierError, match=r"holds no snapshot.*127\.0\.0\.1:9.*resume=False"):
         trainer(spot(tmp_path, **settings)).fit(Net(), data())  # that node may hold what there is to resume from
-    until(lambda: not embedded.find_record(str(tmp_path / "run-1")).running(), "the node to end: it serves no attempt")
+    until(lambda: not starting.find_record(str(tmp_path / "run-1")).running(), "the node to end: it serves no attempt")
     caplog.clear()
     trainer(spot(tmp_path, resume=False, **settings)).fit(Net(), data())
     assert manifests(tmp_path)[0].complete  # the durable tier is served, by this host itself
@@ -628,8 +629,8 @@ def test_unreachable_node(tmp_path: Path, caplog: pytest.LogCaptureFixture, monk
 def test_two_runs_with_one_name(tmp_path: Path, warm_python: str) -> None:
     path = str(tmp_path / "run-1")
     code = (
-        "import os, sys; from lightning_spot.client import embedded; from lightning_spot.memory.runs import RunInfo\n"
-        f"host = embedded.start({path!r}, 'run-1', slots=2, memory_bytes=2**26, idle_timeout_s=60)\n"
+        "import os, sys; from lightning_spot.client import starting; from lightning_spot.memory.runs import RunInfo\n"
+        f"host = starting.start({path!r}, 'run-1', slots=2, memory_bytes=2**26, idle_timeout_s=60)\n"
         f"host.open_run(RunInfo(name='run-1', id='0123456789ab', location='file://{path}', attempt=1, token='t',"
         " pid=os.getpid()))\n"
         "print(os.getpid(), flush=True); sys.stdin.read()"
@@ -662,7 +663,7 @@ def test_the_embedded_node_is_killed_in_training(tmp_path: Path, caplog: pytest.
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step == 10 and callback.snapshots.snapshotter.attempt is not None:
                 host = callback.snapshots.snapshotter.attempt.writer.host
-                assert isinstance(host, embedded.EmbeddedHost)
+                assert isinstance(host, EmbeddedHost)
                 os.kill(int(host.client.call("GET", "/v1/status")["pid"]), 9)
             if trainer.global_step == 15:
                 writer = callback.snapshots.snapshotter.attempt.writer
@@ -676,7 +677,7 @@ def test_the_embedded_node_is_killed_in_training(tmp_path: Path, caplog: pytest.
     assert check_all(tmp_path, probe)[0].complete
     assert "starting a new one" in caplog.text
     assert callback.attempt == 1
-    assert embedded.find_record(path) is not None
+    assert starting.find_record(path) is not None
 
 
 def test_a_strategy_free_of_checkpoints_beside_ours(tmp_path: Path) -> None:

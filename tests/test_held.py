@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_spot.capture.safety import paces_of
-from lightning_spot.client import embedded
+from lightning_spot.client import starting
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import Fenced, RingFull, SettingsError, TierError
 from lightning_spot.image.manifest import snapshot_name
@@ -280,12 +280,12 @@ def test_a_node_is_given_the_time_that_its_slots_take(
     """It checks every byte before it answers: gigabytes take longer than a start usually may."""
     url = str(tmp_path / "run-1")
     record = find_record(url)
-    monkeypatch.setattr(embedded, "START_TIMEOUT_S", 0.001)
+    monkeypatch.setattr(starting, "START_TIMEOUT_S", 0.001)
     (area := runtime_dir / f"lightning-spot-{record.key}-1").mkdir()
     with open(area / "slot-0.img", "wb") as image:
         image.truncate(12 * 10**9)  # a minute; it has no blocks, and no record
     monkeypatch.setattr("lightning_spot.protocol.record.read_environment", lambda: _Environment(runtime_dir))
-    host = embedded.start(url, RUN, slots=2, memory_bytes=MIB, idle_timeout_s=0.1)
+    host = starting.start(url, RUN, slots=2, memory_bytes=MIB, idle_timeout_s=0.1)
     host.disconnect()
     until(lambda: not record.running(), "the node to end")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.client import embedded
+from lightning_spot.client import starting
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.errors import SpotError
 from lightning_spot.protocol.wire import Address
@@ -104,7 +104,7 @@ class Cluster:
         """Of the node on the trainer's host; empty while it does not answer."""
         self.monkeypatch.setenv("LIGHTNING_SPOT_RUNTIME_DIR", str(self.network.folder(TRAINER)))
         try:
-            record = embedded.find_record(str(self.run_dir))
+            record = starting.find_record(str(self.run_dir))
             return dict(NodeClient(Address(socket_path=str(record.http)), TOKEN).call("GET", "/v1/status"))
         except (SpotError, OSError):
             return {}

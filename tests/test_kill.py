@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_spot.client import embedded
+from lightning_spot.client import starting
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.zygote import Zygote
@@ -41,7 +41,7 @@ def durable_step(run_dir: Path) -> int:
 
 
 def kill_node(run_dir: Path) -> None:
-    host = embedded.attach(str(run_dir), run_dir.name)
+    host = starting.attach(str(run_dir), run_dir.name)
     if host is None:
         return
     pid = int(host.client.call("GET", "/v1/status")["pid"])
@@ -132,4 +132,4 @@ def test_the_run_completes_in_spite_of_all(zygote: Zygote, tmp_path: Path, seed:
     assert zygote.read() == "0"
     newest = LocalStore(run_dir).survey().manifests[0]
     assert (newest.step, newest.complete) == (100, True)
-    until(lambda: not embedded.find_record(str(run_dir)).running(), "the node to end with the run")
+    until(lambda: not starting.find_record(str(run_dir)).running(), "the node to end with the run")

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_spot import SpotCheckpoint
-from lightning_spot.client import embedded
+from lightning_spot.client import starting
 from lightning_spot.errors import SettingsError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.identity import HIGHEST_ATTEMPT, next_attempt
@@ -78,7 +78,7 @@ def test_a_number_above_which_there_is_none_is_an_error_not_a_snapshot_that_nobo
 def test_a_run_has_one_node_whatever_links_lead_to_it(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "link").symlink_to("data")
-    assert embedded.find_record(f"{tmp_path}/link/run") == embedded.find_record(f"{tmp_path}/data/run")
+    assert starting.find_record(f"{tmp_path}/link/run") == starting.find_record(f"{tmp_path}/data/run")
 
 
 def test_who_trains_without_a_node_finds_what_an_earlier_attempts_node_holds(tmp_path: Path) -> None:

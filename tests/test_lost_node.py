@@ -24,7 +24,7 @@ from lightning_spot.capture.past_memory import PastMemory
 from lightning_spot.capture.safety import Safety
 from lightning_spot.capture.streaming import stream_parts
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.client.embedded import EmbeddedHost, find_record
+from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import Fenced, NodeUnreachable, TierError
 from lightning_spot.image.layout import lay_out, lay_out_plain
@@ -32,6 +32,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.runs import RunInfo
+from lightning_spot.protocol.record import find_record
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Store
 from tests.conftest import RunningNode, new_process, until

@@ -22,8 +22,9 @@ import fsspec
 import pytest
 import torch
 
-from lightning_spot.client import embedded, part_lanes
 from lightning_spot.client import node_client as client_module
+from lightning_spot.client import part_lanes, starting
+from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.part_encoder import OutgoingPart
 from lightning_spot.client.part_sender import PartStream
@@ -357,19 +358,19 @@ def test_a_node_flushes_to_s3(start_node: StartNode, s3: str) -> None:
 SETTINGS: dict[str, Any] = {"slots": 2, "memory_bytes": 2**26, "idle_timeout_s": 60.0}
 
 
-def node_pid(host: embedded.EmbeddedHost) -> int:
+def node_pid(host: EmbeddedHost) -> int:
     return int(host.client.call("GET", "/v1/status")["pid"])
 
 
 def test_two_trainers_at_once_get_one_node(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
-        hosts = list(pool.map(lambda index: embedded.start(str(tmp_path), f"run-{index}", **SETTINGS), range(4)))
+        hosts = list(pool.map(lambda index: starting.start(str(tmp_path), f"run-{index}", **SETTINGS), range(4)))
     assert len({node_pid(host) for host in hosts}) == 1
 
 
 def test_it_ends_when_the_run_ends(tmp_path: Path) -> None:
-    host = embedded.start(str(tmp_path), "run", **SETTINGS)
-    record = embedded.find_record(str(tmp_path))
+    host = starting.start(str(tmp_path), "run", **SETTINGS)
+    record = starting.find_record(str(tmp_path))
     host.open_run(named_run("run", tmp_path))
     assert record.running()
     host.leave(complete=True)
@@ -379,16 +380,16 @@ def test_it_ends_when_the_run_ends(tmp_path: Path) -> None:
 def test_one_with_another_token_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was said, after half a minute, that it does not answer."""
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "first")
-    host = embedded.start(str(tmp_path), "run", **SETTINGS)
+    host = starting.start(str(tmp_path), "run", **SETTINGS)
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "second")
     with pytest.raises(NodeRefused, match="was started with another LIGHTNING_SPOT_TOKEN"):
-        embedded.attach(str(tmp_path), "run")
+        starting.attach(str(tmp_path), "run")
     assert node_pid(host)  # and it was not ended
 
 
 def test_it_ends_when_idle(tmp_path: Path) -> None:
-    host = embedded.start(str(tmp_path), "run", **{**SETTINGS, "idle_timeout_s": 0.5})
-    record = embedded.find_record(str(tmp_path))
+    host = starting.start(str(tmp_path), "run", **{**SETTINGS, "idle_timeout_s": 0.5})
+    record = starting.find_record(str(tmp_path))
     host.open_run(named_run("run", tmp_path))
     time.sleep(1.0)
     assert record.running()  # a connected trainer keeps it
@@ -401,7 +402,7 @@ def test_a_slot_that_is_asked_for_at_ctrl_c_is_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """It was leased until the session ended: with few slots, none was left for the last snapshot."""
-    host = embedded.start(str(tmp_path), "run", **SETTINGS)
+    host = starting.start(str(tmp_path), "run", **SETTINGS)
     host.open_run(named_run("run", tmp_path))
 
     def pressed(*what: Any, call: Callable[..., Any] = host.client.call, **more: Any) -> Any:
@@ -426,8 +427,8 @@ def test_a_slot_that_is_asked_for_at_ctrl_c_is_given_back(
 
 def test_it_outlives_its_trainer(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from lightning_spot.client import embedded\n"
-        f"host = embedded.start({str(tmp_path)!r}, 'run', slots=2, memory_bytes=2**26, idle_timeout_s=60)\n"
+        "import sys, time; from lightning_spot.client import starting\n"
+        f"host = starting.start({str(tmp_path)!r}, 'run', slots=2, memory_bytes=2**26, idle_timeout_s=60)\n"
         "from tests.conftest import named_run\n"
         "host.open_run(named_run('run')); print('up', flush=True); time.sleep(60)"
     )
@@ -437,38 +438,38 @@ def test_it_outlives_its_trainer(tmp_path: Path) -> None:
     os.killpg(trainer.pid, signal.SIGKILL)
     trainer.wait()
     trainer.stdout.close()
-    host = embedded.attach(str(tmp_path), "run")
+    host = starting.attach(str(tmp_path), "run")
     assert host is not None
     until(lambda: not client_status(host)["runs"]["run"]["live"], "the node to see that its trainer has gone")
     assert host.open_run(named_run("run", attempt=2)).attempt == 2
 
 
-def client_status(host: embedded.EmbeddedHost) -> dict[str, Any]:
+def client_status(host: EmbeddedHost) -> dict[str, Any]:
     return host.client.call("GET", "/v1/status")
 
 
 def test_a_dead_nodes_record_is_replaced(tmp_path: Path) -> None:
-    first = embedded.start(str(tmp_path), "run", **SETTINGS)
+    first = starting.start(str(tmp_path), "run", **SETTINGS)
     pid = node_pid(first)
     os.kill(pid, signal.SIGKILL)
-    record = embedded.find_record(str(tmp_path))
+    record = starting.find_record(str(tmp_path))
     until(lambda: not record.running(), "the node to die")
     assert record.http.exists()  # stale
-    second = embedded.start(str(tmp_path), "run", **SETTINGS)
+    second = starting.start(str(tmp_path), "run", **SETTINGS)
     assert node_pid(second) != pid
 
 
 def test_a_node_that_cannot_start_shows_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded, "subprocess", subprocess)  # started cold, as everywhere but in the tests
+    monkeypatch.setattr(starting, "subprocess", subprocess)  # started cold, as everywhere but in the tests
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(NodeUnreachable, match="did not start"):
-        embedded.start(str(tmp_path), "run", **SETTINGS)
+        starting.start(str(tmp_path), "run", **SETTINGS)
 
 
 def test_a_node_that_python_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other tests fork theirs."""
-    monkeypatch.setattr(embedded, "subprocess", subprocess)
-    host = embedded.start(str(tmp_path), "run", **SETTINGS)
+    monkeypatch.setattr(starting, "subprocess", subprocess)
+    host = starting.start(str(tmp_path), "run", **SETTINGS)
     command = Path(f"/proc/{node_pid(host)}/cmdline").read_text().split("\0")
     assert command[:3] == [sys.executable, "-m", "lightning_spot.service.program"]
     host.disconnect()
@@ -477,7 +478,7 @@ def test_a_node_that_python_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_runtime_dir_that_is_too_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LIGHTNING_SPOT_RUNTIME_DIR", str(tmp_path / ("x" * 120)))
     with pytest.raises(SettingsError, match="shorter"):
-        embedded.find_record("run")
+        starting.find_record("run")
 
 
 def test_abandoned_slots_are_removed_after_a_day(tmp_path: Path) -> None:
@@ -488,7 +489,7 @@ def test_abandoned_slots_are_removed_after_a_day(tmp_path: Path) -> None:
         (area / "slot-0.img").write_bytes(b"x")
     for path in (old / "slot-0.img", old):
         os.utime(path, (0, 0))
-    embedded.start(str(tmp_path), "run", **SETTINGS)
+    starting.start(str(tmp_path), "run", **SETTINGS)
     assert not old.exists()
     assert fresh.exists()
 
@@ -498,7 +499,7 @@ def test_files_of_a_node_that_was_killed_are_removed_after_a_day(tmp_path: Path,
         for ending in ("http", "fds", "log", "alive"):
             (runtime_dir / f"{key}.{ending}").touch()
             os.utime(runtime_dir / f"{key}.{ending}", (age, age))
-    embedded.start(str(tmp_path), "run", **SETTINGS)
+    starting.start(str(tmp_path), "run", **SETTINGS)
     assert not list(runtime_dir.glob("0000*"))
     assert len(list(runtime_dir.glob("1111*"))) == 4
 
@@ -506,7 +507,7 @@ def test_files_of_a_node_that_was_killed_are_removed_after_a_day(tmp_path: Path,
 def test_a_runtime_dir_that_others_can_write_to(runtime_dir: Path) -> None:
     runtime_dir.chmod(0o777)
     with pytest.raises(SettingsError, match="others can write"):
-        embedded.find_record("run")
+        starting.find_record("run")
 
 
 # -- spot:// ----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_spot.client import embedded, session
+from lightning_spot.client import session, starting
+from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.part_encoder import OutgoingPart
 from lightning_spot.errors import NodeUnreachable, RunBusy, SpotError, TierError
@@ -43,16 +44,16 @@ SEALED = ("committed", "flushing", "leaving")
 KILL, STOP, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
 
 
-def start(dirpath: Path, slots: int = 3, **more: Any) -> embedded.EmbeddedHost:
+def start(dirpath: Path, slots: int = 3, **more: Any) -> EmbeddedHost:
     settings = {"slots": slots, "memory_bytes": 2**28, "idle_timeout_s": 30.0, "max_stall_s": STALL_S, **more}
-    return embedded.start(str(dirpath), "run", **settings)
+    return starting.start(str(dirpath), "run", **settings)
 
 
-def node_pid(host: embedded.EmbeddedHost) -> int:
+def node_pid(host: EmbeddedHost) -> int:
     return int(host.client.call("GET", "/v1/status")["pid"])
 
 
-def filling(host: embedded.EmbeddedHost) -> int:
+def filling(host: EmbeddedHost) -> int:
     return sum(slot["state"] == "filling" for slot in host.client.call("GET", "/v1/status")["slots"])
 
 
@@ -87,7 +88,7 @@ def warm_trainers(warm_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Small, "python", warm_python)
 
 
-def safe_everywhere(dirpath: Path, host: embedded.EmbeddedHost | None) -> dict[int, Manifest]:
+def safe_everywhere(dirpath: Path, host: EmbeddedHost | None) -> dict[int, Manifest]:
     """Snapshots by step, in memory or durable, each with the bytes it was committed with."""
     found = {manifest.step: manifest for manifest in LocalStore(dirpath).survey().manifests}
     for manifest in found.values():
@@ -249,7 +250,7 @@ def test_a_stopped_node_is_replaced_and_its_snapshots_are_taken_over(
     again.open_run(info_of(str(tmp_path), 1))
     take(again, 1, NBYTES)
     os.kill(node_pid(again), STOP)
-    revived = embedded.attach(str(tmp_path), again.run, STALL_S)
+    revived = starting.attach(str(tmp_path), again.run, STALL_S)
     assert revived is not None
     assert [manifest.step for manifest in revived.manifests()] == [1]
 
@@ -265,7 +266,7 @@ def test_a_slow_node_is_waited_for_as_long_as_it_answers(tmp_path: Path) -> None
 
 
 def test_a_process_that_got_the_dead_nodes_number_is_never_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded, "START_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(starting, "START_TIMEOUT_S", 1.0)
     record = find_record(str(tmp_path))
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
@@ -289,7 +290,7 @@ def test_a_process_that_got_the_dead_nodes_number_is_never_hit(tmp_path: Path, m
 def test_who_starts_a_node_and_is_stopped_does_not_hold_others_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedded, "START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(starting, "START_TIMEOUT_S", 0.5)
     record = find_record(str(tmp_path))
     with open(record.lock, "wb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -25,7 +25,7 @@ from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import by_storage
-from lightning_spot.client import embedded
+from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable, SettingsError, ShareMissing, TierError
@@ -77,7 +77,7 @@ class Desk:
                     (folder := Path(os.environ[name]) / "h1").mkdir(mode=0o700)
                     monkeypatch.setenv(name, str(folder))
                 info = replace(info, nodes=(), durable_url=None, carry=False)
-            host = embedded.start(self.url, "run", slots=3, memory_bytes=memory_bytes, idle_timeout_s=30.0)
+            host = starting.start(self.url, "run", slots=3, memory_bytes=memory_bytes, idle_timeout_s=30.0)
             if rank in (0, 1):
                 host.open_run(info)
             host.run, host.attempt = info.text, 1

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_spot.capture import joining
-from lightning_spot.client import embedded
+from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.errors import NodeUnreachable, ShareMissing
 from lightning_spot.exact.compare import differences
@@ -40,7 +40,7 @@ class Apart(Desk):
 
     def connect(self) -> EmbeddedHost:
         """Another connection to the node of the second host, which is started anew if it is lost."""
-        host = embedded.start(self.url, "run", slots=3, memory_bytes=self.memory_bytes, idle_timeout_s=30.0)
+        host = starting.start(self.url, "run", slots=3, memory_bytes=self.memory_bytes, idle_timeout_s=30.0)
         host.open_run(replace(info_of(self.url, 1), durable_url=None, carry=False))
         return host
 

@@ -20,7 +20,8 @@ from lightning_spot.capture.attempt import Attempt, RingSettings, open_host
 from lightning_spot.capture.following import Task
 from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.split import Number
-from lightning_spot.client.embedded import EmbeddedHost, attach
+from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.starting import attach
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable, TierError
 from lightning_spot.exact.dump import Dump

@@ -18,7 +18,7 @@ from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.views import SlotViews
-from lightning_spot.client import embedded
+from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable, NotSerialisable, RingFull, ShareMissing
@@ -69,7 +69,7 @@ class Desk:
         self.groups: list[Any] = []
 
     def connect(self) -> EmbeddedHost:
-        return embedded.start(self.url, "run", slots=3, memory_bytes=2**26, idle_timeout_s=30.0)
+        return starting.start(self.url, "run", slots=3, memory_bytes=2**26, idle_timeout_s=30.0)
 
     def joined(self) -> EmbeddedHost:
         host = self.connect()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from lightning_spot.client import embedded
+from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.errors import Fenced, NodeUnreachable, RingFull, SettingsError, ShareMissing, SnapshotNotFound
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -289,7 +289,7 @@ def hosts(tmp_path: Path) -> Iterator[Callable[[], EmbeddedHost]]:
 
     def connect() -> EmbeddedHost:
         settings = {"slots": 2, "memory_bytes": 2**26, "idle_timeout_s": 30.0}
-        host = embedded.start(str(tmp_path / "run"), "run", **settings)
+        host = starting.start(str(tmp_path / "run"), "run", **settings)
         made.append(host)
         if len(made) == 1:
             host.open_run(info_of(str(tmp_path / "run"), 1))

@@ -19,7 +19,7 @@ from lightning_spot.capture.share import ShareWriter
 from lightning_spot.capture.split import ALIKE, Divider, Number, Ranks, Split, held_by, sample
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.client import embedded
+from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.errors import ShareMissing
 from lightning_spot.exact import rank_states
@@ -152,7 +152,7 @@ class Desk:
 
     def connect(self) -> EmbeddedHost:
         settings = {"slots": 3, "memory_bytes": 2**26, "idle_timeout_s": 30.0}
-        self.hosts.append(embedded.start(self.url, "run", **settings))
+        self.hosts.append(starting.start(self.url, "run", **settings))
         return self.hosts[-1]
 
     def joined(self) -> EmbeddedHost:

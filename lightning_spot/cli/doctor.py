@@ -20,7 +20,7 @@ from rich.console import Console
 
 from lightning_spot.cli.output import wide_console
 from lightning_spot.cli.simulate import seconds
-from lightning_spot.client.embedded import start
+from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import check_number, format_bytes, format_seconds, parse_bytes, read_environment
 from lightning_spot.errors import SettingsError, SpotError

@@ -1,7 +1,6 @@
-"""The embedded node: one per run and host, started by the first trainer that needs it, detached, so it outlives it.
+"""The embedded node as its trainer sees it.
 
-A node that holds its lock but does not answer (stopped, or blocked) is ended, and a new one takes its place and its
-slots. No call of a trainer lasts longer than ``max_stall_s`` unless the node goes on answering meanwhile.
+No call lasts longer than ``max_stall_s``, unless the node goes on answering meanwhile.
 """
 
 from __future__ import annotations
@@ -9,14 +8,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-import os
-import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from lightning_spot.client.node_client import NodeClient, quoted
@@ -30,139 +25,16 @@ from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import Lease, newest_safe_step
 from lightning_spot.memory.joint import KnownLayout, Shared
 from lightning_spot.memory.runs import Opened, RunInfo
-from lightning_spot.protocol.record import NodeRecord, find_record
+from lightning_spot.protocol.record import NodeRecord
 from lightning_spot.protocol.wire import Address
 from lightning_spot.tiers.store import newest_first
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 30.0
-_CHECKED_BYTES_PER_S = 200e6  # of what it takes over before it answers; measured in GB/s, but a host may be busy
-_KILL_TIMEOUT_S = 5.0
 _OPEN_TIMEOUT_S = 15.0  # a node may have to ask the tiers below
 _SEAL_TIMEOUT_S = 3600.0  # as long as the node answers pings meanwhile
 _LONGEST_REASON = 2000
 _PING_SHARE = 0.75  # of max_stall_s: pings are a second apart
-
-
-def attach(dirpath: str, run: str, max_stall_s: float = MAX_STALL_S, *, revive: bool = True) -> EmbeddedHost | None:
-    """Connect to the embedded node of a run; ``None`` if there is none.
-
-    Args:
-        dirpath: durable URL of the run.
-        run: its name.
-        max_stall_s: see :func:`start`.
-        revive: whether to start a node, run as the last one was, for the slots that a killed one left, and to replace
-            one that does not answer. Otherwise those count as none.
-
-    Raises:
-        NodeUnreachable: if there is something in memory, but no node gives it out.
-    """
-    record = find_record(dirpath)
-    if revive:
-        return _connect(record, run, max_stall_s, lambda: record.settings() if record.left_slots() else {})
-    try:
-        return EmbeddedHost(record, run, max_stall_s) if record.running() else None
-    except NodeUnreachable as error:
-        logger.debug("the embedded node is on its way out, or does not answer: %s", error)
-        return None
-
-
-def start(
-    dirpath: str,
-    run: str,
-    *,
-    slots: int,
-    memory_bytes: int,
-    idle_timeout_s: float,
-    max_stall_s: float = MAX_STALL_S,
-) -> EmbeddedHost:
-    """Connect to the embedded node of a run; start it first if need be. Trainers that start at once get one node.
-
-    Args:
-        dirpath: durable URL of the run.
-        run: its name.
-        slots: slots of the ring, if it is started now.
-        memory_bytes: limit of their memory, likewise.
-        idle_timeout_s: it ends when no trainer has been connected for so long, likewise.
-        max_stall_s: a node that does not answer for so long is ended and replaced; bound on later calls, see
-            :class:`~lightning_spot.memory.host.Host`.
-
-    Raises:
-        NodeUnreachable: if it does not come up; the message holds the end of its log.
-    """
-    settings = {"slots": slots, "memory_bytes": memory_bytes, "idle_timeout_s": idle_timeout_s}
-    host = _connect(find_record(dirpath), run, max_stall_s, lambda: settings)
-    assert host is not None
-    return host
-
-
-def _connect(
-    record: NodeRecord, run: str, max_stall_s: float, settings: Callable[[], dict[str, Any]]
-) -> EmbeddedHost | None:
-    """Connect to a node; where none lives, start one with ``settings()``, or return ``None`` if that is empty."""
-    if not record.running() and not settings():
-        return None
-    limit_s = START_TIMEOUT_S + record.left_bytes() / _CHECKED_BYTES_PER_S
-    deadline = time.monotonic() + limit_s
-    with record.starting(limit_s):
-        while True:
-            if record.running():
-                try:
-                    return EmbeddedHost(record, run, max_stall_s)
-                except NodeUnreachable as error:
-                    _wait_or_end(record, error, deadline)
-            elif wanted := settings():
-                _spawn(record, deadline, **wanted)
-            else:
-                return None
-
-
-def _wait_or_end(record: NodeRecord, error: NodeUnreachable, deadline: float) -> None:
-    """Give a node that is coming up or leaving a little time; end one that has stopped answering."""
-    if time.monotonic() > deadline:
-        raise NodeUnreachable(f"the embedded node does not answer at {record.http}; see {record.log}") from error
-    process = record.process()
-    silent = isinstance(error.__cause__, TimeoutError)
-    if process is None or not process.alive or not (silent or process.stopped):
-        time.sleep(0.05)
-        return
-    logger.warning(
-        "lightning_spot: the memory node on this host (pid %d) lives but does not answer; it is ended, and a new one"
-        " takes its snapshots over",
-        process.pid,
-    )
-    if not process.kill(_KILL_TIMEOUT_S):
-        raise NodeUnreachable(f"the embedded node (pid {process.pid}) does not answer and cannot be ended") from error
-
-
-def _spawn(record: NodeRecord, deadline: float, *, slots: int, memory_bytes: int, idle_timeout_s: float) -> None:
-    command = [sys.executable, "-m", "lightning_spot.service.program", "--embedded", str(record.folder), record.key]
-    command += ["--slots", str(slots), "--memory", str(memory_bytes), "--idle-timeout", str(idle_timeout_s)]
-    package_home = str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package_home, *_python_path()])}
-    for leftover in (record.http, record.fds):
-        leftover.unlink(missing_ok=True)  # a killed node's: nothing may be taken for the new one's sockets
-    with open(record.log, "ab") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # a signal to the trainer's process group must not reach it
-            env=environment,
-            cwd="/",
-        )
-    while not record.fds.exists() or not record.running():
-        if process.poll() is not None or time.monotonic() > deadline:
-            tail = record.log.read_text(encoding="utf-8", errors="replace")[-2000:]
-            raise NodeUnreachable(f"the embedded memory node did not start (exit {process.poll()}). Its log:\n{tail}")
-        time.sleep(0.02)
-
-
-def _python_path() -> list[str]:
-    """``PYTHONPATH`` with absolute entries: the node does not run in the trainer's working directory."""
-    return [os.path.abspath(item) for item in os.environ.get("PYTHONPATH", "").split(os.pathsep) if item]
 
 
 class EmbeddedHost:

@@ -12,7 +12,7 @@ import logging
 import sys
 from dataclasses import replace
 
-from lightning_spot.client.embedded import attach
+from lightning_spot.client.starting import attach
 from lightning_spot.errors import Preempted, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.location import Location

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from lightning_spot.capture.attempt import Attempt, RingSettings
 from lightning_spot.capture.host_link import leave
-from lightning_spot.client.embedded import EmbeddedHost, attach, start
+from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.starting import attach, start
 from lightning_spot.errors import NodeUnreachable, SpotError
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.image.portion import MOST_HOSTS

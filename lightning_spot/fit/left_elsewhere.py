@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from lightning_spot.client.embedded import attach
+from lightning_spot.client.starting import attach
 from lightning_spot.errors import SpotError
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.hosts import place_of

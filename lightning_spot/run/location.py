@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from lightning_spot.client.embedded import start
+from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import check_number, check_run_name, parse_bytes, plain_url, read_environment
 from lightning_spot.errors import NodeUnreachable, SettingsError, TierError

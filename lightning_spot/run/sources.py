@@ -6,8 +6,8 @@ import enum
 import os
 from typing import Protocol
 
-from lightning_spot.client.embedded import attach
 from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.starting import attach
 from lightning_spot.errors import SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import verify_file

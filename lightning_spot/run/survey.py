@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_spot.client.embedded import attach
 from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.starting import attach
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
     CorruptManifest,
