@@ -27,7 +27,7 @@ from lightning_spot.errors import (
     TierError,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory import flusher, portions, room
+from lightning_spot.memory import portions, putting, room
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
@@ -494,7 +494,7 @@ def test_parts_must_all_have_arrived(bench: Bench) -> None:
 
 
 def test_a_corrupted_slot_goes_nowhere(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flusher, "CHECKED_S", 0.0)  # as if it had waited for the tier
+    monkeypatch.setattr(putting, "CHECKED_S", 0.0)  # as if it had waited for the tier
     bench.open()
     bench.tier().open.clear()
     bench.save(1)
@@ -514,7 +514,7 @@ def test_a_corrupted_slot_goes_nowhere(bench: Bench, monkeypatch: pytest.MonkeyP
 def test_a_slot_is_read_once_more_only_if_it_had_to_wait(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, lain_s: float
 ) -> None:
-    monkeypatch.setattr(flusher, "CHECKED_S", 1e6)
+    monkeypatch.setattr(putting, "CHECKED_S", 1e6)
     read: list[str] = []
     verify = Manifest.verify
     monkeypatch.setattr(Manifest, "verify", lambda self, *args: (read.append(self.name), verify(self, *args)))

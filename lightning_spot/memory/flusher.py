@@ -6,30 +6,23 @@ deletion, a retention) and holds nothing else up; when several things fail in a 
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from lightning_spot.config import KEEP
-from lightning_spot.errors import CorruptSnapshot, Fenced, SnapshotNotFound, SpotError
-from lightning_spot.image.coming import Coming
-from lightning_spot.image.floats import Floats
+from lightning_spot.errors import Fenced, SpotError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.bases import glance
 from lightning_spot.memory.health import TierHealth
+from lightning_spot.memory.putting import Putting
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.tier import NodeTier, Sent
 from lightning_spot.memory.work import Job, Kind, Work
-from lightning_spot.tiers.store import SETTLED_S, Store, retain
+from lightning_spot.tiers.store import Store, retain
 
 logger = logging.getLogger(__name__)
-
-CHECKED_S = 5.0
-"""A snapshot that a tier takes later than this after it was sealed is read again before that, and checked."""
 
 _IDLE_S = 5.0  # a thread with nothing to do ends after so long
 _JOIN_S = 30.0
@@ -58,13 +51,12 @@ class Flusher:
         self._open_store = open_store
         self._run = run
         self._heard = heard
-        self._earlier = functools.partial(glance, ring)
+        self._putting = Putting(ring, self.work, run, self._dropped)
         self._threads: dict[str, threading.Thread] = {}
         self._wakes: dict[str, threading.Condition] = {}  # of each thread: one change wakes one, and not hundreds
         self._delayed: set[str] = set()  # tiers whose next job is to be done later
         self._stores: dict[str, Store] = {}
         self._refused: dict[str, dict[str, Manifest]] = {}
-        self._swept_s: dict[tuple[str, str], float] = {}
         self._closed = False
         ring.watch(self._serve)
         with ring.changed:
@@ -236,7 +228,7 @@ class Flusher:
         elif job.kind is Kind.RETAIN:
             retain(store, self._kept(job), job.manifest)
         else:
-            put = self._put(store, url, job, attempt)
+            put = self._putting.put(store, url, job, attempt)
             with self._ring.changed:
                 if put is None:
                     self.work.dropped(url, job)
@@ -249,97 +241,8 @@ class Flusher:
             self._ring.notify()
         self._heard(url, None)
 
-    def _put(self, store: Store, url: str, job: Job, attempt: int) -> Manifest | None:
-        """Put a snapshot; what is at the tier now, ``None`` if there was nothing to put."""
-        slot, manifest = job.slot, job.manifest
-        assert slot is not None
-        with self._ring.changed:
-            floats = () if self.work.must_be_exact(job.run, manifest) else slot.floats
-        put: Manifest | None = None
-        info = self._run(job.run)
-        if isinstance(store, NodeTier) and info is not None and slot.places is None:
-            # Of several nodes the chain says which one carries the run on; this one may have forgotten the run.
-            store.know(replace(info, nodes=(), session="", carry=info.replicas == 1))
-        if job.coming is not None:
-            try:
-                put = self._send_on(store, job.coming, attempt, floats)
-                manifest = job.coming.committed()
-            except SnapshotNotFound:
-                if job.coming.given_up:
-                    return None
-                raise
-        else:
-            with slot.view(manifest.nbytes) as image:
-                if slot.manifest is not manifest:
-                    return None  # it has just left memory
-                fresh = time.monotonic() - slot.checked_s < CHECKED_S
-                if not self._intact(url, image, job, known=fresh or url.startswith("spot://")):
-                    return None
-                try:
-                    if isinstance(store, NodeTier):
-                        coming = Coming(manifest, image)
-                        put = store.send(coming, attempt=attempt, earlier=self._earlier, floats=floats)
-                    else:
-                        store.put(manifest, image, attempt=attempt)
-                except CorruptSnapshot:
-                    if not self._intact(url, image, job, known=False):
-                        return None
-                    raise
-        if put is not None and manifest.exact and not put.exact:
-            self._ring.mark_inexact(slot, manifest, url)
-            return put
-        with self._ring.changed:
-            if url not in self._ring.tiers(job.run).carried and not url.startswith("spot://") and not manifest.is_file:
-                self.work.retain(url, job.run, manifest)
-            self._ring.mark_safe(slot, manifest, url)
-        if manifest.is_file:
-            self._sweep_files(store, job.run)
-        elif info is not None:
-            self._ring.trim(job.run, info.keep)
-        return manifest
-
-    def _send_on(self, store: Store, coming: Coming, attempt: int, floats: tuple[Floats, ...]) -> Manifest:
-        """Bring a file to a tier while it is still coming in; it is committed there once it is here."""
-        if isinstance(store, NodeTier):
-            return store.send(coming, attempt=attempt, earlier=self._earlier, floats=floats)
-        store.put_parts(coming.manifest, coming.parts_in_order(), attempt=attempt)
-        return coming.committed()
-
-    def _sweep_files(self, store: Store, run: str) -> None:
-        """Remove what killed writers left beside a user's files: with the first put there, and now and then."""
-        now_s = time.monotonic()
-        if now_s - self._swept_s.get((store.url, run), -SETTLED_S) < SETTLED_S:
-            return
-        self._swept_s[store.url, run] = now_s
-        try:
-            store.sweep_files()
-        except SpotError as error:
-            logger.warning("what killed writers left at %s stays for now: %s", store.url, error)
-
-    def _intact(self, url: str, image: memoryview, job: Job, *, known: bool) -> bool:
-        """Whether a slot still holds what was committed; if not it is dropped, never carried further.
-
-        Args:
-            url: of the tier that it is about to be put to.
-            image: its bytes.
-            job: what is to be put.
-            known: whether they were just checked, or the receiver checks every part anyway.
-        """
-        if known:
-            return True
-        try:
-            job.manifest.verify(image, "memory")
-        except CorruptSnapshot as error:
-            logger.error("%s. It is dropped; the one before it stands", error)
-            self.health[url].dropped = str(error)
-            if job.slot is not None:
-                job.slot.held = ""  # nothing that is in it counts as known
-            try:
-                self._ring.drop(job.run, job.manifest.name)
-            except SnapshotNotFound:
-                logger.debug("%s has left memory already", job.manifest.name)
-            return False
-        return True
+    def _dropped(self, url: str, why: str) -> None:
+        self.health[url].dropped = why
 
     def _kept(self, job: Job) -> int:
         info = self._run(job.run)

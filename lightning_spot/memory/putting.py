@@ -1,0 +1,139 @@
+"""How one snapshot is put to a tier: from its slot or while it still comes in, checked before it leaves this node."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError
+from lightning_spot.image.coming import Coming
+from lightning_spot.image.floats import Floats
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.bases import glance
+from lightning_spot.memory.ring import Ring
+from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.slots import Slot
+from lightning_spot.memory.tier import NodeTier
+from lightning_spot.memory.work import Job, Work
+from lightning_spot.tiers.store import SETTLED_S, Store
+
+logger = logging.getLogger(__name__)
+
+CHECKED_S = 5.0
+"""A snapshot that a tier takes later than this after it was sealed is read again before that, and checked."""
+
+
+class Putting:
+    """Puts what a :class:`~lightning_spot.memory.flusher.Flusher` has found to be next. From the thread of each tier.
+
+    Args:
+        ring: where snapshots come from.
+        work: of all tiers.
+        run: what is known of a run, by its key; ``None`` if nothing is.
+        dropped: called with the URL of a tier, and why what it was to take was dropped.
+    """
+
+    def __init__(
+        self, ring: Ring, work: Work, run: Callable[[str], RunInfo | None], dropped: Callable[[str, str], None]
+    ) -> None:
+        self._ring = ring
+        self._work = work
+        self._run = run
+        self._dropped = dropped
+        self._earlier = functools.partial(glance, ring)
+        self._swept_s: dict[tuple[str, str], float] = {}
+
+    def put(self, store: Store, url: str, job: Job, attempt: int) -> Manifest | None:
+        """Put a snapshot; what is at the tier now, ``None`` if there was nothing to put."""
+        slot, info = job.slot, self._run(job.run)
+        assert slot is not None
+        if isinstance(store, NodeTier) and info is not None and slot.places is None:
+            # Of several nodes the chain says which one carries the run on; this one may have forgotten the run.
+            store.know(replace(info, nodes=(), session="", carry=info.replicas == 1))
+        with self._ring.changed:
+            floats = () if self._work.must_be_exact(job.run, job.manifest) else slot.floats
+        if job.coming is not None:
+            brought = self._while_it_comes(store, job.coming, attempt, floats)
+        else:
+            brought = self._from_slot(store, url, job, slot, attempt, floats)
+        if brought is None:
+            return None
+        manifest = job.manifest if job.coming is None else job.coming.committed()
+        if manifest.exact and not brought.exact:
+            self._ring.mark_inexact(slot, manifest, url)
+            return brought
+        with self._ring.changed:
+            if url not in self._ring.tiers(job.run).carried and not url.startswith("spot://") and not manifest.is_file:
+                self._work.retain(url, job.run, manifest)
+            self._ring.mark_safe(slot, manifest, url)
+        if manifest.is_file:
+            self._sweep_files(store, job.run)
+        elif info is not None:
+            self._ring.trim(job.run, info.keep)
+        return manifest
+
+    def _while_it_comes(
+        self, store: Store, coming: Coming, attempt: int, floats: tuple[Floats, ...]
+    ) -> Manifest | None:
+        """Bring a file to a tier while it is still coming in; it is committed there once it is here."""
+        try:
+            if isinstance(store, NodeTier):
+                return store.send(coming, attempt=attempt, earlier=self._earlier, floats=floats)
+            store.put_parts(coming.manifest, coming.parts_in_order(), attempt=attempt)
+            return coming.committed()
+        except SnapshotNotFound:
+            if coming.given_up:
+                return None
+            raise
+
+    def _from_slot(
+        self, store: Store, url: str, job: Job, slot: Slot, attempt: int, floats: tuple[Floats, ...]
+    ) -> Manifest | None:
+        """Bring a committed file to a tier."""
+        manifest = job.manifest
+        with slot.view(manifest.nbytes) as image:
+            if slot.manifest is not manifest:
+                return None  # it has just left memory
+            fresh = time.monotonic() - slot.checked_s < CHECKED_S
+            # A memory node checks every part that it receives anyway.
+            if not (fresh or url.startswith("spot://")) and not self._is_intact(url, image, job, slot):
+                return None
+            try:
+                if isinstance(store, NodeTier):
+                    coming = Coming(manifest, image)
+                    return store.send(coming, attempt=attempt, earlier=self._earlier, floats=floats)
+                store.put(manifest, image, attempt=attempt)
+                return manifest
+            except CorruptSnapshot:
+                if not self._is_intact(url, image, job, slot):
+                    return None
+                raise
+
+    def _is_intact(self, url: str, image: memoryview, job: Job, slot: Slot) -> bool:
+        """Whether a slot still holds what was committed; if not it is dropped, never carried further."""
+        try:
+            job.manifest.verify(image, "memory")
+        except CorruptSnapshot as error:
+            logger.error("%s. It is dropped; the one before it stands", error)
+            self._dropped(url, str(error))
+            slot.held = ""  # nothing that is in it counts as known
+            try:
+                self._ring.drop(job.run, job.manifest.name)
+            except SnapshotNotFound:
+                logger.debug("%s has left memory already", job.manifest.name)
+            return False
+        return True
+
+    def _sweep_files(self, store: Store, run: str) -> None:
+        """Remove what killed writers left beside a user's files: with the first put there, and now and then."""
+        now_s = time.monotonic()
+        if now_s - self._swept_s.get((store.url, run), -SETTLED_S) < SETTLED_S:
+            return
+        self._swept_s[store.url, run] = now_s
+        try:
+            store.sweep_files()
+        except SpotError as error:
+            logger.warning("what killed writers left at %s stays for now: %s", store.url, error)
