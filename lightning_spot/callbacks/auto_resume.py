@@ -43,6 +43,8 @@ class AutoResume(Part):
         trainer = L.Trainer(callbacks=[AutoResume("s3://bucket/run-1", memory="spot://10.0.0.5:7070")])
     """
 
+    resumes = True
+
     def __init__(
         self,
         dirpath: str,

@@ -13,7 +13,15 @@ if TYPE_CHECKING:
 
 
 class Part(SpotCallback):
-    """A callback that keeps the exact state; :class:`SpotCheckpoint` is made of several, and each works alone."""
+    """A callback that keeps the exact state; :class:`SpotCheckpoint` is made of several, and each works alone.
+
+    Attributes:
+        resumes: whether it resumes runs.
+        writes: whether it writes to where the run is.
+    """
+
+    resumes = False
+    writes = False
 
     def in_common(self) -> dict[str, Any]:
         """Of what it was told: what must be the same on all ranks, by the names of its arguments."""

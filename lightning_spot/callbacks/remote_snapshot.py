@@ -86,6 +86,8 @@ class RemoteSnapshot(Part):
         trainer = L.Trainer(callbacks=[RemoteSnapshot("s3://bucket/run-1", memory="spot://10.0.0.5:7070")])
     """
 
+    writes = True
+
     def __init__(
         self,
         dirpath: str,
