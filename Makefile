@@ -12,7 +12,7 @@ OLDEST := lightning==2.5.0 pytorch-lightning==2.5.0 torchmetrics==1.4.0 fsspec==
 OLDEST_TESTS := tests/test_exact.py tests/test_exact_guards.py tests/test_exact_table.py tests/test_fit.py \
 	tests/test_loggers.py tests/test_namespaces.py tests/test_private.py tests/test_second_fit.py
 
-.PHONY: demo test tests test-oldest lint soak bench clean
+.PHONY: demo test tests test-oldest lint soak bench bench-peers clean
 
 demo: $(VENV)/.ready-examples
 	$(BIN)/python examples/demo.py
@@ -38,6 +38,11 @@ soak: $(VENV)/.ready-dev
 
 bench: $(VENV)/.ready-dev
 	$(BIN)/python -m benchmarks
+
+# For 40 minutes; nothing else should run. torchsnapshot is not maintained any more: where pip has it, it is compared.
+bench-peers: $(VENV)/.ready-bench
+	-$(BIN)/python -m pip install --quiet torchsnapshot
+	$(BIN)/python -m benchmarks peers --publish --budget 40m $(PEERS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-oldest

@@ -27,7 +27,6 @@ from benchmarks import (
     gpu,
     guard,
     in_all,
-    in_turns,
     ingest,
     layout,
     memory,
@@ -57,14 +56,13 @@ ALL = {
     "scale": scale,
     "shares": shares,
     "adapters": adapters,
-    "in-turns": in_turns,
     "every-step": every_step,
     "gpu": gpu,
 }
 
 
 def _all_that_can_run() -> list[str]:
-    needed = {"adapters": adapters.NEEDS, "in-turns": in_turns.NEEDS, "every-step": every_step.NEEDS}
+    needed = {"adapters": adapters.NEEDS, "every-step": every_step.NEEDS}
     there = []
     for name in ALL:
         if missing := [module for module in needed.get(name, ()) if not importlib.util.find_spec(module)]:

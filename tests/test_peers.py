@@ -10,18 +10,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
 import benchmarks.__main__ as every
+from benchmarks.baselines.baseline import Baseline
 from benchmarks.blocking import Idle
 from benchmarks.measure import Result
-from benchmarks.peers import processes
+from benchmarks.peers import processes, turns
 from benchmarks.peers.cell import Cell, Stopwatch
 from benchmarks.peers.command import main
 from benchmarks.peers.plan import Found, blocks
-from benchmarks.peers.report import BEGIN, END, report, tables, write_docs, write_report
+from benchmarks.peers.report import BEGIN, END, details, groups, report, write_docs, write_report
+from benchmarks.peers.results import Times
 from benchmarks.peers.seam_watch import SeamWatch
+from benchmarks.peers.turns import Due, Training
+from benchmarks.peers.ways import WAYS, of_callback
 
 ABOUT = {
     "when": "2026-01-01 00:00 UTC",
@@ -37,72 +42,127 @@ ABOUT = {
     "load_before": 0.1,
     "load_after": 0.2,
     "note": "Quiet.",
+    "state_bytes": {"gpt2": 3 * 2**20},
 }
 
 
-def cell(way: str, number: int, wall_s: float, **other: Any) -> dict[str, Any]:
+def turn(way: str, number: int, wall_s: float, **other: Any) -> dict[str, Any]:
+    saves = way not in ("none", "none again")
+    return {
+        "model": "gpt2",
+        "interval": 10,
+        "way": way,
+        "round": number,
+        "steps": 10,
+        "wall_s": wall_s,
+        "left_s": 0.1 if saves else 0.0,
+        "cpu_s": 3.0 if saves else 2.0,
+        "blocked_s": 0.05 if saves else 0.0,
+        "taken": 1 if saves else 0,
+        "safe_after_s": {"host": [0.1, 0.3] if saves else [], "peer": [], "durable": []},
+        **other,
+    }
+
+
+def cell(way: str, number: int, **other: Any) -> dict[str, Any]:
     saves = way != "none"
     return {
         "model": "gpt2",
         "interval": 10,
         "way": way,
         "round": number,
-        "measured_steps": 20,
-        "wall_s": wall_s,
-        "blocked_s": 0.1 if saves else 0.0,
-        "inside": 2 if saves else 0,
         "after_begin": 3 if saves else 0,
         "snapshots": 4 if saves else 0,
-        "cpu_s": 13.0 if saves else 10.0,
         "peak_bytes": 2**21 if saves else 2**20,
         "sent_bytes": 3 * 2**20 if saves else 0,
         "written_bytes": 4 * 2**20 if saves else 0,
         "restore_s": 0.5 if saves else None,
-        "state_bytes": 2**20,
-        "safe_after_s": {"host": [0.1, 0.3] if saves else [], "peer": [], "durable": []},
         "equal": True if saves else None,
         "killed": 0,
         **other,
     }
 
 
-def test_every_way_is_compared_with_the_training_without_checkpoints_of_its_own_round() -> None:
-    cells = [cell("none", 0, 1.0), cell("ours", 0, 1.1), cell("none", 1, 2.0), cell("ours", 1, 2.4)]
-    lost = cell("ours", 2, 99.0)  # without a training to compare it with
-    table = tables(Found(ABOUT, cells=[*cells, lost]))["gpt2", 10]
-    assert table.overhead("ours").values == pytest.approx([0.1, 0.2])
-    line = next(line for line in report(Found(ABOUT, cells=cells)).splitlines() if line.startswith("| ours"))
-    columns = [column.strip() for column in line.strip("|").split("|")]
-    assert columns[1] == "+15.0% (+10.0% to +20.0%)"
-    assert columns[2] == "50.0 ms (50.0 ms to 50.0 ms)"
-    assert columns[3] == "0.12 s (0.05 s to 0.20 s)"
-    assert columns[4] == "1.00 s (1.00 s to 1.00 s)"
-    assert columns[5] == "+1 MiB (+1 MiB to +1 MiB)"
-    assert columns[6] == "0.20 s / – / –"
-    assert columns[7:] == ["1 MiB (1 MiB to 1 MiB)"] * 2 + ["0.50 s (0.50 s to 0.50 s)", "2"]
+def columns_of(way: str, text: str) -> list[str]:
+    line = next(line for line in text.splitlines() if line.startswith(f"| {way} "))
+    return [column.strip() for column in line.strip("|").split("|")]
+
+
+def test_every_turn_is_compared_with_those_without_checkpoints_of_its_own_round() -> None:
+    turns = [turn("none", 0, 0.9), turn("none", 0, 1.1), turn("ours", 0, 1.1)]
+    turns += [turn("none", 1, 2.0), turn("ours", 1, 2.5), turn("ours", 2, 99.0)]  # the last one has none beside it
+    turns += [turn("none", -1, 9.0), turn("ours", -1, 9.0)]  # the first ones do not count
+    times = Times.of(Found(ABOUT, turns=turns), ("gpt2", 10))
+    assert times.longer("ours").values == pytest.approx([0.2, 0.3])
+    assert times.added("ours").values == pytest.approx([0.2, 0.6])
+    text = report(Found(ABOUT, turns=turns, cells=[cell("none", 0), cell("ours", 0)]))
+    assert columns_of("ours", text) == [
+        "ours",
+        "+25.0 (+22.5 to +27.5) %; 0.40 s",
+        "50 ms",
+        "1.00 s",
+        "0.10 s",
+        "0.20 s / – / –",
+        "+1 MiB",
+        "1 MiB",
+        "1 MiB",
+        "0.50 s",
+        "",
+    ]
+    assert columns_of("none", text)[1] == "0.150 s a step, 2 rounds"
+    assert "| gpt2, 3 MiB, every 10 steps |" in text
+
+
+def test_of_an_interval_that_is_longer_than_a_turn_a_step_is_longer_by_less() -> None:
+    turns = [turn("none", 0, 1.0, interval=100), turn("ours", 0, 1.4, interval=100)]
+    times = Times.of(Found(ABOUT, turns=turns), ("gpt2", 100))
+    assert times.added("ours").values == pytest.approx([0.5])
+    assert times.longer("ours").values == pytest.approx([0.05])
+
+
+def test_several_snapshots_in_a_turn_share_what_they_cost() -> None:
+    turns = [turn("none", 0, 1.0, interval=1, steps=4), turn("ours", 0, 1.9, interval=1, steps=4, taken=4)]
+    times = Times.of(Found(ABOUT, turns=turns), ("gpt2", 1))
+    assert times.added("ours").values == pytest.approx([0.25])
+    assert times.longer("ours").values == pytest.approx([1.0])
+    turns[1]["taken"] = 2
+    assert times.added("ours").values == pytest.approx([0.5])
+    assert times.longer("ours").values == pytest.approx([1.0])
+    assert times.remarks("ours") == ["2 of 4 snapshots taken"]
 
 
 def test_a_table_says_what_is_wrong_with_a_way() -> None:
-    bad = cell("dash", 0, 1.5, inside=1, equal=False, killed=1, sent_bytes=None)
-    text = report(Found(ABOUT, cells=[cell("none", 0, 1.0), bad, cell("asymcheck-topk", 0, 1.2)]))
-    assert "1 of 2 snapshots taken; **restored another state**; processes had to be killed" in text
-    assert "| asymcheck-topk (not exact) |" in text
+    turns = [turn("none", 0, 1.0), turn("dash", 0, 1.5, taken=0), turn("asymcheck-topk", 0, 1.2)]
+    bad = cell("dash", 0, equal=False, killed=1, sent_bytes=None)
+    text = report(Found(ABOUT, turns=turns, cells=[cell("none", 0), bad, cell("asymcheck-topk", 0, equal=False)]))
+    wrong = "0 of 1 snapshots taken; **restored another state**; processes had to be killed"
+    assert columns_of("dash", text)[-1] == wrong
+    assert columns_of("dash", text)[1] == "+60.0 %; –"
+    assert columns_of("asymcheck-topk (not exact)", text)[-1] == ""
     assert text.index("asymcheck-topk") < text.index("dash")  # the cheapest first
-    idle = cell("dash", 0, 1.0, inside=0, snapshots=1)
-    assert "0 of 2 snapshots taken" in report(Found(ABOUT, cells=[cell("none", 0, 1.0), idle]))
-    nowhere = cell("dash", 0, 1.0, safe_after_s={"host": [], "peer": [], "durable": []})
-    assert "none seen safe" in report(Found(ABOUT, cells=[cell("none", 0, 1.0), nowhere]))
+    nowhere = turn("dash", 0, 1.0, safe_after_s={"host": [], "peer": [], "durable": []})
+    assert "none seen safe" in report(Found(ABOUT, turns=[turn("none", 0, 1.0), nowhere]))
 
 
-def test_what_was_not_measured_is_named_and_a_table_of_part_of_it_is_no_table_of_all() -> None:
+def test_models_of_one_interval_share_a_table_and_one_of_several_has_its_own() -> None:
+    keys = [("gpt2", 1), ("gpt2", 10), ("bert", 10), ("vit", 10)]
+    turns = [turn("none", 0, 1.0, model=model, interval=interval) for model, interval in keys]
+    found = Found(ABOUT, turns=turns)
+    assert groups(found) == [[("gpt2", 1), ("gpt2", 10)], [("bert", 10), ("vit", 10)]]
+    heads = [line for line in report(found).splitlines() if line.startswith("| way")]
+    assert [head.count(" waits ") for head in heads] == [1, 0]
+    assert details(found).count("| way") == 4
+
+
+def test_what_was_not_measured_and_what_failed_is_named() -> None:
     missing = [{"model": "vit", "interval": 1, "way": way, "round": 0} for way in ("ours", "dash")]
     missing += [{"model": "gpt2", "interval": 10, "way": "dash", "round": number} for number in (1, 2)]
     failed = [{"model": "gpt2", "interval": 1, "way": "dash", "round": 0, "error": "OSError: full"}]
-    text = report(Found(ABOUT, cells=[cell("none", 0, 1.0), cell("dash", 0, 1.0)], missing=missing, failed=failed))
+    turns = [turn("none", 0, 1.0), turn("dash", 0, 1.0)]
+    text = report(Found(ABOUT, turns=turns, missing=missing, failed=failed))
     assert "Not measured within the budget" in text
-    assert "moments (incomplete: see below)**" in text
     assert "- vit, every 1: dash, ours\n" in text
-    assert "- gpt2, every 10: dash (2 rounds)\n" in text
+    assert "- gpt2, every 10: dash (2 times)\n" in text
     assert "- gpt2, every 1: dash: OSError: full\n" in text
 
 
@@ -118,13 +178,14 @@ def test_tables_go_between_the_marks_of_the_page(tmp_path: Path) -> None:
 
 
 def test_several_comparisons_are_one_report(tmp_path: Path) -> None:
-    both = [
-        Found({**ABOUT, "scale": scale}, cells=[cell("none", 0, 1.0), cell("dash", 0, 1.1)]) for scale in ("a", "b")
-    ]
+    turns = [turn("none", 0, 1.0), turn("dash", 0, 1.1)]
+    both = [Found({**ABOUT, "scale": scale}, turns=turns) for scale in ("a", "b")]
     text = write_report(both, tmp_path)
     assert "of scale `a`" in text
     assert "of scale `b`" in text
-    assert text.count("| dash | +10.0% |") == 2
+    assert text.count("| dash | +20.0 %; 0.20 s |") == 2
+    assert (tmp_path / "peers-a-gpt2-10.svg").exists()
+    assert (tmp_path / "details.md").read_text().count("| dash |") == 2
 
 
 def test_a_snapshot_for_which_there_was_no_slot_does_not_count_as_begun() -> None:
@@ -234,6 +295,107 @@ def test_bad_arguments_are_named(arguments: list[str], said: str, capsys: pytest
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("interval", "steps"), [(1, 4), (3, 6), (4, 4), (10, 10), (100, 20)])
+def test_a_turn_is_an_interval_within_bounds(interval: int, steps: int) -> None:
+    assert Training(model="plain", interval=interval, ways=(), scale="tiny", device="cpu").steps == steps
+
+
+def test_a_snapshot_is_due_in_its_own_turn_from_its_first_step_on() -> None:
+    due = Due()
+    taken = []
+    due.begin(7, 3)
+    for step in range(7, 14):
+        if due.due(step, 0.0):
+            taken.append(step)
+            due.taken(step, 0.0)
+    due.end()
+    assert taken == [7, 10, 13]
+    assert not due.due(16, 0.0)
+    due.begin(20, 3)
+    assert not due.due(19, 0.0)
+    assert due.due(21, 0.0)  # one for which there was no slot is taken at the next step
+
+
+class Saver(Baseline):
+    """Notes what is asked of it, and when; may fail."""
+
+    def __init__(self, folder: Path, every: int) -> None:
+        super().__init__(folder, every)
+        self.said: list[str] = []
+
+    def begin(self, step: int, checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
+        self.said.append(f"begin {step}")
+
+    def wait(self) -> None:
+        self.said.append("wait")
+
+    def settle(self) -> None:
+        self.said.append("settle")
+        for step in self.begun:
+            self.reached(step, "durable")
+
+    def let_go(self) -> None:
+        self.said.append("let go")
+
+    def join(self, trainer: pl.Trainer) -> None:
+        self.said.append("join")
+
+    def leave(self) -> None:
+        self.said.append("leave")
+
+    def restore(self) -> tuple[int, dict[str, Any]]:
+        raise NotImplementedError
+
+
+class Failing(Saver):
+    def begin(self, step: int, checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
+        raise OSError("full")
+
+
+def test_ways_take_turns_and_one_that_fails_leaves_the_others_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: dict[str, Saver] = {}
+
+    def way(name: str, kind: type[Saver]) -> Any:
+        def make(folder: Path, every: int) -> Saver:
+            made[name] = kind(folder, every)
+            return made[name]
+
+        return of_callback(make)
+
+    monkeypatch.setitem(WAYS, "one", way("one", Saver))
+    monkeypatch.setitem(WAYS, "two", way("two", Failing))
+    monkeypatch.setattr(turns, "bind_team", lambda: [])
+    said: list[dict[str, Any]] = []
+    training = Training(model="plain", interval=2, ways=("one", "two"), scale="tiny", device="cpu", rounds=2, warm_up=4)
+    turns.run(training, tmp_path, os.getpid(), said.append)
+    told = [entry["turn"] for entry in said if "turn" in entry]
+    assert sorted((entry["round"], entry["way"]) for entry in told) == [
+        (-1, "none"),
+        (-1, "one"),
+        (0, "none"),
+        (0, "none"),
+        (0, "one"),
+        (1, "none"),
+        (1, "none"),
+        (1, "one"),
+    ]
+    assert [entry["failed"]["way"] for entry in said if "failed" in entry] == ["two"]
+    assert next(entry["failed"]["error"] for entry in said if "failed" in entry) == "OSError('full')"
+    assert said[-1]["state_bytes"] > 0
+    mine = [entry for entry in told if entry["way"] == "one" and entry["round"] >= 0]
+    assert [len(entry["begun"]) for entry in mine] == [2, 2]
+    assert all(entry["steps"] == 4 and {step for step, _, _ in entry["safe"]} == set(entry["begun"]) for entry in mine)
+    between = "|".join(made["one"].said).split("join|")
+    for own in between[-2:]:
+        begun = [word for word in own.split("|") if word.startswith("begin")]
+        assert len(begun) == 2
+        assert own.split("|")[:2] == [begun[0], "wait"]
+        assert own.count("wait") == 4 or own.endswith("let go")
+        assert "settle|leave" in own
+
+
 @pytest.mark.soak
 def test_the_command_measures_every_way_and_says_what_it_did_not(tmp_path: Path) -> None:
     run = [sys.executable, "-m", "benchmarks", "peers", "--quick", "--out", str(tmp_path), "--folder", str(tmp_path)]
@@ -249,11 +411,13 @@ def test_the_command_measures_every_way_and_says_what_it_did_not(tmp_path: Path)
         "dash",
         "oteacheck",
     }
+    assert {entry["way"] for entry in found["turns"]} == {cell["way"] for cell in found["cells"]}
+    assert all(entry["taken"] == 1 for entry in found["turns"] if entry["way"] != "none" and entry["round"] == 0)
     for one in found["cells"]:
         if one["way"] != "none":
             assert one["equal"] is True, one
             # Ours passes over a step while its slots are being made, or are all busy, and takes the next one.
-            assert one["way"] == "ours" or one["inside"] == 4, one
+            assert one["way"] == "ours" or one["inside"] == 2, one
             assert one["way"] == "ours" or one["safe_after_s"]["durable"], one
             assert one["snapshots"] >= 1, one
             assert one["restore_s"] > 0
@@ -265,4 +429,6 @@ def test_the_command_measures_every_way_and_says_what_it_did_not(tmp_path: Path)
     done = subprocess.run([*run, "--budget", "0"], cwd=root, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1
     assert "Not measured within the budget" in done.stdout
-    assert "- plain, every 10: AsyncCheckpointIO, ModelCheckpoint, dash, none, oteacheck, ours" in done.stdout
+    assert (
+        "- plain, every 10: AsyncCheckpointIO, ModelCheckpoint, all of it, dash, none, oteacheck, ours" in done.stdout
+    )

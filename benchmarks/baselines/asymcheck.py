@@ -60,6 +60,8 @@ def _number_at(begin: int, number: int, bounds: list[int]) -> int:
 class AsymCheck(Partitioned):
     """See the top of this file."""
 
+    tries = WARM_UP + 2
+
     def __init__(self, folder: Path, every: int) -> None:
         super().__init__(folder, every)
         self._idle_s: list[float] = []
@@ -73,7 +75,7 @@ class AsymCheck(Partitioned):
             if any(True for _ in module.parameters(recurse=False))
         ]
         trained = [parameter for parameter in trainer.lightning_module.parameters() if parameter.requires_grad]
-        self._idle_s = [0.0] * (len(layers) + len(trained))
+        self._idle_s = self._idle_s or [0.0] * (len(layers) + len(trained))
         hooks: list[Any] = [layer.register_forward_pre_hook(lambda *_: self._at_slot()) for layer in layers]
         return hooks + [weight.register_post_accumulate_grad_hook(lambda _: self._at_slot()) for weight in trained]
 

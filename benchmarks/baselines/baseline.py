@@ -29,9 +29,11 @@ class Baseline(pl.Callback):
         safe: step, tier and when the snapshot was whole there.
         exact: whether what is restored is what was saved, bit for bit.
         exact_buffers: whether that holds for what forward changes, such as BatchNorm's statistics.
+        tries: snapshots until they are taken as they will be from then on.
     """
 
     exact = exact_buffers = True
+    tries = 3
 
     def __init__(self, folder: Path, every: int) -> None:
         self.folder, self.every = folder, every
@@ -48,8 +50,26 @@ class Baseline(pl.Callback):
         """Wait until the optimizer may change the tensors."""
 
     @abstractmethod
+    def settle(self) -> None:
+        """Wait until all that was begun is as safe as it gets."""
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """End what snapshots are made with; nothing is under way any more."""
+
+    def join(self, trainer: pl.Trainer) -> None:
+        """Hook into training. Called before each of its turns, where several ways take turns within one training."""
+        return
+
+    def leave(self) -> None:
+        """Take out what :meth:`join` has hooked in, so that it costs nothing in the turns of others."""
+        return
+
     def finish(self) -> None:
         """Wait until all that was begun is as safe as it gets, and let everything go."""
+        self.settle()
+        self.leave()
+        self.let_go()
 
     @abstractmethod
     def restore(self) -> tuple[int, dict[str, Any]]:
@@ -67,6 +87,7 @@ class Baseline(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._step = trainer.global_step
+        self.join(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         step, before = trainer.global_step, self._step

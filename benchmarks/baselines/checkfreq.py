@@ -62,9 +62,11 @@ class CheckFreq(Baseline):
     def wait(self) -> None:
         self._copies.wait()
 
-    def finish(self) -> None:
+    def settle(self) -> None:
         if self._persisted is not None:
             self._persisted.result()
+
+    def let_go(self) -> None:
         self._copies.close()
         self._writer.shutdown()
 

@@ -65,9 +65,11 @@ class Dash(Baseline):
         if self._copied is not None:
             self._copied.result()
 
-    def finish(self) -> None:
+    def settle(self) -> None:
         if self._sent is not None:
             self._sent.result()
+
+    def let_go(self) -> None:
         self._copier.shutdown()
         self._sender.shutdown()
         self._peer.close()

@@ -65,9 +65,11 @@ class DataStates(Baseline):
     def wait(self) -> None:
         self._copies.wait()
 
-    def finish(self) -> None:
+    def settle(self) -> None:
         while self._flushed:
             self._flushed.pop(0).result()
+
+    def let_go(self) -> None:
         self._copies.close()
         self._flusher.shutdown()
 

@@ -76,9 +76,11 @@ class Gemini(Baseline):
     def wait(self) -> None:
         self._copies.wait()
 
-    def finish(self) -> None:
+    def settle(self) -> None:
         while self._sent:
             self._sent.pop(0).result()
+
+    def let_go(self) -> None:
         self._copies.close()
         self._sender.shutdown()
 

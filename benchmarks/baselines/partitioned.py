@@ -47,9 +47,13 @@ class Partitioned(Baseline):
     def watch(self, trainer: pl.Trainer) -> list[Any]:
         """Register the hooks that release partitions; returns their handles."""
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
+    def join(self, trainer: pl.Trainer) -> None:
+        self.leave()
         self._hooks = self.watch(trainer)
+
+    def leave(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def begin(self, step: int, checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
         flat = Flat(checkpoint)
@@ -92,13 +96,13 @@ class Partitioned(Baseline):
         self.reached(step, DURABLE)
         keep_two(self.folder, "step-*.part")
 
-    def finish(self) -> None:
+    def settle(self) -> None:
         self.wait()
         self._write_newest()
         if self._written is not None:
             self._written.result()
-        while self._hooks:
-            self._hooks.pop().remove()
+
+    def let_go(self) -> None:
         self._copies.close()
         self._writer.shutdown()
 

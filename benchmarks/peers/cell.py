@@ -17,9 +17,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from benchmarks.peers import processes
-from benchmarks.peers.models import build
+from benchmarks.peers.models import build, state_bytes
 from benchmarks.peers.ways import WAYS, Saving
 from benchmarks.placement import bind_team
+from lightning_spot import EverySteps
 
 LEAD = 4
 SETTLE_S = 30.0
@@ -148,23 +149,21 @@ class Meter(pl.Callback):
             torch.cuda.synchronize()
 
 
-def run(cell: Cell, folder: Path, command: int) -> dict[str, Any]:
+def run(cell: Cell, folder: Path, command: int, tell: Callable[[dict[str, Any]], None]) -> None:
     """Train, and restore.
 
     Args:
         cell: what to measure.
         folder: where it may write; empty.
         command: process id of whoever counts what this process and its children use.
-
-    Returns:
-        what was measured, as plain values.
+        tell: is told what was measured, as plain values.
     """
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     own_network = processes.own_network()
     bind_team()
     model, data = build(cell.model, cell.scale, cell.steps)
-    saving = WAYS[cell.way](folder, cell.interval)
+    saving = WAYS[cell.way](folder, EverySteps(cell.interval))
     meter = Meter(cell, saving, command, own_network=own_network)
     trainer = pl.Trainer(
         max_steps=cell.steps,
@@ -183,19 +182,12 @@ def run(cell: Cell, folder: Path, command: int) -> dict[str, Any]:
     found["drain_s"] = time.monotonic() - found.pop("ended_s")
     sent_before = found.pop("sent_before")
     found["sent_bytes"] = None if sent_before is None else processes.sent_bytes() - sent_before
-    found["state_bytes"] = _state_bytes(trainer)
+    found["state_bytes"] = state_bytes(trainer)
     found |= _restore(saving, trainer, folder)
     saving.close()
     found["begun"], found["safe"] = dict(saving.begun), list(saving.safe)
     found["last_ones"] = saving.last_ones
-    return found
-
-
-def _state_bytes(trainer: pl.Trainer) -> int:
-    tensors = list(trainer.lightning_module.parameters()) + list(trainer.lightning_module.buffers())
-    for optimizer in trainer.optimizers:
-        tensors += [value for state in optimizer.state.values() for value in state.values()]
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+    tell(found)
 
 
 def _restore(saving: Saving, trainer: pl.Trainer, folder: Path) -> dict[str, Any]:

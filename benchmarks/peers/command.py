@@ -1,32 +1,36 @@
-"""``python -m benchmarks peers``: trains the same models with every way of saving, in random order, and compares.
+"""``python -m benchmarks peers``: trains the same models with every way of saving, and compares.
 
-Every cell is a process of its own. No cell is begun when the budget is used up, except for the training that others,
-measured already, are compared with; what is missing is named.
+What a way costs is measured within one training, in which all take turns; memory, bytes and the restore of each in a
+process of its own. Nothing is begun when the budget is used up; what is missing, or failed, is named, and what was
+measured is kept. ``--publish`` measures all that ``docs/benchmarks.md`` shows.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import os
-import sys
-import tempfile
-import time
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import about
-from benchmarks.peers import processes
-from benchmarks.peers.cell import Cell
-from benchmarks.peers.measure import CellFailed, measure
+from benchmarks.peers.compare import compare
 from benchmarks.peers.models import MODELS, SCALES
-from benchmarks.peers.plan import Found, blocks
+from benchmarks.peers.plan import Found
 from benchmarks.peers.report import write_docs, write_report
 from benchmarks.peers.ways import WAYS
 
 QUICK = ["none", "ours", "ModelCheckpoint", "AsyncCheckpointIO", "dash", "oteacheck"]
+OTHERS = ["AsyncCheckpointIO", "DCP thread staged", "torchsnapshot"]
+MAIN = ["none", "none again", "ours still", "ours eager", "datastates", *OTHERS]
+LARGE = ["none", "ours still", *OTHERS]
+FULL = {"scale": "full", "warm_up": 4, "measured": 4, "longest": 5}  # whose steps take seconds
+VARIOUS = ["bert", "roberta", "bloom", "resnet", "vit"]
+PUBLISHED: list[dict[str, Any]] = [
+    {"models": ["gpt2"], "intervals": [1, 10], "ways": list(WAYS), "cells": 1, "share": 0.36},
+    {"models": ["gpt2"], "intervals": [100], "ways": [*MAIN, "ours"], "cells": 0, "share": 0.07},
+    {"models": VARIOUS, "intervals": [10], "ways": MAIN, "cells": 0, "share": 0.17},
+    {"models": ["gpt2"], "intervals": [1, 10], "ways": LARGE, "cells": 1, "share": 0.40, **FULL},
+]
+"""What ``--publish`` measures, one comparison after the other, each in its share of the budget."""
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
 
@@ -67,19 +71,22 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--intervals", type=_intervals, default=[1, 10], help="steps between snapshots (default: 1,10)")
     found.add_argument("--ways", type=_names(WAYS), default=list(WAYS), help=f"default: all of {', '.join(WAYS)}")
-    found.add_argument("--rounds", type=int, default=3, help="how often each cell is measured (default: 3)")
-    found.add_argument("--warm-up", type=int, default=50, help="steps before the measured ones, at least (default: 50)")
-    found.add_argument("--measured", type=int, default=40, help="steps that are measured, at least (default: 40)")
-    found.add_argument("--budget", type=_seconds, default=900.0, help="no way is begun after that (default: 15m)")
+    found.add_argument("--rounds", type=int, default=12, help="turns of each way, at most (default: 12)")
+    found.add_argument("--cells", type=int, default=1, help="processes of its own for each way (default: 1)")
+    found.add_argument("--longest", type=int, default=20, help="steps of a turn, at most (default: 20)")
+    found.add_argument("--warm-up", type=int, default=12, help="steps before the measured ones, at least (default: 12)")
+    found.add_argument("--measured", type=int, default=20, help="steps of a cell that are measured (default: 20)")
+    found.add_argument("--budget", type=_seconds, default=900.0, help="nothing is begun after that (default: 15m)")
     found.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     found.add_argument("--scale", choices=SCALES, default="small", help="of the models (default: small, for 2 cores)")
     found.add_argument("--seed", type=int, default=0, help="of the random order")
-    found.add_argument("--limit", type=_seconds, default=600.0, help="a cell fails after that (default: 600s)")
+    found.add_argument("--limit", type=_seconds, default=300.0, help="a cell fails after that (default: 300s)")
     found.add_argument("--folder", type=Path, help="a directory on the disk to save to (default: a temporary one)")
     found.add_argument("--out", type=Path, default=Path("peers"), help="where results go (default: peers)")
     found.add_argument("--docs", action="store_true", help="also write the tables into docs/benchmarks.md")
     found.add_argument("--note", default="", help="a sentence about the machine, for the report")
     found.add_argument("--quick", action="store_true", help="a tiny model, few ways, one round: does it all work?")
+    found.add_argument("--publish", action="store_true", help="all that the documentation shows, and --docs")
     found.add_argument(
         "--again", type=Path, metavar="JSON", nargs="+", help="measure nothing, report on these results together"
     )
@@ -87,71 +94,36 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns its exit status: 0 if every cell was measured."""
+    """Run the command; returns its exit status: 0 if everything was measured."""
     options = parser().parse_args(arguments)
     if options.quick:
         options.scale, options.rounds, options.intervals = "tiny", 1, [10]
         options.models, options.ways = ["plain"], [way for way in options.ways if way in QUICK]
     options.out.mkdir(parents=True, exist_ok=True)
-    found = [Found(**json.loads(path.read_text())) for path in options.again] if options.again else [compare(options)]
-    text = write_report(found, options.out)
-    if options.docs:
-        write_docs(DOCS, text)
-    print(text)
+    if options.again:
+        found = [Found(**json.loads(path.read_text())) for path in options.again]
+    else:
+        found = []
+        for path, asked in _comparisons(options):
+            found.append(compare(asked, path))
+            _report(found, options)
+    print(_report(found, options))
     return 1 if any(one.missing or one.failed for one in found) else 0
 
 
-def compare(options: argparse.Namespace) -> Found:
-    """Measure what was asked for, within the budget."""
-    processes.adopt_orphans()
-    if options.device == "cuda":
-        resource_tracker.ensure_running()  # once, not as a child that the first cell leaves behind
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask for a GPU must not make forking unsafe
-    for name in {"bert", "bloom", "gpt2", "resnet", "roberta", "vit"} & set(options.models):
-        importlib.import_module(f"transformers.models.{name}.modeling_{name}")  # once, not in every cell
-    began_s = time.monotonic()
-    planned = list(
-        blocks(
-            options.models,
-            options.intervals,
-            options.ways,
-            options.rounds,
-            seed=options.seed,
-            scale=options.scale,
-            device=options.device,
-            warm_up=options.warm_up,
-            least=options.measured,
-        )
-    )
-    machine = about() | {"device": options.device, "scale": options.scale, "note": options.note}
-    found = Found(machine, missing=[vars(cell) for block in planned for cell in block])
-    with tempfile.TemporaryDirectory(prefix="ls-peers-", dir=options.folder) as folder:
-        for block in planned:
-            _measure_block(block, found, Path(folder), options, began_s + options.budget)
-    found.about["load_after"] = os.getloadavg()[0]
-    found.about["took_s"] = time.monotonic() - began_s
-    _write(found, options.out)
+def _comparisons(options: argparse.Namespace) -> list[tuple[Path, argparse.Namespace]]:
+    if not options.publish:
+        return [(options.out / "peers.json", options)]
+    found = []
+    for number, part in enumerate(PUBLISHED, 1):
+        asked = argparse.Namespace(**{**vars(options), **part, "budget": options.budget * part["share"]})
+        found.append((options.out / f"peers-{number}.json", asked))
     return found
 
 
-def _measure_block(block: list[Cell], found: Found, folder: Path, options: argparse.Namespace, end_s: float) -> None:
-    begun = False
-    for cell in block:
-        # What was measured in a block says nothing without the training that it is compared with.
-        if time.monotonic() > end_s and not (begun and cell.way == "none"):
-            continue
-        begun = True
-        found.missing.remove(vars(cell))
-        label = f"{cell.model}, every {cell.interval}, round {cell.round + 1}: {cell.way}"
-        try:
-            values = measure(cell, folder, options.limit)
-            found.cells.append(values)
-            print(f"{label}: {values['wall_s'] / cell.measured:.4f} s a step", flush=True)
-        except CellFailed as error:
-            found.failed.append({**vars(cell), "error": str(error)})
-            print(f"{label}: FAILED: {error}", file=sys.stderr, flush=True)
-        _write(found, options.out)  # whoever ends this command keeps what it has measured
-
-
-def _write(found: Found, folder: Path) -> None:
-    (folder / "peers.json").write_text(json.dumps(found.plain(), indent=1))
+def _report(found: list[Found], options: argparse.Namespace) -> str:
+    """Written after each comparison, so that one that is cut off leaves the others in the page."""
+    text = write_report(found, options.out)
+    if options.docs or options.publish:
+        write_docs(DOCS, text)
+    return text

@@ -81,9 +81,11 @@ class DCP(Baseline):
             self._copied.result()
             self._copied = None
 
-    def finish(self) -> None:
+    def settle(self) -> None:
         if self._saved is not None:
             self._saved.result()
+
+    def let_go(self) -> None:
         if self._stager is not None:
             self._stager.close()
 

@@ -70,6 +70,14 @@ def build(name: str, scale: str, steps: int) -> tuple[Network, DataLoader[Any]]:
     return Network(make_network()), DataLoader(Batches(make_batch, steps), batch_size=None)
 
 
+def state_bytes(trainer: pl.Trainer) -> int:
+    """Of weights, buffers and what the optimizers keep."""
+    tensors = list(trainer.lightning_module.parameters()) + list(trainer.lightning_module.buffers())
+    for optimizer in trainer.optimizers:
+        tensors += [value for state in optimizer.state.values() for value in state.values()]
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+
 _Made = tuple[Callable[[], torch.nn.Module], Callable[[torch.Generator], dict[str, torch.Tensor]]]
 
 

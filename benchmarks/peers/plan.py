@@ -39,13 +39,15 @@ class Found:
     """A comparison.
 
     Attributes:
-        about: machine, commit, versions, scale, load.
-        cells: what was measured, one dictionary each: the cell's fields with its values.
-        failed: cells that ended with an error, with its last line.
-        missing: cells that are not begun: not yet, or not within the budget.
+        about: machine, commit, versions, scale, load; bytes of the state of each model.
+        turns: what was measured in turns, one dictionary for each turn of a way.
+        cells: what was measured of ways in processes of their own: the cell's fields with its values.
+        failed: ways, trainings and cells that ended with an error, with its last line.
+        missing: cells and trainings that are not begun: not yet, or not within the budget.
     """
 
     about: dict[str, Any]
+    turns: list[dict[str, Any]] = field(default_factory=list)
     cells: list[dict[str, Any]] = field(default_factory=list)
     failed: list[dict[str, Any]] = field(default_factory=list)
     missing: list[dict[str, Any]] = field(default_factory=list)

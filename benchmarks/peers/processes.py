@@ -90,6 +90,15 @@ def total_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def available_bytes() -> int:
+    """What can still be had of it, page cache included."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    return total_bytes()
+
+
 def memory_bytes(root: int, shm: Path) -> int:
     """Memory of all processes below ``root``, what they share counted once, and files in ``shm``."""
     private = shared = 0

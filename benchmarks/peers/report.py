@@ -4,203 +4,191 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.plan import Found
+from benchmarks.peers.results import NONE, Cells, Key, Spread, Times
 
 MIB = 2**20
 BEGIN, END = "<!-- peers: made by `python -m benchmarks peers --docs` -->", "<!-- peers: end -->"
-TIERS = ("host", "peer", "durable")
 NOT_EXACT = ("asymcheck-topk", "ours+node topk")
-WITHOUT = ("none", "none again")
-_HEAD = """\
-| way | step time | waits, a snapshot | added, a snapshot | CPU, a snapshot | memory | safe: {tiers} | sent | written \
-| restore | rounds |
-|---|---|---|---|---|---|---|---|---|---|---|""".replace("{tiers}", " / ".join(TIERS))
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Values of several rounds."""
-
-    values: list[float]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.values)
-
-    def text(self, form: Callable[[float], str]) -> str:
-        """The median, with least and most where there are several values; a dash where there are none."""
-        if not self.values:
-            return "–"
-        if len(self.values) == 1:
-            return form(self.median)
-        return f"{form(self.median)} ({form(min(self.values))} to {form(max(self.values))})"
+_DETAILS = "waits | CPU | still to do | safe: host / peer / durable | memory | sent | written | restore | remarks"
 
 
 class Table:
-    """One model at one interval: every way against the rounds' own trainings without checkpoints.
+    """Ways against the same training without checkpoints: one row each, a column for each model and interval.
 
     Args:
-        cells: of this model and interval.
+        found: a comparison.
+        columns: of it; of one model where ``details`` are wanted.
+        detailed: the column of which there is more.
     """
 
-    def __init__(self, cells: list[dict[str, Any]]) -> None:
-        self._none = {cell["round"]: cell for cell in cells if cell["way"] == "none"}
-        self._cells = cells
-        self.ways = list(dict.fromkeys(sorted((cell["way"] for cell in cells), key=lambda way: way != "none")))
+    def __init__(self, found: Found, columns: list[Key], detailed: Key | None = None) -> None:
+        self._times = {key: Times.of(found, key) for key in columns}
+        self._detailed = detailed
+        self._cells = Cells(found, detailed) if detailed is not None else None
 
-    def against_none(self, way: str, value: Callable[[dict[str, Any], dict[str, Any]], float | None]) -> Spread:
-        """A value of each round in which both were measured, computed from both cells."""
-        pairs = [(cell, self._none[cell["round"]]) for cell in self.of(way) if cell["round"] in self._none]
-        values = [value(cell, base) for cell, base in pairs]
-        return Spread([found for found in values if found is not None])
-
-    def of(self, way: str) -> list[dict[str, Any]]:
-        return [cell for cell in self._cells if cell["way"] == way]
-
-    def overhead(self, way: str) -> Spread:
-        """Share by which a step is longer than without checkpoints, everything included."""
-        return self.against_none(way, lambda cell, none: cell["wall_s"] / none["wall_s"] - 1)
-
-    def by_cost(self) -> list[str]:
-        """The ways, the cheapest first; those that could not be compared last."""
-        return sorted(self.ways, key=lambda way: self.overhead(way).median if self.overhead(way).values else 1e9)
+    def ways(self) -> list[str]:
+        """The cheapest first, by their median in the first column that has them."""
+        known = dict.fromkeys(way for times in self._times.values() for way in times.ways)
+        cost = {way: [s.longer(way).median for s in self._times.values() if s.longer(way).values] for way in known}
+        if self._detailed is not None:
+            most = self._times[self._detailed]
+            cost |= {way: [most.longer(way).median] for way in known if most.longer(way).values}
+        return sorted((way for way in known if way != NONE), key=lambda way: min(cost[way], default=1e9))
 
     def lines(self) -> list[str]:
-        return [_HEAD, *(self._line(way) for way in self.by_cost())]
+        heads = ["way", *(_title(key, times) for key, times in self._times.items())]
+        heads += _DETAILS.split(" | ") if self._detailed is not None else []
+        none = [NONE, *(_step(times) for times in self._times.values())]
+        none += self._none_details() if self._detailed is not None else []
+        return [_row(heads), _row(["---"] * len(heads)), _row(none), *(_row(self._line(way)) for way in self.ways())]
 
-    def _line(self, way: str) -> str:
-        cells = self.of(way)
-        own = lambda value: Spread([found for cell in cells if (found := value(cell)) is not None])  # noqa: E731
-        if way == "none":
-            step = own(lambda cell: cell["wall_s"] / _measured(cell)).text(lambda s: f"{s * 1000:.1f} ms")
-            memory = own(lambda cell: cell["peak_bytes"] / MIB).text(lambda mib: f"{mib:.0f} MiB")
-            return f"| none | {step} |" + " – |" * 3 + f" {memory} |" + " – |" * 4 + f" {len(cells)} |"
-        seconds = lambda s: f"{s:.2f} s"  # noqa: E731
-        columns = [
-            way + (" (not exact)" if way in NOT_EXACT else ""),
-            self.overhead(way).text(lambda share: f"{share:+.1%}"),
-            own(lambda cell: _each(cell["blocked_s"], cell["inside"])).text(lambda s: f"{s * 1000:.1f} ms"),
-            self.against_none(way, lambda cell, none: _each(cell["wall_s"] - none["wall_s"], cell["inside"])).text(
-                seconds
-            ),
-            self.against_none(way, lambda cell, none: _each(cell["cpu_s"] - none["cpu_s"], cell["after_begin"])).text(
-                seconds
-            ),
-            self.against_none(way, lambda cell, none: (cell["peak_bytes"] - none["peak_bytes"]) / MIB).text(
-                lambda mib: f"{mib:+.0f} MiB"
-            ),
-            " / ".join(_safe_after(cells, tier) for tier in TIERS),
-            self.against_none(way, _sent_more).text(lambda mib: f"{mib:.0f} MiB"),
-            own(lambda cell: _each(cell["written_bytes"] / MIB, cell["snapshots"])).text(lambda mib: f"{mib:.0f} MiB"),
-            own(lambda cell: cell["restore_s"]).text(seconds),
-            f"{len(cells)}{_remarks(cells)}",
+    def _line(self, way: str) -> list[str]:
+        found = [way + (" (not exact)" if way in NOT_EXACT else "")]
+        found += [_cost(times, way) for times in self._times.values()]
+        return found + self._details(way) if self._detailed is not None else found
+
+    def _details(self, way: str) -> list[str]:
+        assert self._detailed is not None
+        assert self._cells is not None
+        times, cells = self._times[self._detailed], self._cells
+        return [
+            times.waits(way).median_text(_ms),
+            times.cpu(way).median_text(_s),
+            times.left(way).median_text(_s),
+            " / ".join(times.safe_after(way, tier).median_text(_s) for tier in ("host", "peer", "durable")),
+            cells.memory(way).median_text(lambda nbytes: f"{nbytes / MIB:+.0f} MiB"),
+            cells.sent(way).median_text(_mib),
+            cells.written(way).median_text(_mib),
+            cells.restore(way).median_text(_s),
+            "; ".join([*times.remarks(way), *cells.remarks(way, exact=way not in NOT_EXACT)]),
         ]
-        return "| " + " | ".join(columns) + " |"
+
+    def _none_details(self) -> list[str]:
+        assert self._cells is not None
+        found = ["–"] * len(_DETAILS.split(" | "))
+        found[4], found[-1] = Spread([c["peak_bytes"] for c in self._cells.of(NONE)]).median_text(_mib), ""
+        return found
 
 
-def _measured(cell: dict[str, Any]) -> int:
-    return int(cell["measured_steps"])
+def _row(columns: list[str]) -> str:
+    return "| " + " | ".join(columns) + " |"
 
 
-def _each(value: float, count: int) -> float | None:
-    return value / count if count else None
+def _s(seconds: float) -> str:
+    return f"{seconds:.2f} s"
 
 
-def _safe_after(cells: list[dict[str, Any]], tier: str) -> str:
-    values = [value for cell in cells for value in cell["safe_after_s"][tier]]
-    return f"{statistics.median(values):.2f} s" if values else "–"
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms"
 
 
-def _sent_more(cell: dict[str, Any], none: dict[str, Any]) -> float | None:
-    if cell["sent_bytes"] is None or none["sent_bytes"] is None:
-        return None
-    return _each((cell["sent_bytes"] - none["sent_bytes"]) / MIB, cell["after_begin"])
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / MIB:.0f} MiB"
 
 
-def _remarks(cells: list[dict[str, Any]]) -> str:
-    due = sum(_measured(cell) // cell["interval"] for cell in cells)
-    taken = sum(cell["inside"] for cell in cells)
-    remarks = [f"{taken} of {due} snapshots taken"] if taken < due and cells[0]["way"] not in WITHOUT else []
-    if taken and not any(cell["safe_after_s"][tier] for cell in cells for tier in TIERS):
-        remarks.append("none seen safe")
-    if any(cell["equal"] is False and cell["way"] not in NOT_EXACT for cell in cells):
-        remarks.append("**restored another state**")
-    if any(cell["killed"] for cell in cells):
-        remarks.append("processes had to be killed")
-    return "".join(f"; {remark}" for remark in remarks)
+def _title(key: Key, times: Times) -> str:
+    model, interval = key
+    steps = "step" if interval == 1 else f"{interval} steps"
+    return f"{model}, {_mib(times.state_bytes)}, every {steps}"
 
 
-def tables(found: Found) -> dict[tuple[str, int], Table]:
-    """A table for each model and interval that was measured."""
-    keys = dict.fromkeys((cell["model"], cell["interval"]) for cell in found.cells)
-    return {
-        key: Table([cell for cell in found.cells if (cell["model"], cell["interval"]) == key]) for key in sorted(keys)
-    }
+def _step(times: Times) -> str:
+    rounds = len(times.rounds)
+    return f"{times.step_s:.3f} s a step, {rounds} round{'s' if rounds != 1 else ''}"
+
+
+def _cost(times: Times, way: str) -> str:
+    longer = times.longer(way).text(lambda share: f"{100 * share:+.1f}")
+    if longer == "–":
+        return longer
+    return f"{longer} %; {times.added(way).median_text(_s)}"
+
+
+def groups(found: Found) -> list[list[Key]]:
+    """What goes into one table: models that were measured at one interval; each other one at all of its own."""
+    intervals: dict[str, list[int]] = {}
+    for model, interval in sorted({(turn["model"], turn["interval"]) for turn in found.turns}):
+        intervals.setdefault(model, []).append(interval)
+    several = [[(model, interval) for interval in own] for model, own in intervals.items() if len(own) > 1]
+    single: dict[int, list[Key]] = {}
+    for model, own in intervals.items():
+        if len(own) == 1:
+            single.setdefault(own[0], []).append((model, own[0]))
+    return several + list(single.values())
 
 
 def report(found: Found) -> str:
     """The section for the documentation, in Markdown."""
     about = found.about
     lines = [
-        f"Measured {about['when']} at commit {about['commit']} on {about['cpus']} CPUs and"
-        f" {about['memory_bytes'] / 2**30:.0f} GiB, {about['system']}, torch {about['torch']}, Lightning"
-        f" {about['lightning']}, {about['device']} with {about['threads']} threads for torch, models of scale"
-        f" `{about['scale']}`. Load of the machine before {about['load_before']:.1f}, after"
-        f" {about['load_after']:.1f}. {about['note']}".rstrip(),
+        f"**Models of scale `{about['scale']}`**, measured {about['when']} at commit {about['commit']} on"
+        f" {about['cpus']} CPUs and {about['memory_bytes'] / 2**30:.0f} GiB, {about['system']}, torch {about['torch']},"
+        f" Lightning {about['lightning']}, {about['device']} with {about['threads']} threads for torch. Load of the"
+        f" machine before {about['load_before']:.1f}, after {about['load_after']:.1f}. {about['note']}".rstrip(),
     ]
-    incomplete = {(cell["model"], cell["interval"]) for cell in found.missing}
-    for (model, interval), table in tables(found).items():
-        state = max(cell["state_bytes"] for cell in table.of(table.ways[0])) / MIB
-        steps = "step" if interval == 1 else f"{interval} steps"
-        partial = " (incomplete: see below)" if (model, interval) in incomplete else ""
-        title = f"**{model}, a snapshot every {steps}, {state:.0f} MiB of weights and moments{partial}**"
-        lines += ["", title, "", *table.lines()]
+    for columns in groups(found):
+        alone = len({model for model, _ in columns}) == 1
+        lines += ["", *Table(found, columns, columns[0] if alone else None).lines()]
     lines += _not_measured("Not measured within the budget", found.missing)
     lines += _not_measured("Failed", found.failed)
     return "\n".join(lines) + "\n"
 
 
-def _not_measured(what: str, cells: list[dict[str, Any]]) -> list[str]:
-    if not cells:
+def details(found: Found) -> str:
+    """All that was measured: a table for each model and interval."""
+    lines = []
+    for key in [key for columns in groups(found) for key in columns]:
+        lines += [*Table(found, [key], key).lines(), ""]
+    return "\n".join(lines)
+
+
+def _not_measured(what: str, missed: list[dict[str, Any]]) -> list[str]:
+    if not missed:
         return []
-    rounds = Counter((cell["model"], cell["interval"], cell["way"], cell.get("error", "")) for cell in cells)
+    rounds = Counter((one["model"], one["interval"], one["way"], one.get("error", "")) for one in missed)
     listed: dict[tuple[str, int], list[str]] = {}
     for (model, interval, way, error), count in sorted(rounds.items()):
-        times = f" ({count} rounds)" if count > 1 else ""
+        times = f" ({count} times)" if count > 1 else ""
         listed.setdefault((model, interval), []).append(f"{way}{times}{f': {error}' if error else ''}")
     lines = [f"- {model}, every {interval}: {', '.join(ways)}" for (model, interval), ways in listed.items()]
     return ["", f"{what}:", "", *lines]
 
 
 def write_report(comparisons: list[Found], folder: Path) -> str:
-    """Write ``peers.md`` and, with matplotlib, one picture for each table; returns the text."""
+    """Write ``peers.md``, ``details.md`` and, with matplotlib, a picture for each model and interval.
+
+    Returns:
+        the text of ``peers.md``.
+    """
     text = "\n".join(map(report, comparisons))
     (folder / "peers.md").write_text(text)
+    (folder / "details.md").write_text("\n".join(map(details, comparisons)))
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         print("no pictures: matplotlib is not installed (extra `plot`)")
         return text
     for found in comparisons:
-        for (model, interval), table in tables(found).items():
-            picture = folder / f"peers-{found.about['scale']}-{model}-{interval}.svg"
-            _draw(table, f"{model} ({found.about['scale']}), every {interval}", picture)
+        for model, interval in [key for columns in groups(found) for key in columns]:
+            scale = found.about["scale"]
+            picture = folder / f"peers-{scale}-{model}-{interval}.svg"
+            _draw(Times.of(found, (model, interval)), f"{model} ({scale}), every {interval}", picture)
     return text
 
 
-def _draw(table: Table, what: str, picture: Path) -> None:
+def _draw(times: Times, what: str, picture: Path) -> None:
     from matplotlib.figure import Figure
 
-    ways = [way for way in reversed(table.by_cost()) if way != "none" and table.overhead(way).values]
+    ways = [way for way in times.ways if way != NONE and times.longer(way).values]
+    ways.sort(key=lambda way: -times.longer(way).median)
     figure = Figure(figsize=(7, 1 + 0.28 * len(ways)), layout="constrained")
     axes = figure.subplots()
     for row, way in enumerate(ways):
-        values = [100 * value for value in table.overhead(way).values]
+        values = [100 * value for value in times.longer(way).values]
         axes.barh(row, statistics.median(values), color="tab:blue" if way.startswith("ours") else "lightgrey")
         axes.plot(values, [row] * len(values), "k.", markersize=3)
     axes.set_yticks(range(len(ways)), ways)

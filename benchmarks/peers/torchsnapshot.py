@@ -25,7 +25,7 @@ class TorchSnapshot(Baseline):
         self._template: dict[str, Any] = {}
 
     def begin(self, step: int, checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
-        self._await()
+        self.settle()
         self._template = checkpoint
         state = {"checkpoint": torchsnapshot.StateDict(**{str(key): value for key, value in checkpoint.items()})}
         self._pending = torchsnapshot.Snapshot.async_take(str(self.folder / f"step-{step:09d}"), state)
@@ -39,7 +39,7 @@ class TorchSnapshot(Baseline):
         for older in sorted(self.folder.glob("step-*"))[:-2]:
             shutil.rmtree(older)
 
-    def _await(self) -> None:
+    def settle(self) -> None:
         if self._watcher is not None:
             self._watcher.join()
         if self._pending is not None:
@@ -48,8 +48,8 @@ class TorchSnapshot(Baseline):
     def wait(self) -> None:
         """What was to be staged is staged when ``async_take`` returns."""
 
-    def finish(self) -> None:
-        self._await()
+    def let_go(self) -> None:
+        """Its threads end with each snapshot."""
 
     def restore(self) -> tuple[int, dict[str, Any]]:
         path = max(self.folder.glob("step-*"))

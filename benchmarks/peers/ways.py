@@ -27,6 +27,7 @@ from benchmarks.baselines.gemini import Gemini
 from benchmarks.baselines.oteacheck import OTeaCheck
 from benchmarks.peers.dcp import DCP
 from benchmarks.peers.seam_watch import SeamWatch
+from benchmarks.peers.sightings import Sightings
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.stores import open_store
 from lightning_spot.run.sources import StoreSource
@@ -41,6 +42,7 @@ BASELINES: dict[str, type[Baseline]] = {
     "asymcheck": AsymCheck,
     "asymcheck-topk": AsymCheckTopK,
 }
+SETTLE_S, LOOK_S = 60.0, 0.003
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,12 @@ class Saving:
         close: lets go of what ``restore`` needed.
         waited_elsewhere_s: seconds that training has waited so far outside the hooks of ``timed``.
         last_ones: snapshots taken at the end of training, besides those begun.
+        spot: ours, if it is one of ours: it is called in the turns of others as well, and its interval tells it whose
+            turn it is. All others are called in their own turns only.
+        join: makes it the way that saves, before each of its turns, where several take turns within one training.
+        settle: waits until all that was begun is as safe as it gets.
+        leave: takes out what ``join`` has put in.
+        tries: snapshots until they are taken as they will be from then on.
     """
 
     callbacks: list[pl.Callback] = field(default_factory=list)
@@ -70,15 +78,20 @@ class Saving:
     close: Callable[[], None] = lambda: None
     waited_elsewhere_s: Callable[[], float] = lambda: 0.0
     last_ones: int = 0
+    spot: SpotCheckpoint | None = None
+    join: Callable[[pl.Trainer], None] = lambda trainer: None
+    settle: Callable[[], None] = lambda: None
+    leave: Callable[[], None] = lambda: None
+    tries: int = 3
 
 
 class Way(Protocol):
     """Makes a :class:`Saving` that writes into a folder every so many steps."""
 
-    def __call__(self, folder: Path, every: int) -> Saving: ...
+    def __call__(self, folder: Path, interval: EverySteps) -> Saving: ...
 
 
-def none(folder: Path, every: int) -> Saving:
+def none(folder: Path, interval: EverySteps) -> Saving:
     """No checkpoints."""
     return Saving()
 
@@ -109,11 +122,17 @@ class _Begun(ModelCheckpoint):
         super()._save_checkpoint(trainer, filepath)
 
 
-def model_checkpoint(folder: Path, every: int, *, in_background: bool = False) -> Saving:
+def model_checkpoint(folder: Path, interval: EverySteps, *, in_background: bool = False) -> Saving:
     """``ModelCheckpoint(every_n_train_steps)``, with ``AsyncCheckpointIO`` or without."""
-    callback = _Begun(dirpath=folder, every_n_train_steps=every, save_on_train_epoch_end=False)
+    callback = _Begun(dirpath=folder, every_n_train_steps=interval.n, save_on_train_epoch_end=False)
     writer = _Noted()
     plugin: Any = AsyncCheckpointIO(writer) if in_background else writer
+
+    def join(trainer: pl.Trainer) -> None:
+        trainer.strategy.checkpoint_io = plugin
+
+    def settle() -> None:
+        _until(lambda: len(writer.safe) == len(callback.begun), "what AsyncCheckpointIO was given is not written")
 
     def restore() -> tuple[int, dict[str, Any]]:
         path = max(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
@@ -127,7 +146,18 @@ def model_checkpoint(folder: Path, every: int, *, in_background: bool = False) -
         begun=callback.begun,
         safe=writer.safe,
         restore=restore,
+        close=plugin.teardown,
+        join=join,
+        settle=settle,
     )
+
+
+def _until(done: Callable[[], bool], otherwise: str) -> None:
+    deadline_s = time.monotonic() + SETTLE_S
+    while not done():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{otherwise} within {SETTLE_S:g} s")
+        time.sleep(LOOK_S)
 
 
 # -- other libraries, and the re-implementations --------------------------------------------------------------------
@@ -136,8 +166,8 @@ def model_checkpoint(folder: Path, every: int, *, in_background: bool = False) -
 def of_callback(make: Callable[[Path, int], Baseline]) -> Way:
     """The way of a callback with the interface of the baselines."""
 
-    def way(folder: Path, every: int) -> Saving:
-        made = make(folder, every)
+    def way(folder: Path, interval: EverySteps) -> Saving:
+        made = make(folder, interval.n)
         return Saving(
             callbacks=[made],
             timed=[made],
@@ -145,6 +175,10 @@ def of_callback(make: Callable[[Path, int], Baseline]) -> Way:
             safe=made.safe,
             restore=made.restore,
             close=made.close,
+            join=made.join,
+            settle=made.settle,
+            leave=made.leave,
+            tries=made.tries,
         )
 
     return way
@@ -163,14 +197,18 @@ def _torchsnapshot(folder: Path, every: int) -> Baseline:
 # -- ours -----------------------------------------------------------------------------------------------------------
 
 
-def ours(folder: Path, every: int, *, memory_node: bool = False, **settings: Any) -> Saving:
-    """``SpotCheckpoint`` with a node of its own and a local directory; or a memory node on loopback besides."""
+def ours(folder: Path, interval: EverySteps, *, memory_node: bool = False, **settings: Any) -> Saving:
+    """``SpotCheckpoint`` with a node of its own and a local directory; or a memory node on loopback besides.
+
+    With one, training stands still for the copies: what is compared there is how they are sent.
+    """
     durable = folder / "run"
     shm = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"])
     watched, close, source = {HOST: str(shm), DURABLE: str(durable)}, lambda: None, str(durable)
     if memory_node:
-        process, source = _memory_node(shm / "far")
-        watched[PEER] = str(shm / "far")
+        settings["partitions"] = "still"
+        process, source = _memory_node(far_folder(shm, folder))
+        watched[PEER] = str(far_folder(shm, folder))
         settings["memory"] = source
         source = f"{source}/run"
 
@@ -178,8 +216,15 @@ def ours(folder: Path, every: int, *, memory_node: bool = False, **settings: Any
             process.terminate()
             process.wait()
 
-    spot = SpotCheckpoint(str(durable), interval=EverySteps(every), notices="signal", **settings)
+    spot = SpotCheckpoint(str(durable), interval=interval, notices="signal", resume=False, **settings)
     watch = SeamWatch(spot)
+    below = Sightings([(tier, place) for tier, place in watched.items() if tier != HOST])
+
+    def is_safe() -> bool:
+        below.look()
+        seen = {tier for step, tier, _ in below.safe if step == max(watch.begun, default=0)}
+        return not watch.begun or seen == watched.keys() - {HOST}
+
     return Saving(
         callbacks=[watch, spot],
         timed=[spot],
@@ -189,7 +234,15 @@ def ours(folder: Path, every: int, *, memory_node: bool = False, **settings: Any
         watched=watched,
         restore=lambda: _restored(source),
         close=close,
+        spot=spot,
+        settle=lambda: _until(is_safe, "the newest snapshot was not safe everywhere"),
+        tries=40 if settings.get("partitions", "auto") == "auto" else 3,
     )
+
+
+def far_folder(shm: Path, folder: Path) -> Path:
+    """Where the memory node of the way that saves to ``folder`` keeps its slots."""
+    return shm / f"far-{folder.name}"
 
 
 def _memory_node(shm: Path) -> tuple[subprocess.Popen[str], str]:
@@ -213,7 +266,7 @@ def _restored(url: str) -> tuple[int, dict[str, Any]]:
 
 
 def _ours(**settings: Any) -> Way:
-    return lambda folder, every: ours(folder, every, **settings)
+    return lambda folder, interval: ours(folder, interval, **settings)
 
 
 def _ways() -> dict[str, Way]:
@@ -224,7 +277,7 @@ def _ways() -> dict[str, Way]:
         "ours": ours,
         "ours+node": _ours(memory_node=True),
         "ModelCheckpoint": model_checkpoint,
-        "AsyncCheckpointIO": lambda folder, every: model_checkpoint(folder, every, in_background=True),
+        "AsyncCheckpointIO": lambda folder, interval: model_checkpoint(folder, interval, in_background=True),
         "DCP thread": _dcp(thread, staged=False),
         "DCP thread staged": _dcp(thread, staged=True),
         "DCP process": _dcp(process, staged=False),
