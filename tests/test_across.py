@@ -216,6 +216,58 @@ def test_two_machines_train_and_something_is_lost(machines: Machines, tmp_path: 
     assert differences(*ends) == []
 
 
+# -- no memory node: what other hosts' ranks know is sent to rank 0 ----------------------------------------------------
+
+
+def test_a_rank_of_another_host_is_killed_before_what_it_knows_was_sent(train: Train, tmp_path: Path) -> None:
+    """The rank is gone in the iteration in which its state leaves: there is no snapshot of it, or a whole one."""
+    assert train(tmp_path / "twin", *HOSTS, "--steps", 8) == 0
+    assert accounts(tmp_path / "twin", 2)[0]["missed"] == 0
+    assert train(tmp_path / "run", *HOSTS, "--steps", 8, "--kill", 1, 6) != 0
+    assert max(manifest.step for manifest in manifests(tmp_path / "run")) >= 4
+    assert train(tmp_path / "run", *HOSTS, "--steps", 8) == 0
+    check_states(tmp_path / "run")
+    ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]
+    assert differences(*ends) == []
+
+
+class Apart(Machines):
+    """Two machines that train, and no memory node."""
+
+    def start_node(self) -> None:
+        self.url = "auto"
+
+
+@pytest.fixture
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -> Iterator[Machines]:
+    yield from started(Apart, tmp_path, monkeypatch, warm_python)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("what", ["a machine", "the first machine", "a link"])
+def test_two_machines_train_without_a_memory_node_and_something_is_lost(
+    apart: Machines, tmp_path: Path, what: str
+) -> None:
+    apart.train("twin", 30)
+    assert apart.wait("twin") == [0, 0]
+    assert accounts(tmp_path / "twin", 2)[0]["missed"] == 0
+    apart.train("run", 30)
+    until(lambda: apart.steps("run") >= 12, "it to train", 120.0)
+    if what == "a link":
+        apart.cut_for_a_while("second")
+    else:
+        apart.network.lose("second" if what == "a machine" else "first")
+        for rank in apart.ranks:
+            rank.send_signal(signal.SIGKILL)
+            rank.wait()
+        apart.train("run", 30)
+    assert apart.wait("run") == [0, 0]
+    check_states(tmp_path / "run")
+    ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]
+    assert differences(*ends) == []
+
+
 class OnTwoRanks(SimpleNamespace):
     """A trainer, as far as it is asked for its ranks."""
 

@@ -25,7 +25,7 @@ from lightning_spot.errors import ShareMissing
 from lightning_spot.exact import rank_states
 from lightning_spot.exact.rank_states import Packing, Rooms, packed, unpacked
 from lightning_spot.fit.hosts import Hosts
-from lightning_spot.fit.together import ACROSS, ALONE, TOGETHER, Together, checked
+from lightning_spot.fit.together import ACROSS, ALONE, GATHERED, SENT, TOGETHER, Together, checked
 from lightning_spot.image.layout import Layout, filled, lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Portion, Portions
@@ -437,11 +437,34 @@ def test_hosts_bring_snapshots_together_while_a_memory_node_carries_the_run_on()
         assert fit.how(missed="late") == ALONE
     fit.across.is_under_way = False
     assert fit.how() == ALONE  # for a while
-    fit.deciding._across_from_s = 0.0
+    fit.deciding._pause._until_s = 0.0
     assert fit.how() == at
     with pytest.warns(UserWarning, match="From now on rank 0 writes them alone"):
         assert fit.how(missed=f"rank 1: it has another model. {ALIKE}") == ALONE
     assert fit.how() == ALONE
+
+
+@pytest.mark.parametrize(("members", "how"), [([], ALONE), ([0, 1], TOGETHER)])
+def test_what_ranks_on_other_hosts_know_is_sent_and_gathered_only_after_misses(members: list[int], how: str) -> None:
+    fit = Fit()
+    fit.world_size, fit.deciding._members = 3, members
+    fit.deciding._mail = SimpleNamespace(works=True)  # type: ignore[assignment]
+    gathered = GATHERED if members else ALONE
+    assert fit.how() == gathered  # how much room they need is not known yet
+    fit.deciding.rooms.put(2, b"x")
+    assert fit.how() == checked(how + SENT) == how + SENT
+    ranks = fit.deciding.ranks(how + SENT)
+    assert ranks is not None
+    assert (ranks.shares, list(ranks.states), list(ranks.sent)) == (max(1, len(members)), [], [1, 2])
+    assert [fit.how(missed="late"), fit.how(), fit.how(taken=1)] == [ALONE, how + SENT, how + SENT]
+    assert [fit.how(missed="late"), fit.how()] == [ALONE, how + SENT]
+    with pytest.warns(UserWarning, match="snapshots are missed: late"):
+        assert fit.how(missed="late") == ALONE
+    assert fit.how(taken=1) == gathered  # for a while
+    fit.deciding._pause_of_mail._until_s = 0.0
+    assert fit.how() == how + SENT
+    fit.deciding._mail = SimpleNamespace(works=False)  # type: ignore[assignment]
+    assert fit.how() == gathered
 
 
 @pytest.mark.parametrize("hosts", [(1, 1), (2, 1, 2), (1, 4)])
@@ -452,7 +475,7 @@ def test_every_byte_is_brought_by_one_host(hosts: tuple[int, ...]) -> None:
     layout = lay_out({"w": weights, "b": torch.zeros(50_000), "r": list(rooms.known.values())})
     divider = Divider()
     ranks = Ranks(shares, rooms.known, hosts, "spot://a:7070/run")
-    shared, mine = divider.divide(layout, snapshot_name(1, 1), by_storage(weights), {}, ranks)
+    shared, mine, _ = divider.divide(layout, snapshot_name(1, 1), by_storage(weights), {}, ranks)
     assert shared is not None
     assert (shared.shares, shared.at) == (hosts[0], "spot://a:7070/run")
     portions, split = Portions.read(shared.layout, layout.nbytes), Split.from_json(shared.layout)

@@ -26,6 +26,8 @@ FIRST, LAST = 4 * EVERY, STEPS - EVERY  # by then slots are made and layouts agr
     ("ranks", "how"),
     [
         (2, []),
+        (3, ["--hosts", "2"]),
+        (2, ["--memory", "none"]),
         (4, ["--sharded"]),
         pytest.param(4, [], marks=pytest.mark.soak),
         pytest.param(2, ["--sharded"], marks=pytest.mark.soak),

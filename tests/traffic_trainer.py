@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import threading
 import time
@@ -29,7 +30,7 @@ from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.session import Session
 from tests.exact_cases import loader
-from tests.together_trainer import Wide
+from tests.together_trainer import Wide, be_on_host
 
 _OURS = str(Path(lightning_spot.__file__).parent)
 _COLLECTIVES = (
@@ -145,13 +146,21 @@ def main() -> int:
     parser.add_argument("root", type=Path)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sharded", action="store_true")
+    parser.add_argument("--memory", default="auto", help="none: the ring is in rank 0's process")
+    parser.add_argument("--hosts", type=int, default=1, help="ranks believe to be on so many hosts")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--every", type=int)
     arguments = parser.parse_args()
     traffic = Traffic()
     torch.set_num_threads(1)
     pl.seed_everything(11, verbose=False)
-    spot = SpotCheckpoint(str(arguments.root / "run"), interval=EverySteps(arguments.every), on_full="wait")
+    be_on_host(int(os.environ.get("LOCAL_RANK", "0")) * arguments.hosts // arguments.ranks)
+    spot = SpotCheckpoint(
+        str(arguments.root / "run"),
+        memory=None if arguments.memory == "none" else arguments.memory,
+        interval=EverySteps(arguments.every),
+        on_full="wait",
+    )
     trainer = pl.Trainer(
         max_steps=arguments.steps,
         accelerator="cpu",

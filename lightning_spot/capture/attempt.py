@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -45,6 +46,8 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
+
+logger = logging.getLogger(__name__)
 
 _OUTLINE_BYTES = 4 * 1024 * 1024  # everything in a checkpoint that is no tensor, generously
 _PER_TENSOR_BYTES = 1024
@@ -228,7 +231,9 @@ class Attempt:
             if ranks is not None and not isinstance(checkpoint, ShardedCheckpoint):
                 reason, at = str(error), ranks.at
                 self.writer.link.ask(lambda host: host.decline(manifest.name, reason, at), None)
-            self._not_begun(checkpoint, manifest, error, shared=ranks is not None and isinstance(checkpoint, dict))
+            self._not_begun(checkpoint, manifest, error, ranks if isinstance(checkpoint, dict) else None)
+            if self.writer.mailbox is not None:
+                self.writer.mailbox.over(manifest.name)
 
     def failure(self, wait_s: float) -> BaseException | None:
         """What kept the snapshot that was begun last from being committed; ``None`` if it is, or may yet be.
@@ -264,7 +269,11 @@ class Attempt:
         self.writer.link.ask(lambda host: host.decline(name, why, at), None)
 
     def _not_begun(
-        self, checkpoint: dict[str, Any] | ShardedCheckpoint, manifest: Manifest, error: SpotError, *, shared: bool
+        self,
+        checkpoint: dict[str, Any] | ShardedCheckpoint,
+        manifest: Manifest,
+        error: SpotError,
+        ranks: Ranks | None,
     ) -> None:
         if isinstance(error, RingFull):
             self.skipped += 1
@@ -274,18 +283,34 @@ class Attempt:
             self.fenced = True
             self._complain("fenced", error)
         elif isinstance(error, SnapshotTooLarge) or type(error) is TierError:  # this host has no memory for it
-            if shared:  # not all of its state is here: rank 0 alone takes the next one
-                self.writer.miss(error)
-            elif isinstance(checkpoint, ShardedCheckpoint):  # no single process has all of it
+            if isinstance(checkpoint, ShardedCheckpoint):  # no single process has all of it
                 self._complain("past-memory-failed", error)
-            else:
+            elif self._has_all(manifest.name, ranks):
                 self._write_past_memory(checkpoint, manifest, error)
+            else:  # rank 0 alone takes the next one
+                self.writer.miss(error)
         else:
             if isinstance(error, NotSerialisable):
                 self._last = None  # to try again at the end would be in vain
             if isinstance(error, ShareMissing):
                 self.writer.miss(error)
             self._complain(type(error).__name__, error)
+
+    def _has_all(self, name: str, ranks: Ranks | None) -> bool:
+        """Whether all of a checkpoint is here; what other ranks send is waited for, and put into its rooms."""
+        if ranks is None:
+            return True
+        if ranks.shares > 1 or self.writer.mailbox is None:
+            return False
+        try:
+            for rank, state in self.writer.mailbox.all_of(
+                name, {rank: room.numel() for rank, room in ranks.sent.items()}
+            ):
+                ranks.sent[rank][: len(state)] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        except ShareMissing as error:
+            logger.debug("%s: %s", name, error)
+            return False
+        return True
 
     def miss_end(self) -> None:
         """Note that the run is at its end, and that there is no snapshot of it: why not was said."""

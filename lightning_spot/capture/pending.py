@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lightning_spot.capture.contents import Plan
 from lightning_spot.image.floats import Floats
@@ -11,6 +13,24 @@ from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Lease
 from lightning_spot.staging.copier import CopyJob, SlotView
+
+
+class Opened(NamedTuple):
+    """A snapshot whose slot is there.
+
+    Attributes:
+        layout: what rank 0 copies.
+        lease: the slot.
+        manifest: with its size.
+        whole: the layout of the whole file.
+        sent: first byte and length of the room for what other ranks send, by rank.
+    """
+
+    layout: Layout
+    lease: Lease
+    manifest: Manifest
+    whole: Layout
+    sent: Mapping[int, tuple[int, int]]
 
 
 @dataclass(slots=True)
@@ -26,6 +46,7 @@ class Pending:
         outline: of its file, without the tensors.
         plan: what is copied.
         view: its slot, as the writer sees it.
+        sent: first byte and length of the room for what other ranks send, by rank.
         floats: where in it numbers lie that may be approximated on their way to a memory node.
     """
 
@@ -37,6 +58,7 @@ class Pending:
     outline: Layout
     plan: Plan
     view: SlotView
+    sent: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     floats: tuple[Floats, ...] = ()
 
     @property

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_spot.capture.contents import Owners
-from lightning_spot.capture.pending import Pending
+from lightning_spot.capture.pending import Opened, Pending
 from lightning_spot.capture.portioned import Portioned, own_of, portions_of
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.writer import SnapshotWriter
@@ -107,15 +107,13 @@ class ShardedWriter(SnapshotWriter):
 
     # -- see SnapshotWriter ---------------------------------------------------------------------------------------
 
-    def _open(
-        self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: object
-    ) -> tuple[Layout, Lease, Manifest, Layout]:
+    def _open(self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: object) -> Opened:
         try:
             layout, lease, manifest = self._lead(host, checkpoint, manifest, wait_s)
         except NodeUnreachable as error:
             self.link.lose(host, error)
             raise
-        return layout, lease, manifest, layout
+        return Opened(layout, lease, manifest, layout, {})
 
     def _lead(
         self, host: Host, checkpoint: ShardedCheckpoint, manifest: Manifest, wait_s: float

@@ -12,13 +12,13 @@ import json
 import random
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from lightning_spot.errors import ShareMissing
-from lightning_spot.image.layout import Layout
+from lightning_spot.image.layout import Layout, Piece
 from lightning_spot.image.portion import Portions, joined
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory.joint import Shared
@@ -55,12 +55,14 @@ class Ranks:
             it by itself.
         hosts: how many ranks each host has, if several bring it to a memory node; shares are numbered host by host.
         at: URL of the run at that node.
+        sent: likewise by the rank, from 1 on, of those that send it to rank 0, which writes it.
     """
 
     shares: int
     states: Mapping[int, torch.Tensor]
     hosts: tuple[int, ...] = ()
     at: str = ""
+    sent: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +119,7 @@ class Split:
             ShareMissing: if the file is not one of which several ranks can each write some.
         """
         pieces = {piece.storage.data_ptr(): piece for piece in layout.pieces}
-        if any(room.untyped_storage().data_ptr() not in pieces for room in ranks.states.values()):
-            raise ShareMissing("the state is serialised with plain torch.save, so that one rank alone can write it")
-        rooms = {rank: pieces[room.untyped_storage().data_ptr()] for rank, room in ranks.states.items()}
+        rooms = _rooms_in(layout, ranks.states)
         others = {id(piece) for piece in rooms.values()}
         extra = sum(
             piece.nbytes
@@ -201,29 +201,64 @@ class Split:
         return f"the optimizers of rank 0 hold {len(self.held)} tensors, those of rank {rank} hold {len(held)}"
 
 
+class Divided(NamedTuple):
+    """A file whose bytes are not all rank 0's.
+
+    Attributes:
+        shared: what the other ranks of this host are told; ``None`` if none of them writes any.
+        layout: what rank 0 copies.
+        sent: first byte and length of the room for what ranks send to rank 0, by rank.
+    """
+
+    shared: Shared | None
+    layout: Layout
+    sent: Mapping[int, tuple[int, int]]
+
+
 class Divider:
     """Divides one snapshot after the other, on rank 0."""
 
     def __init__(self) -> None:
         self._last: tuple[Split, str] | None = None
 
-    def divide(
-        self, layout: Layout, name: str, owned: Owners, kept: Owners, ranks: Ranks | None
-    ) -> tuple[Shared | None, Layout]:
-        """Say which bytes are whose: what the other ranks are told, and what of the layout rank 0 writes: all, alone.
+    def divide(self, layout: Layout, name: str, owned: Owners, kept: Owners, ranks: Ranks | None) -> Divided:
+        """Say which bytes are whose. Alone, rank 0 copies all of it.
 
         Raises:
             ShareMissing: see :meth:`Split.of`.
         """
         if ranks is None:
-            return None, layout
+            return Divided(None, layout, {})
+        rooms = _rooms_in(layout, ranks.sent)
+        sent = {rank: (piece.offset, piece.nbytes) for rank, piece in rooms.items()}
+        if sent:
+            others = {id(piece) for piece in rooms.values()}
+            left = tuple(piece for piece in layout.pieces if id(piece) not in others)
+            layout = Layout(layout.nbytes, layout.frame, left)
+        if ranks.shares == 1:
+            return Divided(None, layout, sent)
         split = Split.of(layout, owned, kept, ranks)
         if self._last is None or split != self._last[0]:
             self._last = (split, split.to_json())
         split, told = self._last  # the one that knows its cuts
         here = ranks.hosts[0] if ranks.hosts else ranks.shares
         shared = Shared(name=name, shares=here, digest=sample(owned, name), layout=told, at=ranks.at)
-        return shared, split.left_to_rank_0(layout)
+        return Divided(shared, split.left_to_rank_0(layout), sent)
+
+
+def _rooms_in(layout: Layout, rooms: Mapping[int, torch.Tensor]) -> dict[int, Piece]:
+    """The pieces of a layout that are rooms for ranks' own states.
+
+    Raises:
+        ShareMissing: if one of them is none by itself.
+    """
+    if not rooms:
+        return {}
+    wanted = {room.untyped_storage().data_ptr(): rank for rank, room in rooms.items()}
+    found = {wanted[address]: piece for piece in layout.pieces if (address := piece.storage.data_ptr()) in wanted}
+    if len(found) < len(rooms):
+        raise ShareMissing("the state is serialised with plain torch.save, so that one rank alone can write it")
+    return found
 
 
 def held_by(owned: Owners) -> tuple[Held, ...]:

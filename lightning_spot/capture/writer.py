@@ -23,10 +23,11 @@ from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, Known, Own
 from lightning_spot.capture.floating import floats_of
 from lightning_spot.capture.host_link import HostLink, within
 from lightning_spot.capture.leases import Leases, give_back, say_backing
+from lightning_spot.capture.mail import Mailbox
 from lightning_spot.capture.outline import Outliner
-from lightning_spot.capture.pending import Pending
+from lightning_spot.capture.pending import Opened, Pending
 from lightning_spot.capture.saying import SayOnce, say_failing
-from lightning_spot.capture.split import Divider, Ranks
+from lightning_spot.capture.split import Divided, Divider, Ranks
 from lightning_spot.capture.streaming import store_streamed
 from lightning_spot.capture.views import SlotViews
 from lightning_spot.capture.warming import SlotMaker
@@ -34,8 +35,8 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import NodeUnreachable, RingFull, ShareMissing, SpotError, TornSnapshot
 from lightning_spot.image.layout import Layout, outline_of
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.written import in_order
 from lightning_spot.memory.host import Host, Lease
-from lightning_spot.memory.joint import Shared
 from lightning_spot.staging.copier import Copier, CopyJob, SlotView, watch
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.store import Store
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
 _NOBODY: Owners = {}
-_Divide = Callable[[Layout], tuple[Shared | None, Layout]]
+_Divide = Callable[[Layout], Divided]
 
 
 class SnapshotWriter:
@@ -64,7 +65,8 @@ class SnapshotWriter:
         committed: manifest of the newest snapshot that is committed in memory, or was stored past it.
         past_memory: manifest of the newest that was stored past it: outside this host.
         torn: snapshots dropped because a tensor changed while it was copied.
-        together: committed snapshots of which other ranks have written a share.
+        together: committed snapshots of which other ranks have written a share, or sent what only they know.
+        mailbox: where that comes, if any; closed with the writer.
         say_once: warns once for each key.
         missed: snapshots dropped because another rank's share of them did not come, and why the last one was.
         copied_bytes: written into slots so far; what a slot held already is not written again.
@@ -87,6 +89,7 @@ class SnapshotWriter:
         self._approximates = approximates
         self.link = HostLink(host, reconnect, lambda found: self._maker.again(found))
         self.across = Across(self.link)
+        self.mailbox: Mailbox | None = None
         self.committed: Manifest | None = None
         self.past_memory: Manifest | None = None
         self.torn = self.copied_bytes = 0
@@ -168,12 +171,16 @@ class SnapshotWriter:
         view: SlotView | None = None
         done: Future[Manifest] = Future()
         try:
-            layout, lease, manifest, whole = self._open(host, checkpoint, manifest, within(deadline_s), divide)
+            opened = self._open(host, checkpoint, manifest, within(deadline_s), divide)
+            layout, lease, manifest = opened.layout, opened.lease, opened.manifest
             view = self._views.of(host, lease)
             plan = self._plan(layout, lease, view, owners_of(owned, kept), trusts=not manifest.complete)
+            if opened.sent and plan.written is not None:
+                plan.written = in_order([*plan.written, *opened.sent.values()])
             job = self._copy(plan, view, owned)
-            floats = floats_of(whole, owned) if self._approximates else ()
-            pending = Pending(manifest, lease, job, done, destinations, outline_of(layout), plan, view, floats)
+            floats = floats_of(opened.whole, owned) if self._approximates else ()
+            outline = outline_of(layout)
+            pending = Pending(manifest, lease, job, done, destinations, outline, plan, view, opened.sent, floats)
             self._forget_done()
             self._pending.append(pending)
             self.across.begun(pending)
@@ -230,6 +237,8 @@ class SnapshotWriter:
     def close(self) -> None:
         """Stop the threads. The host stays open: it is the caller's, unless it keeps a thread waiting."""
         self.link.close()
+        if self.mailbox is not None:
+            self.mailbox.close()
         done, made = self._tasks.close(_CLOSE_S), self._maker.close(_CLOSE_S)
         if not (done and made) and self.host is not None:
             self.host.disconnect()
@@ -269,17 +278,15 @@ class SnapshotWriter:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _open(
-        self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: _Divide
-    ) -> tuple[Layout, Lease, Manifest, Layout]:
-        """Lay a snapshot out, and take the slot for it; the layout of what is written here, and the whole one."""
+    def _open(self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: _Divide) -> Opened:
+        """Lay a snapshot out, and take the slot for it."""
         deadline_s = time.monotonic() + wait_s
         whole = self._outliner.lay_out(checkpoint)
-        shared, layout = divide(whole)
+        shared, layout, sent = divide(whole)
         if not self._maker.fits(host, layout.nbytes, waits=wait_s > 0) and not (wait_s and self._maker.wait(wait_s)):
             raise RingFull("the slots are too small for it; a larger one is being made")
         lease = self._leases.take(host, layout.nbytes, within(deadline_s), shared)
-        return layout, lease, replace(manifest, nbytes=layout.nbytes), whole
+        return Opened(layout, lease, replace(manifest, nbytes=layout.nbytes), whole, sent)
 
     def _commit(self, host: Host, pending: Pending) -> bool:
         """All bytes are in place: make it a snapshot; whether the next one needs a slot that is still to be made."""
@@ -339,6 +346,8 @@ class SnapshotWriter:
                 self.torn += 1
                 self.say_once("past-counts", PAST_COUNTS, found, CHECK_EVERY)
                 raise TornSnapshot(f"snapshot {name} was dropped: {found} tensors were not as they were thought to be")
+            if self.mailbox is not None:
+                self.mailbox.put_into(pending.view.map, pending.manifest.name, pending.sent)
             is_short = self._commit(host, pending)
             known = Known(pending.lease.id, pending.outline.frame, pending.plan.marks)
             self._views.content(pending.view).sealed(known)
@@ -349,7 +358,7 @@ class SnapshotWriter:
                 self.committed = pending.manifest
             if self.across.committed(pending):
                 self.past_memory = pending.manifest
-            self.together += pending.lease.shared is not None
+            self.together += pending.lease.shared is not None or bool(pending.sent)
             pending.done.set_result(pending.manifest)
             if not pending.manifest.complete:
                 self._look_ahead(host, pending, is_short)

@@ -128,6 +128,7 @@ class Snapshotter(OfTrainer):
         elif self._beginning.found is not None:
             say_what_is_left(self._beginning.found)
         self.pacing.begin(trainer, self.number, self._resume.interval)
+        self.together.begin_training(self.attempt)
         Seams.of(trainer).add(self)
         self._undo.append(lambda: Seams.of(trainer).remove(self))
         if self.iterations is not None:

@@ -4,8 +4,9 @@ Where all ranks hold the same parameters (DDP), those on the host of rank 0 writ
 and each writes what only it knows. With other hosts, and a memory node that carries the run on, the ranks of all hosts
 do, and each host's node sends what its ranks have written. Rank 0 decides for each snapshot, and its word comes with
 the agreement that one is due. It writes alone where that cannot be: the first snapshot, which shows how much room the
-others need, and the one after a share was missing. Urgent ones and that of the end are its host's alone, and what only
-one rank knows is gathered: should a share of these be missing, rank 0 has all that it needs to write them alone.
+others need, and the one after a share was missing. What ranks know that cannot write it by themselves, they send to
+rank 0, beside training. Urgent ones and that of the end are rank 0's host's alone, and what only one rank knows is
+gathered: should a share of these be missing, rank 0 has all that it needs to write them alone.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.rank_states import Packing, Rooms
+from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.hosts import Hosts
+from lightning_spot.fit.mail import Mail
 from lightning_spot.run.location import Location
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ALONE, TOGETHER, GATHERED = "alone", "together", "together, with the states of all ranks gathered"
+SENT = ", with what each rank knows sent to rank 0"
+"""Ends the word that rank 0, or its host's ranks, write a snapshot, and that nothing is gathered."""
 ACROSS = "together with the ranks of all hosts, at "
 """Begins the word that all hosts bring a snapshot to a memory node, whose URL follows."""
 
@@ -68,7 +73,9 @@ class Together(OfTrainer):
         self._members: list[int] = []
         self._failures, self._missed, self._taken, self._brought = 0, 0, 0, 0
         self._was_tried = False  # since the last failure was counted
-        self._was_across, self._across_from_s, self._pause_s = False, 0.0, _FIRST_PAUSE_S
+        self._was_across = self._was_sent = False
+        self._pause, self._pause_of_mail = Pause(), Pause()
+        self._mail: Mail | None = None
 
     # -- begin and end --------------------------------------------------------------------------------------------
 
@@ -99,6 +106,16 @@ class Together(OfTrainer):
         hosts.leave()
         return False
 
+    def begin_training(self, attempt: Attempt | None) -> None:
+        """Have ranks that cannot write what only they know send it. Every rank calls it, when there are optimizers.
+
+        Args:
+            attempt: on rank 0.
+        """
+        is_needed = not self._writes_own_states or self._hold_their_own
+        if self._trainer.world_size > 1 and is_needed and not is_sharded(self._trainer):
+            self._mail = Mail(self._trainer, attempt)
+
     def write_with(self, schedule: Schedule) -> None:
         """On a rank beside rank 0: write shares from now on, each part at its time."""
         copier = Copier(buffer_bytes=self._settings.device_buffer_bytes)
@@ -118,6 +135,8 @@ class Together(OfTrainer):
         writer, self.writer = self.writer, None
         if writer is not None:
             writer.close(complete=self._hosts.is_guest)
+        if self._mail is not None:
+            self._mail.close()
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 
@@ -130,15 +149,17 @@ class Together(OfTrainer):
             across: whether other hosts may take part.
         """
         writer = attempt.writer
-        if not (self._members or self._hosts.can_bring):
-            return ALONE
         if self._hold_their_own:
             self._end()
+        if not (self._members or self._hosts.can_bring or self._can_send):
             return ALONE
         if writer.together > self._taken:
             self._taken, self._failures = writer.together, 0
+            if self._was_sent:
+                self._pause_of_mail.forget()
         if writer.across.brought > self._brought:
-            self._brought, self._pause_s = writer.across.brought, _FIRST_PAUSE_S
+            self._brought = writer.across.brought
+            self._pause.forget()
         if writer.missed > self._missed:
             self._missed = writer.missed
             writer.across.carrier = ""  # until it is known who carries the run on now
@@ -146,12 +167,13 @@ class Together(OfTrainer):
         how = self._usual(attempt, waits=waits, across=across)
         self._was_tried |= how not in ("", ALONE)
         self._was_across |= how.startswith(ACROSS)  # it may be missed when others were begun since
+        self._was_sent |= how.endswith(SENT)
         return how
 
     def _usual(self, attempt: Attempt, *, waits: bool, across: bool) -> str:
         """How a snapshot is written if nothing speaks against it."""
         known = len(self.rooms.known) >= self._trainer.world_size - 1
-        if across and self._hosts.can_bring and time.monotonic() >= self._across_from_s:
+        if across and self._hosts.can_bring and self._pause.is_over:
             state = attempt.writer.across
             if state.is_under_way and not waits:
                 attempt.writer.say_once(
@@ -161,7 +183,12 @@ class Together(OfTrainer):
                 return ""
             if state.carrier and known:
                 return ACROSS + state.carrier
-        return TOGETHER if self._members and (known or not self._writes_own_states) else ALONE
+        if self._members and self._writes_own_states:
+            return TOGETHER if known else ALONE
+        how = TOGETHER if self._members else ALONE
+        if known and self._can_send and self._pause_of_mail.is_over:
+            return how + SENT
+        return GATHERED if self._members else ALONE
 
     def _after_miss(self, because: str) -> str:
         # One that was begun before the one before it was known to be missed says no more than that.
@@ -171,11 +198,19 @@ class Together(OfTrainer):
             return ALONE
         if self._was_across and not differ:
             self._failures, self._was_across = 0, False
-            self._across_from_s = time.monotonic() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
+            self._pause.begin()
             rank_zero_warn(
                 f"lightning_spot: the hosts cannot bring snapshots together: {because}. For now the host of rank 0"
                 " brings them by itself; it is tried again later",
+                stacklevel=2,
+            )
+            return ALONE
+        if self._was_sent and not differ:
+            self._failures, self._was_sent = 0, False
+            self._pause_of_mail.begin()
+            rank_zero_warn(
+                f"lightning_spot: snapshots are missed: {because}. For now ranks wait at each until what only one of"
+                " them knows is gathered; to send it beside training is tried again later",
                 stacklevel=2,
             )
             return ALONE
@@ -198,12 +233,12 @@ class Together(OfTrainer):
         for writer in (attempt.writer if attempt is not None else None, self.writer):
             if writer is not None:
                 writer.check_all()
-        together = attempt is not None and not attempt.fenced and self.how(attempt, across=False) == TOGETHER
+        together = attempt is not None and not attempt.fenced and self.how(attempt, across=False).startswith(TOGETHER)
         return GATHERED if self._trainer.strategy.broadcast(together) else ALONE
 
     def checkpoint(self, dump: Dump, how: str) -> dict[str, Any]:
         """The checkpoint of a snapshot, on rank 0; every rank calls this at the same place."""
-        if self._by_themselves(how):
+        if _is_beside(how):
             return dump.shared(self._trainer, self.rooms) if self._trainer.is_global_zero else dump.checkpoint
         return dump.gathered(self._trainer, self.rooms)
 
@@ -216,12 +251,17 @@ class Together(OfTrainer):
             rooms = {numbers[rank]: room for rank, room in self.rooms.known.items()}
             hosts = tuple(map(len, self._hosts.ranks))
             return Ranks(sum(hosts), rooms, hosts, how.removeprefix(ACROSS))
-        return Ranks(len(self._members), self.rooms.known if self._by_themselves(how) else {})
+        shares, known = len(self._members) if how.startswith(TOGETHER) else 1, self.rooms.known
+        if how.endswith(SENT):
+            return Ranks(shares, {}, sent=known)
+        return Ranks(shares, known if _is_beside(how) else {})
 
     def share(self, dump: Dump, how: str, owned: Owners, name: str, wait_s: float) -> None:
         """On another rank: begin its share of a snapshot that is written together."""
-        if self.writer is not None:
-            state = Packing(dump.state) if self._by_themselves(how) else b""
+        if self._mail is not None and self._mail.sender is not None and how.endswith(SENT):
+            self._mail.sender.send(name, Packing(dump.state))
+        if self.writer is not None and not how.startswith(ALONE):
+            state = Packing(dump.state) if _is_beside(how) and not how.endswith(SENT) else b""
             at = how.removeprefix(ACROSS) if how.startswith(ACROSS) else ""
             self.writer.begin(name, owned, state, wait_s, at)
 
@@ -240,13 +280,39 @@ class Together(OfTrainer):
         names = ("consolidate_state_dict", "averager")
         return any(hasattr(optimizer, name) for optimizer in trainer.optimizers for name in names)
 
-    def _by_themselves(self, how: str) -> bool:
-        """Whether each rank writes what only it knows."""
-        return how.startswith(ACROSS) or (how == TOGETHER and self._writes_own_states)
+    @property
+    def _can_send(self) -> bool:
+        return self._mail is not None and self._mail.works
 
     @property
     def _writes_own_states(self) -> bool:
         return len(self._members) == self._trainer.world_size
+
+
+class Pause:
+    """For how long ranks do without what has failed: a minute, then two, and so on up to an hour."""
+
+    def __init__(self) -> None:
+        self._next_s, self._until_s = _FIRST_PAUSE_S, 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it can be tried (again)."""
+        return time.monotonic() >= self._until_s
+
+    def begin(self) -> None:
+        """It has failed."""
+        self._until_s = time.monotonic() + self._next_s
+        self._next_s = min(2 * self._next_s, _LAST_PAUSE_S)
+
+    def forget(self) -> None:
+        """It works: the next pause is as long as the first one."""
+        self._next_s = _FIRST_PAUSE_S
+
+
+def _is_beside(how: str) -> bool:
+    """Whether what only one rank knows gets into the file beside training; else it is gathered."""
+    return how == TOGETHER or how.startswith(ACROSS) or how.endswith(SENT)
 
 
 def checked(said: str) -> str:
@@ -255,6 +321,6 @@ def checked(said: str) -> str:
     Raises:
         ShareMissing: on all ranks, if it ends the training.
     """
-    if said not in ("", ALONE, TOGETHER, GATHERED) and ACROSS not in said:
+    if said not in ("", ALONE, TOGETHER, GATHERED, ALONE + SENT, TOGETHER + SENT) and ACROSS not in said:
         raise ShareMissing(said)
     return said

@@ -1,0 +1,281 @@
+"""What only one rank knows of a snapshot, on its way to rank 0, where that rank cannot write it into the slot itself.
+
+That is so for ranks on another host than rank 0's, and for all of them where the ring is in rank 0's own process. It
+goes over a connection of each rank's own, beside training, so that no rank waits for another one. Each letter is
+answered by one byte once it is there; one that is not answered is sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import mmap
+import socket
+import struct
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from lightning_spot.capture.background import Background
+from lightning_spot.capture.share import SizedBytes
+from lightning_spot.errors import ShareMissing, SpotError
+from lightning_spot.memory.shares import HOST_SILENT_S, RECONNECT_S
+from lightning_spot.staging.copier import Copier, Marks
+
+logger = logging.getLogger(__name__)
+
+_HELLO = struct.Struct("!64sI")  # the secret, the rank
+_HEAD = struct.Struct("!?HQ")  # whether it is torn, length of the name, length of what follows
+_THERE = b"\1"
+_CONNECT_S, _ANSWER_S, _CLOSE_S = 5.0, 10.0, 10.0
+_PAUSES_S = (0.0, 0.5, 2.0)  # before each try
+_OVER = 64  # so many snapshots are remembered of which nothing is kept any more
+
+
+class Letter(NamedTuple):
+    """What a rank knows of a snapshot.
+
+    Attributes:
+        torn: whether there is none in the end; ``content`` says why.
+        content: its state.
+    """
+
+    torn: bool
+    content: bytes
+
+
+class Mailbox:
+    """Takes the letters of the other ranks, on rank 0, on a thread of its own.
+
+    Args:
+        secret: of 64 bytes, that every connection must begin with.
+
+    Attributes:
+        port: it listens at, on all interfaces.
+    """
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret.encode()
+        self._changed = threading.Condition()
+        self._letters: dict[str, dict[int, Letter]] = {}
+        self._over: deque[str] = deque(maxlen=_OVER)
+        self._connected: Counter[int] = Counter()
+        self._left_s: dict[int, float] = {}
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        listener = socket.create_server(("", 0))
+        self.port: int = listener.getsockname()[1]
+        ready = threading.Event()
+        self._thread = threading.Thread(target=self._serve, args=(listener, ready.set), name="spot-mail", daemon=True)
+        self._thread.start()
+        ready.wait()
+
+    def all_of(self, name: str, sizes: Mapping[int, int]) -> Iterator[tuple[int, bytes]]:
+        """What ranks know of a snapshot, as it comes; afterwards nothing of that name is kept.
+
+        Args:
+            name: of the snapshot.
+            sizes: of the room for what each rank sends, by rank.
+
+        Raises:
+            ShareMissing: if it does not come, or does not fit.
+        """
+        deadline_s = time.monotonic() + HOST_SILENT_S
+        try:
+            for rank, nbytes in sizes.items():
+                state = self._take(name, rank, deadline_s)
+                if len(state) > nbytes:
+                    raise ShareMissing(f"rank {rank}: its own state has {len(state)} bytes, there is room for {nbytes}")
+                yield rank, state
+        finally:
+            self.over(name)
+
+    def put_into(self, memory: mmap.mmap, name: str, places: Mapping[int, tuple[int, int]]) -> None:
+        """Write what ranks know of a snapshot into its file, see :meth:`all_of`.
+
+        Args:
+            memory: that holds the file.
+            name: of the snapshot.
+            places: first byte and length of the room for what each rank sends, by rank.
+        """
+        for rank, state in self.all_of(name, {rank: nbytes for rank, (_, nbytes) in places.items()}):
+            start, _ = places[rank]
+            memory[start : start + len(state)] = state
+
+    def _take(self, name: str, rank: int, deadline_s: float) -> bytes:
+        with self._changed:
+            while rank not in (letters := self._letters.get(name, {})):
+                now_s = time.monotonic()
+                left_s = deadline_s - now_s
+                if not self._connected[rank]:
+                    left_s = min(left_s, self._left_s.get(rank, 0.0) + RECONNECT_S - now_s)
+                if self._closed or left_s <= 0:
+                    why = "did not come in time" if self._connected[rank] else "did not come, and that rank has gone"
+                    raise ShareMissing(f"what only rank {rank} knows {why}")
+                self._changed.wait(left_s)
+            letter = letters.pop(rank)
+        if letter.torn:
+            raise ShareMissing(f"rank {rank}: {letter.content.decode(errors='replace')}")
+        return letter.content
+
+    def over(self, name: str) -> None:
+        """Nothing that came, or comes yet, of a snapshot is wanted any more."""
+        with self._changed:
+            self._letters.pop(name, None)
+            self._over.append(name)
+
+    def close(self) -> None:
+        """Take nothing more; who waits is told that nothing comes. A second call does nothing."""
+        with self._changed:
+            was_closed, self._closed = self._closed, True
+            self._changed.notify_all()
+        if not was_closed:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    # -- on its thread --------------------------------------------------------------------------------------------
+
+    def _serve(self, listener: socket.socket, ready: Callable[[], None]) -> None:
+        asyncio.set_event_loop(self._loop)
+        server = self._loop.run_until_complete(asyncio.start_server(self._talk, sock=listener))
+        ready()
+        try:
+            self._loop.run_forever()
+        finally:
+            server.close()
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+            self._loop.run_until_complete(asyncio.sleep(0))
+            self._loop.close()
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        rank: int | None = None
+        try:
+            secret, number = _HELLO.unpack(await reader.readexactly(_HELLO.size))
+            if not hmac.compare_digest(secret, self._secret):
+                return
+            self._came(rank := number)
+            writer.write(_THERE)
+            while True:
+                torn, length, nbytes = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+                name = (await reader.readexactly(length)).decode()
+                self._put(name, rank, Letter(torn, await reader.readexactly(nbytes)))
+                writer.write(_THERE)
+                await writer.drain()
+        except (OSError, EOFError, UnicodeDecodeError):
+            return  # whoever it was has gone, or does not speak our language
+        except asyncio.CancelledError:
+            return  # the mailbox closes; asyncio would print a connection's cancelled task as an error
+        finally:
+            if rank is not None:
+                self._went(rank)
+            writer.close()
+
+    def _came(self, rank: int) -> None:
+        with self._changed:
+            self._connected[rank] += 1
+            self._changed.notify_all()
+
+    def _went(self, rank: int) -> None:
+        with self._changed:
+            self._connected[rank] -= 1
+            self._left_s[rank] = time.monotonic()
+            self._changed.notify_all()
+
+    def _put(self, name: str, rank: int, letter: Letter) -> None:
+        with self._changed:
+            if name not in self._over:
+                self._letters.setdefault(name, {})[rank] = letter
+                self._changed.notify_all()
+
+
+class Sender:
+    """Sends rank 0 what this rank knows, on a thread of its own.
+
+    Args:
+        host: of rank 0.
+        port: of its mailbox.
+        secret: of that.
+        rank: this one.
+
+    Raises:
+        OSError: if rank 0 cannot be reached.
+    """
+
+    def __init__(self, host: str, port: int, secret: str, rank: int) -> None:
+        self._address, self._hello = (host, port), _HELLO.pack(secret.encode(), rank)
+        self._closed = threading.Event()
+        self._socket: socket.socket | None = self._connected()
+        self._copier = Copier(threads=0)
+        self._tasks = Background("spot-mail")
+
+    def send(self, name: str, state: SizedBytes) -> None:
+        """Have something sent; training does not wait for it.
+
+        Args:
+            name: of the snapshot.
+            state: what only this rank knows.
+        """
+        after = self._copier.marks()
+        self._tasks.put(lambda: self._send(name, self._letter(state, after)))
+
+    def close(self) -> None:
+        """Send what is left, for a while, and hang up."""
+        if not self._tasks.close(_CLOSE_S):
+            self._closed.set()
+            self._hang_up()  # what it waits for breaks off
+            self._tasks.close(_CLOSE_S)
+        self._hang_up()
+        self._copier.close()
+
+    # -- on its thread --------------------------------------------------------------------------------------------
+
+    def _letter(self, state: SizedBytes, after: Marks) -> Letter:
+        try:
+            with self._copier.reading(after):
+                return Letter(torn=False, content=bytes(state))
+        except SpotError as error:
+            return Letter(torn=True, content=str(error).encode())
+
+    def _send(self, name: str, letter: Letter) -> None:
+        data = name.encode()
+        data = _HEAD.pack(letter.torn, len(data), len(letter.content)) + data + letter.content
+        for pause_s in _PAUSES_S:
+            if self._closed.wait(pause_s):
+                return
+            try:
+                connection = self._socket = self._socket or self._connected()
+                connection.sendall(data)
+                _wait_answer(connection)
+            except OSError as error:
+                logger.debug("what this rank knows of %s is not there yet: %s", name, error)
+                self._hang_up()
+            else:
+                return
+
+    def _connected(self) -> socket.socket:
+        connection = socket.create_connection(self._address, timeout=_CONNECT_S)
+        try:
+            connection.settimeout(_ANSWER_S)
+            connection.sendall(self._hello)
+            _wait_answer(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _hang_up(self) -> None:
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            with contextlib.suppress(OSError):  # it was lost before
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+
+def _wait_answer(connection: socket.socket) -> None:
+    if connection.recv(len(_THERE)) != _THERE:
+        raise ConnectionResetError("rank 0 has hung up")
