@@ -69,6 +69,9 @@ class Adds(pl.LightningModule):
         logged = self.trainer.callback_metrics
         self.note(ended=self.current_epoch, total=float(logged["total"]), mean=float(logged["mean"]))
 
+    def on_validation_epoch_end(self) -> None:
+        self.note(validated=self.current_epoch)
+
     def validation_step(self, numbers: torch.Tensor, batch_idx: int) -> None:
         self.log("validated", numbers.float().mean())
 

@@ -327,27 +327,34 @@ class Broken(pl.Callback):
 
 
 @pytest.mark.parametrize(
-    ("at", "data"), [(LENGTH // 3, {}), (LENGTH // 3 - 1, {"drop_last": True})], ids=["over", "too few"]
+    ("at", "data", "settings", "validates"),
+    [
+        pytest.param(LENGTH // 3, {}, {"val_check_interval": 16}, False, id="over"),
+        pytest.param(LENGTH // 3 - 1, {"drop_last": True}, {}, True, id="too few"),
+        pytest.param(5, {}, {"limit_train_batches": 5}, True, id="limit"),
+    ],
 )
-def test_an_epoch_of_which_no_batch_is_left_ends_with_what_one_rank_has_logged(
-    warm_python: str, tmp_path: Path, at: int, data: State
+def test_an_epoch_of_which_no_batch_is_left_comes_to_its_end(
+    warm_python: str, tmp_path: Path, at: int, data: State, settings: State, validates: bool
 ) -> None:
-    """Each rank has the values of the epoch: an ``EarlyStopping`` without would end the run, or raise an error."""
+    """With its validation, if one is due, and what one rank has logged: an ``EarlyStopping`` would miss that."""
     with pytest.raises(AssertionError, match="the machine breaks"):
-        train(tmp_path, 1, "first", data=data, more=[Broken(at)])
+        train(tmp_path, 1, "first", data=data, more=[Broken(at)], **settings)
     command = [warm_python, "-m", "tests.elastic_trainer", str(tmp_path), "--ranks", "2", "--notes", "last"]
-    done = subprocess.run([*command, *["--drop-last"] * len(data)], capture_output=True, text=True, check=False)
+    command += ["--settings", json.dumps(settings), *["--drop-last"] * len(data)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "1 rank -> 2" in done.stderr
     logged = [json.loads(line) for line in (tmp_path / "first-0").read_text().splitlines()]
     mean = sum(number for note in logged for number in note.get("samples", ())) / (3 * at)
     for rank in range(2):
-        notes = [json.loads(line) for line in (tmp_path / f"last-{rank}").read_text().splitlines()]
-        assert notes[0] == {"begins_at": at}
-        ends = [note for note in notes if "ended" in note]
-        assert [note["ended"] for note in ends] == [0, 1]
-        assert ends[0]["mean"] == pytest.approx(mean)
-        assert notes.index(ends[0]) == 1
+        begin, *notes = (json.loads(line) for line in (tmp_path / f"last-{rank}").read_text().splitlines())
+        assert begin == {"begins_at": at}
+        assert notes[:validates] == [{"validated": 0}] * validates
+        end, *_, last = notes[validates:]
+        assert end["ended"] == 0
+        assert end["mean"] == pytest.approx(mean)
+        assert last["ended"] == 1
 
 
 @pytest.mark.soak

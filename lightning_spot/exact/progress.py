@@ -52,6 +52,26 @@ def number_batches(trainer: pl.Trainer, done: int) -> None:
         setattr(current, name, done)
 
 
+def validate_first(trainer: pl.Trainer) -> dict[str, int]:
+    """Have the validation that ends an epoch come, though the run was stopped in its middle: no batch of it is left.
+
+    Lightning takes it for an epoch that was stopped behind its validation.
+
+    Returns:
+        the count of validation batches.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    advance = private.ADVANCE_IN_EPOCH.of(loop)
+
+    def validate(data_fetcher: Any) -> None:
+        loop.__dict__.pop(private.ADVANCE_IN_EPOCH.name, None)
+        if not (loop.restarting and private.SHOULD_VALIDATE.of(loop)(data_fetcher)):
+            advance(data_fetcher)
+
+    private.ADVANCE_IN_EPOCH.set(loop, validate)
+    return dict(private.VAL_BATCH_PROGRESS.of(loop.val_loop).total.state_dict())
+
+
 def restore(trainer: pl.Trainer, added: State) -> None:
     """Take back what :func:`even_out` added, when training goes on."""
     total = private.BATCH_PROGRESS.of(trainer.fit_loop.epoch_loop).total

@@ -125,10 +125,10 @@ class Restoring(OfTrainer):
                 self._switches.run(part.what, lambda part=part, key=key: part.restore(trainer, values["shipped"][key]))  # type: ignore[misc]
         if values["hooked"] is not None:
             self._switches.run(private.HOOKED, lambda: self._hooked.restore(trainer, values["hooked"]))
-        if self._val_total is not None and not self._validates(should_stop=values["should_stop"]):
-            self._count_validations()
         if self._others is not None:
             self._go_on_from(self._others, values)
+        if self._val_total is not None and not self._validates(should_stop=values["should_stop"]):
+            self._count_validations()
 
     def _go_on_from(self, others: OtherRanks, values: State) -> None:
         """Of a run that other ranks have left: an epoch has another number of batches now, and maybe none is left."""
@@ -136,11 +136,15 @@ class Restoring(OfTrainer):
         loaders = self.loaders.training if self.loaders is not None else []
         done = max((done for loader in loaders if (done := batches_done(loader)) is not None), default=None)
         if done is not None:
+            done = int(min(done, trainer.num_training_batches))  # of which a limit, or another loader, leaves less
             self._switches.run(private.PROGRESS, lambda: progress.number_batches(trainer, done))
         ended = all(position is not None and position.get("exhausted") for position in values["loaders"] or [None])
         is_distributed = bool(private.ACCELERATOR_CONNECTOR.of(trainer).is_distributed)
         self._is_over = is_over = ended or (done is not None and done >= trainer.num_training_batches)
         values["results"] = others.results(is_distributed=is_distributed, is_over=is_over)
+        ends_here = is_over and self._val_total is None and not self._steps_are_over
+        if ends_here and self._validates(should_stop=False):
+            self._val_total = self._switches.run(private.PROGRESS, lambda: progress.validate_first(trainer))
         rank_zero_info(f"lightning_spot: {others.line(trainer)}")
         for reason in dict.fromkeys(others.reasons):
             rank_zero_warn(f"lightning_spot: {reason}")
