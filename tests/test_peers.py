@@ -18,10 +18,11 @@ import benchmarks.__main__ as every
 from benchmarks.baselines.baseline import Baseline
 from benchmarks.blocking import Idle
 from benchmarks.measure import Result
-from benchmarks.peers import processes, turns
+from benchmarks.peers import command, processes, turns
+from benchmarks.peers import compare as comparing
 from benchmarks.peers.cell import Cell, Stopwatch
-from benchmarks.peers.command import main
-from benchmarks.peers.plan import Found, blocks
+from benchmarks.peers.command import PUBLISHED, main
+from benchmarks.peers.plan import Found, blocks, together
 from benchmarks.peers.report import BEGIN, END, details, groups, report, write_docs, write_report
 from benchmarks.peers.results import Times
 from benchmarks.peers.seam_watch import SeamWatch
@@ -186,6 +187,67 @@ def test_several_comparisons_are_one_report(tmp_path: Path) -> None:
     assert text.count("| dash | +20.0 %; 0.20 s |") == 2
     assert (tmp_path / "peers-a-gpt2-10.svg").exists()
     assert (tmp_path / "details.md").read_text().count("| dash |") == 2
+
+
+def test_comparisons_of_one_scale_share_tables_unless_they_measured_the_same() -> None:
+    def of(scale: str, interval: int) -> Found:
+        turns = [turn("none", 0, 1.0, interval=interval), turn("dash", 0, 1.1, interval=interval)]
+        return Found({**ABOUT, "scale": scale}, turns=turns)
+
+    apart = [of("a", 1), of("a", 10), of("b", 1), of("a", 10)]
+    found = together(apart)
+    assert [(one.about["scale"], sorted(one.keys())) for one in found] == [
+        ("a", [("gpt2", 1), ("gpt2", 10)]),
+        ("b", [("gpt2", 1)]),
+        ("a", [("gpt2", 10)]),
+    ]
+    assert [len(one.turns) for one in apart] == [2, 2, 2, 2]  # what was measured stays as it is
+
+
+def test_to_publish_measures_every_part_within_its_share_and_one_that_ends_early_leaves_the_others_in_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"{BEGIN}\n{END}")
+    asked: list[Any] = []
+
+    def compare(options: Any, path: Path) -> Found:
+        asked.append(options)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        turns = [turn("none", 0, 1.0, interval=interval) for interval in options.intervals]
+        return Found({**ABOUT, "scale": options.scale}, turns=turns)
+
+    monkeypatch.setattr(command, "DOCS", page)
+    monkeypatch.setattr(command, "compare", compare)
+    with pytest.raises(KeyboardInterrupt):
+        main(["--publish", "--budget", "100s", "--out", str(tmp_path / "out")])
+    assert [options.budget for options in asked] == pytest.approx([100 * part["share"] for part in PUBLISHED[:3]])
+    assert (
+        "| gpt2, 3 MiB, every step | gpt2, 3 MiB, every 10 steps | gpt2, 3 MiB, every 100 steps |" in page.read_text()
+    )
+    assert sum(part["share"] for part in PUBLISHED) == pytest.approx(1.0)
+
+
+def test_a_training_or_a_cell_that_fails_in_any_way_is_named_and_the_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no room")
+
+    def one(cell: Cell, folder: Path, limit_s: float) -> dict[str, Any]:
+        return fail() if cell.way == "dash" else {"way": cell.way}  # type: ignore[return-value]
+
+    monkeypatch.setattr(comparing, "measure_in_turns", fail)
+    monkeypatch.setattr(comparing, "measure", one)
+    monkeypatch.setattr(comparing.processes, "adopt_orphans", lambda: None)
+    arguments = ["--models", "plain", "--intervals", "1,10", "--ways", "none,dash,gemini", "--scale", "tiny"]
+    found = comparing.compare(command.parser().parse_args(arguments), tmp_path / "found.json")
+    failed = sorted((missed["interval"], missed["way"], missed["error"]) for missed in found.failed)
+    assert failed == [(n, way, "OSError('no room')") for n, way in ((1, "all of it"), (1, "dash"), (10, "all of it"))]
+    assert sorted(cell["way"] for cell in found.cells) == ["gemini", "none"]
+    assert not found.missing
+    assert Found(**json.loads((tmp_path / "found.json").read_text())) == found
 
 
 def test_a_snapshot_for_which_there_was_no_slot_does_not_count_as_begun() -> None:

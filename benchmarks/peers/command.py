@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.peers.compare import compare
 from benchmarks.peers.models import MODELS, SCALES
-from benchmarks.peers.plan import Found
+from benchmarks.peers.plan import Found, together
 from benchmarks.peers.report import write_docs, write_report
 from benchmarks.peers.ways import WAYS
 
@@ -100,18 +100,22 @@ def main(arguments: list[str]) -> int:
         options.scale, options.rounds, options.intervals = "tiny", 1, [10]
         options.models, options.ways = ["plain"], [way for way in options.ways if way in QUICK]
     options.out.mkdir(parents=True, exist_ok=True)
-    if options.again:
-        found = [Found(**json.loads(path.read_text())) for path in options.again]
-    else:
-        found = []
+    found = [Found(**json.loads(path.read_text())) for path in options.again or ()]
+    try:
         for path, asked in _comparisons(options):
             found.append(compare(asked, path))
-            _report(found, options)
-    print(_report(found, options))
+            write_report(together(found), options.out)
+    finally:  # also where somebody ends it; before, it would no longer be the commit that is measured
+        text = write_report(together(found), options.out)
+        if found and (options.docs or options.publish):
+            write_docs(DOCS, text)
+        print(text)
     return 1 if any(one.missing or one.failed for one in found) else 0
 
 
 def _comparisons(options: argparse.Namespace) -> list[tuple[Path, argparse.Namespace]]:
+    if options.again:
+        return []
     if not options.publish:
         return [(options.out / "peers.json", options)]
     found = []
@@ -119,11 +123,3 @@ def _comparisons(options: argparse.Namespace) -> list[tuple[Path, argparse.Names
         asked = argparse.Namespace(**{**vars(options), **part, "budget": options.budget * part["share"]})
         found.append((options.out / f"peers-{number}.json", asked))
     return found
-
-
-def _report(found: list[Found], options: argparse.Namespace) -> str:
-    """Written after each comparison, so that one that is cut off leaves the others in the page."""
-    text = write_report(found, options.out)
-    if options.docs or options.publish:
-        write_docs(DOCS, text)
-    return text

@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -98,9 +99,9 @@ def _train(training: Training, found: Found, folder: Path, path: Path) -> None:
 
     try:
         measure_in_turns(training, folder, tell)
-    except CellFailed as error:
-        found.failed.append(_named(training) | {"error": str(error)})
-        print(f"  {training.model}, every {training.interval}: FAILED: {error}", flush=True)
+    except Exception as error:  # whatever it is, the others are measured
+        found.failed.append(_named(training) | {"error": _said(error)})
+        print(f"  {training.model}, every {training.interval}: FAILED: {_said(error)}", flush=True)
     _write(found, path)
 
 
@@ -131,10 +132,18 @@ def _measure_block(block: list[Cell], found: Found, folder: Path, path: Path, en
         try:
             found.cells.append(measure(cell, folder, limit_s))
             print(f", {time.monotonic() - began_s:.0f} s", flush=True)
-        except CellFailed as error:
-            found.failed.append(vars(cell) | {"error": str(error)})
-            print(f": FAILED: {error}", flush=True)
+        except Exception as error:
+            found.failed.append(vars(cell) | {"error": _said(error)})
+            print(f": FAILED: {_said(error)}", flush=True)
         _write(found, path)
+
+
+def _said(error: Exception) -> str:
+    """For the report; what was not foreseen is also shown where it comes from."""
+    if isinstance(error, CellFailed):
+        return str(error)
+    traceback.print_exception(error)
+    return repr(error)
 
 
 def _write(found: Found, path: Path) -> None:

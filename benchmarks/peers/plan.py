@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -54,3 +55,24 @@ class Found:
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
+
+    def keys(self) -> set[tuple[str, int]]:
+        """Models and intervals of which there is anything."""
+        return {(one["model"], one["interval"]) for one in [*self.turns, *self.cells, *self.failed, *self.missing]}
+
+
+def together(comparisons: list[Found]) -> list[Found]:
+    """Those of one scale and commit as one, where they are of different models or intervals: they share tables then."""
+    found: list[Found] = []
+    for one in comparisons:
+        kind = [one.about[name] for name in ("scale", "commit", "device")]
+        for other in found:
+            if kind == [other.about[name] for name in ("scale", "commit", "device")] and not one.keys() & other.keys():
+                other.about["load_after"] = one.about["load_after"]
+                other.about["state_bytes"] |= one.about["state_bytes"]
+                for name in ("turns", "cells", "failed", "missing"):
+                    getattr(other, name).extend(getattr(one, name))
+                break
+        else:
+            found.append(copy.deepcopy(one))
+    return found
