@@ -14,8 +14,8 @@ import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.cli import main
+from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import Claim
 from tests.conftest import RunningNode
 from tests.models import EachDurable, Net, data, trainer
 from tests.test_fit import Stop, StopAt

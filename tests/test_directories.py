@@ -19,9 +19,10 @@ from lightning_spot.goodput.ledger import AttemptRecord, account_after
 from lightning_spot.goodput.records import newest_record, write_record
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_name
 from lightning_spot.image.parts import verify_file
-from lightning_spot.tiers import store as seam
+from lightning_spot.tiers.claims import claim_name
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import retain
+from lightning_spot.tiers.retention import retain
+from lightning_spot.tiers.store import Holdings
 from lightning_spot.tiers.temporaries import temporary_name
 from tests import faulty
 from tests.faulty import Plan, faulty_calls
@@ -121,7 +122,7 @@ def test_a_link_that_leads_nowhere_is_an_error_and_not_empty(tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     with pytest.raises(TierError):
         LocalStore(tmp_path / "file").survey()
-    assert LocalStore(tmp_path / "nothing").survey() == seam.Holdings()
+    assert LocalStore(tmp_path / "nothing").survey() == Holdings()
 
 
 def test_claims_that_are_all_damaged_are_an_error_and_not_none(store: LocalStore) -> None:
@@ -300,7 +301,7 @@ def earlier(root: Path, attempts: int) -> None:
     for number in range(1, attempts + 1):
         at_s = begun_s + 10.0 * (number - 1)
         claim = claim_of(number, run_id="0123456789ab", location=f"faulty://{root}")
-        (root / "attempts" / seam.claim_name(number)).write_text(claim.to_json())
+        (root / "attempts" / claim_name(number)).write_text(claim.to_json())
         previous = AttemptRecord(
             attempt=number, begun_unix_s=at_s, trained_unix_s=at_s + 1, from_step=number, step=number + 1,
             unix_s=at_s + 9, restore_s=0.25, earlier=account_after(previous),

@@ -25,8 +25,8 @@ from lightning_spot.run.claims import begin_attempt
 from lightning_spot.run.identity import JUMP, Identity, NodeRun, identify, next_attempt
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
+from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import Claim
 from tests.conftest import RunningNode, until
 from tests.models import Net, Probe, data, trainer
 from tests.test_fit import Stop, StopAt

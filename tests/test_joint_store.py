@@ -28,9 +28,11 @@ from lightning_spot.memory.tier import Gathering
 from lightning_spot.run.location import Location
 from lightning_spot.run.patience import Patience
 from lightning_spot.run.survey import Survey, survey
+from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.folder import Folder, LocalFolder
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import Claim, Store, retain
+from lightning_spot.tiers.retention import retain
+from lightning_spot.tiers.store import Store
 from tests.conftest import until
 from tests.small_trainer import RUN_ID
 

@@ -16,8 +16,9 @@ from lightning_spot.client import starting
 from lightning_spot.errors import SettingsError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.identity import HIGHEST_ATTEMPT, next_attempt
+from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import Claim, retain
+from lightning_spot.tiers.retention import retain
 from tests.conftest import until
 from tests.models import Net, Probe, data, trainer
 from tests.test_fit import Stop, StopAt

@@ -26,7 +26,8 @@ from lightning_spot.run.survey import survey
 from lightning_spot.tiers import lanes, objects
 from lightning_spot.tiers.multipart import _Block
 from lightning_spot.tiers.objects import ObjectStore
-from lightning_spot.tiers.store import Store, retain
+from lightning_spot.tiers.retention import retain
+from lightning_spot.tiers.store import Store
 from tests.conftest import until
 from tests.oracle import claim_of
 from tests.proxy import Proxy

@@ -17,7 +17,8 @@ from lightning_spot.errors import CorruptSnapshot, SpotError
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
 from lightning_spot.tiers import files, objects
-from lightning_spot.tiers.store import Store, retain
+from lightning_spot.tiers.retention import retain
+from lightning_spot.tiers.store import Store
 from tests import faulty
 from tests.faulty import KINDS, Plan, faulty_calls
 from tests.oracle import claim_of

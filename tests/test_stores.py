@@ -35,7 +35,8 @@ from lightning_spot.tiers.files import tier_errors
 from lightning_spot.tiers.lanes import Lanes
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.objects import ObjectStore
-from lightning_spot.tiers.store import Holdings, Store, retain, worth_keeping
+from lightning_spot.tiers.retention import retain, worth_keeping
+from lightning_spot.tiers.store import Holdings, Store
 from tests.oracle import claim_of
 
 FILES = ["local", "memory", "s3"]
@@ -477,7 +478,7 @@ def test_a_delete_leaves_what_others_put_beside(store: Store) -> None:
 
 @pytest.mark.parametrize("store", FILES, indirect=True)
 def test_claims_and_records_of_old_attempts_are_forgotten(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_spot.tiers.store.KEPT_ATTEMPTS", 3)
+    monkeypatch.setattr("lightning_spot.tiers.claims.KEPT_ATTEMPTS", 3)
     for attempt in range(1, 7):
         store.claim(claim_of(attempt))
         _write(store, f"attempts/attempt-{attempt:04d}.progress.json", b"{}")

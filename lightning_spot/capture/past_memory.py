@@ -14,7 +14,7 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.errors import Fenced, NodeUnreachable, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.tiers.store import retain
+from lightning_spot.tiers.retention import retain
 
 logger = logging.getLogger(__name__)
 

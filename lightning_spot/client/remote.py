@@ -28,7 +28,8 @@ from lightning_spot.memory.bases import FindEarlier, nothing_earlier
 from lightning_spot.memory.runs import Opened, RunInfo, key_of, parse_run
 from lightning_spot.memory.tier import Sent
 from lightning_spot.protocol.wire import Address, BaseInfo, parse_spot_url
-from lightning_spot.tiers.store import Claim, Holdings, Progress, highest_attempt, newest_first
+from lightning_spot.tiers.claims import Claim
+from lightning_spot.tiers.store import Holdings, Progress, highest_attempt, newest_first
 
 logger = logging.getLogger(__name__)
 

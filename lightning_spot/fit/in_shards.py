@@ -40,8 +40,9 @@ from lightning_spot.run.location import Location
 from lightning_spot.sharded.layout import state_archive
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
+from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim, claim_name
 from lightning_spot.tiers.folder import HasFolders
-from lightning_spot.tiers.store import ATTEMPTS_DIR, Claim, Store, claim_name
+from lightning_spot.tiers.store import Store
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -8,8 +8,8 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from lightning_spot.tiers.claims import ATTEMPTS_DIR
 from lightning_spot.tiers.filesystem import make_parent, open_filesystem, tier_errors
-from lightning_spot.tiers.store import ATTEMPTS_DIR
 from lightning_spot.tiers.temporaries import temporary_name
 from lightning_spot.tiers.writing import write_small
 

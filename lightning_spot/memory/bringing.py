@@ -21,7 +21,8 @@ from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.slots import HeldPortion
 from lightning_spot.memory.tier import Gathering, HasJoint, JointTier, Sent
 from lightning_spot.memory.upload import Upload
-from lightning_spot.tiers.store import Store, check_fence
+from lightning_spot.tiers.claims import check_fence
+from lightning_spot.tiers.store import Store
 
 if TYPE_CHECKING:
     from lightning_spot.memory.uploads import Uploads

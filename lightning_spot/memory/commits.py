@@ -17,7 +17,7 @@ from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import key_of
 from lightning_spot.memory.upload import Upload
-from lightning_spot.tiers.store import check_fence
+from lightning_spot.tiers.claims import check_fence
 
 if TYPE_CHECKING:
     from lightning_spot.memory.uploads import Uploads

@@ -20,7 +20,8 @@ from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.tier import NodeTier, Sent
 from lightning_spot.memory.work import Job, Kind, Work
-from lightning_spot.tiers.store import Store, retain
+from lightning_spot.tiers.retention import retain
+from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
 

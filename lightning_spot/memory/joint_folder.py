@@ -18,8 +18,9 @@ from lightning_spot.image import notes
 from lightning_spot.image.files import FileSpan, is_note, is_torn_note, note_name, torn_name
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_order
 from lightning_spot.image.notes import Note
+from lightning_spot.tiers.claims import check_fence, whole
 from lightning_spot.tiers.folder import HasFolders
-from lightning_spot.tiers.store import LONGEST_MANIFEST_BYTES, Store, check_fence, whole
+from lightning_spot.tiers.store import LONGEST_MANIFEST_BYTES, Store
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,8 @@ from lightning_spot.memory.runs import Opened, Run, RunInfo
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.tier import NodeTier, Sent
 from lightning_spot.memory.uploads import Uploads
-from lightning_spot.tiers.store import Store, check_fence
+from lightning_spot.tiers.claims import check_fence
+from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
 

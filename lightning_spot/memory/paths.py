@@ -6,7 +6,7 @@ from lightning_spot.errors import NodeRefused, SettingsError, SnapshotNotFound
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_order
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.slots import Slot
-from lightning_spot.tiers.store import ATTEMPTS_DIR
+from lightning_spot.tiers.claims import ATTEMPTS_DIR
 
 LAST = "last.ckpt"
 

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_spot.errors import Fenced, RunBusy, SettingsError, SnapshotNotFound
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import Run, RunInfo, parse_run
-from lightning_spot.tiers.store import check_fence
+from lightning_spot.tiers.claims import check_fence
 
 _FORGOTTEN_S = 24 * 3600.0
 """A run of which nothing is held, and which nobody opened for so long, is forgotten."""

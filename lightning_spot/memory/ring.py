@@ -32,7 +32,8 @@ from lightning_spot.memory.slots import (
 )
 from lightning_spot.memory.table import SlotTable
 from lightning_spot.staging.slot import SlotMemory
-from lightning_spot.tiers.store import newest_first, worth_keeping
+from lightning_spot.tiers.retention import worth_keeping
+from lightning_spot.tiers.store import newest_first
 
 logger = logging.getLogger(__name__)
 

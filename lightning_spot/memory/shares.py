@@ -17,7 +17,7 @@ from lightning_spot.image.parts import checksum
 from lightning_spot.memory.joint import Joint, Shared
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.upload import Upload
-from lightning_spot.tiers.store import check_fence
+from lightning_spot.tiers.claims import check_fence
 
 SHARES_WAIT_S = 600.0
 """A snapshot whose first rank is done is given up if the other ranks' bytes are not in place so much later."""

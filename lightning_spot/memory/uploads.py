@@ -32,7 +32,8 @@ from lightning_spot.memory.runs import key_of
 from lightning_spot.memory.shares import SHARES_WAIT_S, Shares
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.upload import Upload
-from lightning_spot.tiers.store import Store, check_fence
+from lightning_spot.tiers.claims import check_fence
+from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,8 @@ from lightning_spot.run import patience
 from lightning_spot.run.identity import next_attempt
 from lightning_spot.run.peers import elsewhere
 from lightning_spot.run.survey import Survey
-from lightning_spot.tiers.store import Claim, Store
+from lightning_spot.tiers.claims import Claim
+from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_spot.errors import SettingsError
-from lightning_spot.tiers.store import Claim
+from lightning_spot.tiers.claims import Claim
 
 JUMP = 1000
 """Attempts left free above everything seen when the durable tier could not be read: what it holds lies below."""

@@ -35,8 +35,9 @@ from lightning_spot.run.identity import Identity, NodeRun, identify, runs_of
 from lightning_spot.run.location import Location
 from lightning_spot.run.patience import Patience
 from lightning_spot.run.sources import DURABLE, MEMORY, MemorySource, Source, StoreSource
+from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import Claim, Holdings
+from lightning_spot.tiers.store import Holdings
 
 logger = logging.getLogger(__name__)
 

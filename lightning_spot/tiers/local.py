@@ -16,11 +16,12 @@ from lightning_spot.image.files import cut, is_own_file
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, Order, snapshot_order
 from lightning_spot.image.parts import part_ranges
 from lightning_spot.image.sealing import NotedParts
-from lightning_spot.tiers import files, store
+from lightning_spot.tiers import claims, files, store
+from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim
 from lightning_spot.tiers.files import tier_errors
 from lightning_spot.tiers.folder import LocalFolder
 from lightning_spot.tiers.image_reader import ImageReader
-from lightning_spot.tiers.store import ATTEMPTS_DIR, Claim, Holdings, Progress
+from lightning_spot.tiers.store import Holdings, Progress
 from lightning_spot.tiers.temporaries import temporary_name, temporary_owner, writer_has_ended
 
 logger = logging.getLogger(__name__)
@@ -63,13 +64,14 @@ class LocalStore:
     def claimed(self) -> int:
         """See :meth:`Store.claimed`."""
         with tier_errors(self.url):
-            return store.highest_claim(files.list_directory(self.root / ATTEMPTS_DIR))
+            return claims.highest_claim(files.list_directory(self.root / ATTEMPTS_DIR))
 
     def newest_claim(self) -> Claim | None:
         """See :meth:`Store.newest_claim`."""
         with tier_errors(self.url):
-            names = files.list_directory(self.root / ATTEMPTS_DIR)
-            return store.first_readable(names, lambda name: files.read_small(self.root / ATTEMPTS_DIR / name), self.url)
+            folder = self.root / ATTEMPTS_DIR
+            names = files.list_directory(folder)
+            return claims.first_readable(names, lambda name: files.read_small(folder / name), self.url)
 
     def inode(self) -> int:
         """Inode of the attempts directory, by which a copied run is told from a moved one; 0 if there is none."""
@@ -102,14 +104,14 @@ class LocalStore:
 
     def claim(self, claim: Claim) -> None:
         """See :meth:`Store.claim`. The inode of the attempts directory is noted in it."""
-        store.check_fence(claim.location, claim.attempt, self.claimed())
+        claims.check_fence(claim.location, claim.attempt, self.claimed())
         with tier_errors(self.url):
             folder = self.root / ATTEMPTS_DIR
             files.make_directory(folder)
             noted = memoryview(replace(claim, inode=self.inode()).to_json().encode())
-            path = folder / store.claim_name(claim.attempt)
+            path = folder / claims.claim_name(claim.attempt)
             if not files.create_exclusively(path, noted, attempt=claim.attempt, run_id=claim.run_id):
-                store.check_claim(claim, _claim_in(path))
+                claims.check_claim(claim, _claim_in(path))
                 files.sync_directory(folder)  # the attempt that wrote it may have been killed before it did
 
     def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
@@ -185,7 +187,7 @@ class LocalStore:
         """Manifest of a snapshot directory, ``None`` if it has none."""
         path = self.root / name / MANIFEST_FILE
         try:
-            manifest = store.whole(lambda: Manifest.from_json(files.read_small(path)))
+            manifest = claims.whole(lambda: Manifest.from_json(files.read_small(path)))
         except (FileNotFoundError, NotADirectoryError):
             return None
         if manifest.name != name:
@@ -195,11 +197,11 @@ class LocalStore:
     def _noted(self, manifest: Manifest) -> Manifest | None:
         """What the manifest at the place of ``manifest`` says now; ``None`` if there is none that can be used."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, CorruptManifest):
-            return store.whole(lambda: Manifest.from_json(files.read_small(self.root / manifest.manifest_path)))
+            return claims.whole(lambda: Manifest.from_json(files.read_small(self.root / manifest.manifest_path)))
         return None
 
     def _check_fences(self, manifest: Manifest, attempt: int) -> None:
-        store.check_fence(manifest.run, attempt, self.claimed())
+        claims.check_fence(manifest.run, attempt, self.claimed())
         if manifest.is_file:
             with tier_errors(self.url):
                 store.check_file_fence(manifest, self._noted(manifest))
@@ -310,7 +312,7 @@ class LocalStore:
                 files.remove(folder / name)
 
     def _forget_attempts(self, folder: Path) -> None:
-        for name in store.forgettable(os.listdir(folder)):
+        for name in claims.forgettable(os.listdir(folder)):
             files.remove(folder / name)
 
     def _remove_own(self, folder: Path) -> None:
@@ -324,7 +326,7 @@ class LocalStore:
 
 def _claim_in(path: Path) -> Claim | None:
     try:
-        return store.whole(lambda: Claim.from_json(files.read_small(path)))
+        return claims.whole(lambda: Claim.from_json(files.read_small(path)))
     except (FileNotFoundError, CorruptManifest):
         return None
 

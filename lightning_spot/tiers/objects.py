@@ -15,12 +15,13 @@ from lightning_spot.errors import CorruptManifest, CorruptSnapshot, SnapshotNotF
 from lightning_spot.image.files import FileSpan, is_own_file, pieces
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.sealing import NotedParts
-from lightning_spot.tiers import store
+from lightning_spot.tiers import claims, store
+from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim
 from lightning_spot.tiers.filesystem import check_bucket, make_parent, open_filesystem, speaks, tier_errors
 from lightning_spot.tiers.folder import ObjectFolder
 from lightning_spot.tiers.lanes import Job, Lanes
 from lightning_spot.tiers.multipart import S3, abort_dead_uploads, abort_noted, create_object
-from lightning_spot.tiers.store import ATTEMPTS_DIR, LONGEST_MANIFEST_BYTES, Claim, Holdings, Progress
+from lightning_spot.tiers.store import LONGEST_MANIFEST_BYTES, Holdings, Progress
 from lightning_spot.tiers.temporaries import temporary_name, temporary_owner, writer_has_ended
 from lightning_spot.tiers.writing import Parts, write_files, write_small
 
@@ -78,13 +79,13 @@ class ObjectStore:
     def claimed(self) -> int:
         """See :meth:`Store.claimed`."""
         with tier_errors(self.url):
-            return store.highest_claim(self._list(ATTEMPTS_DIR))
+            return claims.highest_claim(self._list(ATTEMPTS_DIR))
 
     def newest_claim(self) -> Claim | None:
         """See :meth:`Store.newest_claim`."""
         with tier_errors(self.url):
             names = self._list(ATTEMPTS_DIR)
-            return store.first_readable(names, lambda name: self._read_small(f"{ATTEMPTS_DIR}/{name}"), self.url)
+            return claims.first_readable(names, lambda name: self._read_small(f"{ATTEMPTS_DIR}/{name}"), self.url)
 
     def has(self, manifest: Manifest) -> bool:
         """See :meth:`Store.has`."""
@@ -130,13 +131,13 @@ class ObjectStore:
 
     def claim(self, claim: Claim) -> None:
         """See :meth:`Store.claim`."""
-        store.check_fence(claim.location, claim.attempt, self.claimed())
+        claims.check_fence(claim.location, claim.attempt, self.claimed())
         with tier_errors(self.url):
-            below = f"{ATTEMPTS_DIR}/{store.claim_name(claim.attempt)}"
+            below = f"{ATTEMPTS_DIR}/{claims.claim_name(claim.attempt)}"
             make_parent(self._fs, self._path(below))
             self._create(below, claim.to_json().encode(), claim)
             # Read back in any case: where the store cannot create exclusively, the last of two writers has won.
-            store.check_claim(claim, self._claim_in(below))
+            claims.check_claim(claim, self._claim_in(below))
 
     def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
         """See :meth:`Store.put`."""
@@ -173,7 +174,7 @@ class ObjectStore:
             self._sweep_temporaries("", names, current)
             self._sweep_temporaries(f"{ATTEMPTS_DIR}/", attempts, current)
             self._sweep_temporaries(f"{OWN_DIR}/", self._list(OWN_DIR) if OWN_DIR in names else [], current)
-            for name in store.forgettable(attempts):
+            for name in claims.forgettable(attempts):
                 self._remove(f"{ATTEMPTS_DIR}/{name}")
             if speaks(self._fs, S3) and self._uploads_swept_for != current.attempt:
                 abort_dead_uploads(self._fs, self._root, current)
@@ -231,7 +232,7 @@ class ObjectStore:
     def _committed(self, name: str) -> Manifest | str | None:
         """Manifest of a snapshot, ``None`` if it has none, or why it cannot be read."""
         try:
-            manifest = store.whole(lambda: Manifest.from_json(self._read_small(f"{name}/{MANIFEST_FILE}")))
+            manifest = claims.whole(lambda: Manifest.from_json(self._read_small(f"{name}/{MANIFEST_FILE}")))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except Exception as error:  # every cloud library has errors of its own
@@ -240,7 +241,7 @@ class ObjectStore:
 
     def _noted(self, manifest: Manifest) -> Manifest | None:
         with contextlib.suppress(FileNotFoundError, CorruptManifest):
-            return store.whole(lambda: Manifest.from_json(self._read_small(manifest.manifest_path)))
+            return claims.whole(lambda: Manifest.from_json(self._read_small(manifest.manifest_path)))
         return None
 
     def _size(self, below: str) -> int | None:
@@ -271,12 +272,12 @@ class ObjectStore:
 
     def _claim_in(self, below: str) -> Claim | None:
         try:
-            return store.whole(lambda: Claim.from_json(self._read_small(below)))
+            return claims.whole(lambda: Claim.from_json(self._read_small(below)))
         except (FileNotFoundError, CorruptManifest):
             return None
 
     def _check_fences(self, manifest: Manifest, attempt: int) -> None:
-        store.check_fence(manifest.run, attempt, self.claimed())
+        claims.check_fence(manifest.run, attempt, self.claimed())
         if manifest.is_file:
             with tier_errors(self.url):
                 store.check_file_fence(manifest, self._noted(manifest))

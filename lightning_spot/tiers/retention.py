@@ -1,0 +1,58 @@
+"""Which snapshots of a tier are deleted once another one is committed there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.tiers.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+def worth_keeping(line: Sequence[Manifest]) -> list[Manifest]:
+    """Snapshots, newest first, but last those whose state is there twice: as the end of the run, or taken once more."""
+    ends = [item for item in line if item.complete]
+    seen = {(end.lineage, end.attempt, end.step, False, exact) for end in ends for exact in (True, False)}
+    first: list[Manifest] = []
+    last: list[Manifest] = []
+    for item in line:
+        state = (item.lineage, item.attempt, item.step, item.complete, item.exact)
+        (last if state in seen else first).append(item)
+        seen.add(state)
+    return [*first, *last]
+
+
+def retain(store: Store, keep: int, current: Manifest) -> None:
+    """Delete older snapshots of the lineage of ``current`` beyond the newest ``keep``, and what killed writers left.
+
+    Nothing is deleted before the tier has shown that ``current`` is committed there: it is listed, its manifest, read
+    back, is equal, and its file has its size (that its bytes arrived, the tier has acknowledged: directories by fsync,
+    object stores by the checksum of each request). Snapshots of another lineage, newer ones and those that cannot be
+    read stay. So do the newest ``keep`` exact ones, and every exact one until another is put there. One whose state is
+    there as the end of the run, too, goes before an older one does.
+
+    Args:
+        store: the tier.
+        keep: snapshots to keep, ``current`` among them; at least 1.
+        current: a snapshot just put there.
+
+    Raises:
+        TierError: if the tier fails; what was not deleted is deleted next time.
+    """
+    listed = store.survey().manifests
+    if current.name not in [manifest.name for manifest in listed] or not store.has(current):
+        logger.warning(
+            "lightning_spot: %s was written to %s but is not seen there; nothing older is deleted",
+            current.name,
+            store.url,
+        )
+        return
+    older = [manifest for manifest in listed if manifest.lineage == current.lineage and manifest.order < current.order]
+    line = worth_keeping([current, *older])
+    kept = [*line[: max(1, keep)], *[manifest for manifest in line if manifest.exact][: max(1, keep)]]
+    for manifest in older:
+        if manifest not in kept and (current.exact or not manifest.exact):
+            store.delete(manifest)
+    store.sweep(current)
