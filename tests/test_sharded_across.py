@@ -31,6 +31,7 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable, SettingsError, ShareMissing, TierError
 from lightning_spot.fit.hosts import Hosts
 from lightning_spot.fit.in_shards import InShards
+from lightning_spot.fit.one_place import check_place
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.node import Node
@@ -322,21 +323,18 @@ def test_a_durable_tier_that_is_not_one_place_for_all_hosts_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each host looks at the place as it knows it, and writes there what is there already."""
-    monkeypatch.setattr("lightning_spot.fit.in_shards._SEEN_S", 0.0)
-    ring = RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=False)
-    run, there = f"run@{RUN_ID}", InShards(cast(Any, OnTwoHosts()), Location.of(tmp_path / "run", "auto", None), ring)
-    there._hosts = Hosts(HOSTS, can_bring=True, token="this")
+    monkeypatch.setattr("lightning_spot.fit.one_place._SEEN_S", 0.0)
+    url, run = str(tmp_path / "run"), f"run@{RUN_ID}"
     claim_at(tmp_path / "run", "this")
-    there._check_place(run, 1)
+    check_place(url, run, 1, "this")
     with pytest.raises(SettingsError, match=r"from every host \(the claim of attempt 2.* is not seen\)"):
-        there._check_place(run, 2)
+        check_place(url, run, 2, "this")
     with monkeypatch.context() as patch:
         patch.setattr(files, "create_exclusively", functools.partial(refuse, TierError("Permission denied", tier="")))
         with pytest.raises(SettingsError, match=r"from every host \(Permission denied\)"):
-            there._check_place(run, 1)
-    there._hosts = Hosts(HOSTS, can_bring=True, token="another")
+            check_place(url, run, 1, "this")
     with pytest.raises(SettingsError, match="is not seen"):
-        there._check_place(run, 1)
+        check_place(url, run, 1, "another")
 
 
 def refuse(error: Exception, *_: Any, **__: Any) -> None:

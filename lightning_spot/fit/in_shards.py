@@ -18,31 +18,20 @@ from lightning_spot.capture.saying import say_failing
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import by_storage, optimizer_owned
-from lightning_spot.client.stores import open_store
-from lightning_spot.errors import (
-    CorruptManifest,
-    NodeUnreachable,
-    SettingsError,
-    SnapshotNotFound,
-    SpotError,
-    TierError,
-)
+from lightning_spot.errors import NodeUnreachable, SettingsError, SpotError
 from lightning_spot.exact.dump import KEY, Dump
 from lightning_spot.exact.flat import Kinds
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.sharded import holder_of, split
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.hosts import Hosts
+from lightning_spot.fit.one_place import check_place
 from lightning_spot.fit.together import ACROSS, ALONE, GATHERED
 from lightning_spot.image.portion import MOST_HOSTS
-from lightning_spot.memory.runs import parse_run
 from lightning_spot.run.location import Location
 from lightning_spot.sharded.layout import state_archive
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
-from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim, claim_name
-from lightning_spot.tiers.folder import HasFolders
-from lightning_spot.tiers.store import Store
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -52,7 +41,6 @@ _CARRIER_S = 60.0
 _COMMIT_S = 300.0  # until it is known whether an urgent one, or that of the end, is there
 _HELP_S = 2.0
 _HEALTH_S = 5.0
-_SEEN_S = 90.0  # a network mount may show late what another host has written
 _NO_CARRIER = (
     "no snapshot now, training goes on: each host has a part of the model, and no memory node that carries the run on"
     " is there to put them together (%s); it may be starting, or lack --allow for the durable tier"
@@ -104,42 +92,6 @@ class InShards(OfTrainer):
                 f" parts of its own ranks; this run has {why}; or use DDP, or Lightning's ModelCheckpoint"
             )
 
-    def _check_place(self, run: str, number: int) -> None:
-        """Refuse a durable tier that is not the same place for all hosts: the parts would never come together.
-
-        Raises:
-            SettingsError: if this host does not see there what rank 0 has written, or cannot write there itself.
-        """
-        store, deadline_s = open_store(self._location.url), time.monotonic() + _SEEN_S
-        while True:
-            try:
-                if self._is_claimed(store, run, number):
-                    return
-                problem = f"the claim of attempt {number}, which rank 0 has written there, is not seen"
-            except TierError as error:
-                problem = str(error)
-            if time.monotonic() > deadline_s:
-                break
-            time.sleep(_LOOK_S)
-        raise SettingsError(
-            f"{self._location.url} cannot be used from every host ({problem}): without a memory node, each host brings"
-            " its part of a snapshot there, so it must be one place for all of them. Give a bucket, or a directory that"
-            " all hosts mount; or start a memory node that all hosts reach, and name it (memory='spot://host:7070')"
-        )
-
-    def _is_claimed(self, store: Store, run: str, number: int) -> bool:
-        """Whether this attempt's claim is seen, by its name: a mount may list it late. Then it is written once more."""
-        assert isinstance(store, HasFolders)
-        folder = store.folder(ATTEMPTS_DIR, attempt=number, run_id=parse_run(run)[1])
-        try:
-            claim = Claim.from_json(folder.read(claim_name(number)))
-        except (SnapshotNotFound, CorruptManifest):
-            return False
-        if claim.token != self._hosts.token:
-            return False
-        store.claim(claim)  # which changes nothing, and shows that this host may write
-        return True
-
     def begin(self, attempt: Attempt | None, run: str, number: int, schedule: Schedule) -> None:
         """Join the attempt. Every rank calls it; an error of one is an error of all.
 
@@ -158,7 +110,7 @@ class InShards(OfTrainer):
             agreement.together(self._check_all)
             if hosts.can_bring and not self._location.nodes:
                 leads = agreement.rank in [ranks[0] for ranks in hosts.ranks]
-                agreement.together(lambda: self._check_place(run, number) if leads else None)
+                agreement.together(lambda: check_place(self._location.url, run, number, hosts.token) if leads else None)
         except BaseException:
             hosts.leave()
             raise
