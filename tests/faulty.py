@@ -28,7 +28,6 @@ from fsspec.spec import AbstractFileSystem
 
 ERRORS = {"EIO": errno.EIO, "EACCES": errno.EACCES, "ESTALE": errno.ESTALE, "ENOSPC": errno.ENOSPC}
 KINDS = (*ERRORS, "missing", "lost", "short", "stale")
-READS = frozenset({"ls", "info", "cat_file", "modified", "created"})
 _PLAN_VARIABLE = "LIGHTNING_SPOT_TEST_FAULTS"
 _HOME = Path(__file__).resolve().parents[1]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_spot.image.manifest import Manifest
@@ -142,7 +142,3 @@ def at_rest(image: bytearray, manifest: Manifest, folder: Path) -> None:
     """Write the files of an image."""
     for file in manifest.files:
         (folder / file.name).write_bytes(image[file.offset : file.stop])
-
-
-def is_replicated(placements: Sequence[Placement]) -> bool:
-    return all(isinstance(placement, Replicate) for placement in placements)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +13,24 @@ from lightning_spot.exact.compare import differences
 from lightning_spot.fit.taking_part import takes_part
 from tests.exact_cases import loader
 from tests.exact_flat import Flat, OnCpus, train
-from tests.test_sharded_fit import Weights, content, final, log, one_rank, small, snapshots, without_what_came_later
+from tests.test_sharded_fit import (
+    Weights,
+    content,
+    final,
+    log,
+    one_rank,
+    small,
+    snapshots,
+    two_ranks,
+    without_what_came_later,
+)
 
 __all__ = ["one_rank"]
 
 
 def trained_by_two(python: str, root: Path, *arguments: str) -> Path:
     """Two ranks that train to the end, and two that are stopped and go on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    launched = {"WORLD_SIZE": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [python, "-m", "tests.exact_flat", str(root), *arguments]
-    with open(root / "log", "w") as output:
-        ranks = [
-            subprocess.Popen(
-                command, stdout=output, stderr=output, env={**os.environ, **launched, "LOCAL_RANK": str(rank)}
-            )
-            for rank in range(2)
-        ]
-        try:
-            assert [rank.wait(300) for rank in ranks] == [0, 0], log(root)[-3000:]
-        finally:
-            for rank in ranks:
-                rank.kill()
+    two_ranks([python, "-m", "tests.exact_flat", str(root), *arguments], root)
     return root
 
 

@@ -52,6 +52,25 @@ def final(root: Path) -> dict[str, Any]:
     return content(root, newest)
 
 
+def two_ranks(command: list[str], root: Path) -> None:
+    """Run a training on two ranks, as a launcher does, to its end."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    launched = {"WORLD_SIZE": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with open(root / "log", "w") as output:
+        ranks = [
+            subprocess.Popen(
+                command, stdout=output, stderr=output, env={**os.environ, **launched, "LOCAL_RANK": str(rank)}
+            )
+            for rank in range(2)
+        ]
+        try:
+            assert [rank.wait(300) for rank in ranks] == [0, 0], log(root)[-3000:]
+        finally:
+            for rank in ranks:
+                rank.kill()
+
+
 def check_states(root: Path) -> dict[str, str]:
     """Every snapshot holds the parameters of its step."""
     steps = dict(line.split() for line in (root / "steps").read_text().splitlines())
@@ -192,22 +211,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def test_two_ranks_are_stopped_and_go_on_as_if_they_had_not_been(tmp_path: Path, warm_python: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    as_launched = {"WORLD_SIZE": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [warm_python, "-m", "tests.exact_sharded", str(tmp_path), "--in-one"]
-    with open(tmp_path / "log", "w") as output:
-        ranks = [
-            subprocess.Popen(
-                command, stdout=output, stderr=output, env={**os.environ, **as_launched, "LOCAL_RANK": str(rank)}
-            )
-            for rank in range(2)
-        ]
-        try:
-            assert [rank.wait(300) for rank in ranks] == [0, 0], log(tmp_path)[-3000:]
-        finally:
-            for rank in ranks:
-                rank.kill()
+    two_ranks([warm_python, "-m", "tests.exact_sharded", str(tmp_path), "--in-one"], tmp_path)
     assert "attempt 2 resumes at step" in log(tmp_path)
     for manifest in snapshots(tmp_path / "whole"):
         assert manifest.world_size == 2

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tests.machines import PHASES, STEPS, Sharded, started, twin
 from tests.served import served
 from tests.test_every_step import digest
 from tests.test_sharded_fit import check_states, content, final, snapshots, without_what_came_later
+from tests.test_together import run_trainer
 
 __all__ = ["twin"]
 
@@ -30,13 +31,7 @@ Train = Callable[..., int]
 def train(warm_python: str) -> Train:
     """Train on some ranks; the exit code."""
 
-    def run(root: Path, *arguments: object) -> int:
-        root.mkdir(exist_ok=True)
-        command = [warm_python, "-m", "tests.sharded_hosts", str(root), *map(str, arguments)]
-        with open(root / "log", "a") as log:
-            return subprocess.run(command, stdout=log, stderr=log, timeout=600, check=False).returncode
-
-    return run
+    return functools.partial(run_trainer, warm_python, "tests.sharded_hosts")
 
 
 @pytest.fixture

@@ -421,9 +421,6 @@ def test_retention_deletes_nothing_where_the_newest_is_missing(store: Store) -> 
     assert [manifest.step for manifest in store.survey().manifests] == [3, 2, 1]
 
 
-Breaker = Callable[[Store, Manifest], None]
-
-
 def _write(store: Store, below: str, data: bytes) -> None:
     files, root = fsspec.core.url_to_fs(store.url)
     path = f"{root}/{below}"

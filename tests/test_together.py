@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 from collections.abc import Callable
@@ -23,13 +24,15 @@ Train = Callable[..., int]
 def train(warm_python: str) -> Train:
     """Train on some ranks; the exit code."""
 
-    def run(root: Path, *arguments: object) -> int:
-        root.mkdir(exist_ok=True)
-        command = [warm_python, "-m", "tests.together_trainer", str(root), *map(str, arguments)]
-        with open(root / "log", "a") as log:
-            return subprocess.run(command, stdout=log, stderr=log, timeout=600, check=False).returncode
+    return functools.partial(run_trainer, warm_python, "tests.together_trainer")
 
-    return run
+
+def run_trainer(python: str, module: str, root: Path, *arguments: object) -> int:
+    """Run a module that trains below ``root``, to its end; the exit code."""
+    root.mkdir(exist_ok=True)
+    with open(root / "log", "a") as log:
+        command = [python, "-m", module, str(root), *map(str, arguments)]
+        return subprocess.run(command, stdout=log, stderr=log, timeout=600, check=False).returncode
 
 
 def manifests(root: Path) -> list[Manifest]:
