@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_spot.callbacks.part import Part
 from lightning_spot.errors import SettingsError
+from lightning_spot.exact.epochs import REWINDS, Rewind
 from lightning_spot.exact.fit_state import FitState
-from lightning_spot.exact.position import REWINDS, Rewind
 from lightning_spot.fit.chosen import ResumedFrom
 from lightning_spot.fit.fit import Fit
 from lightning_spot.fit.resume import Resume

@@ -12,8 +12,8 @@ from lightning_spot.callbacks.part import move_to_the_end
 from lightning_spot.callbacks.preemption_guard import PreemptionGuard
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
 from lightning_spot.config import DEVICE_BUFFER, FLUSH_TIMEOUT_S, IDLE_TIMEOUT_S, KEEP, MAX_STALL_S, check_flag
+from lightning_spot.exact.epochs import Rewind
 from lightning_spot.exact.namespaces import SpotCallback
-from lightning_spot.exact.position import Rewind
 from lightning_spot.fit.chosen import ResumedFrom
 from lightning_spot.fit.taking_part import takes_part
 from lightning_spot.goodput.metric import Goodput

@@ -17,12 +17,13 @@ from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.changed_values import ChangedValues
 from lightning_spot.exact.checkpoint import checkpoint_of, checkpoint_through_save, leave_out_callbacks
 from lightning_spot.exact.dump import KEY, Dump
+from lightning_spot.exact.epochs import Rewind
 from lightning_spot.exact.gradient_order import GradientOrder
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.named import follow_named
 from lightning_spot.exact.once import Once
 from lightning_spot.exact.per_trainer import PerTrainer
-from lightning_spot.exact.position import Rewind, why_not_exact
+from lightning_spot.exact.position import why_not_exact
 from lightning_spot.exact.randomness import State, capture_random
 from lightning_spot.exact.restoring import Restoring
 from lightning_spot.exact.seams import Seams, is_tuning

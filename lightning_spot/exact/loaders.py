@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.exact import private
+from lightning_spot.exact.epochs import Rewind
 from lightning_spot.exact.position import (
     FollowedLoader,
     PositionedLoader,
-    Rewind,
     loader_itself,
     position_of,
     restore_owners,

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.exact import namespaces
-from lightning_spot.exact.changed_values import KEPT, SCALARS, is_same, mark
 from lightning_spot.exact.own_state import GENERATORS
+from lightning_spot.exact.plain_values import KEPT, SCALARS, is_same, mark
 from lightning_spot.exact.randomness import capture_generator
 
 if TYPE_CHECKING:
