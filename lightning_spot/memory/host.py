@@ -307,7 +307,7 @@ class InProcessHost:
 
     def safe_step(self) -> int | None:
         """See :meth:`Host.safe_step`."""
-        committed = self._node.ring.committed(self._node.key(self.run))
+        committed = self._node.committed(self.run)
         return newest_safe_step(((slot.manifest, slot.safe) for slot in committed if slot.manifest), self.attempt)
 
     def leave(self, *, complete: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import asdict
 
 from aiohttp import web
@@ -90,12 +89,12 @@ class RunRequests:
 
     async def snapshots(self, request: web.Request) -> web.Response:
         """The attempt that writes, what is in memory, what a tier has refused."""
-        key = self._node.key(request.match_info["run"])
+        run = request.match_info["run"]
         listed = [
-            {"manifest": json.loads(slot.manifest.to_json()), "dirty": slot.dirty, "safe": slot.safe}
-            for slot in self._node.ring.committed(key)
+            {"manifest": slot.manifest.to_dict(), "dirty": slot.dirty, "safe": slot.safe}
+            for slot in self._node.committed(run)
             if slot.manifest is not None
         ]
-        refused = [json.loads(manifest.to_json()) for manifest in self._node.flusher.refused(key)]
-        claimed = await asyncio.to_thread(self._node.claimed, request.match_info["run"])
+        refused = [manifest.to_dict() for manifest in self._node.flusher.refused(self._node.key(run))]
+        claimed = await asyncio.to_thread(self._node.claimed, run)
         return web.json_response({"attempt": claimed, "snapshots": listed, "refused": refused})
