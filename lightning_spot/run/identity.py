@@ -35,7 +35,6 @@ class NodeRun:
         id: its identity.
         location: its durable directory, see :attr:`~lightning_spot.run.location.Location.canonical`.
         attempt: highest attempt the node knows of.
-        live: whether a trainer on the node's host writes it now.
         host: name of the machine that trained it; ``""`` if the node does not know, or is on this machine.
     """
 
@@ -43,7 +42,6 @@ class NodeRun:
     id: str
     location: str
     attempt: int = 0
-    live: bool = False
     host: str = ""
 
 

@@ -256,7 +256,6 @@ def _listed(client: NodeClient) -> list[NodeRun]:
             id=str(item["id"]),
             location=str(item["location"]),
             attempt=int(item["attempt"]),
-            live=bool(item["live"]),
             host=str(item["host"]),
         )
         for item in client.call("GET", "/v1/runs")["runs"]
