@@ -40,7 +40,7 @@ from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.wire import parse_spot_url
-from lightning_spot.service import uploads
+from lightning_spot.service import seals, uploads
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.gated import MIB, RUN_ID, manifest_of
@@ -320,6 +320,54 @@ def test_word_that_a_portion_is_in_place_is_said_again_if_it_is_lost(
     assert ended == [None]
     assert len(asked) == 2
     team.all_free()
+
+
+@pytest.mark.parametrize("kind", ["cut before", "cut there", "cut after"])
+@pytest.mark.parametrize("request_of", ["joint", "seal"])
+def test_a_connection_that_breaks_under_a_request_of_the_first_host_costs_no_snapshot(
+    team: Team, request_of: str, kind: str
+) -> None:
+    """The request is lost, the node hears the first host hang up, or only its answer is lost."""
+    url = team.at
+    proxy = Proxy(url.rpartition("/")[0], 1)
+    team.at = f"{proxy.url}/{RUN}"
+    try:
+        for step in (1, 2):
+            checkpoint = Checkpoint(step)
+            proxy.strike_at(f"/{request_of} HTTP".encode(), kind)
+            upload = team.lead(step, checkpoint)
+            team.fill(upload, checkpoint)
+            sealing = team.pool.submit(team.seal, upload, step)
+            if request_of == "seal" and kind != "cut after":
+                until(lambda: proxy.struck, "the request to be cut", LAST_S)
+            team.follow(step, checkpoint)
+            team.check(sealing.result(LAST_S), checkpoint)
+            assert proxy.struck
+            team.all_free()
+    finally:
+        proxy.close()
+    assert len(team.memory.ring.committed(RUN_ID)) == 2
+
+
+def test_a_first_host_that_hangs_up_and_asks_no_more_counts_as_gone(
+    team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seals, "ASKED_AGAIN_S", 0.2)
+    monkeypatch.setattr(joint, "_PAUSES_S", ())
+    proxy = Proxy(team.at.rpartition("/")[0], 1)
+    team.at = f"{proxy.url}/{RUN}"
+    try:
+        checkpoint = Checkpoint(1)
+        proxy.strike_at(b"/seal HTTP", "cut there")
+        upload = team.lead(1, checkpoint)
+        team.fill(upload, checkpoint)
+        with pytest.raises(SpotError, match="no memory node answers"):
+            team.seal(upload, 1)
+        until(lambda: not len(team.memory.uploads), "it to be given up there", LAST_S)
+        team.second.uploads.shares.decline(RUN, 1, snapshot_name(1, 1), "the first host is gone")
+        team.all_free()
+    finally:
+        proxy.close()
 
 
 @pytest.mark.parametrize("lost", [1, 2])

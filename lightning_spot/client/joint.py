@@ -62,12 +62,16 @@ class JointUploads:
         known, ping = self._layout, self._client.ping
         path, timeout_s = f"/v1/runs/{quoted(self._run)}/joint", _WAIT_FOR_SLOT_S + 4 * _ASK_S
         try:
+
+            def ask(layout: dict[str, str]) -> dict[str, Any]:
+                return self._asked_again(lambda: self._ask(path, {**request, **layout}, timeout_s, ping), shared.name)
+
             try:
-                begun = self._ask(path, {**request, **known.to_send(shared.layout)}, timeout_s, ping)
+                begun = ask(known.to_send(shared.layout))
             except SettingsError:
                 if shared.layout != known.text:
                     raise
-                begun = self._ask(path, {**request, "layout": shared.layout}, timeout_s, ping)  # it has forgotten it
+                begun = ask({"layout": shared.layout})  # it has forgotten it
         except BaseException:
             # It may have begun, and only its answer be lost. Another node may have the snapshot, if this one is gone.
             threading.Thread(target=self._give_up, args=(upload,), name="spot-joint", daemon=True).start()
@@ -157,6 +161,21 @@ class JointUploads:
             else:
                 return
 
+    def _asked_again(self, ask: Callable[[], dict[str, Any]], name: str) -> dict[str, Any]:
+        """Ask, and again where a connection broke: the node does once what it is asked for more than once.
+
+        One that is silent is not asked again, since other hosts, and another node, would wait for that.
+        """
+        pauses = list(_PAUSES_S)
+        while True:
+            try:
+                return ask()
+            except NodeUnreachable as error:
+                if not pauses or isinstance(error.__cause__, TimeoutError):
+                    raise
+                logger.debug("%s is asked again for %s: %s", self._url, name, error)
+                time.sleep(pauses.pop(0))
+
     def _is_committed(self, name: str) -> bool:
         """Whether the node has a snapshot of the run, as it lists them."""
         listed = self._client.call("GET", f"/v1/runs/{quoted(self._run)}/snapshots", timeout_s=_ASK_S)
@@ -181,7 +200,9 @@ class JointUploads:
 
         path = f"/v1/uploads/{gathering.upload}/joint/seal"
         body = {"manifest": replace(manifest, checksums=()).to_dict()}
-        sealed = self._client.call("POST", path, body, timeout_s=_SEAL_S, pulse=pulse)
+        sealed = self._asked_again(
+            lambda: self._client.call("POST", path, body, timeout_s=_SEAL_S, pulse=pulse), gathering.shared.name
+        )
         return replace(manifest, checksums=tuple(map(str, sealed["checksums"])))
 
     def give_up(self, gathering: Gathering) -> None:

@@ -329,6 +329,7 @@ class Uploads:
         """The upload that was begun under an id before, if the very same is asked for once more."""
         if (known.run, known.attempt, known.nbytes, known.name) != (key, attempt, nbytes, name):
             raise SettingsError(f"upload {known.id} was begun for something else")
+        known.touched_s = time.monotonic()
         return known
 
     def offer(self, slot: Slot, coming: Coming | None) -> None:

@@ -100,7 +100,7 @@ class Service:
         """The aiohttp application."""
         files = Files(self.node, self._wait_for_slot)
         shares = ShareRequests(self.node, self._wait_to_join)
-        hosts = HostRequests(self.node, self._wait_for_slot, self._wait_to_join, self._wait_for_hosts)
+        hosts = HostRequests(self.node, self._wait_for_slot, self._wait_to_join, self._wait_for_hosts, self._gone)
         app = web.Application(middlewares=[self._guard])
         app.on_response_prepare.append(_name_protocol)
         app.add_routes(
@@ -207,8 +207,8 @@ class Service:
     async def _wait_to_join(self, request: web.Request, *what: Any, **more: Any) -> Upload | None:
         return await self._queue().join(self._gone(request), *what, **more)
 
-    async def _wait_for_hosts(self, request: web.Request, upload: Upload) -> None:
-        await self._queue().all_there(self._gone(request), upload)
+    async def _wait_for_hosts(self, upload: Upload) -> None:
+        await self._queue().all_there(upload)
 
     def _gone(self, request: web.Request) -> asyncio.Future[None]:
         """Done once whoever asks has hung up."""

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from lightning_spot.errors import NodeRefused, ShareMissing
+from lightning_spot.errors import NodeRefused
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.joint import Shared
@@ -39,10 +39,10 @@ from lightning_spot.service.fields import (
     seconds,
     text,
 )
+from lightning_spot.service.seals import AllThere, Seals
 from lightning_spot.service.shares import Join, base_info
 
 Lease = Callable[..., Awaitable[Upload]]
-AllThere = Callable[[web.Request, Upload], Awaitable[None]]
 
 
 class HostRequests:
@@ -53,11 +53,19 @@ class HostRequests:
         lease: waits for a slot on the event loop, see :meth:`Waiting.lease`.
         join: waits for an upload on the event loop, see :meth:`Waiting.join`.
         all_there: waits for all hosts, see :meth:`Waiting.all_there`.
+        gone: done once who has sent a request has hung up.
     """
 
-    def __init__(self, node: Node, lease: Lease, join: Join, all_there: AllThere) -> None:
-        self._node, self._shares = node, node.uploads.shares
-        self._lease, self._join, self._all_there = lease, join, all_there
+    def __init__(
+        self,
+        node: Node,
+        lease: Lease,
+        join: Join,
+        all_there: AllThere,
+        gone: Callable[[web.Request], asyncio.Future[None]],
+    ) -> None:
+        self._node, self._shares, self._seals = node, node.uploads.shares, Seals(node, all_there)
+        self._lease, self._join, self._gone = lease, join, gone
 
     def routes(self) -> list[web.RouteDef]:
         """Where they are asked."""
@@ -128,12 +136,9 @@ class HostRequests:
         """Commit one, once all hosts have brought what they bring."""
         body = await json_body(request, MANIFEST_BODY_BYTES)
         manifest = await asyncio.to_thread(Manifest.from_dict, body.get("manifest"))
-        upload = self._gathered(request)
-        await self._all_there(request, upload)  # holds no thread, however many runs wait
-        if upload.given_up and upload.joint is not None:
-            raise ShareMissing(f"{upload.name} was given up: {upload.joint.failed or 'nobody says why'}")
-        done = await asyncio.to_thread(self._node.seal, upload.id, manifest)
-        return web.json_response({"checksums": list(done.checksums)})
+        upload_id = request.match_info["upload"]
+        sealed = await self._seals.seal(self._gone(request), upload_id, lambda: self._gathered(request), manifest)
+        return web.json_response({"checksums": list(sealed)})
 
     async def decline(self, request: web.Request) -> web.Response:
         """There will be none of a name."""

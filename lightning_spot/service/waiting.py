@@ -15,6 +15,9 @@ from lightning_spot.memory.upload import Upload
 
 _MOST_WAITING = 256
 _LEASE_THREADS = 32  # of their own: memory is made on them, for seconds, and what else is asked is answered meanwhile
+ASKED_AGAIN_S = 10.0
+"""So long after its connection broke, the first of several hosts counts as gone unless it was heard of again."""
+
 _LOOK_S = 1.0  # how often a rank that waits for its share looks whether there will be one
 _LOOK_AGAIN_S = 0.02  # what changes often is looked at now and then
 
@@ -107,10 +110,18 @@ class Waiting:
                 await asyncio.sleep(_LOOK_AGAIN_S)
         finally:
             self._count -= 1
-        if gone.done():  # nobody will ever fill it
-            self._node.abort(upload.id)
+        if gone.done():
+            if upload.is_gathered:  # only its answer may be lost, and other hosts may be at it already
+                self._loop.call_later(ASKED_AGAIN_S, self._give_up, upload, upload.touched_s)
+            else:  # nobody will ever fill it
+                self._node.abort(upload.id)
             raise ConnectionResetError("the trainer has gone")
         return upload
+
+    def _give_up(self, upload: Upload, touched_s: float) -> None:
+        """Free the slot of an upload of which nothing was heard since."""
+        if upload.touched_s == touched_s:
+            self._threads.submit(self._node.abort, upload.id)
 
     async def join(
         self,
@@ -155,15 +166,11 @@ class Waiting:
         finally:
             self._count -= 1
 
-    async def all_there(self, gone: asyncio.Future[None], upload: Upload) -> None:
+    async def all_there(self, upload: Upload) -> None:
         """Return when all hosts have brought their portions, or it shows that one will not.
 
         Args:
-            gone: done once the first host has hung up.
             upload: that they fill.
-
-        Raises:
-            ConnectionResetError: if the first host is gone; then the upload is given up.
         """
         shares, joint = self._node.uploads.shares, upload.joint
         self._count += 1
@@ -171,11 +178,7 @@ class Waiting:
             while joint is not None and joint.missing and not (joint.failed or upload.ended):
                 if shares.is_silent(upload):
                     return
-                changed = self._changed
-                await asyncio.wait([gone, changed], timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-                if gone.done():
-                    await asyncio.to_thread(self._node.abort, upload.id)
-                    raise ConnectionResetError("the first host has gone")
+                await asyncio.wait([self._changed], timeout=_LOOK_S)
         finally:
             self._count -= 1
 
