@@ -458,6 +458,39 @@ def test_ways_take_turns_and_one_that_fails_leaves_the_others_theirs(
         assert "settle|leave" in own
 
 
+def test_ways_of_others_take_turns_and_leave_nothing_behind_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = ("ModelCheckpoint", "AsyncCheckpointIO", "oteacheck", "DCP thread")
+    modules: list[torch.nn.Module] = []
+    build = turns.build
+
+    def kept(*arguments: Any) -> Any:
+        module, data = build(*arguments)
+        modules.append(module)
+        return module, data
+
+    monkeypatch.setattr(turns, "build", kept)
+    monkeypatch.setattr(turns, "bind_team", lambda: [])
+    told: list[dict[str, Any]] = []
+
+    def tell(said: dict[str, Any]) -> None:
+        assert "failed" not in said, said
+        assert not any(weight._post_accumulate_grad_hooks for weight in modules[0].parameters())
+        told.extend([said["turn"]] if "turn" in said else [])
+
+    training = Training(model="plain", interval=2, ways=ways, scale="tiny", device="cpu", rounds=1, warm_up=4)
+    turns.run(training, tmp_path, os.getpid(), tell)
+    for one in told:
+        durable = {step for step, tier, _ in one["safe"] if tier == "durable"}
+        assert (set(one["begun"]) if one["way"] != "none" else set()) >= durable
+        assert len(one["begun"]) == (0 if one["way"] == "none" else one["steps"] // 2), one
+        if one["way"] in ("ModelCheckpoint", "AsyncCheckpointIO", "DCP thread"):
+            assert durable == set(one["begun"]), one
+        assert (one["blocked_s"] > 0) == (one["way"] != "none")
+    assert {one["way"] for one in told if one["round"] == 0} == {"none", *ways}
+
+
 @pytest.mark.soak
 def test_the_command_measures_every_way_and_says_what_it_did_not(tmp_path: Path) -> None:
     run = [sys.executable, "-m", "benchmarks", "peers", "--quick", "--out", str(tmp_path), "--folder", str(tmp_path)]

@@ -100,14 +100,19 @@ def none(folder: Path, interval: EverySteps) -> Saving:
 
 
 class _Noted(TorchCheckpointIO):
-    """Notes when a checkpoint has been written (Lightning does not sync it)."""
+    """Notes when a checkpoint has been written (Lightning does not sync it), and keeps ``keep`` of them, or all."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: int | None) -> None:
         self.safe: list[tuple[int, str, float]] = []
+        self._keep = keep
+        self._written: list[Any] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, path, storage_options)
         self.safe.append((checkpoint["global_step"], DURABLE, time.monotonic()))
+        self._written.append(path)
+        while self._keep is not None and len(self._written) > self._keep:
+            self.remove_checkpoint(self._written.pop(0))
 
 
 class _Begun(ModelCheckpoint):
@@ -124,8 +129,10 @@ class _Begun(ModelCheckpoint):
 
 def model_checkpoint(folder: Path, interval: EverySteps, *, in_background: bool = False) -> Saving:
     """``ModelCheckpoint(every_n_train_steps)``, with ``AsyncCheckpointIO`` or without."""
-    callback = _Begun(dirpath=folder, every_n_train_steps=interval.n, save_on_train_epoch_end=False)
-    writer = _Noted()
+    # With AsyncCheckpointIO Lightning would delete a file that is still being written, and fail now and then.
+    settings = {"dirpath": folder, "every_n_train_steps": interval.n, "save_on_train_epoch_end": False}
+    callback = _Begun(**settings, save_top_k=-1 if in_background else 1)
+    writer = _Noted(keep=1 if in_background else None)
     plugin: Any = AsyncCheckpointIO(writer) if in_background else writer
 
     def join(trainer: pl.Trainer) -> None:
