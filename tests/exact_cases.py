@@ -33,13 +33,12 @@ BATCH = 4
 class Augmented(Dataset[Any]):
     """Samples with noise from all three generators, drawn where the sample is loaded (maybe in a worker)."""
 
-    def __init__(self, noise: bool = True) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.x = torch.randn(SAMPLES, 8, generator=generator)
+    def __init__(self, noise: bool = True, samples: int = SAMPLES) -> None:
+        self.x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(1))
         self.noise = noise
 
     def __len__(self) -> int:
-        return SAMPLES
+        return len(self.x)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.x[index]

@@ -12,31 +12,20 @@ import torch
 from lightning.pytorch import callbacks as shipped
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 
-from tests.exact_cases import Lean, Model
+from tests.exact_cases import Augmented, Lean, Model
 
 SAMPLES = 20
 BATCH = 4
 BATCHES = SAMPLES // BATCH
 
 
-class Rows(Dataset[Any]):
-    """Few samples, with noise from all three generators of the process in which they are loaded."""
+class Rows(Augmented):
+    """The same, but few."""
 
     def __init__(self, noise: bool = True, samples: int = SAMPLES) -> None:
-        self.x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(1))
-        self.noise = noise
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.x[index]
-        y = x.sum().unsqueeze(0)
-        if self.noise:
-            x = x + 0.1 * torch.randn(8) + 0.1 * random.random() + 0.1 * float(np.random.rand())
-        return x, y
+        super().__init__(noise, samples)
 
 
 def rows(noise: bool = True, **more: Any) -> DataLoader[Any]:

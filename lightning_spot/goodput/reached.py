@@ -121,7 +121,7 @@ def forget_reached(run_url: str, attempt: int) -> None:
         _path(run_url, attempt).unlink(missing_ok=True)
 
 
-def completed(run_url: str, record: AttemptRecord, snapshots: Iterable[tuple[int, float]] = ()) -> AttemptRecord:
+def completed(run_url: str, record: AttemptRecord, snapshots: Iterable[tuple[int, float]]) -> AttemptRecord:
     """A record from the durable tier, with all that is known beyond it of an attempt that was killed.
 
     Args:

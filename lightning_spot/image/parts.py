@@ -8,13 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
-from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptSnapshot, TierError
 
 _READ_BYTES = 512 * 1024  # stays in the processor's cache until it is checksummed
 
 
-def part_ranges(nbytes: int, part_bytes: int = PART_BYTES) -> Iterator[tuple[int, int]]:
+def part_ranges(nbytes: int, part_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield ``(start, stop)`` of every part of a file of ``nbytes`` bytes; an empty file has no part."""
     for start in range(0, nbytes, part_bytes):
         yield start, min(start + part_bytes, nbytes)
@@ -25,7 +24,7 @@ def checksum(data: memoryview | bytes | bytearray) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def checksum_parts(image: memoryview, part_bytes: int = PART_BYTES) -> tuple[str, ...]:
+def checksum_parts(image: memoryview, part_bytes: int) -> tuple[str, ...]:
     """Checksum of every part of ``image``."""
     return tuple(checksum(image[start:stop]) for start, stop in part_ranges(len(image), part_bytes))
 

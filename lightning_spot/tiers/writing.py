@@ -115,14 +115,9 @@ def write_object(
     elif speaks(files):
         _write_in_turn(files, path, parts, ready)
     else:
-        try:
+        with _renamed(files, temporary, path):
             _write_in_turn(files, temporary, parts, lambda: None)
             ready()
-            _rename(files, temporary, path)
-        except BaseException:
-            with contextlib.suppress(Exception):
-                files.rm_file(temporary)
-            raise
 
 
 def write_small(files: Any, path: str, data: bytes, temporary: str) -> None:
@@ -134,13 +129,8 @@ def write_small(files: Any, path: str, data: bytes, temporary: str) -> None:
     if speaks(files):
         files.pipe_file(path, data)
         return
-    try:
+    with _renamed(files, temporary, path):
         files.pipe_file(temporary, data)
-        _rename(files, temporary, path)
-    except BaseException:
-        with contextlib.suppress(Exception):
-            files.rm_file(temporary)
-        raise
 
 
 def _in_turn(parts: Parts) -> Iterable[memoryview]:
@@ -182,6 +172,18 @@ def _write_in_turn(files: Any, path: str, parts: Parts, ready: Callable[[], None
             file.closed = True
         raise
     file.close()
+
+
+@contextlib.contextmanager
+def _renamed(files: Any, temporary: str, path: str) -> Iterator[None]:
+    """Rename what is written here, or leave nothing of it."""
+    try:
+        yield
+        _rename(files, temporary, path)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            files.rm_file(temporary)
+        raise
 
 
 def _rename(files: Any, source: str, target: str) -> None:
