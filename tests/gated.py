@@ -18,7 +18,7 @@ from lightning_spot.image.sealing import Sealing
 from lightning_spot.memory.bases import FindEarlier, nothing_earlier
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import Opened, RunInfo
-from lightning_spot.memory.tier import Sent
+from lightning_spot.memory.tier import Listed, Sent
 from lightning_spot.tiers.local import LocalStore
 
 MIB = 2**20
@@ -181,8 +181,9 @@ class NodeBehind:
     def know(self, info: RunInfo) -> None:
         self.known = info
 
-    def listing(self) -> list[tuple[Manifest, list[str], list[str]]]:
-        return [(slot.manifest, slot.dirty, slot.safe) for slot in self._node().committed(self.run) if slot.manifest]
+    def listing(self) -> list[Listed]:
+        held = self._node().committed(self.run)
+        return [Listed(slot.manifest, list(slot.dirty), list(slot.safe)) for slot in held if slot.manifest]
 
     def flush(self, wait_s: float) -> list[str]:
         return self._node().flush(self.run, wait_s)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import SettingsError, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.tier import Listed
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.run.location import AUTO, Location
 from lightning_spot.run.patience import Patience
@@ -124,10 +125,10 @@ def _entries(source: Source, holdings: Holdings) -> list[Entry]:
     """The snapshots a tier holds, with their state; a node says of each where it is safe."""
     node = source if isinstance(source, MemorySource) else getattr(source, "store", None)
     if isinstance(node, (MemorySource, NodeStore)):
-        listed = [item for item in node.listing() if not item[0].is_file]
-        return [Entry(manifest, source, _state(dirty, safe)) for manifest, dirty, safe in listed]
+        listed = [item for item in node.listing() if not item.manifest.is_file]
+        return [Entry(item.manifest, source, _state(item)) for item in listed]
     return [Entry(manifest, source, DURABLE) for manifest in holdings.manifests]
 
 
-def _state(dirty: list[str], safe: list[str]) -> str:
-    return "dirty" if dirty else "safe" if safe else "memory only"
+def _state(item: Listed) -> str:
+    return "dirty" if item.dirty else "safe" if item.safe else "memory only"

@@ -25,6 +25,7 @@ from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import Lease, newest_safe_step
 from lightning_spot.memory.joint import KnownLayout, Shared
 from lightning_spot.memory.runs import Opened, RunInfo
+from lightning_spot.memory.tier import Listed
 from lightning_spot.protocol.record import NodeRecord
 from lightning_spot.protocol.wire import Address
 from lightning_spot.tiers.store import newest_first
@@ -210,12 +211,11 @@ class EmbeddedHost:
 
     def safe_step(self) -> int | None:
         """See :meth:`Host.safe_step`."""
-        return newest_safe_step(((manifest, safe) for manifest, _, safe in self.listing()), self.attempt)
+        return newest_safe_step(((item.manifest, item.safe) for item in self.listing()), self.attempt)
 
-    def listing(self) -> list[tuple[Manifest, list[str], list[str]]]:
-        """Everything the node holds of the run: manifest, tiers it is dirty for, tiers it is safe at."""
-        listed = self._call("GET", f"/v1/runs/{quoted(self.run)}/snapshots")["snapshots"]
-        return [(Manifest.from_dict(item["manifest"]), item["dirty"], item["safe"]) for item in listed]
+    def listing(self) -> list[Listed]:
+        """Everything the node holds of the run."""
+        return Listed.all_of(self._call("GET", f"/v1/runs/{quoted(self.run)}/snapshots"))
 
     def owes(self) -> bool:
         """Whether the node has something, of any run, that is still to be brought to a tier below."""
@@ -223,7 +223,7 @@ class EmbeddedHost:
 
     def manifests(self) -> list[Manifest]:
         """Committed snapshots of the run in this node's memory, newest first."""
-        return newest_first([manifest for manifest, _, _ in self.listing() if not manifest.is_file])
+        return newest_first([item.manifest for item in self.listing() if not item.manifest.is_file])
 
     def open_snapshot(self, manifest: Manifest, *, give: bool = False) -> tuple[int, bool]:
         """Descriptor of a snapshot's memory, and whether it was given away: see :meth:`Session.open_snapshot`."""

@@ -26,7 +26,7 @@ from lightning_spot.image.parts import checksum
 from lightning_spot.image.sealing import seal_parts
 from lightning_spot.memory.bases import FindEarlier, nothing_earlier
 from lightning_spot.memory.runs import Opened, RunInfo, key_of, parse_run
-from lightning_spot.memory.tier import Sent
+from lightning_spot.memory.tier import Listed, Sent
 from lightning_spot.protocol.wire import Address, BaseInfo, parse_spot_url
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.store import Holdings, Progress, highest_attempt, newest_first
@@ -105,12 +105,12 @@ class NodeStore:
     def survey(self) -> Holdings:
         """See :meth:`Store.survey`."""
         listing = self._listing()
-        manifests = newest_first([entry[0] for entry in _entries(listing) if not entry[0].is_file])
+        manifests = newest_first([item.manifest for item in Listed.all_of(listing) if not item.manifest.is_file])
         return Holdings(manifests=manifests, highest_attempt=highest_attempt(int(listing["attempt"]), (), manifests))
 
     def has(self, manifest: Manifest) -> bool:
         """See :meth:`Store.has`."""
-        return any(replace(entry[0], run=manifest.run) == manifest for entry in self.listing())
+        return any(replace(item.manifest, run=manifest.run) == manifest for item in self.listing())
 
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`."""
@@ -190,14 +190,14 @@ class NodeStore:
         """See :meth:`NodeTier.know`."""
         self._info = info
 
-    def listing(self) -> list[tuple[Manifest, list[str], list[str]]]:
+    def listing(self) -> list[Listed]:
         """See :meth:`NodeTier.listing`."""
-        return _entries(self._listing())
+        return Listed.all_of(self._listing())
 
     def holds(self, name: str, wait_s: float) -> bool:
         """Whether a snapshot is in the node's memory, asked for ``wait_s`` seconds at most."""
         listing = self.client.call("GET", f"/v1/runs/{quoted(self.run)}/snapshots", timeout_s=wait_s)
-        return any(manifest.name == name for manifest, _dirty, _safe in _entries(listing))
+        return any(item.manifest.name == name for item in Listed.all_of(listing))
 
     def check_flush_to(self, via: Sequence[str]) -> None:
         """See :meth:`NodeTier.check_flush_to`."""
@@ -329,7 +329,3 @@ class NodeStore:
             self.client.call("DELETE", f"/v1/uploads/{upload}", timeout_s=_ASK_S)
         except SpotError as error:
             logger.debug("an upload could not be taken back (%s); the node frees its slot by itself", error)
-
-
-def _entries(listing: dict[str, Any]) -> list[tuple[Manifest, list[str], list[str]]]:
-    return [(Manifest.from_dict(item["manifest"]), item["dirty"], item["safe"]) for item in listing["snapshots"]]

@@ -83,7 +83,7 @@ class NextNode:
             ]
         if not held:
             return
-        listed = {(manifest.name, manifest.checksums) for manifest, _dirty, _safe in self._node().listing()}
+        listed = {(item.manifest.name, item.manifest.checksums) for item in self._node().listing()}
         for slot, manifest in held:
             if (manifest.name, manifest.checksums) not in listed:
                 self._ring.mark_lost(slot, manifest, self.url)
@@ -91,7 +91,7 @@ class NextNode:
     def find_surpassing(self) -> None:
         """Have older snapshots count again if the newer one is lost that several hosts had brought here."""
         newer = surpassing(self._ring, self._info.key)
-        if newer is None or any(_same(newer, listed) for listed, _dirty, _safe in self._node().listing()):
+        if newer is None or any(_same(newer, item.manifest) for item in self._node().listing()):
             return
         if self._is_durable(newer) is False:
             logger.warning("%s has lost %s, which several hosts had brought there", self.url, newer.name)
@@ -141,7 +141,7 @@ class NextNode:
         assert durable_url is not None
         if urgent:
             node.flush(_HURRIED_S)  # nobody there puts anything off while this is waited for
-        listed = {(manifest.name, manifest.checksums): safe for manifest, _dirty, safe in node.listing()}
+        listed = {(item.manifest.name, item.manifest.checksums): item.safe for item in node.listing()}
         for slot, manifest in waiting:
             safe = listed.get((manifest.name, manifest.checksums))
             if safe is not None and durable_url in safe:

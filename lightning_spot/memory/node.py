@@ -138,7 +138,7 @@ class Node:
         if info.attempt < 1:
             raise SettingsError(f"attempt {info.attempt} of run {info.name!r}: attempts are counted from 1")
         with self._lock:
-            run, _before = self.registry.take(info)
+            run = self.registry.take(info)
             self._not_needed = False
             self.uploads.fence(info.key, info.attempt)
             self.uploads.abroad.bringing.calm(info.key)

@@ -37,8 +37,8 @@ class Registry:
         self.sessions: dict[str, str] = {}
         self._ring = ring
 
-    def take(self, info: RunInfo) -> tuple[Run, Run | None]:
-        """Note that an attempt writes a run; the run now, and as it was before. Call it under the lock.
+    def take(self, info: RunInfo) -> Run:
+        """Note that an attempt writes a run. Call it under the lock.
 
         Raises:
             RunBusy: if a live trainer on this host holds the run.
@@ -50,8 +50,8 @@ class Registry:
             if info.durable_url is None and not info.token:  # a file is written, no trainer: nothing is said of tiers
                 info = replace(info, **{name: getattr(known.info, name) for name in _OF_TIERS})
         check_fence(info.name, info.attempt, self.highest(info.key))
-        self.runs[info.key] = Run(replace(info, keep=max(1, info.keep)), opened_s=time.monotonic())
-        return self.runs[info.key], known
+        run = self.runs[info.key] = Run(replace(info, keep=max(1, info.keep)), opened_s=time.monotonic())
+        return run
 
     def find(self, text: str) -> Run:
         """The run that ``NAME@ID`` or, if only one has it, ``NAME`` names.

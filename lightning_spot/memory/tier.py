@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.files import FileSpan
@@ -45,6 +45,25 @@ class Sent:
         return self.whole_bytes + self.delta_bytes
 
 
+class Listed(NamedTuple):
+    """What a node says of a snapshot or file that it holds.
+
+    Attributes:
+        manifest: of the snapshot.
+        dirty: URLs of the tiers to which it is still to be brought.
+        safe: URLs of those that have it.
+    """
+
+    manifest: Manifest
+    dirty: list[str]
+    safe: list[str]
+
+    @classmethod
+    def all_of(cls, listing: dict[str, Any]) -> list[Listed]:
+        """All that a node has answered."""
+        return [cls(Manifest.from_dict(item["manifest"]), item["dirty"], item["safe"]) for item in listing["snapshots"]]
+
+
 @runtime_checkable
 class NodeTier(Protocol):
     """The node behind, for one run. Methods may be called from any thread; each ends within bounds of its own.
@@ -69,8 +88,8 @@ class NodeTier(Protocol):
     def know(self, info: RunInfo) -> None:
         """Take note of the run, so that a node which was restarted, and knows it no more, is told all of it again."""
 
-    def listing(self) -> list[tuple[Manifest, list[str], list[str]]]:
-        """Everything it holds of the run: manifest, tiers it is dirty for, tiers it is safe at."""
+    def listing(self) -> list[Listed]:
+        """Everything it holds of the run."""
 
     def settle(self, manifest: Manifest, attempt: int) -> None:
         """Say that a snapshot is durable which it did not bring there: it, and older ones of its lineage, may go."""

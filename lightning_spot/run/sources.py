@@ -11,6 +11,7 @@ from lightning_spot.client.starting import attach
 from lightning_spot.errors import SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import verify_file
+from lightning_spot.memory.tier import Listed
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.receiving import has_room, receive
 from lightning_spot.run.streaming import Streamed
@@ -85,11 +86,11 @@ class MemorySource:
 
     def survey(self) -> Holdings:
         """See :meth:`Source.survey`; empty if no node lives."""
-        manifests = newest_first([manifest for manifest, _, _ in self.listing() if not manifest.is_file])
+        manifests = newest_first([item.manifest for item in self.listing() if not item.manifest.is_file])
         return Holdings(manifests, {}, max((manifest.attempt for manifest in manifests), default=0))
 
-    def listing(self) -> list[tuple[Manifest, list[str], list[str]]]:
-        """Everything the node holds of the run: manifest, tiers it is dirty for, tiers it is safe at."""
+    def listing(self) -> list[Listed]:
+        """Everything the node holds of the run."""
         host = attach(self._url, self._run)
         if host is None:
             return []
