@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--rounds", type=int, default=12, help="turns of each way, at most (default: 12)")
     found.add_argument("--cells", type=int, default=1, help="processes of its own for each way (default: 1)")
     found.add_argument("--longest", type=int, default=20, help="steps of a turn, at most (default: 20)")
-    found.add_argument("--warm-up", type=int, default=12, help="steps before the measured ones, at least (default: 12)")
+    found.add_argument("--warm-up", type=int, default=6, help="steps before the measured ones, at least (default: 6)")
     found.add_argument("--measured", type=int, default=20, help="steps of a cell that are measured (default: 20)")
     found.add_argument("--budget", type=_seconds, default=900.0, help="nothing is begun after that (default: 15m)")
     found.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -100,12 +100,14 @@ def main(arguments: list[str]) -> int:
         options.scale, options.rounds, options.intervals = "tiny", 1, [10]
         options.models, options.ways = ["plain"], [way for way in options.ways if way in QUICK]
     options.out.mkdir(parents=True, exist_ok=True)
-    found = [Found(**json.loads(path.read_text())) for path in options.again or ()]
+    results: list[Path] = list(options.again or ())
     try:
         for path, asked in _comparisons(options):
-            found.append(compare(asked, path))
-            write_report(together(found), options.out)
+            path.unlink(missing_ok=True)
+            results.append(path)
+            compare(asked, path)
     finally:  # also where somebody ends it; before, it would no longer be the commit that is measured
+        found = [Found(**json.loads(path.read_text())) for path in results if path.exists()]
         text = write_report(together(found), options.out)
         if found and (options.docs or options.publish):
             write_docs(DOCS, text)

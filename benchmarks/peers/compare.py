@@ -27,7 +27,7 @@ IN_TURNS = 0.75
 _ALL = "all of it"
 
 
-def compare(options: argparse.Namespace, path: Path) -> Found:
+def compare(options: argparse.Namespace, path: Path) -> None:
     """Measure what was asked for, within the budget.
 
     Args:
@@ -58,7 +58,6 @@ def compare(options: argparse.Namespace, path: Path) -> Found:
         found.about["load_after"] = os.getloadavg()[0]
         found.about["took_s"] = time.monotonic() - began_s
         _write(found, path)
-    return found
 
 
 def _trainings(options: argparse.Namespace) -> list[Training]:

@@ -63,7 +63,7 @@ class Training:
     device: str
     rounds: int = 12
     seconds: float = 300.0
-    warm_up: int = 12
+    warm_up: int = 6
     longest: int = 20
     seed: int = 0
 
