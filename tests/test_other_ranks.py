@@ -204,6 +204,30 @@ class Metrics(torch.nn.Module):
         self.own.update(values)
 
 
+@pytest.mark.parametrize("updates", [0, 1])
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_ranks_join_has_as_many_dimensions_on_each_of_them(world: int, updates: int) -> None:
+    """Also where a rank has one number only: torchmetrics gathers that as it is, and ranks that differ in it hang."""
+    states = []
+    for number in range(world):
+        metric = torchmetrics.CatMetric()
+        metric.update(torch.tensor(float(number)))
+        states.append(logged_values.metrics_of(torch.nn.ModuleList([metric])))
+    sent: list[list[int]] = []
+    for rank in range(3):
+        metric = torchmetrics.CatMetric(
+            dist_sync_fn=lambda value, **_: [sent[-1].append(value.ndim), value][1:],  # type: ignore[func-returns-value]
+            distributed_available_fn=lambda: True,
+        )
+        module = torch.nn.ModuleList([metric])
+        logged_values.restore_metrics_of(module, merging.metrics(module, states, rank)[0])
+        for number in range(updates):
+            metric.update(torch.tensor(float(10 + number)))
+        sent.append([])
+        metric.compute()
+    assert sent == [[1]] * 3
+
+
 @pytest.mark.parametrize("world", [1, 3])
 def test_metrics_of_ranks_that_are_gone_are_in_the_value_of_the_epoch(world: int) -> None:
     values, states, whole = torch.rand(8, 5), [], Metrics()
@@ -226,6 +250,7 @@ def test_metrics_of_ranks_that_are_gone_are_in_the_value_of_the_epoch(world: int
     assert max(float(module.highest.compute()) for module in new) == float(values.max())
     joined = [item for module in new for item in module.all.value]  # type: ignore[union-attr]
     assert torch.equal(torch.cat(joined), values.flatten())
+    assert {item.ndim for item in joined} == {1}  # what ranks gather has as many dimensions on all of them
     for module, own in zip(new, values, strict=False):  # what is not reduced stays each rank's own
         assert torch.isclose(module.own.compute(), own.mean())
 

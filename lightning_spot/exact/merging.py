@@ -50,7 +50,7 @@ def metrics(module: torch.nn.Module, of_ranks: list[State], rank: int) -> tuple[
 def _reduced(reduction: Any, values: list[Any], rank: int) -> Any:
     """The value for a rank; ``None`` if the reduction is not known."""
     if reduction is dim_zero_cat and all(isinstance(value, list) for value in values):
-        return [item for value in values for item in value] if rank == 0 else []
+        return _joined([item for value in values for item in value], rank)
     if not all(isinstance(value, torch.Tensor) and value.shape == values[0].shape for value in values):
         return None
     if reduction is dim_zero_sum:
@@ -58,6 +58,16 @@ def _reduced(reduction: Any, values: list[Any], rank: int) -> Any:
     if reduction in _SAME:
         return _SAME[reduction](torch.stack(values), dim=0)
     return None
+
+
+def _joined(items: list[Any], rank: int) -> list[Any]:
+    """All items for the first rank, and for the others one with nothing in it.
+
+    torchmetrics joins what is in a list before it gathers it, but not where that is one item. So with no item, or one
+    without a dimension, a rank would tell the others of another form than they have, which ends or hangs them all.
+    """
+    items = [item.unsqueeze(0) if isinstance(item, torch.Tensor) and not item.ndim else item for item in items]
+    return items if rank == 0 else [item[:0] for item in items[:1]]
 
 
 def results(
