@@ -45,6 +45,19 @@ class StopAt(pl.Callback):
             raise Stop
 
 
+class StopIn(pl.Callback):
+    """Ends training in a hook of callbacks, when that is called for the ``count``-th time in this process."""
+
+    def __init__(self, hook: str, count: int) -> None:
+        self.left = count
+        setattr(self, hook, self._count)
+
+    def _count(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.left -= not trainer.sanity_checking
+        if self.left == 0:
+            raise Stop
+
+
 @pytest.fixture(autouse=True)
 def short_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Epochs of 12 batches: half of what the programs have that are killed."""

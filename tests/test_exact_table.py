@@ -14,8 +14,9 @@ from lightning.pytorch.utilities import combined_loader
 from torch.utils.data import DataLoader
 
 from lightning_spot.exact.compare import differences
-from tests.exact_table import CALLBACKS, CASES, LOADERS, SETTINGS, Case, train
-from tests.test_exact import Stop, StopAt, final, logged
+from tests import exact_models as m
+from tests.exact_table import CALLBACKS, CASES, LOADERS, SETTINGS, STREAM, Case, train
+from tests.test_exact import Stop, StopAt, StopIn, final, logged
 
 NO_CALLBACKS = {"Callback", "Checkpoint", "ProgressBar", "BasePredictionWriter"}
 """Base classes, and what only predicts."""
@@ -61,6 +62,49 @@ def test_equal_or_warned_of(case: Case, stops: tuple[int, ...], tmp_path: Path) 
         expected = logged(tmp_path / "undisturbed", case.ignored)
         assert logged(broken, case.ignored) == expected
         assert bool(expected) == bool(case.settings.get("logger", True))
+
+
+AT_ENDS = {
+    "stream": (
+        Case(
+            model=m.Evaluating,
+            loaders=lambda: DataLoader(m.Stream(), m.BATCH),
+            val=None,
+            settings={"limit_val_batches": 0},
+            says=STREAM,
+        ),
+        StopIn("on_train_epoch_end", 1),
+    ),
+    "before-batch-norm-is-updated": (
+        Case(
+            callbacks=CALLBACKS["weight-averaging-stochastic-batchnorm"].callbacks,
+            settings={"val_check_interval": 0.4},
+        ),
+        StopIn("on_train_batch_start", 18),
+    ),
+    "batch-norm-is-updated": (
+        Case(
+            callbacks=CALLBACKS["weight-averaging-stochastic-batchnorm"].callbacks,
+            settings={"val_check_interval": 0.4},
+            ignored=("consumed",),  # whether a loader has ended once: the next epoch begins it anew
+        ),
+        StopIn("on_train_epoch_end", 4),
+    ),
+}
+"""Stopped behind the last step of an epoch, with no validation in between."""
+
+
+@pytest.mark.parametrize("name", AT_ENDS)
+def test_equal_where_no_batch_is_left_of_an_epoch(name: str, tmp_path: Path) -> None:
+    case, stop = AT_ENDS[name]
+    with pytest.raises(Stop):
+        train(case, tmp_path / "broken", stop, seed=11, every=1)
+    said = train(case, tmp_path / "broken", seed=200, every=SELDOM)
+    assert any(case.says in text for text in said) if case.says else said == []
+    train(case, tmp_path / "undisturbed", seed=11, every=SELDOM)
+    found = list(differences(final(tmp_path / "undisturbed"), final(tmp_path / "broken")))
+    assert [text for text in found if not any(part in text for part in case.ignored)] == []
+    assert logged(tmp_path / "broken") == logged(tmp_path / "undisturbed") != []
 
 
 def _uncovered(names: Iterable[str], cases: dict[str, Case]) -> set[str]:

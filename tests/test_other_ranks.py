@@ -48,7 +48,7 @@ class Ranks:
             loader = DataLoader(data, **{"batch_size": 3, "sampler": sampler, **more})
         others = self.others[rank]
         return PositionedLoader(
-            loader, lambda loader: others.position(loader, 0) if others is not None else None, lambda: True
+            loader, lambda loader: others.position(loader, 0) if others is not None else None, lambda _: True
         )
 
     def train(self, batches: int | None = None) -> list[int]:
@@ -112,7 +112,7 @@ def test_a_dealt_epoch_is_itself_resumed_to_the_sample() -> None:
     assert cut.train(2) == whole[0]
     again = Ranks(3, 100)
     for rank, position in enumerate(state["loaders"][0] for state in cut.states()):
-        loader = PositionedLoader(again.loaders[rank].__dict__["_loader"], lambda _, at=position: at, lambda: True)  # type: ignore[misc]
+        loader = PositionedLoader(again.loaders[rank].__dict__["_loader"], lambda _, at=position: at, lambda _: True)  # type: ignore[misc]
         again.iterators[rank] = iter(loader)
     assert again.train() == whole[1]
 
@@ -126,7 +126,7 @@ def test_ranks_of_tensor_parallelism_have_the_same_share_of_what_is_left() -> No
         others = OtherRanks(states, 3 % world, world, share)
         sampler: Any = DistributedSampler(Numbers(30), share[1], share[0]) if world > 1 else None
         loader = DataLoader(Numbers(30), batch_size=3, sampler=sampler, shuffle=sampler is None)
-        going_on = PositionedLoader(loader, lambda item, others=others: others.position(item, 0), lambda: True)  # type: ignore[misc]
+        going_on = PositionedLoader(loader, lambda item, others=others: others.position(item, 0), lambda _: True)  # type: ignore[misc]
         rest = [number for batch in going_on for number in batch.flatten().tolist()]
         assert others.reasons == []
         assert not set(rest) & set(seen)
@@ -158,14 +158,14 @@ class Stream(IterableDataset[int]):
     ("data", "more", "name"), [(Numbers(30), {"sampler": Backwards()}, "Backwards"), (Stream(), {}, "DataLoader")]
 )
 def test_what_cannot_be_dealt_is_named_and_passed_over(data: Any, more: State, name: str) -> None:
-    loader = PositionedLoader(DataLoader(data, batch_size=2, **more), lambda _: None, lambda: True)
+    loader = PositionedLoader(DataLoader(data, batch_size=2, **more), lambda _: None, lambda _: True)
     iterator = iter(loader)
     for _ in range(3):
         next(iterator)
     states = [{"random": capture_random(), "loaders": [position_of(loader)]}] * 4
     others = OtherRanks(states, 0, 2)
     resumed = PositionedLoader(
-        DataLoader(data, batch_size=2, **more), lambda item: others.position(item, 0), lambda: True
+        DataLoader(data, batch_size=2, **more), lambda item: others.position(item, 0), lambda _: True
     )
     rest = list(iter(resumed))
     assert batches_done(resumed) is None

@@ -48,13 +48,22 @@ class Buffers:
         self._changed |= set(saved)
 
 
+def copied(module: torch.nn.Module) -> Values:
+    """Copies of its parameters and buffers, to be :func:`put` back."""
+    return {name: value.detach().clone() for name, value in _all(module).items()}
+
+
 def put(module: torch.nn.Module, values: Values) -> None:
     """Write into the parameters and buffers of these names."""
-    present = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+    present = _all(module)
     for name, value in values.items():
         if name in present and present[name].shape == value.shape:
             with torch.inference_mode() if present[name].is_inference() else torch.no_grad():
                 present[name].copy_(value)
+
+
+def _all(module: torch.nn.Module) -> Values:
+    return {**dict(module.named_buffers()), **dict(module.named_parameters())}
 
 
 def marks_of(module: torch.nn.Module) -> dict[str, Mark]:

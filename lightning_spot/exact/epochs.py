@@ -101,7 +101,7 @@ class ResumedEpoch(Epoch):
         own: OwnState,
         workers: LastingWorkers | None,
         resume: State,
-        restore_step: Callable[[], bool],
+        restore_step: Callable[[bool], bool],
         rewind: Rewind,
     ) -> None:
         self.loader, self.own, self.workers = loader, own, workers
@@ -131,7 +131,7 @@ class ResumedEpoch(Epoch):
             self._begin(resume)
         elif self._due_random:
             self._due_random = False
-            self._restore_step()
+            self._restore_step(True)
         return super().__next__()
 
     def position(self, ahead: int, *, epoch_done: bool = False) -> State:
@@ -143,7 +143,7 @@ class ResumedEpoch(Epoch):
     def _begin(self, resume: State) -> None:
         present = capture_random()
         if "at_iter" not in resume:  # the end of an epoch: the next one begins as it would have
-            if not self._restore_step():
+            if not self._restore_step(True):
                 restore_random(present)
             self.own.restore(resume["own"])
             self.at_iter = self._random()
@@ -163,7 +163,7 @@ class ResumedEpoch(Epoch):
         if resume["ahead"]:  # this batch was fetched before the step ended, the next one after it
             restore_random(resume["random"])
             self._due_random = True
-        elif not self._restore_step():
+        elif not self._restore_step(not self.exhausted):
             restore_random(present)
 
     def _iter_from(self, batches: int) -> Iterator[Any]:

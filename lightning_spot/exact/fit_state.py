@@ -122,7 +122,7 @@ class FitState(PerTrainer):
         loaders = restoring.loaders.training if restoring.loaders is not None else []
         self._switches.run(private.HOOKED, lambda: self._unsaved.begin(trainer, restoring.unsaved))
         say_what_is_not_exact(trainer, loaders, self._unsaved, resumed=restoring.is_due)
-        restoring.begin_stopped()
+        restoring.go_on_without_batch()
 
     # -- capture --------------------------------------------------------------------------------------------------
 
@@ -196,7 +196,9 @@ class FitState(PerTrainer):
         loop = self._trainer.fit_loop.epoch_loop
         if not self._trainer.lightning_module.automatic_optimization:
             return True
-        return self._switches.run(private.PROGRESS, lambda: bool(private.SHOULD_ACCUMULATE.of(loop)())) is not False
+        accumulates = self._switches.run(private.PROGRESS, lambda: bool(private.SHOULD_ACCUMULATE.of(loop)()))
+        again = self._switches.run(private.AVERAGING, lambda: shipped.steps_without_backward(self._trainer))
+        return accumulates is not False or bool(again)
 
     # -- resume ---------------------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ class Loaders:
         self,
         trainer: pl.Trainer,
         position_for: Callable[[PositionedLoader], State | None],
-        restore_step: Callable[[], bool],
+        restore_step: Callable[[bool], bool],
         rewind: Callable[[], Rewind],
         asking: Callable[[], AbstractContextManager[None]],
     ) -> None:

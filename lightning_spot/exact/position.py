@@ -58,7 +58,8 @@ class PositionedLoader(FollowedLoader):
         loader: a ``DataLoader`` or any other iterable.
         resume: asked when an epoch begins: the position to begin it at, or ``None`` for its start.
         restore_step: called just before the first batch after a resume is fetched: sets all generators to what they
-            were at the resumed step; ``False`` if there is nothing to set, as for all loaders but the first that asks.
+            were at the resumed step; ``False`` if there is nothing to set now, as for all loaders but the first that
+            asks. Told whether that batch is there at all: the epoch may have been at its end.
         rewind: how to get to a position.
     """
 
@@ -66,7 +67,7 @@ class PositionedLoader(FollowedLoader):
         self,
         loader: Any,
         resume: Callable[[PositionedLoader], State | None],
-        restore_step: Callable[[], bool],
+        restore_step: Callable[[bool], bool],
         rewind: Rewind = "auto",
     ) -> None:
         super().__init__(loader)

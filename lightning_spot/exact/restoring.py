@@ -55,6 +55,7 @@ class Restoring(OfTrainer):
         self._buffers = module_buffers
         self._values: State | None = None  # until the first step
         self._steps_are_over = False  # whether the run was to take no more of them
+        self._has_begun = self._waits_for_begin = False
         self._positions: State | None = None
         self._random: State | None = None
         self._val_total: dict[str, int] | None = None
@@ -116,6 +117,7 @@ class Restoring(OfTrainer):
     def begin(self) -> None:
         """When training begins: what no later place would put back."""
         trainer, values = self._trainer, self._values
+        self._has_begun = True
         if values is None:
             return
         self._of_loaders(values, Loaders.restore)
@@ -149,10 +151,17 @@ class Restoring(OfTrainer):
         for reason in dict.fromkeys(others.reasons):
             rank_zero_warn(f"lightning_spot: {reason}")
 
-    def begin_stopped(self) -> None:
-        """Of a run that was to stop: maybe not one more batch is fetched, so what waits for one is put back now."""
+    def go_on_without_batch(self) -> None:
+        """Of a run that was to stop: maybe not one more batch is fetched, so what waits for one is put back now.
+
+        So it is where a loader without a length was asked for one already, and its epoch has none.
+        """
         values = self._values
-        if values is not None and self._steps_are_over and self._val_total is None:
+        if values is None or self._val_total is not None:
+            return
+        if self._waits_for_begin:
+            self._go_on_with_random()  # the epoch after this one begins at its start
+        elif self._steps_are_over:
             restore_random(values["random"], self._trainer.strategy.root_device)
             self.go_on()
 
@@ -182,10 +191,18 @@ class Restoring(OfTrainer):
             return self._others.position(loader, index)
         return positions[index]  # type: ignore[no-any-return]
 
-    def before_step(self) -> bool:
-        """Just before the first step, unless a validation comes first; whether generators were set."""
+    def before_step(self, has_batch: bool = True) -> bool:
+        """Just before the first step, unless a validation comes first; whether generators were set.
+
+        Args:
+            has_batch: whether the epoch has one more batch to step on.
+        """
         if self._val_total is not None:
             return False  # see before_validation
+        if not (has_batch or self._has_begun):
+            # Of a loader without a length, Lightning asks for a batch before it looks where in its epoch it is.
+            self._waits_for_begin = True
+            return False
         return self._go_on_with_random()
 
     def before_validation(self) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
 
-from lightning_spot.exact import logged_values, namespaces, private
+from lightning_spot.exact import buffers, logged_values, namespaces, private
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -116,14 +116,38 @@ def _averaging(trainer: pl.Trainer) -> State:
 
 
 def _restore_averaging(trainer: pl.Trainer, saved: State) -> None:
+    progress = private.EPOCH_PROGRESS.of(trainer.fit_loop).current
     for key, callback in _callbacks(trainer, "StochasticWeightAveraging"):
         if saved.get(key) and private.SWA_SCHEDULER.of(callback) is None:
             groups = trainer.optimizers[0].param_groups
             before = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+            epoch = progress.completed  # it is trainer.current_epoch
+            progress.completed = min(epoch, callback.swa_end)
             # Averages nothing: that this epoch was averaged is in its state_dict.
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
+            progress.completed = epoch
             for group, values in zip(groups, before, strict=True):
                 group.update(values)  # a new scheduler sets its first rate
+            if epoch > callback.swa_end:
+                _update_batch_norm(trainer, callback)
+
+
+def _update_batch_norm(trainer: pl.Trainer, callback: Any) -> None:
+    """Have an epoch go on that only updates BatchNorm's statistics, with what there is of them."""
+    module = trainer.lightning_module
+    as_loaded = buffers.copied(module)
+    callback.on_train_epoch_start(trainer, module)  # gives it the averages, and empty statistics
+    buffers.put(module, as_loaded)
+
+
+def steps_without_backward(trainer: pl.Trainer) -> bool:
+    """Whether an epoch may follow whose one step is on the gradients that are left of this one.
+
+    That in which StochasticWeightAveraging updates BatchNorm: Lightning leaves out the backward passes, not the step.
+    """
+    is_over = private.NO_MORE_BATCHES.of(trainer.fit_loop.epoch_loop)()
+    averaging = (callback for _, callback in _callbacks(trainer, "StochasticWeightAveraging"))
+    return is_over and any(callback.swa_end == trainer.current_epoch for callback in averaging)
 
 
 # -- SpikeDetection: its load_state_dict raises (Lightning 2.6) ------------------------------------------------------
