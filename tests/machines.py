@@ -205,3 +205,16 @@ def restoring(machines: Sharded) -> None:
 
 
 PHASES: list[Callable[[Sharded], None]] = [staging, sending, committing, restoring]
+
+
+def flushing(machines: Machines) -> None:
+    """A snapshot is about to lie at the durable tier: some of it is there, and not its manifest."""
+    run, deadline_s = machines.root / "run" / "run", time.monotonic() + 100.0
+
+    def begun() -> set[Path]:
+        return {folder for folder in run.glob("step-*") if not (folder / "manifest.json").exists()}
+
+    before = begun()  # what was begun and superseded stays
+    while not begun() - before:
+        assert time.monotonic() < deadline_s, "no snapshot was brought to the durable tier"
+        time.sleep(0.0005)

@@ -30,7 +30,7 @@ from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.run.location import Location
 from tests.conftest import until
 from tests.gated import MIB
-from tests.machines import Machines, started
+from tests.machines import Machines, flushing, started
 from tests.served import served
 from tests.test_every_step import digest
 from tests.test_together import accounts, check_states, load, manifests, train
@@ -189,10 +189,25 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) 
     yield from started(Machines, tmp_path, monkeypatch, warm_python)
 
 
-@pytest.mark.soak
+def training(machines: Machines) -> None:
+    """At any moment."""
+
+
+LOST = ["a rank", "a machine", "the first machine", "the memory node", "a link"]
+
+
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("what", ["a machine", "the first machine", "the memory node", "a link"])
-def test_two_machines_train_and_something_is_lost(machines: Machines, tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "when"),
+    [
+        ("the first machine", flushing),
+        *(pytest.param(what, flushing, marks=pytest.mark.soak) for what in LOST if what != "the first machine"),
+        *(pytest.param(what, training, marks=pytest.mark.soak) for what in LOST),
+    ],
+)
+def test_two_machines_train_and_something_is_lost(
+    machines: Machines, tmp_path: Path, what: str, when: Callable[[Machines], None]
+) -> None:
     machines.train("twin", 30)
     assert machines.wait("twin") == [0, 0]
     check_states(tmp_path / "twin")
@@ -200,20 +215,30 @@ def test_two_machines_train_and_something_is_lost(machines: Machines, tmp_path: 
     assert told[0]["brought"] >= 10
     machines.train("run", 30)
     until(lambda: machines.steps("run") >= 12, "it to train", 120.0)
-    if what in ("a machine", "the first machine"):
-        machines.network.lose("second" if what == "a machine" else "first")
-        for rank in machines.ranks:  # the other one fails in a collective, or hangs there
-            rank.send_signal(signal.SIGKILL)
-            rank.wait()
-        machines.train("run", 30)
-    elif what == "the memory node":
-        machines.network.lose("memory")
-    else:
-        machines.cut_for_a_while("second")
+    when(machines)
+    lose(machines, what)
     assert machines.wait("run") == [0, 0]
     check_states(tmp_path / "run")
     ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]
     assert differences(*ends) == []
+
+
+def lose(machines: Machines, what: str) -> None:
+    """Something is lost while two machines train; where a rank is, the training is started again."""
+    if what == "a link":
+        machines.cut_for_a_while("second")
+        return
+    if what == "the memory node":
+        machines.network.lose("memory")
+        return
+    if what == "a rank":  # the second one; what else runs on its machine stays
+        machines.ranks[1].kill()
+    else:
+        machines.network.lose("second" if what == "a machine" else "first")
+    for rank in machines.ranks:  # the other one fails in a collective, or hangs there
+        rank.send_signal(signal.SIGKILL)
+        rank.wait()
+    machines.train("run", 30)
 
 
 # -- no memory node: what other hosts' ranks know is sent to rank 0 ----------------------------------------------------
@@ -245,7 +270,7 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -> 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("what", ["a machine", "the first machine", "a link"])
+@pytest.mark.parametrize("what", ["a rank", "a machine", "the first machine", "a link"])
 def test_two_machines_train_without_a_memory_node_and_something_is_lost(
     apart: Machines, tmp_path: Path, what: str
 ) -> None:
@@ -254,14 +279,7 @@ def test_two_machines_train_without_a_memory_node_and_something_is_lost(
     assert accounts(tmp_path / "twin", 2)[0]["missed"] == 0
     apart.train("run", 30)
     until(lambda: apart.steps("run") >= 12, "it to train", 120.0)
-    if what == "a link":
-        apart.cut_for_a_while("second")
-    else:
-        apart.network.lose("second" if what == "a machine" else "first")
-        for rank in apart.ranks:
-            rank.send_signal(signal.SIGKILL)
-            rank.wait()
-        apart.train("run", 30)
+    lose(apart, what)
     assert apart.wait("run") == [0, 0]
     check_states(tmp_path / "run")
     ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]

@@ -16,7 +16,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.node import Node
 from lightning_spot.sharded.reader import ImageReader, load_all
 from tests.gated import MIB
-from tests.machines import PHASES, STEPS, Sharded, started, twin
+from tests.machines import PHASES, STEPS, Sharded, flushing, started, twin
 from tests.served import served
 from tests.test_every_step import digest
 from tests.test_sharded_fit import check_states, content, final, snapshots, without_what_came_later
@@ -132,7 +132,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("when", PHASES)
+@pytest.mark.parametrize("when", [*PHASES, flushing])
 @pytest.mark.parametrize("what", ["a rank", "a machine", "the first machine", "the memory node", "a link"])
 def test_machines_train_in_shards_and_something_is_lost(
     machines: Sharded, twin: Path, what: str, when: Callable[[Sharded], None]
