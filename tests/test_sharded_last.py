@@ -16,6 +16,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from lightning_spot.capture import contents
 from lightning_spot.capture.attempt import Attempt, RingSettings, open_host
 from lightning_spot.capture.following import Task
 from lightning_spot.capture.joining import Joining
@@ -25,6 +26,7 @@ from lightning_spot.client.starting import attach
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable, TierError
 from lightning_spot.exact.dump import Dump
+from lightning_spot.exact.sharded import Dtensors
 from lightning_spot.fit.hosts import Hosts, _open
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
@@ -35,6 +37,7 @@ from lightning_spot.sharded.consolidate import read_folder
 from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.tiers.local import LocalStore
+from tests.conftest import until
 from tests.gated import MIB
 from tests.served import served
 
@@ -249,6 +252,38 @@ def test_an_urgent_snapshot_is_taken_where_the_regular_one_of_its_step_was_lost(
     assert ranks.attempt.failure(LAST_S) is None
     ranks.finish()
     ranks.check(snapshot_name(1, 1, again=True))
+
+
+@pytest.mark.parametrize(("memory", "who"), [("auto", 0), ("auto", 3), ("", 2)])
+def test_a_regular_snapshot_at_the_step_of_a_notice_is_compared_whole_on_all_ranks(
+    make: Callable[[str], Ranks], monkeypatch: pytest.MonkeyPatch, memory: str, who: int
+) -> None:
+    """A byte that was written past the counts was left for a later one, and none comes: it is taken once more."""
+    monkeypatch.setattr(contents, "CHECK_BYTES", 1)
+    monkeypatch.setattr(contents, "_WHOLE_BYTES", 0)
+    monkeypatch.setattr(contents, "_looks_alike", lambda _piece, _view: True)
+    monkeypatch.setattr(contents.Turns, "next", lambda _, among: among - 1)  # another share than the first number's
+    monkeypatch.setattr(Dtensors, "parameters", lambda holder, _state: holder._module.parameters())
+    ranks = make(memory)
+    found = [False] * 4
+    for step in range(1, 30):
+        ranks.frozen[RANGES[who][0]] = 1000.0 + step
+        ranks.trainers[who].lightning_module.f.data[0] = 1000.0 + step
+        until(lambda: ranks.in_shards[0].how(ranks.attempt, waits=True), "where to bring it", LAST_S)
+        ranks.write(step, how=ranks.in_shards[0].how(ranks.attempt, waits=True))
+        for in_shards in ranks.in_shards:
+            in_shards.copied()
+        assert ranks.attempt.failure(LAST_S) is None
+        found = [each.newest_differs(None if rank else ranks.attempt) for rank, each in enumerate(ranks.in_shards)]
+        if any(found):
+            break
+    assert found == [rank == who for rank in range(4)]
+    ranks.write(step)
+    assert ranks.attempt.failure(LAST_S) is None
+    ranks.finish()
+    assert ranks.attempt.writer.committed is not None
+    assert ranks.attempt.writer.committed.name == snapshot_name(step, 1, again=True)
+    ranks.check(snapshot_name(step, 1, again=True))
 
 
 def test_where_rank_0_may_not_go_on_no_rank_does(make: Callable[[str], Ranks], monkeypatch: pytest.MonkeyPatch) -> None:

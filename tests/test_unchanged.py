@@ -15,7 +15,10 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from lightning_spot import EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.capture import contents, leases
@@ -25,11 +28,16 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import TornSnapshot
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.image.pickling import Named
+from lightning_spot.sharded.consolidate import read_folder
+from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.staging.copier import SlotView
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.models import EachDurable, Net, data, trainer
+from tests.test_sharded_fit import one_rank
 from tests.test_writer import Desk, same
+
+__all__ = ["one_rank"]
 
 
 class FrozenDesk(Desk):
@@ -392,7 +400,12 @@ class WritesPastTheCounts(pl.Callback):
 
 
 def last_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: pl.Callback, model: Grown, **settings: Any
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    writes: pl.Callback,
+    model: Grown,
+    strategy: Any = "auto",
+    **settings: Any,
 ) -> dict[str, torch.Tensor]:
     """The model in the last snapshot of a training that gets a notice in the validation behind step 8.
 
@@ -404,9 +417,15 @@ def last_of(
     usual = {"interval": EverySteps(1), "on_full": "wait", "notices": "signal", "grace_s": 60.0}
     spot = SpotCheckpoint(str(tmp_path / "run"), **usual, **settings)
     with pytest.raises(SystemExit):
-        trainer(writes, spot, val_check_interval=8).fit(model, data(12), data(2))
+        trainer(writes, spot, val_check_interval=8, strategy=strategy).fit(model, data(12), data(2))
     newest = LocalStore(tmp_path / "run").survey().manifests[0]
     assert newest.step == 8
+    if newest.files:
+        assert newest.is_again
+        in_shards: dict[str, torch.Tensor] = load_all(ImageReader(*read_folder(tmp_path / "run" / newest.name)))[
+            "state_dict"
+        ]
+        return in_shards
     saved: dict[str, torch.Tensor] = torch.load(tmp_path / "run" / newest.data_path, weights_only=False)["state_dict"]
     return saved
 
@@ -416,6 +435,28 @@ def test_a_regular_snapshot_at_the_step_of_a_notice_is_compared_whole(
 ) -> None:
     """It is the last one of the attempt: no later one would find what was left for its turn."""
     saved = last_of(tmp_path, monkeypatch, WritesPastTheCounts(), Grown())
+    assert saved["frozen"][7] == 1e9
+    assert not saved["frozen"][8:].any()
+
+
+class GrownInShards(Grown):
+    """The same with its layers in shards of FSDP2."""
+
+    def configure_model(self) -> None:
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear) and not isinstance(layer.weight, DTensor):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])  # type: ignore[index] # set by the strategy
+
+    def configure_optimizers(self) -> Any:
+        """Of what an optimizer has, nothing is left out in shards."""
+        return torch.optim.Adam([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_so_is_that_of_a_model_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that takes its place has a name of its own."""
+    strategy = ModelParallelStrategy(1, 1, process_group_backend="gloo")
+    saved = last_of(tmp_path, monkeypatch, WritesPastTheCounts(), GrownInShards(), strategy)
     assert saved["frozen"][7] == 1e9
     assert not saved["frozen"][8:].any()
 

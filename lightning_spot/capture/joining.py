@@ -11,7 +11,7 @@ from itertools import chain
 
 import torch
 
-from lightning_spot.capture.contents import Known, Owners
+from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, Known, Owners
 from lightning_spot.capture.following import Follower, Task
 from lightning_spot.capture.portioned import Portioned, own_of, portions_of
 from lightning_spot.capture.saying import SayOnce
@@ -131,7 +131,8 @@ class Joining(Follower[_Part | SpotError]):
         number = Number.of_hosts(self._hosts, self._rank) if at else Number(self._rank, 0, self._rank)
         part: _Part | SpotError
         try:
-            part = self._part(checkpoint, owned, kept, trusts=not complete, is_agreed=is_durable(at))
+            trusts = not (complete or again)
+            part = self._part(checkpoint, owned, kept, trusts=trusts, is_agreed=is_durable(at))
         except SpotError as error:
             part = error
         to = at if number.host else ""
@@ -175,6 +176,12 @@ class Joining(Follower[_Part | SpotError]):
         copies = {address: by_address[address].clone() for address in others}  # type: ignore[no-untyped-call] # torch's
         watches = watch(chain.from_iterable(map(owned.__getitem__, watched)))
         return _Part(checkpoint.state, own, room, image, kept, copies, watches, trusts, threading.Event())
+
+    def newest_differs(self) -> bool:
+        """See :meth:`Follower.newest_differs`; no other rank knows of these bytes, so this one says it."""
+        if differs := super().newest_differs():
+            self._say_once("past-counts", PAST_COUNTS, 1, CHECK_EVERY)
+        return differs
 
     # -- on the background thread ---------------------------------------------------------------------------------
 

@@ -174,7 +174,8 @@ class SnapshotWriter:
             opened = self._open(host, checkpoint, manifest, within(deadline_s), divide)
             layout, lease, manifest = opened.layout, opened.lease, opened.manifest
             view = self._views.of(host, lease)
-            plan = self._plan(layout, lease, view, owners_of(owned, kept), trusts=not manifest.complete)
+            trusts = not (manifest.complete or manifest.is_again)
+            plan = self._plan(layout, lease, view, owners_of(owned, kept), trusts=trusts)
             if opened.sent and plan.written is not None:
                 plan.written = in_order([*plan.written, *opened.sent.values()])
             job = self._copy(plan, view, owned)
@@ -303,7 +304,7 @@ class SnapshotWriter:
             raise RingFull(f"the slot for it is still being made after {wait_s:.0f} s")
 
     def _plan(self, layout: Layout, lease: Lease, view: SlotView, owners: Owners, *, trusts: bool) -> Plan:
-        """What of a layout is not in the slot yet. A run's last snapshot trusts no counts: no later one checks them."""
+        """What of a layout is not in the slot yet. The last one trusts no counts: no later one checks them."""
         known = self._views.content(view).take(lease.held)
         plan = self._unchanged.plan(layout, owners, known if trusts else None, view)
         if plan.past_counts:

@@ -337,6 +337,15 @@ class InShards(OfTrainer):
         everyones = agreement.gather((agreement.together(lambda: len(state_archive(dump.state))), kinds))
         return max(nbytes for nbytes, _ in everyones), [kinds for _, kinds in everyones]
 
+    def newest_differs(self, attempt: Attempt | None) -> bool:
+        """Whether what this rank has left out of the newest snapshot is not as it is now. An urgent one replaces it.
+
+        Args:
+            attempt: on rank 0.
+        """
+        writer = attempt.writer if attempt is not None else self._joining
+        return writer is not None and writer.newest_differs()
+
     def copied(self) -> None:
         """Wait for what is not copied yet: weights may change now."""
         if self._joining is not None:

@@ -343,8 +343,8 @@ class Snapshotter(OfTrainer):
 
     def _differs(self) -> bool:
         """Whether the snapshot that was just taken is not as this rank's state is. It was not meant to be the last."""
-        if self.in_shards is not None:  # of which each name is begun once
-            return False
+        if self.in_shards is not None:
+            return self.in_shards.newest_differs(self.attempt)
         writer = self.attempt.writer if self.attempt is not None else self.together.writer
         return writer is not None and writer.newest_differs()
 

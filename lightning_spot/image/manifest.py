@@ -109,7 +109,12 @@ class Manifest:
         Of one step the exact snapshot beats the other, and what was taken again what was taken first.
         """
         rank = _RANKS["-complete" if self.complete else None if self.exact else "-inexact"]
-        return (self.attempt, self.step, rank + self.name.endswith(_AGAIN))
+        return (self.attempt, self.step, rank + self.is_again)
+
+    @property
+    def is_again(self) -> bool:
+        """Whether it was taken in the place of one of the same step."""
+        return self.name.endswith(_AGAIN)
 
     @property
     def is_file(self) -> bool:
