@@ -17,13 +17,14 @@ import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from lightning_spot.capture.background import Background
 from lightning_spot.capture.share import SizedBytes
 from lightning_spot.errors import ShareMissing, SpotError
 from lightning_spot.memory.shares import HOST_SILENT_S, RECONNECT_S
+from lightning_spot.protocol.listening import Listening
 from lightning_spot.staging.copier import Copier, Marks
 
 logger = logging.getLogger(__name__)
@@ -66,13 +67,8 @@ class Mailbox:
         self._connected: Counter[int] = Counter()
         self._left_s: dict[int, float] = {}
         self._closed = False
-        self._loop = asyncio.new_event_loop()
-        listener = socket.create_server(("", 0))
-        self.port: int = listener.getsockname()[1]
-        ready = threading.Event()
-        self._thread = threading.Thread(target=self._serve, args=(listener, ready.set), name="spot-mail", daemon=True)
-        self._thread.start()
-        ready.wait()
+        self._listening = Listening(self._talk, "spot-mail")
+        self.port = self._listening.port
 
     def all_of(self, name: str, sizes: Mapping[int, int]) -> Iterator[tuple[int, bytes]]:
         """What ranks know of a snapshot, as it comes; afterwards nothing of that name is kept.
@@ -131,26 +127,11 @@ class Mailbox:
     def close(self) -> None:
         """Take nothing more; who waits is told that nothing comes. A second call does nothing."""
         with self._changed:
-            was_closed, self._closed = self._closed, True
+            self._closed = True
             self._changed.notify_all()
-        if not was_closed:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._listening.close()
 
     # -- on its thread --------------------------------------------------------------------------------------------
-
-    def _serve(self, listener: socket.socket, ready: Callable[[], None]) -> None:
-        asyncio.set_event_loop(self._loop)
-        server = self._loop.run_until_complete(asyncio.start_server(self._talk, sock=listener))
-        ready()
-        try:
-            self._loop.run_forever()
-        finally:
-            server.close()
-            for task in asyncio.all_tasks(self._loop):
-                task.cancel()
-            self._loop.run_until_complete(asyncio.sleep(0))
-            self._loop.close()
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank: int | None = None

@@ -12,10 +12,10 @@ import asyncio
 import hmac
 import json
 import socket
-import threading
 import time
-from collections.abc import Callable
 from typing import Any
+
+from lightning_spot.protocol.listening import Listening
 
 CONNECT_S = 30.0
 _LINE_BYTES = 64 * 1024
@@ -39,16 +39,9 @@ class ExchangeServer:
         self._secret = secret
         self._values: dict[str, Any] = {}
         self._writers: set[asyncio.StreamWriter] = set()
-        self._loop = asyncio.new_event_loop()
-        self._changed: asyncio.Condition | None = None
-        listener = socket.create_server(("", 0))
-        self.port: int = listener.getsockname()[1]
-        ready = threading.Event()
-        self._thread = threading.Thread(
-            target=self._serve, args=(listener, ready.set), name="spot-exchange", daemon=True
-        )
-        self._thread.start()
-        ready.wait()
+        self._changed = asyncio.Condition()
+        self._listening = Listening(self._talk, "spot-exchange")
+        self.port = self._listening.port
 
     def close(self, *, over: bool = False) -> None:
         """Stop serving; connections are closed.
@@ -56,28 +49,11 @@ class ExchangeServer:
         Args:
             over: tell those who are connected that nothing is wrong.
         """
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop, over)
-            self._thread.join()
+        self._listening.close(self._say_over if over else lambda: None)
 
-    def _stop(self, over: bool) -> None:
-        for writer in self._writers if over else ():
+    def _say_over(self) -> None:
+        for writer in self._writers:
             writer.write(b'{"over": true}\n')  # so short a line goes out at once
-        self._loop.stop()
-
-    def _serve(self, listener: socket.socket, ready: Callable[[], None]) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._changed = asyncio.Condition()
-        server = self._loop.run_until_complete(asyncio.start_server(self._talk, sock=listener, limit=_LINE_BYTES))
-        ready()
-        try:
-            self._loop.run_forever()
-        finally:
-            server.close()
-            for task in asyncio.all_tasks(self._loop):
-                task.cancel()
-            self._loop.run_until_complete(asyncio.sleep(0))
-            self._loop.close()
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         answers: set[asyncio.Task[None]] = set()
@@ -102,13 +78,11 @@ class ExchangeServer:
             writer.close()
 
     async def _publish(self, key: str, value: Any) -> None:
-        assert self._changed is not None
         async with self._changed:
             self._values.setdefault(key, value)  # the first word counts
             self._changed.notify_all()
 
     async def _answer(self, writer: asyncio.StreamWriter, key: str) -> None:
-        assert self._changed is not None
         async with self._changed:
             await self._changed.wait_for(lambda: key in self._values)
         writer.write(json.dumps({"key": key, "value": self._values[key]}).encode() + b"\n")
