@@ -40,7 +40,7 @@ from lightning_spot.service.fields import (
     text,
 )
 from lightning_spot.service.seals import AllThere, Seals
-from lightning_spot.service.shares import Join, base_info
+from lightning_spot.service.shares import Join, base_info, joined
 
 Lease = Callable[..., Awaitable[Upload]]
 
@@ -117,12 +117,8 @@ class HostRequests:
         )
         if upload is None:
             return web.json_response({"upload": ""})
-        joint = upload.joint
-        assert joint is not None
-        known = identifier(body, "layout_id") == joint.layout_id
-        told = {"shares": joint.shared.shares, "digest": joint.shared.digest, "layout_id": joint.layout_id}
-        told |= {"layout": None if known else joint.shared.layout, "base": base_info(upload)}
-        return web.json_response({"upload": upload.id, "nbytes": upload.nbytes, **told})
+        told = {"nbytes": upload.nbytes, "base": base_info(upload), **joined(upload, body)}
+        return web.json_response({"upload": upload.id, **told})
 
     async def placed(self, request: web.Request) -> web.Response:
         """All that a host brings is there, or never will be."""

@@ -67,13 +67,7 @@ class ShareRequests:
             wait_s=seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
         )
         assert upload is not None
-        joint = upload.joint
-        assert joint is not None
-        known = identifier(body, "layout_id") == joint.layout_id
-        fields = {"shares": joint.shared.shares, "digest": joint.shared.digest, "layout_id": joint.layout_id}
-        return web.json_response(
-            {**leased(self._node, upload), **fields, "layout": None if known else joint.shared.layout}
-        )
+        return web.json_response({**leased(self._node, upload), **joined(upload, body)})
 
     async def placed(self, request: web.Request) -> web.Response:
         """The bytes of a share are in place, or never will be."""
@@ -116,6 +110,15 @@ def shared_of(body: dict[str, Any]) -> Shared | None:
         at=text(body, "at"),
         image_nbytes=integer(body, "image_nbytes", 0, 0, MOST_BYTES),
     )
+
+
+def joined(upload: Upload, body: dict[str, Any]) -> dict[str, Any]:
+    """What who takes part in an upload is told of it; not the layout again, if that is known by its id."""
+    joint = upload.joint
+    assert joint is not None
+    shared, known = joint.shared, identifier(body, "layout_id") == joint.layout_id
+    told = {"shares": shared.shares, "digest": shared.digest, "layout_id": joint.layout_id}
+    return {**told, "layout": None if known else shared.layout}
 
 
 def base_info(upload: Upload) -> dict[str, Any] | None:
