@@ -167,7 +167,7 @@ class SnapshotWriter:
             for other in lost:
                 self._views.drop(other)
         divide = functools.partial(self._divider.divide, name=manifest.name, owned=owned, kept=kept, ranks=ranks)
-        lease: Lease | None = None
+        opened: Opened | None = None
         view: SlotView | None = None
         done: Future[Manifest] = Future()
         try:
@@ -187,11 +187,11 @@ class SnapshotWriter:
             self.across.begun(pending)
             self._tasks.put(lambda: self._finish(host, pending))
         except BaseException as error:
-            if lease is not None and done.cancel():  # else the background has it already, and Ctrl-C came a moment late
+            if opened and done.cancel():  # else the background has it already, and Ctrl-C came a moment late
                 if view is not None:
                     self._copier.give_up(view)
                 self._forget_done()
-                self._give_up(host, lease, error)
+                self._give_up(host, opened.lease, error)
             raise
         if job.stands_still and not self.across.is_under_way:  # that would be to wait for other hosts
             self.copied()
