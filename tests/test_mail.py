@@ -20,7 +20,7 @@ from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import ShareMissing, SpotError
+from lightning_spot.errors import ShareMissing, SpotError, TornSnapshot
 from lightning_spot.exact.rank_states import Rooms, packed, unpacked
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.host import InProcessHost
@@ -248,3 +248,20 @@ def test_what_does_not_come_drops_the_snapshot_and_the_former_one_stands(
     assert "was not committed" in caplog.text
     connect(1).send(snapshot_name(3, 1), packed({"rank": 1, "again": True}))
     assert desk.durable(desk.begin(3).result(LAST_S))["ranks"][1] == {"rank": 1, "again": True}
+
+
+def test_what_came_for_a_snapshot_that_was_dropped_for_another_reason_is_not_kept(
+    desk: Desk, box: Mailbox, connect: Callable[..., Sender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training may go on for weeks, and a few snapshots of it be torn."""
+    sender = connect(1)
+    sender.send(snapshot_name(1, 1), packed({"rank": 1}))
+    until(lambda: len(box._letters) == 1, "it to come", LAST_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(desk.writer._unchanged, "written_past_counts", lambda *_: 1)
+        with pytest.raises(TornSnapshot):
+            desk.begin(1).result(LAST_S)
+    assert not box._letters
+    sender.send(snapshot_name(2, 1), packed({"rank": 1}))
+    assert desk.durable(desk.begin(2).result(LAST_S))["ranks"][1] == {"rank": 1}
+    assert desk.writer.posted == 1

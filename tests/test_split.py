@@ -6,6 +6,7 @@ import io
 import os
 import random
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -364,7 +365,7 @@ class Fit:
         self.strategy = self.model = self.writer = self.settings = self
         self.optimizers: list[Any] = [torch.optim.SGD(tensors(1))]
         self.world_size, self.strict = 2, strict
-        self.together, self.missed, self.missed_because = 0, 0, ""
+        self.together, self.posted, self.missed, self.missed_because = 0, 0, 0, ""
         self.carrier = ""
         self.across = SimpleNamespace(carrier="", is_under_way=False, brought=0)
         self.deciding = Together(self, self)  # type: ignore[arg-type]
@@ -461,8 +462,18 @@ def test_what_ranks_on_other_hosts_know_is_sent_and_gathered_only_after_misses(m
     with pytest.warns(UserWarning, match="snapshots are missed: late"):
         assert fit.how(missed="late") == ALONE
     assert fit.how(taken=1) == gathered  # for a while
+    for fails_for_s in (120.0, 240.0):  # what was gathered meanwhile, and is committed now, says nothing of the mail
+        fit.deciding._pause_of_mail._until_s = 0.0
+        assert [fit.how(), fit.how(taken=1)] == [how + SENT] * 2
+        assert [fit.how(missed="late"), fit.how()] == [ALONE, how + SENT]
+        with pytest.warns(UserWarning, match="snapshots are missed: late"):
+            assert fit.how(missed="late") == ALONE
+        assert fails_for_s - 5.0 < fit.deciding._pause_of_mail._until_s - time.monotonic() <= fails_for_s
     fit.deciding._pause_of_mail._until_s = 0.0
     assert fit.how() == how + SENT
+    fit.posted += 1
+    assert fit.how() == how + SENT
+    assert fit.deciding._pause_of_mail._next_s == 60.0
     fit.deciding._mail = SimpleNamespace(works=False)  # type: ignore[assignment]
     assert fit.how() == gathered
 

@@ -66,6 +66,7 @@ class SnapshotWriter:
         past_memory: manifest of the newest that was stored past it: outside this host.
         torn: snapshots dropped because a tensor changed while it was copied.
         together: committed snapshots of which other ranks have written a share, or sent what only they know.
+        posted: of these, those of which they have sent it.
         mailbox: where that comes, if any; closed with the writer.
         say_once: warns once for each key.
         missed: snapshots dropped because another rank's share of them did not come, and why the last one was.
@@ -93,7 +94,7 @@ class SnapshotWriter:
         self.committed: Manifest | None = None
         self.past_memory: Manifest | None = None
         self.torn = self.copied_bytes = 0
-        self.together, self.missed, self.missed_because = 0, 0, ""
+        self.together, self.posted, self.missed, self.missed_because = 0, 0, 0, ""
         waits = functools.partial(_say_waiting, self.say_once, self.link)  # a method would keep this alive
         self._leases = leases = Leases(self.link, functools.partial(say_backing, self.say_once), waits)
         self._copier = copier if copier is not None else Copier()
@@ -360,6 +361,7 @@ class SnapshotWriter:
             if self.across.committed(pending):
                 self.past_memory = pending.manifest
             self.together += pending.lease.shared is not None or bool(pending.sent)
+            self.posted += bool(pending.sent)
             pending.done.set_result(pending.manifest)
             if not pending.manifest.complete:
                 self._look_ahead(host, pending, is_short)
@@ -374,6 +376,8 @@ class SnapshotWriter:
             self._leases.lease_ahead(host, pending.manifest.nbytes)
 
     def _failed(self, host: Host, pending: Pending, error: BaseException) -> None:
+        if self.mailbox is not None:
+            self.mailbox.over(pending.manifest.name)  # else what has come, or comes yet, would be kept until the end
         if isinstance(error, NodeUnreachable):
             self.link.lose(host, error)
         else:

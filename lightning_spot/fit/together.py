@@ -71,7 +71,7 @@ class Together(OfTrainer):
         self._settings = settings
         self._hosts = Hosts()
         self._members: list[int] = []
-        self._failures, self._missed, self._taken, self._brought = 0, 0, 0, 0
+        self._failures, self._missed, self._taken, self._brought, self._posted = 0, 0, 0, 0, 0
         self._was_tried = False  # since the last failure was counted
         self._was_across = self._was_sent = False
         self._pause, self._pause_of_mail = Pause(), Pause()
@@ -155,8 +155,9 @@ class Together(OfTrainer):
             return ALONE
         if writer.together > self._taken:
             self._taken, self._failures = writer.together, 0
-            if self._was_sent:
-                self._pause_of_mail.forget()
+        if writer.posted > self._posted:
+            self._posted = writer.posted
+            self._pause_of_mail.forget()
         if writer.across.brought > self._brought:
             self._brought = writer.across.brought
             self._pause.forget()
