@@ -207,6 +207,7 @@ def test_a_node(start_node: Callable[..., RunningNode], tmp_path: Path, capsys: 
         (["doctor", "NOWHERE", "--snapshot-size", "x"], "--snapshot-size='x'"),
         (["doctor", "NOWHERE", "--lifetime", "0"], "--lifetime=0.0"),
         (["doctor", "NOWHERE", "--replicas", "0"], "replicas=0"),
+        (["report", "spot://127.0.0.1:9/run"], "keeps no records of attempts: give dirpath"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
+import s3fs
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from torchmetrics import MetricCollection
@@ -704,6 +705,24 @@ def test_doctor_names_a_tier_that_fails(tmp_path: Path, capsys: Said) -> None:
     assert "spot://127.0.0.1:9: no memory node answers" in said
     assert "memory=" not in said  # what does not work is not recommended
     assert "the memory node on this host:" not in said  # that one works, with a small sample, too
+
+
+def test_doctor_says_that_a_bucket_cannot_be_used(
+    tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the measurement nor the deletion after it ends in a traceback; the problem is named once."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    s3fs.S3FileSystem.clear_instance_cache()
+    assert main(["doctor", "s3://bucket/run", "--sample", "1MB"]) == 1
+    said = capsys.readouterr().out
+    assert said.count("no credentials were found") == 1
+    assert "s3://bucket/run cannot be used" in said
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def test_doctor_recommends_no_dirpath_that_fails(tmp_path: Path, capsys: Said) -> None:

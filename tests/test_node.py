@@ -163,8 +163,8 @@ def test_every_request_needs_the_token(start_node: StartNode, monkeypatch: pytes
     secret.write_text("correct horse\n")
     node = start_node(environment={"LIGHTNING_SPOT_TOKEN_FILE": str(secret)})
     for path in ("/v1/status", "/v1/runs/run/snapshots", "/v1/files/run/last.ckpt"):
-        for token in (None, "wrong"):
-            with pytest.raises(NodeRefused, match="LIGHTNING_SPOT_TOKEN") as caught:
+        for token, what in ((None, "asks for a token"), ("wrong", "has another token")):
+            with pytest.raises(NodeRefused, match=f"{what}.*LIGHTNING_SPOT_TOKEN") as caught:
                 client_of(node, token).call("GET", path)
             assert caught.value.status == 401
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "correct horse")

@@ -23,11 +23,12 @@ from lightning_spot.cli.simulate import seconds
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import check_number, format_bytes, format_seconds, parse_bytes, read_environment
-from lightning_spot.errors import SettingsError, SpotError
+from lightning_spot.errors import SettingsError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.notices.detect import CLOUDS, detect_cloud
 from lightning_spot.run.location import AUTO, Location, check_replicas, memory_limit_bytes
+from lightning_spot.tiers.filesystem import tier_errors
 from lightning_spot.tiers.store import Store
 
 if TYPE_CHECKING:
@@ -70,9 +71,7 @@ def doctor(arguments: argparse.Namespace) -> int:
             tiers[url] = store_speed(open_store(where), sample)
         except SpotError as error:
             problems.append(f"{url}: {error}")
-        finally:
-            if where == scratch:
-                _remove(scratch)
+    problems += _remove(scratch, known=location.url not in tiers)
     facts["tiers_bytes_per_s"] = tiers
     say("starting a memory node on this host …")
     try:
@@ -243,10 +242,16 @@ def _print(facts: dict[str, Any], outlooks: dict[str, Outlook], snapshot_bytes: 
         console.print(f"→ {line}", markup=False)
 
 
-def _remove(url: str) -> None:
-    files, path = fsspec.core.url_to_fs(url)
-    if files.exists(path):
-        files.rm(path, recursive=True)
+def _remove(url: str, known: bool) -> list[str]:
+    """Delete what was written, or say why not; of a tier of which it is `known` that it fails, that was said."""
+    try:
+        with tier_errors(url):
+            files, path = fsspec.core.url_to_fs(url)
+            if files.exists(path):
+                files.rm(path, recursive=True)
+    except TierError as error:
+        return [] if known else [f"what was written could not be deleted: {error}"]
+    return []
 
 
 def _seconds(work: Callable[[], object]) -> float:

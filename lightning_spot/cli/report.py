@@ -10,7 +10,7 @@ from dataclasses import replace
 from lightning_spot.cli.output import plain_table, wide_console
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_seconds
-from lightning_spot.errors import SnapshotNotFound
+from lightning_spot.errors import SettingsError, SnapshotNotFound
 from lightning_spot.goodput.ledger import AttemptRecord, Spent, history, lost_steps, spent, total
 from lightning_spot.goodput.reached import completed
 from lightning_spot.goodput.records import read_records
@@ -29,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def report(arguments: argparse.Namespace) -> int:
     """Show the attempts of a run, and the whole."""
+    if arguments.url.startswith("spot://"):
+        raise SettingsError(f"{arguments.url} names a memory node, which keeps no records of attempts: give dirpath")
     url = Location.of(arguments.url, None, None).url
     before, records = history(_records(url))
     if not records:

@@ -168,9 +168,10 @@ class Service:
             return
         given = request.headers.get(hdrs.AUTHORIZATION, "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(errors="replace"), self._token.encode()):
+            wrong = "has another token than the one that came" if given else "asks for a token"
             raise NodeRefused(
-                "this node asks for a token: set LIGHTNING_SPOT_TOKEN (or LIGHTNING_SPOT_TOKEN_FILE) to the one it"
-                " was started with",
+                f"this node {wrong}: set LIGHTNING_SPOT_TOKEN (or LIGHTNING_SPOT_TOKEN_FILE) to the one it was started"
+                " with",
                 status=401,
             )
 
