@@ -22,7 +22,7 @@ from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.errors import ShareMissing
+from lightning_spot.errors import NodeUnreachable, ShareMissing
 from lightning_spot.exact import rank_states
 from lightning_spot.exact.rank_states import Packing, Rooms, packed, unpacked
 from lightning_spot.fit.hosts import Hosts
@@ -30,6 +30,7 @@ from lightning_spot.fit.together import ACROSS, ALONE, GATHERED, SENT, TOGETHER,
 from lightning_spot.image.layout import Layout, filled, lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Portion, Portions
+from lightning_spot.memory.host import Lease
 from lightning_spot.staging.copier import Copier
 from tests.fake_device import FakeDevice
 from tests.small_trainer import RUN_ID, info_of
@@ -317,6 +318,32 @@ def test_a_state_that_outgrew_its_room_drops_the_snapshot(desk: Desk) -> None:
 def test_a_rank_that_loses_its_connection_takes_part_again(desk: Desk) -> None:
     desk.begin(1).result(LAST_S)
     desk.shares[0]._host.disconnect()  # type: ignore[union-attr]
+    assert desk.begin(2).result(LAST_S).step == 2
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_word_that_a_share_is_in_place_is_said_again_or_the_node_is_left(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    """A process that stood still is out of time before it has sent that: the node saw the rank, and waited for it."""
+    host, words = desk.shares[0]._host, list[str]()
+    assert host is not None
+    placed = host.placed
+
+    def place(lease: Lease, torn: str = "") -> None:
+        words.append(torn)
+        if len(words) <= lost:
+            raise NodeUnreachable("timed out")
+        placed(lease, torn)
+
+    monkeypatch.setattr(host, "placed", place)
+    done = desk.begin(1)
+    if lost == 1:
+        assert done.result(120.0).step == 1  # not after ten minutes
+    else:
+        with pytest.raises(ShareMissing, match="rank 1 ended before its bytes were in place"):
+            done.result(120.0)
+    assert words == ["", ""]
     assert desk.begin(2).result(LAST_S).step == 2
 
 

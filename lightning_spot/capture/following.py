@@ -299,9 +299,17 @@ class Follower(ABC, Generic[What]):
         )
 
     def _say(self, host: Host, lease: Lease, torn: str) -> None:
+        """Tell the node that a share is over, which it waits for as long as it sees this rank."""
         try:
-            host.placed(lease, torn)
-        except SpotError as error:  # it was given up meanwhile, or the node is gone: rank 0 knows
+            try:
+                host.placed(lease, torn)
+            except NodeUnreachable as error:  # this process stood still, perhaps before that was sent
+                logger.debug("it is said once more that a share is over: %s", error)
+                host.placed(lease, torn)
+        except NodeUnreachable as error:
+            logger.debug("a share is over, and the node is left: %s", error)
+            self._leave()
+        except SpotError as error:  # it was given up meanwhile: rank 0 knows
             logger.debug("a share is over: %s", error)
 
     def _end(self, job: CopyJob) -> None:
