@@ -22,7 +22,7 @@ from benchmarks.peers.plan import Found, blocks
 from benchmarks.peers.results import NONE
 from benchmarks.peers.turns import Training
 
-IN_TURNS = 0.75
+IN_TURNS = 0.7
 """The share of the budget for trainings in turns where there are cells as well."""
 _ALL = "all of it"
 
