@@ -310,7 +310,7 @@ def test_hosts_go_on_together_after_misses_that_are_noticed_late_and_ask_who_car
     together.rooms.put(1, b"own")
     carrier = "spot://a:1/run"
     state = SimpleNamespace(is_under_way=False, carrier=carrier, brought=0)
-    writer = SimpleNamespace(together=0, missed=0, missed_because="a:1 does not answer", across=state)
+    writer = SimpleNamespace(together=0, posted=0, missed=0, missed_because="a:1 does not answer", across=state)
     attempt: Any = SimpleNamespace(writer=writer)
     assert together.how(attempt) == ACROSS + carrier
     assert together.how(attempt) == ACROSS + carrier  # begun before the one before it is known to be missed
