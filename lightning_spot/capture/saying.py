@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
+from lightning_spot.capture.host_link import HostLink
+from lightning_spot.errors import RingFull
 from lightning_spot.memory.health import TierHealth
 
 logger = logging.getLogger(__name__)
@@ -24,9 +25,16 @@ class SayOnce:
             logger.warning("lightning_spot: " + message, *facts)
 
 
-def say_failing(say_once: SayOnce, tiers: Mapping[str, TierHealth]) -> None:
+def say_waiting(say_once: SayOnce, link: HostLink, full: RingFull, left_s: float) -> None:
+    """Say that training waits for a slot, and what fails meanwhile."""
+    say_once("waits", "training waits for a slot, for up to %.0f s more: %s", left_s, full)
+    say_failing(say_once, link)
+
+
+def say_failing(say_once: SayOnce, link: HostLink) -> None:
     """Say what a node says in its own log only: a tier fails, refuses this attempt, or was not brought a snapshot."""
-    for url, tier in tiers.items():
+    nothing: dict[str, TierHealth] = {}
+    for url, tier in link.ask(lambda host: host.tiers(), nothing).items():
         if tier.error:
             say_once(f"{url} fails", "%s fails (%s); the node on this host goes on trying", url, tier.error)
         if tier.refused:

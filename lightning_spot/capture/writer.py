@@ -26,7 +26,7 @@ from lightning_spot.capture.leases import Leases, give_back, say_backing
 from lightning_spot.capture.mail import Mailbox
 from lightning_spot.capture.outline import Outliner
 from lightning_spot.capture.pending import Opened, Pending
-from lightning_spot.capture.saying import SayOnce, say_failing
+from lightning_spot.capture.saying import SayOnce, say_failing, say_waiting
 from lightning_spot.capture.split import Divided, Divider, Ranks
 from lightning_spot.capture.streaming import store_streamed
 from lightning_spot.capture.views import SlotViews
@@ -95,7 +95,7 @@ class SnapshotWriter:
         self.past_memory: Manifest | None = None
         self.torn = self.copied_bytes = 0
         self.together, self.posted, self.missed, self.missed_because = 0, 0, 0, ""
-        waits = functools.partial(_say_waiting, self.say_once, self.link)  # a method would keep this alive
+        waits = functools.partial(say_waiting, self.say_once, self.link)  # a method would keep this alive
         self._leases = leases = Leases(self.link, functools.partial(say_backing, self.say_once), waits)
         self._copier = copier if copier is not None else Copier()
         self._schedule = schedule
@@ -367,7 +367,7 @@ class SnapshotWriter:
                 self._look_ahead(host, pending, is_short)
             self._look_at(pending.tried)
             if pending.lease.backing != "process":
-                _say_failing(self.say_once, self.link)
+                say_failing(self.say_once, self.link)
 
     def _look_ahead(self, host: Host, pending: Pending, is_short: bool) -> None:
         """Have the slot of the next snapshot made, or lease it."""
@@ -392,12 +392,3 @@ class SnapshotWriter:
         else:
             logger.warning("lightning_spot: snapshot %s was not committed: %s", pending.manifest.name, error)
         pending.done.set_exception(error)
-
-
-def _say_waiting(say_once: SayOnce, link: HostLink, full: RingFull, left_s: float) -> None:
-    say_once("waits", "training waits for a slot, for up to %.0f s more: %s", left_s, full)
-    _say_failing(say_once, link)
-
-
-def _say_failing(say_once: SayOnce, link: HostLink) -> None:
-    say_failing(say_once, link.ask(lambda host: host.tiers(), {}))

@@ -169,7 +169,7 @@ class InShards(OfTrainer):
         now_s = time.monotonic()
         if now_s - self._looked_s > _HEALTH_S:
             self._looked_s = now_s
-            say_failing(attempt.writer.say_once, attempt.writer.link.ask(lambda host: host.tiers(), {}))
+            say_failing(attempt.writer.say_once, attempt.writer.link)
 
     def _how_last(self, attempt: Attempt | None, wait_s: float) -> str:
         """How an urgent snapshot is written, or that of the end; ``""`` if there is none. Every rank calls it.
