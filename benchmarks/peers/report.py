@@ -37,7 +37,7 @@ class Table:
         if self._detailed is not None:
             most = self._times[self._detailed]
             cost |= {way: [most.longer(way).median] for way in known if most.longer(way).values}
-        return sorted((way for way in known if way != NONE), key=lambda way: min(cost[way], default=1e9))
+        return sorted((way for way in known if way != NONE), key=lambda way: cost[way][0] if cost[way] else 1e9)
 
     def lines(self) -> list[str]:
         heads = ["way", *(_title(key, times) for key, times in self._times.items())]
