@@ -244,6 +244,28 @@ def test_signals_are_counted_and_handlers_put_back(monkeypatch: pytest.MonkeyPat
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_signal_to_the_whole_group_ends_workers_and_raises_nothing_of_them() -> None:
+    """The process is to reach its next seam; before, torch's error of a worker ended it where it was."""
+
+    def torch_raises(*_: Any) -> None:
+        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated.")
+
+    before = signal.signal(signal.SIGCHLD, torch_raises)
+    source = SignalSource(["SIGUSR2"])
+    source.install()
+    try:
+        with pytest.raises(RuntimeError, match="DataLoader worker"):
+            signal.raise_signal(signal.SIGCHLD)
+        signal.raise_signal(signal.SIGUSR2)
+        signal.raise_signal(signal.SIGCHLD)
+        assert source.notice is not None
+        source.restore()
+        assert signal.getsignal(signal.SIGCHLD) is torch_raises
+    finally:
+        source.restore()
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_bad_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match=r"'asw' is no known source of notices: they are auto, aws.*mean 'aws'"):
         open_sources("asw")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -48,6 +49,7 @@ class SignalSource:
         self.received = 0
         self._signals = [signal.Signals[item] for item in signals]
         self._previous: dict[signal.Signals, Any] = {}
+        self._of_children: Callable[[int, FrameType | None], Any] | None = None
 
     def install(self) -> None:
         """Catch the signals; from the main thread only. A second call does nothing."""
@@ -63,6 +65,9 @@ class SignalSource:
         """Put back the handlers that were there before, unless somebody else has replaced ours."""
         if threading.current_thread() is not threading.main_thread():
             return
+        if self._of_children is not None and signal.getsignal(signal.SIGCHLD) == self._child_ended:
+            signal.signal(signal.SIGCHLD, self._of_children)
+        self._of_children = None
         while self._previous:
             number, handler = self._previous.popitem()
             if signal.getsignal(number) == self._handle:
@@ -86,3 +91,21 @@ class SignalSource:
                 seen_s=time.monotonic(),
                 grace_s=self.grace_s,
             )
+            self._expect_ends_of_children()
+
+    def _expect_ends_of_children(self) -> None:
+        """Have torch say nothing of workers that end: the signal may have been for all processes of the group.
+
+        SLURM and systemd send it to all. What torch raises of each worker of a ``DataLoader``, in the middle of any
+        step, would come between training and its last snapshot.
+        """
+        handler = signal.getsignal(signal.SIGCHLD)
+        if callable(handler) and self._of_children is None:
+            self._of_children = handler
+            signal.signal(signal.SIGCHLD, self._child_ended)
+
+    def _child_ended(self, number: int, frame: FrameType | None) -> None:
+        handler = self._of_children
+        with contextlib.suppress(RuntimeError):  # a loader that needs that worker raises the same where it waits
+            if handler is not None:
+                handler(number, frame)
