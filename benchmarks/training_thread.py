@@ -48,10 +48,10 @@ class Rounds(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
         step = trainer.global_step
         if step % _EVERY == _EVERY - 1:
-            self.waits.quieten()
             self.before_s = self.waits.spent_s
         if step % _EVERY == 1 and self.spot.snapshots.begun_step == step - 1:
             self.found_s.append(self.waits.spent_s - self.before_s)
+            self.waits.quieten()  # here: a step before the next one, its slot is leased
 
 
 def run(quick: bool) -> list[Result]:

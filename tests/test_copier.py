@@ -45,7 +45,7 @@ class Fixed(Schedule):
         schedule.made = Timetable((), 0.0, stands_still=True)
         return schedule
 
-    def timetable(self, pieces: Sequence[tuple[int, int]]) -> Timetable | None:
+    def timetable(self, addresses: Sequence[int], sizes: Sequence[int]) -> Timetable | None:
         return self.made
 
     def attach(self, job: Held) -> None:

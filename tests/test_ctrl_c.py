@@ -105,8 +105,8 @@ def test_ctrl_c_at_any_line_of_a_copy_loses_none_of_it(plan: Any, monkeypatch: p
 class Held(Schedule):
     """Holds everything until the optimizer steps."""
 
-    def timetable(self, pieces: Any) -> Any:
-        return Fixed([(9, 0.0, [Span(number, 0, nbytes) for number, (_, nbytes) in enumerate(pieces)])], 1e9).made
+    def timetable(self, addresses: Any, sizes: Any) -> Any:
+        return Fixed([(9, 0.0, [Span(number, 0, nbytes) for number, nbytes in enumerate(sizes)])], 1e9).made
 
 
 class Watching(InProcessHost):

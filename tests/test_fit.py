@@ -19,11 +19,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
+from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.cli import main
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshot, ModelChanged, NotSerialisable, RunBusy, SettingsError, TierError
+from lightning_spot.fit.pacing import Pacing
 from lightning_spot.goodput.records import read_records
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run import patience
@@ -89,6 +91,29 @@ def test_snapshots_are_the_state_of_their_step(tmp_path: Path, memory: str | Non
     assert [manifest.step for manifest in found] == [20, *range(18, 0, -3)]
     assert callback.attempt == 1
     assert callback.last_committed_step == 20
+
+
+@pytest.mark.parametrize(("lap_s", "asked_before"), [(0.0, True), (2.0, False)])
+def test_the_slot_of_a_snapshot_is_leased_a_step_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lap_s: float, asked_before: bool
+) -> None:
+    """Where steps are so long that it would be given back meanwhile, it is not."""
+    probe, callback, comes = Probe(), spot(tmp_path, memory=None), []
+    real, note = SnapshotWriter.next_comes, Pacing._note_step
+
+    def next_comes(writer: SnapshotWriter) -> None:
+        comes.append(callback.snapshots.snapshotter._trainer.global_step)
+        real(writer)
+
+    def noted(pacing: Pacing, step: int, now_s: float) -> None:
+        note(pacing, step, now_s)
+        pacing._laps_s = (lap_s, lap_s)
+
+    monkeypatch.setattr(SnapshotWriter, "next_comes", next_comes)
+    monkeypatch.setattr(Pacing, "_note_step", noted)
+    trainer(callback, probe, EachDurable(tmp_path / "run-1", 3)).fit(Net(), data())
+    assert [manifest.step for manifest in check_all(tmp_path, probe)] == [20, *range(18, 0, -3)]
+    assert comes == ([2, 5, 8, 11, 14, 17, 20] if asked_before else [])
 
 
 @pytest.mark.parametrize(

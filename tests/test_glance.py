@@ -58,7 +58,7 @@ def test_whatever_changes_needs_one(change: Callable[[Any], object]) -> None:
     assert not seen.is_still_of(module)
     now = {name: value for name, value in vars(module).items() if name not in OF_MODULES}
     differ = {name: value for name, value in now.items() if name not in before or before[name] != value}
-    assert changed.capture(trainer)["attributes"] == {"": differ}
+    assert changed.capture(trainer, list(module.named_modules()))["attributes"] == {"": differ}
 
 
 def test_values_that_may_change_by_themselves_are_not_glanced_at() -> None:

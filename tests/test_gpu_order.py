@@ -72,7 +72,7 @@ def test_a_copy_comes_after_the_step_whoever_orders_it(
 class Late:
     """Holds everything until the first place of the iteration."""
 
-    def timetable(self, pieces: Any) -> Any:
+    def timetable(self, *pieces: Any) -> Any:
         return Timetable((Partition(1, 0.0, (Span(0, 0, NBYTES),)),), 1e9)
 
     def attach(self, job: Any) -> None:

@@ -65,8 +65,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
             found.unended[manifest.step] = image
         return done
 
-    def timetable(self: Schedule, pieces: Any) -> Timetable | None:
-        made = real_timetable(self, pieces)
+    def timetable(self: Schedule, *pieces: Any) -> Timetable | None:
+        made = real_timetable(self, *pieces)
         if made is not None and not made.stands_still:
             assert self._profile is not None
             found.timetables.append((self._profile, made))

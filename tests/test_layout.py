@@ -8,6 +8,7 @@ import warnings
 import zipfile
 import zlib
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from lightning_spot.capture.outline import Outliner
 from lightning_spot.image import layout as layout_module
-from lightning_spot.image import pickling
+from lightning_spot.image import marks, pickling
 from lightning_spot.image.archive import read_entries
 from lightning_spot.image.layout import Layout, Layouter, filled, lay_out
 from tests.filled import fill
@@ -229,7 +230,67 @@ def test_a_tensor_that_is_there_twice_is_one_object_and_all_others_are_still_kno
         asked.clear()
         assert_like_torch(layouter, {"w": weights, "again": {"a": weights[7], "b": [weights[7], weights[9]]}})
         counts.append(sum(any(tensor is weight for weight in weights) for tensor in asked))
-    assert counts == [3, 2, 2]  # those that come again each time
+    assert counts == [1, 0, 0]
+
+
+NUMBERS = torch.arange(16.0)
+IMAGINARY = torch.randn(4, dtype=torch.complex64)
+CHANGES: dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "storage": (lambda: torch.ones(4), lambda old: old.clone()),
+    "size of the storage": (lambda: torch.ones(4), lambda old: resized(old, 64)),
+    "first element": (lambda: NUMBERS[0:8], lambda _: NUMBERS[8:16]),
+    "shape": (lambda: NUMBERS[0:8], lambda _: NUMBERS[0:7]),
+    "strides": (lambda: NUMBERS.view(4, 4), lambda old: old.t()),
+    "dtype": (lambda: torch.ones(4), lambda old: old.view(torch.int32)),
+    "gradients": (lambda: torch.ones(4), lambda old: old.detach().requires_grad_()),
+    "sign": (lambda: IMAGINARY.imag, lambda _: IMAGINARY.conj().imag),
+    "conjugate": (lambda: IMAGINARY, lambda old: old.conj()),
+    "attributes": (lambda: torch.ones(4), lambda old: noted(old.detach())),
+    "form": (lambda: torch.eye(3), lambda old: old.to_sparse()),
+}
+
+
+def resized(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+def noted(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.note = "of somebody"  # type: ignore[attr-defined]
+    return tensor
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_changes_in_a_row_of_tensors_that_stayed_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[torch.Tensor] = []
+    form_of = pickling.form_of
+    monkeypatch.setattr(pickling, "form_of", lambda tensor, storage: looked.append(tensor) or form_of(tensor, storage))
+    layouter = Layouter()
+    make, change = CHANGES[what]
+    old = make()
+    state: dict[str, Any] = {f"w{number}": torch.randn(3) for number in range(20)}
+    state["changes"] = old
+    state["is"] = {"behind": torch.zeros(2)}
+    for _ in range(4):
+        state["random"] = torch.get_rng_state()
+        looked.clear()
+        layouter.lay_out(state)
+    assert [tensor is state["random"] for tensor in looked] == [True] or old.is_complex()  # all else was seen at once
+    for changed in (change(old), make(), change(make()), make()):
+        state["changes"] = changed
+        assert_like_torch(layouter, state)
+    for count in range(5):
+        state["is"] |= {f"more {count}": NUMBERS[count]}
+        assert_like_torch(layouter, state)
+    state["is"].clear()
+    assert_like_torch(layouter, state)
+
+
+def test_a_text_that_looks_like_the_mark_of_a_tensor_is_a_text() -> None:
+    layouter = Layouter()
+    for text in ("", f"x{marks._REFERS.decode()}y"):
+        for _ in range(3):
+            assert_like_torch(layouter, {"w": torch.ones(3), "text": text, "b": [torch.zeros(2), text]})
 
 
 def test_what_is_known_of_a_window_that_moves_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from lightning_spot.staging.schedule import Schedule, Timetable
 MIB = LEAST_BYTES
 GRADIENTS = [30 * MIB, 10 * MIB, 30 * MIB, 2 * MIB]  # of parameters 0 to 3; ready from the last to the first
 PIECES = [(100 + number, 3 * nbytes) for number, nbytes in enumerate(GRADIENTS)]  # a parameter with its two moments
+PIECES_OF: tuple[Sequence[int], ...] = tuple(zip(*PIECES, strict=True))
 
 
 class Training:
@@ -40,7 +41,7 @@ class Training:
     ) -> Timetable | None:
         """One iteration, maybe with a snapshot; its plan."""
         schedule, self.job = self.schedule, Job()
-        plan = schedule.timetable(PIECES) if snapshot else None
+        plan = schedule.timetable(*PIECES_OF) if snapshot else None
         if snapshot:
             schedule.attach(self.job)
         schedule.iteration_begins()
@@ -172,7 +173,7 @@ def test_what_follows_the_first_step_of_an_iteration_counts_not() -> None:
     """The closure of LBFGS, or a second optimizer: everything is copied by then."""
     training = Training("asymmetric").profiled()
     schedule = training.schedule
-    schedule.timetable(PIECES)
+    schedule.timetable(*PIECES_OF)
     job = Job()
     schedule.attach(job)
     schedule.iteration_begins()
@@ -186,17 +187,17 @@ def test_what_follows_the_first_step_of_an_iteration_counts_not() -> None:
 
 def test_small_states_are_copied_at_once() -> None:
     training = Training("asymmetric").profiled()
-    assert training.schedule.timetable([(100, 1000)]) is None
-    assert training.schedule.timetable([]) is None
+    assert training.schedule.timetable([100], [1000]) is None
+    assert training.schedule.timetable([], []) is None
 
 
 def test_a_plan_is_made_once_for_the_same_pieces() -> None:
     training = Training("asymmetric").profiled()
-    first, again = training.schedule.timetable(PIECES), training.schedule.timetable(list(PIECES))
+    first, again = training.schedule.timetable(*PIECES_OF), training.schedule.timetable(*map(list, PIECES_OF))
     assert first is not None
     assert again is not None
     assert first.partitions is again.partitions
-    other = training.schedule.timetable(PIECES[1:])
+    other = training.schedule.timetable(*zip(*PIECES[1:], strict=True))
     assert other is not None
     assert sum(bytes_of(other)) == sum(nbytes for _, nbytes in PIECES[1:])
 
@@ -229,7 +230,7 @@ def test_auto_keeps_the_mode_that_costs_least_in_all(cheapest: Mode, every: int)
             break
         own_s = 0.0
         if not step % every:
-            schedule.timetable(PIECES)
+            schedule.timetable(*PIECES_OF)
             assert schedule._used is not None
             used.append(schedule._used)
             own_s, next_s = costs[used[-1]]
@@ -255,14 +256,14 @@ def test_training_stands_still_only_where_it_may() -> None:
     plan = training.iteration(snapshot=True)
     assert plan is not None
     assert plan.stands_still
-    assert training.schedule.timetable([(100, 1000)]) is None  # so little is no matter
+    assert training.schedule.timetable([100], [1000]) is None  # so little is no matter
     assert Training("still").iteration(snapshot=True) is None
 
 
 def test_disturbed_iterations_do_not_count() -> None:
     training = Training("auto").profiled()
     for _ in range(30):
-        training.schedule.timetable(PIECES)
+        training.schedule.timetable(*PIECES_OF)
         training.schedule.iteration_begins()
         training.schedule.disturbed()
         training.works(5.0)

@@ -96,6 +96,10 @@ def turned(state: Any) -> None:
     local(state).data = torch.rand(4, 4).T
 
 
+def turned_in_place(state: Any) -> None:
+    local(state).data = local(state).data.T
+
+
 def reshaped(state: Any) -> None:
     state["model"]["plain"].data = torch.rand(5)
 
@@ -146,9 +150,9 @@ def written(state: Any) -> None:
 
 
 CHANGES: list[Callable[[Any], None]] = [
-    *(other_local, other_memory, part_of_other_memory, turned, reshaped, of_other_dtype, another_tensor),
+    *(other_local, other_memory, part_of_other_memory, turned, turned_in_place, reshaped, of_other_dtype),
     *(otherwise_sharded, value_to_tensor, tensor_to_value, tensor_to_none, renamed, other_order, another_group),
-    *(list_with_a_tensor, written),
+    *(list_with_a_tensor, written, another_tensor),
 ]
 
 
@@ -188,9 +192,10 @@ def test_a_shard_that_is_not_what_its_placements_say_is_named() -> None:
         state = on_rank(new_state(), mesh)
         layouter = ShardedLayouter(0, 2)
         image_of(layouter, state)
-        local(state).data = torch.rand(4, 3)
-        with pytest.raises(NotSerialisable, match=r"model\.rows has \(4, 3\) elements on rank 0, and \(4, 4\)"):
-            image_of(layouter, state)
+        for other in (local(state).detach().view(-1)[:12].view(4, 3), torch.rand(4, 3)):
+            local(state).data = other
+            with pytest.raises(NotSerialisable, match=r"model\.rows has \(4, 3\) elements on rank 0, and \(4, 4\)"):
+                image_of(layouter, state)
 
 
 def test_no_tensor_is_kept_alive() -> None:

@@ -46,9 +46,9 @@ LAST_S = 600.0  # of what never takes so long
 class Noting(Schedule):
     """Notes what it is to plan."""
 
-    def timetable(self, pieces: Sequence[tuple[int, int]]) -> Timetable | None:
-        self.asked = list(pieces)
-        return super().timetable(pieces)
+    def timetable(self, addresses: Sequence[int], sizes: Sequence[int]) -> Timetable | None:
+        self.asked = list(zip(addresses, sizes, strict=True))
+        return super().timetable(addresses, sizes)
 
 
 class Desk:

@@ -207,6 +207,26 @@ def test_while_snapshots_follow_closely_none_asks_the_ring(desk: Desk, monkeypat
     assert same(desk.saved(5), desk.weights, desk.buffer)
 
 
+def test_the_slot_of_a_snapshot_that_is_known_to_come_is_leased_meanwhile(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[threading.Thread] = []
+    lease = desk.host.lease
+    monkeypatch.setattr(desk.host, "lease", lambda *a, **m: asked.append(threading.current_thread()) or lease(*a, **m))
+    desk.writer.next_comes()  # how large the first one is, is not known
+    desk.begin(0, desk.checkpoint()).result(30)
+    assert asked == [threading.current_thread()]
+    desk.writer.next_comes()
+    until(lambda: desk.writer._leases.is_ahead, "a slot leased ahead")
+    desk.begin(1, desk.checkpoint()).result(30)
+    assert same(desk.saved(1), desk.weights, desk.buffer)
+    assert threading.current_thread() not in asked[1:]
+    desk.writer.settle(30)
+    desk.writer.next_comes()
+    until(lambda: desk.writer._leases.is_ahead, "a slot leased ahead")
+    until(lambda: not desk.writer._leases.is_ahead, "it is given back")  # nothing has come
+
+
 def test_a_slot_that_is_not_used_is_given_back(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     states = lambda: [slot["state"] for slot in desk.host._node.status()["slots"]]  # noqa: E731
     for step in range(2):

@@ -18,7 +18,7 @@ from lightning_spot.capture.saying import SayOnce
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, room_for
 from lightning_spot.capture.split import Number
 from lightning_spot.errors import Fenced, LayoutUnsupported, NodeUnreachable, ShareMissing, SpotError
-from lightning_spot.image.layout import Layout
+from lightning_spot.image.layout import Layout, Layouter
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.joint import is_durable
@@ -92,6 +92,7 @@ class Joining(Follower[_Part | SpotError]):
         self._attempt, self._hosts, self._rank, self._world_size = host.attempt, hosts, rank, world_size
         self._say_once = SayOnce()
         self._layouter = ShardedLayouter(rank, world_size, token)
+        self._own_layouter = Layouter()  # of the training thread
         self._laying_out = threading.Lock()
         self._heard: tuple[str, list[int], list[str], bool] = ("", [], [], False)
         self._portioned = Portioned()
@@ -164,7 +165,7 @@ class Joining(Follower[_Part | SpotError]):
             room = room_for(checkpoint.most_own_bytes)
         self._room = room if is_agreed else self._room
         try:
-            own = bytes(state_archive(checkpoint.own, room))
+            own = bytes(state_archive(checkpoint.own, room, self._own_layouter))
         except LayoutUnsupported:
             own = bytes(state_archive(checkpoint.own))
             if is_agreed:

@@ -1,4 +1,4 @@
-"""Slots to fill, leased in time: while snapshots follow each other closely, the next slot is leased ahead."""
+"""Slots to fill, leased in time: ahead, while snapshots follow each other closely, or where one is known to come."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_spot.memory.joint import Shared
 logger = logging.getLogger(__name__)
 
 AHEAD_S = 1.0
-"""A slot is leased ahead if snapshots follow each other faster; one that is not used for so long is given back."""
+"""A slot is leased ahead if the next snapshot comes sooner; one that is not used for so long is given back."""
 
 _SLICE_S = 2.0
 _SAY_S = 10.0  # who waits longer is told what for
@@ -87,10 +87,16 @@ class Leases:
                 self._link.lose(host, error)
                 raise
 
-    def lease_ahead(self, host: Host, nbytes: int) -> None:
-        """Lease the slot for the next snapshot, if that comes soon and there is one; nobody waits for it."""
+    def lease_ahead(self, host: Host, nbytes: int, *, comes: bool = False) -> None:
+        """Lease the slot for the next snapshot, if that comes soon and there is one; nobody waits for it.
+
+        Args:
+            host: the ring.
+            nbytes: size of the last snapshot.
+            comes: whether it is known to come soon; else it is if snapshots have followed each other so far.
+        """
         with self._lock:
-            if self._ahead is None and self._pace_s < AHEAD_S and host is self._link.host:
+            if self._ahead is None and (comes or self._pace_s < AHEAD_S) and host is self._link.host:
                 try:
                     self._ahead = (host, self._ask(host, nbytes, 0.0))
                 except NodeUnreachable as error:

@@ -21,7 +21,7 @@ from lightning_spot.capture.portioned import Portioned, own_of, portions_of
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import LayoutUnsupported, NodeUnreachable, ShareMissing
-from lightning_spot.image.layout import Layout
+from lightning_spot.image.layout import Layout, Layouter
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.joint import Shared, is_durable
@@ -80,6 +80,7 @@ class ShardedWriter(SnapshotWriter):
         super().__init__(host, reconnect, look, copier, schedule)
         self._world_size = world_size
         self._layouter = ShardedLayouter(0, world_size, token)
+        self._own_layouter = Layouter()
         self._own_bytes = 0
         self._kept: Owners = {}
         self._told: tuple[Any, str] = (None, "")
@@ -145,7 +146,7 @@ class ShardedWriter(SnapshotWriter):
     def _laid_out(self, checkpoint: ShardedCheckpoint) -> tuple[ShardedImage, list[int]]:
         """The image with room for the ranks' own states: twice what the longest needed."""
         try:
-            own = state_archive(checkpoint.own, self._own_bytes)
+            own = state_archive(checkpoint.own, self._own_bytes, self._own_layouter)
         except LayoutUnsupported:
             nbytes = len(state_archive(checkpoint.own))
             if self._is_by_itself:  # only what all ranks were told is the same for all of them

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
 _STRIDED = torch.strided
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_ONE_DICT = frozenset((dict,))
 _GLANCE_BYTES = 64
 
 
@@ -58,28 +60,21 @@ def storage_addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
         return list(map(storage_address, local))
 
 
-def by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+def by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, Sequence[torch.Tensor]]:
     """Tensors by the address of their storage; those without one of their own are left out."""
     tensors = list(tensors)
     addresses = storage_addresses(tensors)
-    found = dict(zip(addresses, [[tensor] for tensor in tensors], strict=True))
+    found: dict[int, Sequence[torch.Tensor]] = dict(zip(addresses, zip(tensors), strict=True))
     if len(found) == len(tensors) and 0 not in found:  # so it is nearly always
         return found
-    found.clear()
+    all_of: dict[int, dict[int, torch.Tensor]] = {}
     for address, tensor in zip(addresses, tensors, strict=True):
-        if address in found:
-            found[address].append(tensor)
-        elif address:
-            found[address] = [tensor]
-    return found
+        if address:
+            all_of.setdefault(address, {})[id(tensor)] = tensor
+    return {address: [*of_one.values()] for address, of_one in all_of.items()}
 
 
-def _are_tensors(values: list[Any]) -> bool:
-    kinds = set(map(type, values))
-    return _PLAIN.issuperset(kinds) or all(issubclass(kind, torch.Tensor) for kind in kinds)
-
-
-def optimizer_owned(optimizers: Iterable[Any]) -> dict[int, list[torch.Tensor]]:
+def optimizer_owned(optimizers: Iterable[Any]) -> dict[int, Sequence[torch.Tensor]]:
     """Tensors that change in ``optimizer.step()`` and nowhere else, by storage: parameters and their state.
 
     Args:
@@ -89,10 +84,15 @@ def optimizer_owned(optimizers: Iterable[Any]) -> dict[int, list[torch.Tensor]]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             owned += group["params"]
-        for state in optimizer.state.values():
-            values = list(state.values()) if type(state) is dict else [state]
-            owned += values if _are_tensors(values) else tensors_in(values)
-    return by_storage(dict(zip(map(id, owned), owned, strict=True)).values())
+        states = list(optimizer.state.values())
+        if _ONE_DICT.issuperset(map(type, states)):
+            values = list(chain.from_iterable(map(dict.values, states)))
+            if all(issubclass(kind, torch.Tensor) for kind in set(map(type, values))):  # so it is nearly always
+                owned += values
+                continue
+        for state in states:
+            owned += tensors_in(state)
+    return by_storage(owned)
 
 
 class Glances:

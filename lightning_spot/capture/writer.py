@@ -129,6 +129,12 @@ class SnapshotWriter:
         """
         self._maker.first(self.host, nbytes, gpu=gpu)
 
+    def next_comes(self) -> None:
+        """The next snapshot comes within a second, and this rank alone writes it: its slot is leased meanwhile."""
+        host, last = self.host, self.committed
+        if host is not None and last is not None and last is not self.past_memory and self._leases_ahead and self.ready:
+            self._tasks.put(lambda: self._leases.lease_ahead(host, last.nbytes, comes=True))
+
     def begin(
         self,
         checkpoint: Any,

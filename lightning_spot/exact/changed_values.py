@@ -9,7 +9,7 @@ A module that also made anything else meanwhile (a cache, a file) keeps its attr
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 State = dict[str, Any]
+NamedModule = tuple[str, nn.Module]
 
 _SETTINGS = (
     "accumulate_grad_batches",
@@ -115,13 +116,17 @@ class ChangedValues:
         self._modules = {name: _Attributes(part) for name, part in _parts(modules)}
         self._settings = _settings(trainer)
 
-    def capture(self, trainer: pl.Trainer) -> State:
-        """What differs by now, as values that load with ``weights_only=True``."""
-        modules, before = list(trainer.lightning_module.named_modules()), self.before
+    def capture(self, trainer: pl.Trainer, modules: Sequence[NamedModule]) -> State:
+        """What differs by now, as values that load with ``weights_only=True``.
+
+        Args:
+            trainer: whose settings may differ.
+            modules: all of the trainer's module.
+        """
+        before, known = self.before, self._modules
+        attributes = before.attributes
         changed = {
-            name: self._modules[name].changed(part, before.attributes.get(name, set()))
-            for name, part in _parts(modules)
-            if name in self._modules
+            name: known[name].changed(part, attributes.get(name, ())) for name, part in _parts(modules) if name in known
         }
         settings = _settings(trainer)
         return {
@@ -143,7 +148,7 @@ class ChangedValues:
         for name, trains in saved["trains"].items():
             if name in parameters:
                 parameters[name].requires_grad_(trains)
-        parts = dict(_parts(module.named_modules()))
+        parts = dict(_parts(list(module.named_modules())))
         for name, values in saved["attributes"].items():
             for attribute, value in values.items():
                 if name in parts:
@@ -219,7 +224,7 @@ def _shape(shape: torch.Size) -> torch.Size:
     return shape
 
 
-def _trains(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, bool]:
+def _trains(modules: Iterable[NamedModule]) -> dict[str, bool]:
     """Which parameters are trained; one that has several names, by each."""
     return {
         f"{name}.{key}" if name else key: parameter.requires_grad
@@ -229,8 +234,13 @@ def _trains(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, bool]:
     }
 
 
-def _parts(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+def _parts(modules: Sequence[NamedModule]) -> Iterable[NamedModule]:
     """Modules whose attributes are the user's: metrics have their own way."""
+    kinds = {type(part) for _, part in modules}
+    return _without_metrics(modules) if any(issubclass(kind, Metric) for kind in kinds) else modules
+
+
+def _without_metrics(modules: Iterable[NamedModule]) -> Iterator[NamedModule]:
     metrics: tuple[str, ...] = ()
     for name, part in modules:
         if isinstance(part, Metric):

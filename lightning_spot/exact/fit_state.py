@@ -167,6 +167,7 @@ class FitState(PerTrainer):
         """
         trainer, run = self._trainer, self._switches.run
         module = trainer.lightning_module
+        modules = list(module.named_modules())  # once for all: each walk takes as long as much of what is found
         loaders = self._restoring.loaders  # None in a fit that takes no snapshots, such as fast_dev_run
         positions = run(private.LOADERS, lambda: loaders.positions(at_end=at_end)) if loaders is not None else []
         return {
@@ -177,10 +178,10 @@ class FitState(PerTrainer):
             "gradients": _gradients(trainer) if self._has_live_gradients() and not at_end else {},
             "gradient_order": self._order.saved(),
             "should_stop": trainer.should_stop,
-            "hooked": run(private.HOOKED, lambda: self._hooked.capture(trainer)),
+            "hooked": run(private.HOOKED, lambda: self._hooked.capture(trainer, modules)),
             "pruned": run(private.PRUNING, lambda: pruned.capture(trainer)),
             "shipped": self._shipped(),
-            "metrics": run(private.METRICS, lambda: logged_values.metrics_of(module)) or {},
+            "metrics": run(private.METRICS, lambda: logged_values.metrics_among(modules)) or {},
             **(run(private.LOGGED, lambda: logged_values.capture(trainer)) or {}),
         }
 

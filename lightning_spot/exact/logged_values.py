@@ -6,7 +6,8 @@ Lightning's checkpoints hold none of it: a mean over an epoch would be one over 
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torchmetrics import Metric
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 State = dict[str, Any]
+NamedModule = tuple[str, torch.nn.Module]
 
 _FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx")
 _LOGGED = {"callback": private.CALLBACK_METRICS, "log": private.LOGGED_METRICS, "progress_bar": private.BAR_METRICS}
@@ -68,7 +70,13 @@ def last_value(trainer: pl.Trainer, name: str) -> float | None:
 
 def metrics_of(module: torch.nn.Module) -> State:
     """States of the metrics in a module, or of a metric."""
-    return {name: _metric_state(metric) for name, metric in metrics_in(module)}
+    return metrics_among(list(module.named_modules()))
+
+
+def metrics_among(modules: Sequence[NamedModule]) -> State:
+    """States of the metrics among modules."""
+    kinds = {kind for kind in {type(item) for _, item in modules} if issubclass(kind, Metric)}
+    return {name: _metric_state(cast(Metric, item)) for name, item in modules if kinds and type(item) in kinds}
 
 
 def restore_metrics_of(module: torch.nn.Module, state: State) -> None:

@@ -53,7 +53,7 @@ class Once(OfTrainer):
         first, self._first = self._first, None
         if first is not None:
             self._run(self._end)
-            self._run(lambda: self._hooked.before.update(self._since.common(Names.of(first.capture(self._trainer)))))
+            self._run(lambda: self._hooked.before.update(self._since.common(self._changed(first))))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -72,8 +72,11 @@ class Once(OfTrainer):
         self._marks = marks_of(self._trainer.lightning_module)
 
     def _end(self) -> None:
-        self._since.update(Names.of(self._before.capture(self._trainer)))
+        self._since.update(self._changed(self._before))
         self._buffers.note_changed(self._trainer.lightning_module, self._marks)
+
+    def _changed(self, values: ChangedValues) -> Names:
+        return Names.of(values.capture(self._trainer, list(self._trainer.lightning_module.named_modules())))
 
     def follow_tuners(self) -> list[Callable[[], object]]:
         """Note what their trials change.

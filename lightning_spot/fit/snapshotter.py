@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.capture.attempt import Attempt
+from lightning_spot.capture.leases import AHEAD_S
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import by_storage, optimizer_owned
 from lightning_spot.exact import namespaces
@@ -214,6 +215,8 @@ class Snapshotter(OfTrainer):
         if how := checked(self.pacing.due(trainer, self._can_begin, self._paces)):
             self._take(before_validation=before_validation, how=how)
         self.pacing.look_ahead(trainer, self._can_begin)
+        if self.attempt is not None and trainer.world_size == 1 and self.pacing.next_within(trainer, AHEAD_S):
+            self.attempt.writer.next_comes()
         if self.iterations is not None:
             self.iterations.begins()
 

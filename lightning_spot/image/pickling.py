@@ -7,20 +7,21 @@ is no plain tensor is asked anew each time, and answered by torch itself.
 
 from __future__ import annotations
 
-import copyreg
 import heapq
 import io
 import itertools
 import os
 import pickle
 import struct
-import types
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch.storage import TypedStorage
+
+from lightning_spot.image.forms import Form, Row, form_of, has_form
+from lightning_spot.image.marks import BEGIN, END, MARK, PROTOCOL, AskingPickler, Left, Marking, PlainTensor, Unmarked
 
 # Nothing here may end a training where torch names it otherwise one day: a tensor that is put together in another way
 # is asked anew each time, and whatever raises while a checkpoint is pickled leads to plain `torch.save`.
@@ -30,10 +31,6 @@ except ImportError:
     StorageWeakRef = None  # type: ignore[assignment, misc] # raises when it is called
 
 _MOST_KINDS = 4096
-_PROTOCOL = 2  # of torch.save
-_BEGIN, _END = pickle.PROTO + bytes([_PROTOCOL]), pickle.STOP
-_NUMBER = int.from_bytes(os.urandom(16), "big")  # that no checkpoint has in it
-_MARK = pickle.dumps(_NUMBER, _PROTOCOL)[len(_BEGIN) : -len(_END)] + pickle.BINPERSID
 _ANY = os.urandom(16).hex()  # stands for the number of a storage
 _OTHER_DTYPE = "tensors of different dtypes share their memory, which torch.save refuses"
 _PICKLED_ANY = pickle.BINUNICODE + struct.pack("<L", len(_ANY)) + _ANY.encode()
@@ -70,19 +67,6 @@ class Named:
         return bool(self.identity == storage._cdata)
 
 
-_PLAIN = frozenset([str, int, float, bool, type(None), tuple, dict, list, type, types.FunctionType, OrderedDict])
-"""Kinds of which no object is a storage or a tensor: most of what is pickled."""
-
-
-class _Tensor:
-    """Stands for a tensor of which torch has said how it is put together."""
-
-    __slots__ = ("reduction",)
-
-    def __init__(self, reduction: tuple[Any, ...]) -> None:
-        self.reduction = reduction
-
-
 class _Kind(NamedTuple):
     """How tensors are put together that are alike but for their storage.
 
@@ -111,19 +95,15 @@ class _Learned(NamedTuple):
     dtype: torch.dtype
 
 
-_Form = tuple[Any, ...]
-_Left = dict[int, tuple[torch.Tensor, Any]]
-"""Tensors that are not marked, by identity, with what torch has said of them already."""
-
-
 class TensorPickler:
     """Pickles one checkpoint after the other, for one thread.
 
     What was learned of a tensor is its part of the pickle, which refers to nothing else in it. The pickler of Python
     writes a mark in its place: it would ask here about each of the twenty objects that a tensor is put together from.
-    Afterwards all marked tensors are looked at together, and what was learned takes the place of the marks. Where one
-    cannot be marked, or the checkpoint holds it twice, which is one object for who loads it, it is pickled once more,
-    and those are left to the pickler.
+    Afterwards all marked tensors are looked at together, and what was learned takes the place of the marks: if they
+    have the forms of those before, one by one, then at once. A checkpoint in which one cannot be marked is pickled once
+    more, by a pickler that asks of each object whether it is a storage, and those are left to it; so it is if the
+    checkpoint holds one twice, which is one object for who loads it.
 
     Attributes:
         storages: of the checkpoint that was pickled last, in the order in which they were met; :meth:`forget` lets
@@ -136,12 +116,14 @@ class TensorPickler:
     def _reset(self) -> None:
         self.storages: dict[Named, torch.UntypedStorage] = {}
         self._named: dict[int, Named] = {}  # by identity
-        self._learned: dict[_Form, _Learned] = {}
+        self._learned: dict[Form, _Learned] = {}
         self._kinds: dict[Any, _Kind] = {}
         self._dtypes: dict[int, torch.dtype] = {}  # of what is not marked in this checkpoint, by address
-        self._left: _Left = {}
+        self._left: Left = {}
         self._numbers = 0
         self._free: list[int] = []
+        self._row: Row[_Learned] | None = None
+        self._all_marked = True  # as far as is known
 
     def dump(self, checkpoint: Any) -> bytes:
         """Pickle a checkpoint; what :mod:`pickle` raises here, it raises in ``torch.save``, too.
@@ -159,19 +141,33 @@ class TensorPickler:
         return pickled
 
     def _dump(self, checkpoint: Any) -> bytes:
+        if self._all_marked and (pickled := self._dump_marked(checkpoint)) is not None:
+            return pickled
+        self._all_marked = False
         self._left = {}
         for marks in (True, True, False):  # objects may be others each time they are asked for their parts
             self.storages, self._dtypes = {}, {}
             data = io.BytesIO()
-            pickler = _Pickler(data, self.reduce, self.persistent_id, self._left if marks else None)
+            pickler = AskingPickler(data, self.reduce, self.persistent_id, self._left if marks else None)
             pickler.dump(checkpoint)
             left = len(self._left)
             learned = self._recognise(pickler.met)
             if left == len(self._left):
                 break
         self._left = {}
-        marked = [known.data for known in learned]
-        return b"".join(itertools.chain.from_iterable(zip(data.getvalue().split(_MARK), [*marked, b""], strict=True)))
+        return _filled_in(data.getvalue().split(MARK), learned)
+
+    def _dump_marked(self, checkpoint: Any) -> bytes | None:
+        """A checkpoint in which all tensors can be marked; ``None`` if one cannot be."""
+        self.storages, self._dtypes, self._left = {}, {}, {}
+        marking = Marking()
+        try:
+            parts = marking.pickled(checkpoint)
+        except Unmarked:
+            return None
+        learned = self._recognise(marking.met)
+        # What is like a mark may stand in a text, too: then there are more parts.
+        return _filled_in(parts, learned) if not self._left and len(parts) == len(learned) + 1 else None
 
     def forget(self) -> None:
         """Keep no storage alive any more."""
@@ -180,28 +176,38 @@ class TensorPickler:
     def _recognise(self, met: list[torch.Tensor]) -> list[_Learned]:
         """What is known of the tensors that were marked. Those that cannot be are added to what is left."""
         try:
-            storages, found = self._look_up(met)
+            storages = [tensor.untyped_storage() for tensor in met]
+            learned = self._look_up(met, storages)
         except (NotImplementedError, RuntimeError):  # sparse, nested: nothing of the kind
-            self._left.update((id(tensor), (tensor, None)) for tensor in met if not _has_form(tensor))
+            self._left.update((id(tensor), (tensor, None)) for tensor in met if not has_form(tensor))
             met = [tensor for tensor in met if id(tensor) not in self._left]
-            storages, found = self._look_up(met)
-        for number in [number for number, known in enumerate(found) if known is None]:
-            form = _form_of(met[number], storages[number])
-            found[number] = self._learned.get(form) or self._learn(met[number], storages[number], form)
+            storages = [tensor.untyped_storage() for tensor in met]
+            learned = self._look_up(met, storages)
         if len(set(map(id, met))) < len(met):
             times = Counter(map(id, met))
             self._left.update((id(tensor), (tensor, None)) for tensor in met if times[id(tensor)] > 1)
-        learned = [known for known in found if known is not None]
         if len(learned) == len(storages):
             self._check_dtypes(storages, learned)
             self.storages.update(zip([known.named for known in learned], storages, strict=True))
         return learned
 
-    def _look_up(self, tensors: list[torch.Tensor]) -> tuple[list[torch.UntypedStorage], list[_Learned | None]]:
-        """The storages of tensors, and what is known of each."""
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        known = self._learned.get  # no form is kept: thousands of them would have Python look for garbage
-        return storages, [known(_form_of(tensor, storage)) for tensor, storage in zip(tensors, storages, strict=True)]
+    def _look_up(self, tensors: list[torch.Tensor], storages: list[torch.UntypedStorage]) -> list[_Learned]:
+        """What is known of tensors, one after the other; what is not is learned. Those that cannot be are left out."""
+        row = self._row
+        if row is not None and row.is_still_of(tensors, storages):
+            learned: list[_Learned | None] = [*row.learned]
+            for number in row.renewed:
+                learned[number] = self._know(tensors[number], storages[number])
+            found = [known for known in learned if known is not None]
+        else:
+            learned = list(map(self._know, tensors, storages))
+            found = [known for known in learned if known is not None]
+            self._row = Row(tensors, storages, found, row) if len(found) == len(learned) else None
+        return found
+
+    def _know(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> _Learned | None:
+        form = form_of(tensor, storage)  # it is not kept: thousands of them would have Python look for garbage
+        return self._learned.get(form) or self._learn(tensor, storage, form)
 
     def reduce(self, tensor: torch.Tensor) -> Any:
         """How a tensor is put together that is not marked, as torch says."""
@@ -241,7 +247,7 @@ class TensorPickler:
         self.storages.setdefault(named, storage)
         return named
 
-    def _learn(self, tensor: torch.Tensor, storage: torch.UntypedStorage, form: _Form) -> _Learned | None:
+    def _learn(self, tensor: torch.Tensor, storage: torch.UntypedStorage, form: Form) -> _Learned | None:
         """What a tensor is pickled as, which has not been met before; ``None`` if it cannot be marked."""
         key = (*form[1:], storage.device)
         kind = None if _has_names(tensor) else self._kinds.get(key)
@@ -266,10 +272,10 @@ class TensorPickler:
         rebuild, fields = reduction[0], reduction[1]
         if _FIELDS.get(rebuild) == len(fields) and not fields[5]:
             data = io.BytesIO()
-            pickler = _Pickler(data, self.reduce, self._any_number, None)
+            pickler = AskingPickler(data, self.reduce, self._any_number, None)
             pickler.fast = True  # refers to nothing that was pickled before
-            pickler.dump(_Tensor(reduction))
-            found = data.getvalue()[len(_BEGIN) : -len(_END)].split(_PICKLED_ANY)
+            pickler.dump(PlainTensor(reduction))
+            found = data.getvalue()[len(BEGIN) : -len(END)].split(_PICKLED_ANY)
             if len(found) == 2:
                 dtype = fields[0].dtype if isinstance(fields[0], TypedStorage) else torch.uint8
                 return _Kind(found[0], found[1], dtype)
@@ -310,72 +316,11 @@ class TensorPickler:
         named.forms.clear()
 
 
-class _Pickler(pickle.Pickler):
-    """The pickler of ``torch.save``, which passes over plain tensors.
-
-    Args:
-        file: to write to.
-        reduce: says how tensors that are not passed over are put together.
-        name: says how a storage is named.
-        left: tensors that are not passed over, by identity; ``None`` for all.
-
-    Attributes:
-        met: tensors in whose place there is a mark, in order.
-    """
-
-    def __init__(
-        self,
-        file: io.BytesIO,
-        reduce: Callable[[torch.Tensor], Any],
-        name: Callable[[Any], tuple[Any, ...]],
-        left: _Left | None,
-    ) -> None:
-        super().__init__(file, protocol=_PROTOCOL)
-        self.met: list[torch.Tensor] = []
-        self._name = name
-        self._left = left
-        self.dispatch_table = {torch.Tensor: reduce, _Tensor: _reduction, **copyreg.dispatch_table}
-
-    def persistent_id(self, obj: Any) -> Any:
-        kind = type(obj)
-        if kind in _PLAIN:
-            return None
-        if kind is torch.Tensor:
-            if self._left is None or obj.__dict__ or id(obj) in self._left:
-                return None
-            self.met.append(obj)
-            return _NUMBER
-        if isinstance(obj, TypedStorage) or torch.is_storage(obj):
-            return self._name(obj)
-        return None
-
-
-def _form_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> _Form:
-    """All by which a tensor on a storage differs from another in the pickle."""
-    dtype = tensor.dtype
-    return (
-        storage._cdata,
-        storage.nbytes(),
-        tensor.storage_offset(),
-        tensor.shape,
-        tensor.stride(),
-        dtype,
-        tensor.requires_grad,
-        dtype.is_complex and tensor.is_conj(),  # of no other can it be said
-        tensor.is_neg(),
-    )
-
-
-def _has_form(tensor: torch.Tensor) -> bool:
-    try:
-        return bool(_form_of(tensor, tensor.untyped_storage()))
-    except (NotImplementedError, RuntimeError):
-        return False
-
-
-def _reduction(tensor: _Tensor) -> Any:
-    return tensor.reduction
+def _filled_in(parts: list[bytes], learned: list[_Learned]) -> bytes:
+    """The pickle, with what is known of each tensor in place of its mark."""
+    marked = [known.data for known in learned]
+    return b"".join(itertools.chain.from_iterable(zip(parts, [*marked, b""], strict=True)))
 
 
 def _as_torch_says(tensor: torch.Tensor) -> Any:
-    return tensor.__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call] # torch's
+    return tensor.__reduce_ex__(PROTOCOL)  # type: ignore[no-untyped-call] # torch's

@@ -250,19 +250,20 @@ def _joined(frame: Frame) -> Frame:
     return [(at, bytes(data)) for at, data in joined]
 
 
-def state_archive(state: Any, nbytes: int | None = None) -> bytearray:
+def state_archive(state: Any, nbytes: int | None = None, layouter: Layouter | None = None) -> bytearray:
     """The file with a rank's own state, which ``torch.load`` reads.
 
     Args:
         state: plain values and tensors.
         nbytes: size that it is to have; ``None`` for no more than it needs.
+        layouter: that has laid such states out before, and knows how their tensors are put together.
 
     Raises:
         LayoutUnsupported: if it needs more than ``nbytes``.
         NotSerialisable: if something of it cannot be saved.
     """
     try:
-        return filled(Layouter().lay_out(state, nbytes))
+        return filled((layouter or Layouter()).lay_out(state, nbytes))
     except LayoutUnsupported:
         raise
     except Exception as error:  # pickling runs the user's code, which may raise anything

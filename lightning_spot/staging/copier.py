@@ -78,9 +78,10 @@ class Copier:
             trains: number of the thread that trains; ``None`` for the calling one.
             after: what copies from GPUs come after, see :meth:`marks`; ``None`` for what this thread has ordered.
         """
-        timetable = (
-            schedule.timetable([(piece.storage.data_ptr(), piece.nbytes) for piece in pieces]) if schedule else None
-        )
+        timetable = None
+        if schedule is not None:
+            addresses = [piece.storage.data_ptr() for piece in pieces]
+            timetable = schedule.timetable(addresses, [piece.nbytes for piece in pieces])
         job = CopyJob(pieces, watches or Watches(), self._notify, self._clock, trains, self._sampler)
         with self._wake:
             self._slots[job] = ref(slot)  # before anything goes there

@@ -182,23 +182,24 @@ class Schedule:
 
     # -- asked by whoever copies ------------------------------------------------------------------------------------
 
-    def timetable(self, pieces: Sequence[tuple[int, int]]) -> Timetable | None:
-        """When each of ``pieces`` is to be copied; ``None`` for all of them at once.
+    def timetable(self, addresses: Sequence[int], sizes: Sequence[int]) -> Timetable | None:
+        """When each of some pieces is to be copied; ``None`` for all of them at once.
 
         Args:
-            pieces: address and bytes of each.
+            addresses: of the storages.
+            sizes: of the pieces, in bytes.
         """
         profile = self._profile
-        if sum(nbytes for _, nbytes in pieces) < 2 * LEAST_BYTES or (profile is None and self._measures):
+        if sum(sizes) < 2 * LEAST_BYTES or (profile is None and self._measures):
             return None
         mode = self._next_mode()
         if mode == "still" and self._may_stand:
             return _STILL
         if mode in ("eager", "still") or profile is None:
             return None
-        key = (mode, tuple(pieces))
+        key = (mode, *addresses, *sizes)
         if self._last is None or self._last[0] != key:
-            self._last = (key, tuple(self._partitions(profile, mode, pieces)))
+            self._last = (key, tuple(self._partitions(profile, mode, addresses, sizes)))
         return Timetable(self._last[1], profile.length_s)
 
     def attach(self, job: Held) -> None:
@@ -263,16 +264,18 @@ class Schedule:
         self._used = chosen = mode or "eager"
         return chosen
 
-    def _partitions(self, profile: Profile, mode: Mode, pieces: Sequence[tuple[int, int]]) -> list[Partition]:
+    def _partitions(
+        self, profile: Profile, mode: Mode, addresses: Sequence[int], nbytes: Sequence[int]
+    ) -> list[Partition]:
         owned = self.owned()
         due = {address: rank for rank, address in enumerate(owned)}
-        order = sorted(range(len(pieces)), key=lambda number: due.get(pieces[number][0], len(due)))
-        sizes = [pieces[number][1] for number in order]
+        order = sorted(range(len(addresses)), key=lambda number: due.get(addresses[number], len(due)))
+        sizes = [nbytes[number] for number in order]
         points = self._bucket_places(profile)
         if mode == "asymmetric" or not points:
             made = by_idle_time(sizes, profile.windows, LEAST_BYTES)
         else:
-            buckets = [self._buckets.get(owned.get(pieces[number][0], -1)) for number in order]
+            buckets = [self._buckets.get(owned.get(addresses[number], -1)) for number in order]
             made = by_bucket(sizes, buckets, points, LEAST_BYTES)
         return [
             replace(part, spans=tuple(replace(span, piece=order[span.piece]) for span in part.spans)) for part in made
