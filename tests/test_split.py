@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lightning_spot.capture.share import ShareWriter
-from lightning_spot.capture.split import ALIKE, Divider, Number, Ranks, Split, held_by, sample
+from lightning_spot.capture.split import ALIKE, BY_ONE_RANK, Divider, Number, Ranks, Split, held_by, sample
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
@@ -501,8 +501,11 @@ def test_what_ranks_on_other_hosts_know_is_sent_and_gathered_only_after_misses(m
     fit.posted += 1
     assert fit.how() == how + SENT
     assert fit.deciding._pause_of_mail._next_s == 60.0
-    fit.deciding._mail = SimpleNamespace(works=False)  # type: ignore[assignment]
-    assert fit.how() == gathered
+    assert [fit.how(missed=BY_ONE_RANK), fit.how()] == [ALONE, how + SENT]
+    with pytest.warns(UserWarning, match="plain torch.save"):
+        assert fit.how(missed=BY_ONE_RANK) == ALONE
+    fit.deciding._pause_of_mail._until_s = 0.0
+    assert fit.how() == gathered  # for good: nothing can be put into such a file
 
 
 @pytest.mark.parametrize("hosts", [(1, 1), (2, 1, 2), (1, 4)])

@@ -28,6 +28,7 @@ _EXTRA_BYTES = 64 * 1024  # what rank 0 writes besides is rounded up to so much:
 _SAMPLES, _SAMPLE_BYTES = 32, 64
 
 ALIKE = "All ranks must train one model with one optimizer"
+BY_ONE_RANK = "the state is serialised with plain torch.save, so that one rank alone can write it"
 """Said where two ranks do not hold the same: then they never write a snapshot together."""
 
 Owners = Mapping[int, Sequence[torch.Tensor]]
@@ -257,7 +258,7 @@ def _rooms_in(layout: Layout, rooms: Mapping[int, torch.Tensor]) -> dict[int, Pi
     wanted = {room.untyped_storage().data_ptr(): rank for rank, room in rooms.items()}
     found = {wanted[address]: piece for piece in layout.pieces if (address := piece.storage.data_ptr()) in wanted}
     if len(found) < len(rooms):
-        raise ShareMissing("the state is serialised with plain torch.save, so that one rank alone can write it")
+        raise ShareMissing(BY_ONE_RANK)
     return found
 
 

@@ -19,7 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_spot.capture.attempt import Attempt, RingSettings, expected_nbytes
 from lightning_spot.capture.share import ShareWriter
-from lightning_spot.capture.split import ALIKE, Number, Owners, Ranks
+from lightning_spot.capture.split import ALIKE, BY_ONE_RANK, Number, Owners, Ranks
 from lightning_spot.errors import ShareMissing
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import Dump
@@ -206,12 +206,13 @@ class Together(OfTrainer):
                 stacklevel=2,
             )
             return ALONE
-        if self._was_sent and not differ:
+        if self._was_sent and self._mail is not None and not differ:
             self._failures, self._was_sent = 0, False
             self._pause_of_mail.begin()
+            self._mail.works = BY_ONE_RANK not in because  # nothing that is sent could be put into such a file
             rank_zero_warn(
-                f"lightning_spot: snapshots are missed: {because}. For now ranks wait at each until what only one of"
-                " them knows is gathered; to send it beside training is tried again later",
+                f"lightning_spot: snapshots are missed: {because}. Now ranks wait at each until what only one of them"
+                " knows is gathered" + ("; to send it beside training is tried again later" if self._can_send else ""),
                 stacklevel=2,
             )
             return ALONE
