@@ -155,7 +155,7 @@ def _of(pid: int, what: str) -> bytes:
 
 def started(kind: type[Kind], root: Path, monkeypatch: pytest.MonkeyPatch, python: str) -> Iterator[Kind]:
     """Machines of a kind, as a fixture yields them; the test is skipped where there can be none."""
-    with network_or_skip(kind.__name__.lower(), ("first", "second", "memory"), root, python) as network:
+    with network_or_skip(kind.__name__.lower(), ("first", "second", "memory"), python) as network:
         yield kind(network, root, monkeypatch)
 
 

@@ -161,8 +161,9 @@ class Network:
 
 
 @contextlib.contextmanager
-def network_or_skip(name: str, hosts: Sequence[str], root: Path, python: str = sys.executable) -> Iterator[Network]:
+def network_or_skip(name: str, hosts: Sequence[str], python: str = sys.executable) -> Iterator[Network]:
     """A network of this process; where none can be made, the test is skipped. See :class:`Network`."""
+    root = Path(os.environ["LIGHTNING_SPOT_RUNTIME_DIR"])  # of the test, and short enough for paths of sockets
     try:
         with Network(f"ls-{name}-{os.getpid()}", hosts, root, python) as network:
             yield network

@@ -147,7 +147,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -
     log = tmp_path / "trainers.log"
     zygote = Zygote(warm_python, log)
     try:
-        with network_or_skip("hosts", (TRAINER, LEFT, RIGHT), tmp_path) as network:
+        with network_or_skip("hosts", (TRAINER, LEFT, RIGHT)) as network:
             network.shape(TRAINER, SLOW_BITS_PER_S, delay_ms=1)
             made = Cluster(network, tmp_path, monkeypatch, zygote, log)
             for host in (LEFT, RIGHT):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -417,6 +418,14 @@ class Failing(Saver):
         raise OSError("full")
 
 
+@pytest.fixture
+def turns_here(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Turns run in this process, and change nothing in it for good: neither where threads run, nor what is logged."""
+    monkeypatch.setattr(turns, "bind_team", lambda: [])
+    caplog.set_level(logging.ERROR, "lightning.pytorch")
+
+
+@pytest.mark.usefixtures("turns_here")
 def test_ways_take_turns_and_one_that_fails_leaves_the_others_theirs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -431,7 +440,6 @@ def test_ways_take_turns_and_one_that_fails_leaves_the_others_theirs(
 
     monkeypatch.setitem(WAYS, "one", way("one", Saver))
     monkeypatch.setitem(WAYS, "two", way("two", Failing))
-    monkeypatch.setattr(turns, "bind_team", lambda: [])
     said: list[dict[str, Any]] = []
     training = Training(model="plain", interval=2, ways=("one", "two"), scale="tiny", device="cpu", rounds=2, warm_up=4)
     turns.run(training, tmp_path, os.getpid(), said.append)
@@ -461,6 +469,7 @@ def test_ways_take_turns_and_one_that_fails_leaves_the_others_theirs(
         assert "settle|leave" in own
 
 
+@pytest.mark.usefixtures("turns_here")
 def test_ways_of_others_take_turns_and_leave_nothing_behind_in_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -474,7 +483,6 @@ def test_ways_of_others_take_turns_and_leave_nothing_behind_in_between(
         return module, data
 
     monkeypatch.setattr(turns, "build", kept)
-    monkeypatch.setattr(turns, "bind_team", lambda: [])
     told: list[dict[str, Any]] = []
 
     def tell(said: dict[str, Any]) -> None:
