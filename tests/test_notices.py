@@ -266,6 +266,27 @@ def test_a_signal_to_the_whole_group_ends_workers_and_raises_nothing_of_them() -
         signal.signal(signal.SIGCHLD, before)
 
 
+def test_what_torch_raises_of_workers_is_heard_again_later_also_by_who_has_wrapped_our_handler() -> None:
+    def torch_raises(*_: Any) -> None:
+        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated.")
+
+    before = signal.signal(signal.SIGCHLD, torch_raises)
+    source = SignalSource(["SIGUSR2"])
+    source.install()
+    try:
+        signal.raise_signal(signal.SIGUSR2)
+        ours = signal.getsignal(signal.SIGCHLD)
+        assert callable(ours)
+        signal.signal(signal.SIGCHLD, lambda number, frame: ours(number, frame))
+        signal.raise_signal(signal.SIGCHLD)
+        source.restore()
+        with pytest.raises(RuntimeError, match="DataLoader worker"):
+            signal.raise_signal(signal.SIGCHLD)
+    finally:
+        source.restore()
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_bad_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match=r"'asw' is no known source of notices: they are auto, aws.*mean 'aws'"):
         open_sources("asw")

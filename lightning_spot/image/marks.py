@@ -43,7 +43,7 @@ def _put_together(number: int) -> None:
     raise pickle.UnpicklingError(f"no tensor has taken the place of its mark, {number}")
 
 
-_STANDS_FOR = (_put_together, (0,))
+_STANDS_FOR = (_put_together, tuple(range(1)))  # no constant: Python may make one object of those that are equal
 _REFERS = pickle.BINGET + b"\0" + pickle.BINGET + b"\1" + pickle.REDUCE  # to its parts, which were pickled before
 
 

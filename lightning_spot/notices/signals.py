@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import signal
 import threading
@@ -67,7 +66,7 @@ class SignalSource:
             return
         if self._of_children is not None and signal.getsignal(signal.SIGCHLD) == self._child_ended:
             signal.signal(signal.SIGCHLD, self._of_children)
-        self._of_children = None
+            self._of_children = None  # else who has replaced ours may call it
         while self._previous:
             number, handler = self._previous.popitem()
             if signal.getsignal(number) == self._handle:
@@ -105,7 +104,10 @@ class SignalSource:
             signal.signal(signal.SIGCHLD, self._child_ended)
 
     def _child_ended(self, number: int, frame: FrameType | None) -> None:
-        handler = self._of_children
-        with contextlib.suppress(RuntimeError):  # a loader that needs that worker raises the same where it waits
-            if handler is not None:
-                handler(number, frame)
+        if (handler := self._of_children) is None:
+            return
+        try:
+            handler(number, frame)
+        except RuntimeError:  # a loader that needs that worker raises the same where it waits
+            if not self._previous:  # signals are watched no more
+                raise
