@@ -244,47 +244,44 @@ def test_signals_are_counted_and_handlers_put_back(monkeypatch: pytest.MonkeyPat
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_signal_to_the_whole_group_ends_workers_and_raises_nothing_of_them() -> None:
+def torch_raises(*_: Any) -> None:
+    """Stands for torch's handler of SIGCHLD: a worker has died."""
+    raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated.")
+
+
+@pytest.fixture
+def source() -> Iterator[SignalSource]:
+    """Watches SIGUSR2 where torch listens for workers that die."""
+    before = signal.signal(signal.SIGCHLD, torch_raises)
+    source = SignalSource(["SIGUSR2"])
+    source.install()
+    yield source
+    source.restore()
+    signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_signal_to_the_whole_group_ends_workers_and_raises_nothing_of_them(source: SignalSource) -> None:
     """The process is to reach its next seam; before, torch's error of a worker ended it where it was."""
-
-    def torch_raises(*_: Any) -> None:
-        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated.")
-
-    before = signal.signal(signal.SIGCHLD, torch_raises)
-    source = SignalSource(["SIGUSR2"])
-    source.install()
-    try:
-        with pytest.raises(RuntimeError, match="DataLoader worker"):
-            signal.raise_signal(signal.SIGCHLD)
-        signal.raise_signal(signal.SIGUSR2)
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
         signal.raise_signal(signal.SIGCHLD)
-        assert source.notice is not None
-        source.restore()
-        assert signal.getsignal(signal.SIGCHLD) is torch_raises
-    finally:
-        source.restore()
-        signal.signal(signal.SIGCHLD, before)
+    signal.raise_signal(signal.SIGUSR2)
+    signal.raise_signal(signal.SIGCHLD)
+    assert source.notice is not None
+    source.restore()
+    assert signal.getsignal(signal.SIGCHLD) is torch_raises
 
 
-def test_what_torch_raises_of_workers_is_heard_again_later_also_by_who_has_wrapped_our_handler() -> None:
-    def torch_raises(*_: Any) -> None:
-        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated.")
-
-    before = signal.signal(signal.SIGCHLD, torch_raises)
-    source = SignalSource(["SIGUSR2"])
-    source.install()
-    try:
-        signal.raise_signal(signal.SIGUSR2)
-        ours = signal.getsignal(signal.SIGCHLD)
-        assert callable(ours)
-        signal.signal(signal.SIGCHLD, lambda number, frame: ours(number, frame))
+def test_what_torch_raises_of_workers_is_heard_again_later_also_by_who_has_wrapped_our_handler(
+    source: SignalSource,
+) -> None:
+    signal.raise_signal(signal.SIGUSR2)
+    ours = signal.getsignal(signal.SIGCHLD)
+    assert callable(ours)
+    signal.signal(signal.SIGCHLD, lambda number, frame: ours(number, frame))
+    signal.raise_signal(signal.SIGCHLD)
+    source.restore()
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
         signal.raise_signal(signal.SIGCHLD)
-        source.restore()
-        with pytest.raises(RuntimeError, match="DataLoader worker"):
-            signal.raise_signal(signal.SIGCHLD)
-    finally:
-        source.restore()
-        signal.signal(signal.SIGCHLD, before)
 
 
 def test_bad_settings(monkeypatch: pytest.MonkeyPatch) -> None:
