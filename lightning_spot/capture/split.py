@@ -28,8 +28,9 @@ _EXTRA_BYTES = 64 * 1024  # what rank 0 writes besides is rounded up to so much:
 _SAMPLES, _SAMPLE_BYTES = 32, 64
 
 ALIKE = "All ranks must train one model with one optimizer"
-BY_ONE_RANK = "the state is serialised with plain torch.save, so that one rank alone can write it"
 """Said where two ranks do not hold the same: then they never write a snapshot together."""
+BY_ONE_RANK = "the state is serialised with plain torch.save, so that one rank alone can write it"
+"""Said where no other rank can write, or send, what goes into the file."""
 
 Owners = Mapping[int, Sequence[torch.Tensor]]
 
