@@ -490,12 +490,20 @@ class Collate:
 class Stream(IterableDataset[Any]):
     """Yields the same samples each time, with noise; with workers, each yields its share."""
 
+    noise = True
+
     def __iter__(self) -> Iterator[Any]:
         info = torch.utils.data.get_worker_info()
         start, step = (info.id, info.num_workers) if info is not None else (0, 1)
-        data = Rows()
+        data = Rows(self.noise)
         for index in range(start, SAMPLES, step):
             yield data[index]
+
+
+class Silent(Stream):
+    """Without noise."""
+
+    noise = False
 
 
 class Sized(Stream):

@@ -146,6 +146,14 @@ CALLBACKS: dict[str, Case] = {
         callbacks=lambda: [shipped.LearningRateFinder(num_training_steps=5)],
         covers=("LearningRateFinder",),
     ),
+    "learning-rate-finder-makes-workers": Case(
+        model=m.Measured,
+        loaders=lambda: rows(num_workers=1, persistent_workers=True),
+        val=lambda: DataLoader(Rows(), BATCH, num_workers=1, persistent_workers=True),
+        callbacks=lambda: [shipped.LearningRateFinder(num_training_steps=5)],
+        settings={"val_check_interval": 4},
+        stops=(8, 4),
+    ),
     "batch-size-finder": Case(
         model=m.Net,
         loaders=None,
@@ -351,6 +359,11 @@ LOADERS: dict[str, Case] = {
         val=lambda: DataLoader(Rows(), BATCH, num_workers=2, persistent_workers=True),
         settings={"limit_val_batches": 3, "val_check_interval": 4},
         soak=True,
+    ),
+    "stream-for-validation-with-workers-that-persist": Case(
+        val=lambda: DataLoader(m.Silent(), BATCH, num_workers=1, persistent_workers=True),
+        settings={"limit_val_batches": 2, "val_check_interval": 4},
+        says="workers persist",
     ),
     "workers-for-validation": Case(
         val=lambda: validation(num_workers=1, generator=torch.Generator().manual_seed(3)), soak=True

@@ -23,7 +23,7 @@ from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.named import follow_named
 from lightning_spot.exact.once import Once
 from lightning_spot.exact.per_trainer import PerTrainer
-from lightning_spot.exact.position import why_not_exact
+from lightning_spot.exact.position import why_not_exact, why_workers_are_not_exact
 from lightning_spot.exact.randomness import State, capture_random
 from lightning_spot.exact.restoring import Restoring
 from lightning_spot.exact.seams import Seams, is_tuning
@@ -119,9 +119,9 @@ class FitState(PerTrainer):
         restoring.begin()
         self._buffers.begin(trainer.lightning_module)
         self._switches.run(private.BUCKETS, lambda: self._order.begin(trainer, restoring.gradient_order))
-        loaders = restoring.loaders.training if restoring.loaders is not None else []
         self._switches.run(private.HOOKED, lambda: self._unsaved.begin(trainer, restoring.unsaved))
-        say_what_is_not_exact(trainer, loaders, self._unsaved, resumed=restoring.is_due)
+        reasons = why_loaders_are_not_exact(restoring.loaders) if restoring.loaders is not None else []
+        say_what_is_not_exact(trainer, reasons, self._unsaved, resumed=restoring.is_due)
         restoring.go_on_without_batch()
 
     # -- capture --------------------------------------------------------------------------------------------------
@@ -230,10 +230,22 @@ class FitState(PerTrainer):
         self._order.stepped(trainer)
 
 
-def say_what_is_not_exact(trainer: pl.Trainer, loaders: list[Any], unsaved: Unsaved, *, resumed: bool) -> None:
-    """One warning for each thing that does not come back to where it was, with what to do."""
-    reasons = [reason for loader in loaders for reason in why_not_exact(loader)]
-    reasons += shipped.what_goes_by_the_clock(trainer)
+def why_loaders_are_not_exact(loaders: Loaders) -> list[str]:
+    """What of the loaders does not come back to where it was; of those for validation, what their workers draw."""
+    reasons = [reason for loader in loaders.training for reason in why_not_exact(loader)]
+    return reasons + [reason for loader in loaders.validation for reason in why_workers_are_not_exact(loader)]
+
+
+def say_what_is_not_exact(trainer: pl.Trainer, reasons: list[str], unsaved: Unsaved, *, resumed: bool) -> None:
+    """One warning for each thing that does not come back to where it was, with what to do.
+
+    Args:
+        trainer: whose training begins.
+        reasons: what is known of its loaders.
+        unsaved: values that no checkpoint has.
+        resumed: whether it goes on from a snapshot.
+    """
+    reasons = [*reasons, *shipped.what_goes_by_the_clock(trainer)]
     if resumed:
         reasons += [*shipped.what_begins_anew(trainer), *unsaved.begin_anew()]
     for reason in dict.fromkeys(reasons):

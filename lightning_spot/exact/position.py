@@ -12,7 +12,7 @@ from lightning_spot.exact.indices import is_stateful, sampler_name
 from lightning_spot.exact.order import dealt
 from lightning_spot.exact.own_state import OwnState
 from lightning_spot.exact.randomness import State
-from lightning_spot.exact.workers import LastingWorkers, lasts, why_not_asked
+from lightning_spot.exact.workers import LastingWorkers, are_made, make_unnoticed, why_not_asked
 
 
 class FollowedLoader:
@@ -27,7 +27,8 @@ class FollowedLoader:
         own = OwnState.of(loader)
         # Past __setattr__, which belongs to the loader.
         self.__dict__.update(_loader=loader, _before=before, _own=own, _epoch=None, _why=why_not_asked(loader))
-        self.__dict__["_workers"] = LastingWorkers(loader, own) if lasts(loader) and self._why is None else None
+        self.__dict__["_were_made"] = False
+        self.__dict__["_workers"] = LastingWorkers.of(loader, own)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # isinstance(loader, DataLoader) stays true
@@ -46,6 +47,9 @@ class FollowedLoader:
         own = self.__dict__
         if own["_before"] is not None:
             own["_before"](self)
+        if own["_were_made"]:
+            own["_were_made"] = False
+            make_unnoticed(own["_loader"])
         return begin_epoch(own["_loader"], own["_workers"])
 
 
@@ -106,7 +110,9 @@ def state_of(loader: Any) -> State | None:
     if type(loader) not in (FollowedLoader, PositionedLoader):
         return None
     own, workers = loader.__dict__["_own"], loader.__dict__["_workers"]
-    return {"own": own.capture(), "workers": workers.saved(now=True) if workers is not None else None}
+    were_made = loader.__dict__["_were_made"] or (workers is None and are_made(loader.__dict__["_loader"]))
+    saved = workers.saved(now=True) if workers is not None else None
+    return {"own": own.capture(), "workers": saved, "were_made": were_made}
 
 
 def restore_state(loader: Any, state: State | None) -> None:
@@ -115,6 +121,7 @@ def restore_state(loader: Any, state: State | None) -> None:
         loader.__dict__["_own"].restore(state["own"])
         if loader.__dict__["_workers"] is not None:
             loader.__dict__["_workers"].resume(state["workers"])
+        loader.__dict__["_were_made"] = state.get("were_made", False)  # not of an earlier version
 
 
 def restore_owners(loader: Any) -> None:
@@ -142,7 +149,6 @@ def loader_itself(loader: Any) -> Any:
 
 def why_not_exact(loader: Any) -> Iterator[str]:
     """Why this training loader may not come back to its exact position, with what to do; nothing if it can."""
-    followed = type(loader) in (FollowedLoader, PositionedLoader)
     inner = loader_itself(loader)
     if is_stateful(inner):
         return
@@ -154,22 +160,26 @@ def why_not_exact(loader: Any) -> Iterator[str]:
         )
     if getattr(inner, "num_workers", 0) > 0 and not getattr(inner, "in_order", True):
         yield "with in_order=False the order of batches is that of the workers' speed, which no resume can repeat"
-    if followed and (reason := loader.__dict__["_why"]) is not None:
-        yield (
-            f"workers persist over epochs, and cannot be asked which random numbers they go on with, since {reason}:"
-            " random augmentation in them is not exact. Set persistent_workers=False"
-        )
-    if followed and loader.__dict__["_workers"] is not None and loader.__dict__["_workers"].is_lost:
-        yield (
-            "workers persist over epochs, and the loader makes them in a way of its own, so that they cannot be asked"
-            " which random numbers they go on with: random augmentation in them is not exact. Set"
-            " persistent_workers=False"
-        )
+    yield from why_workers_are_not_exact(loader)
     epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
     if epoch is not None and epoch.indices is not None and epoch.indices.draws_along:
         yield (
             f"{_kind(epoch.loader)} draws from the random numbers of the process while training draws from them, too:"
             " the order of the rest of an epoch is not exact. Give it a generator of its own"
+        )
+
+
+def why_workers_are_not_exact(loader: Any) -> Iterator[str]:
+    """Why the workers of this loader, for training or validation, may not come back as they were; what to do."""
+    if type(loader) not in (FollowedLoader, PositionedLoader):
+        return
+    reason, workers = loader.__dict__["_why"], loader.__dict__["_workers"]
+    if reason is None and workers is not None and workers.is_lost:
+        reason = "the loader makes them in a way of its own"
+    if reason is not None:
+        yield (
+            f"workers persist over epochs, and cannot be asked which random numbers they go on with, since {reason}:"
+            " random augmentation in them is not exact. Set persistent_workers=False"
         )
 
 

@@ -77,6 +77,17 @@ class LastingWorkers:
         self._is_known = False
         return iter(self._loader)
 
+    @classmethod
+    def of(cls, loader: Any, own: OwnState) -> LastingWorkers | None:
+        """The workers of ``loader``; ``None`` where they do not persist, or cannot be asked (see `why_not_asked`).
+
+        Those at work already are known if we had them made: by a tuner's trial, which asks for the loader before
+        training does, or by a validation with the loader that training has.
+        """
+        if not lasts(loader) or why_not_asked(loader) is not None:
+            return None
+        return _known(loader) or cls(loader, own)
+
     @property
     def _is_made(self) -> bool:
         return private.WORKERS_ITERATOR.of(self._loader) is not None
@@ -105,7 +116,10 @@ class LastingWorkers:
         if states is not None:
             replaced["worker_init_fn"] = _Going(self._loader.worker_init_fn, states, self._answering)
         with replacing(self._loader, replaced):
-            return iter(self._loader)
+            iterator = iter(self._loader)
+        if self._is_made:
+            vars(private.WORKERS_ITERATOR.of(self._loader))[_KNOWN] = self
+        return iterator
 
     def _ask(self) -> None:
         """Learn their generators, between two epochs. Batches of the last epoch that are on their way are dropped."""
@@ -129,6 +143,7 @@ class LastingWorkers:
 
 
 _STATE = "lightning_spot.worker"
+_KNOWN = "_lightning_spot_workers"
 
 
 class _Answering:
@@ -182,6 +197,31 @@ def lasts(loader: Any) -> bool:
     )
 
 
+def are_made(loader: Any) -> bool:
+    """Whether workers that persist are at work for this loader."""
+    return lasts(loader) and private.WORKERS_ITERATOR.of(loader) is not None
+
+
+def make_unnoticed(loader: Any) -> None:
+    """Make workers that persist and cannot be asked, if they are not made yet: an earlier attempt had them by now.
+
+    Their seed is drawn from the numbers that training goes on with, and the undisturbed run drew it long before.
+    """
+    if not lasts(loader) or are_made(loader):
+        return
+    present, own = capture_random(), OwnState.of(loader)
+    generators = own.capture()
+    iter(loader)
+    restore_random(present)
+    own.restore(generators)
+
+
+def _known(loader: Any) -> LastingWorkers | None:
+    """Who had the workers made that are at work for this loader; ``None`` if nobody of ours did."""
+    known: LastingWorkers | None = getattr(private.WORKERS_ITERATOR.of(loader), _KNOWN, None)
+    return known
+
+
 def why_not_asked(loader: Any) -> str | None:
     """Why workers that persist cannot be asked for their generators; ``None`` if they can, or do not persist."""
     if not lasts(loader):
@@ -190,4 +230,5 @@ def why_not_asked(loader: Any) -> str | None:
         return "they read a stream"
     if loader.batch_sampler is None:
         return "they load without batch_size"
-    return "they were at work before the training" if private.WORKERS_ITERATOR.of(loader) is not None else None
+    is_made = private.WORKERS_ITERATOR.of(loader) is not None
+    return "they were at work before the training" if is_made and _known(loader) is None else None
