@@ -29,6 +29,8 @@ Kind = TypeVar("Kind", bound="Machines")
 class Machines:
     """Two machines that train, one rank each, and one with a memory node."""
 
+    more: tuple[str, ...] = ()
+
     def __init__(self, network: Network, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.network, self.root, self.port = network, root, 29500
         monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", TOKEN)
@@ -53,7 +55,7 @@ class Machines:
                 self._monkeypatch.setenv(key, value)
             arguments = ("--ranks", "2", "--nodes", "2", "--steps", str(steps), "--memory", self.url)
             with open(self.root / name / f"log-{rank}", "ab") as log:
-                command = ("-m", "tests.together_trainer", str(self.root / name), *arguments)
+                command = ("-m", "tests.together_trainer", str(self.root / name), *arguments, *self.more)
                 self.ranks.append(self.network.start(host, *command, log=log))
 
     def steps(self, name: str) -> int:
@@ -75,7 +77,6 @@ class Machines:
 class Sharded(Machines):
     """Two machines that train a model in shards, two ranks each, started by torchrun; and one with a memory node."""
 
-    more: tuple[str, ...] = ()
     third = "the memory node"
 
     def train(self, name: str, steps: int) -> None:
@@ -153,9 +154,11 @@ def _of(pid: int, what: str) -> bytes:
     return Path(f"/proc/{pid}/{what}").read_bytes()
 
 
-def started(kind: type[Kind], root: Path, monkeypatch: pytest.MonkeyPatch, python: str) -> Iterator[Kind]:
+def started(
+    kind: type[Kind], root: Path, monkeypatch: pytest.MonkeyPatch, python: str, prefix: str = ""
+) -> Iterator[Kind]:
     """Machines of a kind, as a fixture yields them; the test is skipped where there can be none."""
-    with network_or_skip(kind.__name__.lower(), ("first", "second", "memory"), python) as network:
+    with network_or_skip(kind.__name__.lower(), ("first", "second", "memory"), python, prefix) as network:
         yield kind(network, root, monkeypatch)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import pytest
 
@@ -17,6 +19,10 @@ from benchmarks.chain import NotPermitted
 from tests.conftest import until
 
 TOKEN = "several-hosts"
+
+T = TypeVar("T")
+
+_CLONE_NEWNET = 0x40000000
 
 
 class Network:
@@ -27,13 +33,17 @@ class Network:
         hosts: names of the hosts.
         root: folder for what each host has on its own.
         python: that is started there; default: that of this process.
+        prefix: of the addresses; with colons, the hosts know no IPv4.
 
     Attributes:
         address: of each host.
     """
 
-    def __init__(self, name: str, hosts: Sequence[str], root: Path, python: str = sys.executable) -> None:
-        self.address = {host: f"10.79.{os.getpid() % 250}.{number}" for number, host in enumerate(hosts, 1)}
+    def __init__(
+        self, name: str, hosts: Sequence[str], root: Path, python: str = sys.executable, prefix: str = ""
+    ) -> None:
+        prefix = prefix or f"10.79.{os.getpid() % 250}."
+        self.address = {host: f"{prefix}{number}" for number, host in enumerate(hosts, 1)}
         self._name = name
         self._root, self._python = root, python
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -101,6 +111,19 @@ class Network:
                 started.wait()
         self._machines[host] += 1
 
+    def there(self, host: str, do: Callable[[], T]) -> T:
+        """Do something on that host within this process: connections and threads that are made then are there."""
+        libc, own = ctypes.CDLL(None, use_errno=True), Path("/run/netns") / self._namespace(host)
+
+        def enter() -> T:
+            with open(own) as namespace:
+                if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), "this thread cannot go there")
+            return do()
+
+        with ThreadPoolExecutor(1) as thread:  # which ends there
+            return thread.submit(enter).result()
+
     def processes(self, host: str) -> list[int]:
         """That run there."""
         return list(map(int, self._said("ip", f"netns pids {self._namespace(host)}").split()))
@@ -143,7 +166,13 @@ class Network:
         self._ip(f"netns add {inside}")
         self._ip(f"link add {host} netns {self._switch} type veth peer name eth0 netns {inside}")
         self._ip(f"-n {self._switch} link set {host} master hub up")
-        self._ip(f"-n {inside} addr add {self.address[host]}/24 dev eth0")
+        if ":" in (address := self.address[host]):
+            self._ip(
+                f"-n {inside} link set eth0 addrgenmode none"
+            )  # ranks would choose one that is good on its link only
+            self._ip(f"-n {inside} addr add {address}/64 dev eth0 nodad")
+        else:
+            self._ip(f"-n {inside} addr add {address}/24 dev eth0")
         for device in ("lo", "eth0"):
             self._ip(f"-n {inside} link set {device} up")
 
@@ -161,11 +190,13 @@ class Network:
 
 
 @contextlib.contextmanager
-def network_or_skip(name: str, hosts: Sequence[str], python: str = sys.executable) -> Iterator[Network]:
+def network_or_skip(
+    name: str, hosts: Sequence[str], python: str = sys.executable, prefix: str = ""
+) -> Iterator[Network]:
     """A network of this process; where none can be made, the test is skipped. See :class:`Network`."""
     root = Path(os.environ["LIGHTNING_SPOT_RUNTIME_DIR"])  # of the test, and short enough for paths of sockets
     try:
-        with Network(f"ls-{name}-{os.getpid()}", hosts, root, python) as network:
+        with Network(f"ls-{name}-{os.getpid()}", hosts, root, python, prefix) as network:
             yield network
     except NotPermitted as reason:
         pytest.skip(f"no network namespaces here: {reason}")
@@ -173,7 +204,8 @@ def network_or_skip(name: str, hosts: Sequence[str], python: str = sys.executabl
 
 def listening(network: Network, host: str, port: int, log: Path, *more: str) -> str:
     """Start a memory node on a host; its URL once it listens."""
-    url = f"spot://{network.address[host]}:{port}"
+    address = network.address[host]
+    url = f"spot://[{address}]:{port}" if ":" in address else f"spot://{address}:{port}"
     flags = ["--listen", url.removeprefix("spot://"), "--memory", "512MiB", *more]
     with open(log, "wb") as output:
         process = network.start(host, "-m", "lightning_spot.service.program", *flags, log=output)

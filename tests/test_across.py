@@ -216,15 +216,15 @@ def test_two_machines_train_and_something_is_lost(
     machines.train("run", 30)
     until(lambda: machines.steps("run") >= 12, "it to train", 120.0)
     when(machines)
-    lose(machines, what)
+    lose(machines, what, 30)
     assert machines.wait("run") == [0, 0]
     check_states(tmp_path / "run")
     ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]
     assert differences(*ends) == []
 
 
-def lose(machines: Machines, what: str) -> None:
-    """Something is lost while two machines train; where a rank is, the training is started again."""
+def lose(machines: Machines, what: str, steps: int) -> None:
+    """Something is lost while two machines train; where a rank is, the training is started again, to that step."""
     if what == "a link":
         machines.cut_for_a_while("second")
         return
@@ -238,7 +238,7 @@ def lose(machines: Machines, what: str) -> None:
     for rank in machines.ranks:  # the other one fails in a collective, or hangs there
         rank.send_signal(signal.SIGKILL)
         rank.wait()
-    machines.train("run", 30)
+    machines.train("run", steps)
 
 
 # -- no memory node: what other hosts' ranks know is sent to rank 0 ----------------------------------------------------
@@ -279,11 +279,30 @@ def test_two_machines_train_without_a_memory_node_and_something_is_lost(
     assert accounts(tmp_path / "twin", 2)[0]["missed"] == 0
     apart.train("run", 30)
     until(lambda: apart.steps("run") >= 12, "it to train", 120.0)
-    lose(apart, what)
+    lose(apart, what, 30)
     assert apart.wait("run") == [0, 0]
     check_states(tmp_path / "run")
     ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]
     assert differences(*ends) == []
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", [Apart, pytest.param(Machines, marks=pytest.mark.soak)])
+def test_machines_that_know_no_ipv4(
+    kind: type[Machines], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str
+) -> None:
+    """Without a memory node, the newest snapshot is on the first machine only: the second one reads it from there."""
+    for machines in started(kind, tmp_path, monkeypatch, warm_python, "fd79::"):
+        machines.more = ("--durable-every", "3600")
+        machines.train("run", 400)
+        until(lambda: machines.steps("run") >= 10, "it to train", 120.0)  # noqa: B023
+        lose(machines, "a rank", machines.steps("run") + 5)
+        assert machines.wait("run") == [0, 0]
+        log = (tmp_path / "run" / "log-0").read_text()
+        assert re.search(r"resumes at step \d+ .* from (memory|spot://\[fd79::3\])", log)
+        assert "does not reach rank 0" not in log
+        assert accounts(tmp_path / "run", 2)[0]["missed"] == 0
+        check_states(tmp_path / "run")
 
 
 class OnTwoRanks(SimpleNamespace):

@@ -100,6 +100,18 @@ def test_bad_flags_are_one_line(flags: list[str], complaint: str, capsys: pytest
     assert "Traceback" not in said
 
 
+@pytest.mark.parametrize(("listen", "reached"), [("[::1]:0", ["[::1]"]), ("[::]:0", ["[::1]", "127.0.0.1"])])
+def test_it_listens_by_ipv6_and_says_so_in_a_url(
+    start_node: Callable[..., RunningNode], listen: str, reached: list[str]
+) -> None:
+    node = start_node(listen=listen, environment={**os.environ, "LIGHTNING_SPOT_TOKEN": "secret"})
+    address = parse_spot_url(node.url)[0]
+    assert address.host == listen.removesuffix(":0")
+    for host in reached:
+        client = NodeClient(parse_spot_url(f"spot://{host}:{address.port}")[0], "secret")
+        assert client.call("GET", "/v1/status")["slots"] == []
+
+
 def test_beyond_loopback_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     import argparse
 

@@ -267,13 +267,16 @@ def test_ranks_wait_as_long_as_the_first_one_may_need(
     assert least_s < waits[0] <= most_s
 
 
+class OneOfTwo(SimpleNamespace):
+    """A trainer, as far as it is asked for its rank."""
+
+
 def test_a_rank_that_comes_late_does_not_wait_for_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one has nothing to bring to safety, and its process has ended by then: nobody listens any more."""
     monkeypatch.setattr("lightning_spot.fit.ranks.main_address", lambda _: "127.0.0.1")
     server = ExchangeServer("secret")
-    second: Any = SimpleNamespace(
-        global_rank=1, world_size=2, strategy=SimpleNamespace(broadcast=lambda _: (server.port, "secret"))
-    )
+    strategy = SimpleNamespace(broadcast=lambda _, src=None: (server.port, "secret") if src is None else None)
+    second: Any = OneOfTwo(global_rank=1, world_size=2, strategy=strategy)
     ranks = Ranks(second)
     server.close()
     ranks.part(LATEST_S)

@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from tests.conftest import until
@@ -29,11 +30,11 @@ STEPS = 12
 class Wide(pl.LightningModule):
     """Some megabytes of parameters, BatchNorm that differs from rank to rank, and dropout."""
 
-    def __init__(self, width: int, unlike: bool = False) -> None:
+    def __init__(self, width: int, unlike: bool = False, zero: bool = False) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(8, width), nn.BatchNorm1d(width)
         self.middle, self.last = nn.Linear(width, width), nn.Linear(width, 1)
-        self.unlike = unlike
+        self.unlike, self.zero = unlike, zero
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         hidden = torch.relu(self.norm(self.first(batch[0])))
@@ -41,6 +42,8 @@ class Wide(pl.LightningModule):
         return nn.functional.mse_loss(self.last(hidden), batch[1])
 
     def configure_optimizers(self) -> Any:
+        if self.zero:
+            return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=1e-3)
         amsgrad = self.unlike and self.trainer.global_rank == 1
         return torch.optim.AdamW(self.parameters(), lr=1e-3, amsgrad=amsgrad)
 
@@ -125,6 +128,8 @@ def main() -> int:
     parser.add_argument("--durable-every", type=float, default=0.0)
     parser.add_argument("--nodes", type=int, default=1, help="machines, on each of which this was started")
     parser.add_argument("--unlike", action="store_true", help="rank 1 has another optimizer")
+    parser.add_argument("--zero", action="store_true", help="each rank has the optimizer's state of some parameters")
+    parser.add_argument("--compression", default="auto")
     parser.add_argument("--strict", action="store_true")
     parser.add_argument("--hold", type=int, default=-9, help="step at which to wait for ROOT/go, and then for a node")
     parser.add_argument("--kill", type=int, nargs=2, default=(-1, -1), help="rank and step")
@@ -144,6 +149,7 @@ def main() -> int:
         keep=100,
         durable_every_s=arguments.durable_every,
         strict=arguments.strict,
+        compression=arguments.compression,
     )
     account = Account(arguments.root, spot, tuple(arguments.kill), tuple(arguments.notice), arguments.hold)
     backend = "gloo" if arguments.accelerator == "cpu" else "nccl"
@@ -159,7 +165,7 @@ def main() -> int:
         enable_checkpointing=False,
         callbacks=[account, spot],
     )
-    trainer.fit(Wide(arguments.width, arguments.unlike), loader())
+    trainer.fit(Wide(arguments.width, arguments.unlike, arguments.zero), loader())
     return 0
 
 

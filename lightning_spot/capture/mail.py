@@ -24,7 +24,7 @@ from lightning_spot.capture.background import Background
 from lightning_spot.capture.share import SizedBytes
 from lightning_spot.errors import ShareMissing, SpotError
 from lightning_spot.memory.shares import HOST_SILENT_S, RECONNECT_S
-from lightning_spot.protocol.listening import Listening
+from lightning_spot.protocol.listening import Listening, keep_alive
 from lightning_spot.staging.copier import Copier, Marks
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ _HELLO = struct.Struct("!64sI")  # the secret, the rank
 _HEAD = struct.Struct("!?HQ")  # whether it is torn, length of the name, length of what follows
 _THERE = b"\1"
 _CONNECT_S, _ANSWER_S, _CLOSE_S = 5.0, 10.0, 10.0
+_SILENT_S = 20.0  # then a connection is lost: who waits for that rank need not wait longer, and the rank connects anew
 _PAUSES_S = (0.0, 0.5, 2.0)  # before each try
 _OVER = 64  # so many snapshots are remembered of which nothing is kept any more
 
@@ -57,6 +58,9 @@ class Mailbox:
 
     Attributes:
         port: it listens at, on all interfaces.
+
+    Raises:
+        OSError: if it cannot listen.
     """
 
     def __init__(self, secret: str) -> None:
@@ -67,7 +71,7 @@ class Mailbox:
         self._connected: Counter[int] = Counter()
         self._left_s: dict[int, float] = {}
         self._closed = False
-        self._listening = Listening(self._talk, "spot-mail")
+        self._listening = Listening(self._talk, "spot-mail", _SILENT_S)
         self.port = self._listening.port
 
     def all_of(self, name: str, sizes: Mapping[int, int]) -> Iterator[tuple[int, bytes]]:
@@ -80,10 +84,10 @@ class Mailbox:
         Raises:
             ShareMissing: if it does not come, or does not fit.
         """
-        deadline_s = time.monotonic() + HOST_SILENT_S
+        began_s = time.monotonic()
         try:
             for rank, nbytes in sizes.items():
-                state = self._take(name, rank, deadline_s)
+                state = self._take(name, rank, began_s)
                 if len(state) > nbytes:
                     raise ShareMissing(f"rank {rank}: its own state has {len(state)} bytes, there is room for {nbytes}")
                 yield rank, state
@@ -102,13 +106,13 @@ class Mailbox:
             start, _ = places[rank]
             memory[start : start + len(state)] = state
 
-    def _take(self, name: str, rank: int, deadline_s: float) -> bytes:
+    def _take(self, name: str, rank: int, began_s: float) -> bytes:
         with self._changed:
             while rank not in (letters := self._letters.get(name, {})):
                 now_s = time.monotonic()
-                left_s = deadline_s - now_s
-                if not self._connected[rank]:
-                    left_s = min(left_s, self._left_s.get(rank, 0.0) + RECONNECT_S - now_s)
+                left_s = began_s + HOST_SILENT_S - now_s
+                if not self._connected[rank]:  # one that was lost is made anew when there is something to send
+                    left_s = min(left_s, max(began_s, self._left_s.get(rank, 0.0)) + RECONNECT_S - now_s)
                 if self._closed or left_s <= 0:
                     why = "did not come in time" if self._connected[rank] else "did not come, and that rank has gone"
                     raise ShareMissing(f"what only rank {rank} knows {why}")
@@ -241,6 +245,7 @@ class Sender:
     def _connected(self) -> socket.socket:
         connection = socket.create_connection(self._address, timeout=_CONNECT_S)
         try:
+            keep_alive(connection, _SILENT_S)
             connection.settimeout(_ANSWER_S)
             connection.sendall(self._hello)
             _wait_answer(connection)

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.config import read_environment
+from lightning_spot.errors import SpotError
 from lightning_spot.exact import namespaces, private
 from lightning_spot.exact.fit_state import FitState
+from lightning_spot.fit.agreement import Agreement
 from lightning_spot.notices.ballot import Ballot
 from lightning_spot.notices.exchange import Exchange, ExchangeServer
 
@@ -34,23 +36,36 @@ class Ranks:
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
-        self._rank = trainer.global_rank
-        self._world_size = trainer.world_size
+        self._agreement = agreement = Agreement(trainer)
         self._ballots: list[Ballot] = []
         self._server: ExchangeServer | None = None
-        if self._world_size > 1:
+        if agreement.size > 1:
             secret = secrets.token_hex(16)
-            if self._rank == 0:
-                self._server = ExchangeServer(secret)
-            port, secret = trainer.strategy.broadcast((self._server.port if self._server is not None else 0, secret))
+            self._server = agreement.on_rank_zero(lambda: ExchangeServer(secret))
+            port, secret = agreement.tell((self._server.port if self._server is not None else 0, secret))
             self._address = (main_address(trainer), port, secret)
 
     def ballot(self, name: str, called: Callable[[], dict[str, Any] | None]) -> Ballot:
-        """A ballot on one event; see :class:`~lightning_spot.notices.ballot.Ballot`."""
-        exchange = Exchange(*self._address) if self._world_size > 1 else None
-        ballot = Ballot(name, rank=self._rank, world_size=self._world_size, exchange=exchange, called=called)
+        """A ballot on one event; see :class:`~lightning_spot.notices.ballot.Ballot`. Every rank makes it.
+
+        Raises:
+            SpotError: on all ranks, if one of them does not reach rank 0.
+        """
+        rank, size = self._agreement.rank, self._agreement.size
+        exchange = self._agreement.together(self._exchange) if size > 1 else None
+        ballot = Ballot(name, rank=rank, world_size=size, exchange=exchange, called=called)
         self._ballots.append(ballot)
         return ballot
+
+    def _exchange(self) -> Exchange:
+        host, port, _ = self._address
+        try:
+            return Exchange(*self._address)
+        except OSError as error:
+            raise SpotError(
+                f"rank 0 is not reached at {host}:{port} ({error}), where ranks agree after which step to stop at a"
+                " notice. Let hosts connect to each other at any port, or do without notices (notices=None)"
+            ) from error
 
     def part(self, wait_s: float) -> None:
         """Return when the first rank has left, or after ``wait_s`` seconds; on the first rank, at once.
@@ -58,7 +73,7 @@ class Ranks:
         It leaves first because launchers end all ranks once one has ended, and it has the snapshot to bring to safety.
         """
         self.close()
-        if self._world_size == 1 or self._rank == 0:
+        if self._agreement.size == 1 or self._agreement.rank == 0:
             return
         try:
             with contextlib.closing(Exchange(*self._address)) as exchange:

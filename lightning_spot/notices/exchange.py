@@ -9,16 +9,24 @@ secret that the ranks share. Where training has come to its end, rank 0 says ``{
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import json
+import logging
 import socket
 import time
 from typing import Any
 
-from lightning_spot.protocol.listening import Listening
+from lightning_spot.protocol.listening import Listening, keep_alive
+
+logger = logging.getLogger(__name__)
 
 CONNECT_S = 30.0
+SILENT_S = 60.0
+"""After so long without an answer a connection is made anew, as long as training lives through that."""
+_AGAIN_S, _PAUSE_S = 5.0, 1.0
 _LINE_BYTES = 64 * 1024
+_NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 class Over(ConnectionResetError):
@@ -40,7 +48,7 @@ class ExchangeServer:
         self._values: dict[str, Any] = {}
         self._writers: set[asyncio.StreamWriter] = set()
         self._changed = asyncio.Condition()
-        self._listening = Listening(self._talk, "spot-exchange")
+        self._listening = Listening(self._talk, "spot-exchange", SILENT_S)
         self.port = self._listening.port
 
     def close(self, *, over: bool = False) -> None:
@@ -90,7 +98,7 @@ class ExchangeServer:
 
 
 class Exchange:
-    """A connection to the exchange, for one thread.
+    """A connection to the exchange, for one thread. One that is silent is made anew.
 
     Args:
         host: of rank 0.
@@ -103,38 +111,76 @@ class Exchange:
     """
 
     def __init__(self, host: str, port: int, secret: str) -> None:
-        self._socket = socket.create_connection((host, port), timeout=CONNECT_S)
-        self._socket.sendall(secret.encode() + b"\n")
-        self._received = b""
+        self._address, self._secret = (host, port), secret
+        self._said: dict[str, Any] = {}
         self._asked: set[str] = set()
         self._values: dict[str, Any] = {}
+        self._received = b""
+        self._socket: socket.socket | None = self._connected(CONNECT_S)
 
     def set(self, key: str, value: Any) -> None:
         """Publish a plain value. Of several for one key, the first counts."""
-        self._socket.sendall(json.dumps({"set": key, "value": value}).encode() + b"\n")
+        self._said.setdefault(key, value)
+        self._send(_line(set=key, value=value))
 
     def get(self, key: str, wait_s: float) -> Any:
         """A published value; ``None`` if there is none within ``wait_s`` seconds."""
         if key not in self._asked:
             self._asked.add(key)
-            self._socket.sendall(json.dumps({"get": key}).encode() + b"\n")
+            self._send(_line(get=key))
         deadline = time.monotonic() + wait_s
         while key not in self._values and (left := deadline - time.monotonic()) > 0:
-            self._receive(left)
+            if self._socket is None:
+                self._connect_again(left)
+            else:
+                self._receive(self._socket, left)
         return self._values.get(key)
 
     def close(self) -> None:
         """Hang up. A second call does nothing."""
-        self._socket.close()
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            connection.close()
 
-    def _receive(self, wait_s: float) -> None:
-        self._socket.settimeout(wait_s)
+    def _connected(self, within_s: float) -> socket.socket:
+        """A connection on which all is said that was said, and asked that is not known."""
+        connection = socket.create_connection(self._address, timeout=within_s)
         try:
-            received = self._socket.recv(_LINE_BYTES)
-        except TimeoutError:
+            keep_alive(connection, SILENT_S)
+            connection.settimeout(CONNECT_S)
+            lines = [_line(set=key, value=value) for key, value in self._said.items()]
+            lines += [_line(get=key) for key in self._asked - self._values.keys()]
+            connection.sendall(self._secret.encode() + b"\n" + b"".join(lines))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _connect_again(self, wait_s: float) -> None:
+        try:
+            self._socket = self._connected(_AGAIN_S)
+        except OSError as error:
+            self._lost(error)
+            time.sleep(min(wait_s, _PAUSE_S))
+
+    def _send(self, line: bytes) -> None:
+        if self._socket is not None:  # else it is said when there is a connection again
+            try:
+                self._socket.sendall(line)
+            except OSError as error:
+                self._lost(error)
+
+    def _receive(self, connection: socket.socket, wait_s: float) -> None:
+        connection.settimeout(wait_s)
+        try:
+            received = connection.recv(_LINE_BYTES)
+            connection.settimeout(CONNECT_S)
+        except OSError as error:
+            if isinstance(error, TimeoutError) and error.errno is None:  # nothing was there to receive
+                connection.settimeout(CONNECT_S)
+            else:
+                self._lost(error)
             return
-        finally:
-            self._socket.settimeout(CONNECT_S)
         if not received:
             raise ConnectionResetError("rank 0 has hung up")
         *lines, self._received = (self._received + received).split(b"\n")
@@ -143,3 +189,19 @@ class Exchange:
             if "over" in answer:
                 raise Over("the training of rank 0 has come to its end")
             self._values[answer["key"]] = answer["value"]
+
+    def _lost(self, error: OSError) -> None:
+        """Hang up where rank 0 is only out of reach; else it has gone.
+
+        Raises:
+            OSError: the same, if rank 0 has gone.
+        """
+        self.close()
+        self._received = b""
+        if error.errno not in _NO_WAY and not isinstance(error, (TimeoutError, socket.gaierror)):
+            raise error
+        logger.debug("rank 0 cannot be reached at present: %s", error)
+
+
+def _line(**request: Any) -> bytes:
+    return json.dumps(request).encode() + b"\n"

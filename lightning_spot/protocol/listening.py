@@ -1,14 +1,45 @@
-"""A server of a few connections within a trainer: on a thread of its own, for who knows its port."""
+"""A server of a few connections within a trainer: on a thread of its own, for who knows its port.
+
+Ranks may be silent for hours, and what is between two hosts (address translation, a firewall) forgets connections that
+are, without a word to either. So the kernel asks now and then whether the other end is there: :func:`keep_alive`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+
+_PROBES = 3
+
+
+def port_of_all_interfaces() -> socket.socket:
+    """A port that listens at all addresses of this host, of either version of IP."""
+    with contextlib.suppress(OSError):  # a kernel without IPv6
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def keep_alive(connection: socket.socket, silent_s: float) -> None:
+    """Have a connection fail when the other end has answered nothing for some seconds, also while nothing is sent.
+
+    Args:
+        connection: or a listener, whose connections will.
+        silent_s: how long; 3 or more.
+    """
+    between_s = int(silent_s) // _PROBES
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    named = {"KEEPIDLE": between_s, "KEEPINTVL": between_s, "KEEPCNT": _PROBES, "USER_TIMEOUT": int(1000 * silent_s)}
+    for name, value in named.items():
+        if (option := getattr(socket, f"TCP_{name}", None)) is not None:  # Linux has them all
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Listening:
@@ -17,21 +48,34 @@ class Listening:
     Args:
         talk: with whoever connects, on that thread. When this is closed it is cancelled, and must not raise that.
         name: of the thread.
+        silent_s: connections of whom nothing was heard for so many seconds are closed, see :func:`keep_alive`.
 
     Attributes:
         port: it listens at.
+
+    Raises:
+        OSError: if it cannot listen.
     """
 
-    def __init__(self, talk: Talk, name: str) -> None:
+    def __init__(self, talk: Talk, name: str, silent_s: float) -> None:
         self._talk = talk
         self._closing = threading.Lock()
         self._loop = asyncio.new_event_loop()
-        listener = socket.create_server(("", 0))
-        self.port: int = listener.getsockname()[1]
-        ready = threading.Event()
-        self._thread = threading.Thread(target=self._serve, args=(listener, ready.set), name=name, daemon=True)
-        self._thread.start()
-        ready.wait()
+        begun: Future[None] = Future()
+        try:
+            listener = port_of_all_interfaces()
+            keep_alive(listener, silent_s)
+            self.port: int = listener.getsockname()[1]
+            self._thread = threading.Thread(target=self._serve, args=(listener, begun), name=name, daemon=True)
+            self._thread.start()
+        except RuntimeError as error:  # no more threads can be had
+            listener.close()
+            self._loop.close()
+            raise OSError(f"{name} cannot listen: {error}") from error
+        except OSError:
+            self._loop.close()
+            raise
+        begun.result()
 
     def close(self, last: Callable[[], None] = lambda: None) -> None:
         """Close all connections. A second call does nothing.
@@ -45,10 +89,16 @@ class Listening:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join()
 
-    def _serve(self, listener: socket.socket, ready: Callable[[], None]) -> None:
+    def _serve(self, listener: socket.socket, begun: Future[None]) -> None:
         asyncio.set_event_loop(self._loop)
-        server = self._loop.run_until_complete(asyncio.start_server(self._talk, sock=listener))
-        ready()
+        try:
+            server = self._loop.run_until_complete(asyncio.start_server(self._talk, sock=listener))
+        except Exception as error:
+            listener.close()
+            self._loop.close()
+            begun.set_exception(OSError(f"{self._thread.name} cannot listen: {error}"))
+            return
+        begun.set_result(None)
         try:
             self._loop.run_forever()
         finally:

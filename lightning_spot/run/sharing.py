@@ -25,6 +25,7 @@ from typing import Any
 
 from lightning_spot.errors import CorruptSnapshot, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.protocol.listening import port_of_all_interfaces
 from lightning_spot.protocol.wire import error_body, error_from_body
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.tiers.store import Progress
@@ -92,7 +93,7 @@ class Giver:
 
     def give_elsewhere(self) -> int:
         """Let processes of other hosts ask, too; the port."""
-        listener = socket.create_server(("", 0))
+        listener = port_of_all_interfaces()
         self._listen(listener, with_descriptor=False)
         return int(listener.getsockname()[1])
 

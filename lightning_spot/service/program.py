@@ -82,11 +82,18 @@ def run_node(settings: NodeSettings) -> int:
 
 def _bind(host: str, port: int) -> socket.socket:
     """Take the port before anything else is touched."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        if host == "::" and socket.has_dualstack_ipv6():  # all interfaces, as elsewhere
+            return socket.create_server((host, port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+        return socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
     except OSError as error:
         raise OSError(error.errno, f"{host}:{port}: {error.strerror or error}") from error
+
+
+def _family(host: str) -> socket.AddressFamily:
+    """The version of IP that a host is known by; of both, 4."""
+    found = {each[0] for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    return socket.AF_INET if socket.AF_INET in found else socket.AF_INET6
 
 
 async def _serve(settings: NodeSettings, listener: socket.socket) -> int:
@@ -137,7 +144,8 @@ def _announce(settings: NodeSettings, listener: socket.socket) -> None:
     facts.append(f"flushes to {settings.flush_to}" if settings.flush_to else "flushes nowhere by itself")
     if settings.allow:
         facts.append(f"writes where trainers say below {' and '.join(settings.allow)}")
-    print(f"node listening on spot://{settings.host}:{listener.getsockname()[1]}, {', '.join(facts)}", flush=True)
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    print(f"node listening on spot://{host}:{listener.getsockname()[1]}, {', '.join(facts)}", flush=True)
 
 
 class _Signals:
