@@ -12,6 +12,9 @@ OLDEST := lightning==2.5.0 pytorch-lightning==2.5.0 torchmetrics==1.4.0 fsspec==
 OLDEST_TESTS := tests/test_exact.py tests/test_exact_guards.py tests/test_exact_table.py tests/test_fit.py \
 	tests/test_loggers.py tests/test_namespaces.py tests/test_private.py tests/test_second_fit.py
 
+# Compiled when the package is installed, where there is a compiler.
+COMPILED := lightning_spot/staging/_past_caches.c
+
 .PHONY: demo test tests test-oldest lint soak bench bench-peers clean
 
 demo: $(VENV)/.ready-examples
@@ -48,7 +51,7 @@ clean:
 	rm -rf $(VENV) $(VENV)-oldest
 
 # PYTHON=... chooses another interpreter than python3.11.
-$(VENV)/.ready-%: pyproject.toml constraints.txt scripts/environment
+$(VENV)/.ready-%: pyproject.toml constraints.txt scripts/environment $(COMPILED)
 	PYTHON="$(PYTHON)" scripts/environment $(VENV) $*
 	@touch $@
 

@@ -13,7 +13,7 @@ import torch
 
 from lightning_spot.errors import SpotError
 from lightning_spot.image.layout import Piece
-from lightning_spot.staging import cuda, operations
+from lightning_spot.staging import cuda, moving, operations
 from lightning_spot.staging import job as job_module
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.cuda import CudaCopier
@@ -22,7 +22,7 @@ from lightning_spot.staging.job import Batch, CopyJob, SlotView, watch
 from lightning_spot.staging.partitions import Partition, Span
 from lightning_spot.staging.schedule import Held, Schedule, Timetable
 from lightning_spot.staging.spans import SlotSpan, cut_end
-from tests.conftest import until
+from tests.conftest import compiled, until
 from tests.fake_device import FakeDevice, FakeStream
 
 SIZES = (3000, 1, 50_000, 700)
@@ -81,8 +81,10 @@ def desk() -> Desk:
     return Desk()
 
 
-@pytest.fixture
-def copier(desk: Desk) -> Iterator[Copier]:
+@pytest.fixture(params=["by the C library", pytest.param("past the caches", marks=compiled)])
+def copier(request: pytest.FixtureRequest, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Copier]:
+    if request.param == "past the caches":
+        monkeypatch.setattr(moving, "_LARGE_BYTES", 0)
     made = Copier(clock=lambda: desk.now_s)
     yield made
     made.close()
@@ -247,15 +249,23 @@ def test_closing_copies_what_is_held(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "call", "number"), [(SlotSpan, "target", 2), (job_module, "_memmove_small", 0)], ids=["large", "small"]
+    ("owner", "call", "number", "large_bytes"),
+    [
+        pytest.param(SlotSpan, "target", 2, 10**9, id="large"),
+        pytest.param(job_module, "memmove_small", 0, 10**9, id="small"),
+        pytest.param(job_module, "move_past_caches", 0, 0, id="past the caches", marks=compiled),
+    ],
 )
 def test_a_failed_copy_is_told_to_who_waits(
-    desk: Desk, copier: Copier, monkeypatch: pytest.MonkeyPatch, owner: object, call: str, number: int
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, owner: object, call: str, number: int, large_bytes: int
 ) -> None:
+    monkeypatch.setattr(moving, "_LARGE_BYTES", large_bytes)
     monkeypatch.setattr(owner, call, lambda *_: 1 / 0)
+    copier = Copier()
     job = copier.start([desk.pieces[number]], desk.view)
     with pytest.raises(SpotError, match="division by zero"):
         job.wait()
+    copier.close()
 
 
 class PressedCtrlC:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import TYPE_CHECKING
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -14,6 +15,7 @@ from lightning_spot.staging.alone import LoneThread
 from lightning_spot.staging.cuda import CudaCopier, Marks
 from lightning_spot.staging.job import NEVER, NOW, Batch, CopyJob, SlotView, Watches, batches_of, watch
 from lightning_spot.staging.lane import Held
+from lightning_spot.staging.moving import goes_past_caches
 from lightning_spot.staging.samples import Sampler
 from lightning_spot.staging.spans import SlotSpan, some, whole
 
@@ -161,6 +163,7 @@ class Copier:
         if timetable is not None:
             parts = [(part.point, part.after_s, some(pieces, part.spans)) for part in timetable.partitions]
         kind_of = self._cuda.device.kind
+        past_caches = goes_past_caches(sum(map(attrgetter("nbytes"), pieces)))
         batches: list[Batch] = []
         on_gpu: list[Held] = []
         for place, after_s, spans in parts:
@@ -173,7 +176,7 @@ class Copier:
                     on_gpu.append((place, [span]))
                 else:  # MPS, XPU, …: no side stream is known here; copied in order, by the caller
                     span.target(slot.tensor).copy_(span.source())
-            batches += batches_of(on_cpu, slot, place, after_s, latest_s)
+            batches += batches_of(on_cpu, slot, place, after_s, latest_s, past_caches)
         cuda = self._cuda.begin(on_gpu, slot.tensor, buffered=buffered, after=after) if on_gpu else None
         job.hold(batches, cuda, latest_s if timetable is not None else self._clock() + _HELD_S)
 

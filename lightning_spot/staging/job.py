@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import ctypes
 import itertools
 import logging
 import mmap
@@ -18,6 +17,7 @@ import torch
 from lightning_spot.errors import SpotError
 from lightning_spot.image.layout import Piece
 from lightning_spot.staging.cuda import CudaCopy
+from lightning_spot.staging.moving import memmove, memmove_small, move_past_caches
 from lightning_spot.staging.operations import Operation
 from lightning_spot.staging.samples import Sampler
 from lightning_spot.staging.spans import SlotSpan, gone
@@ -29,11 +29,6 @@ _LEAST_BATCH_BYTES = 16 * 1024 * 1024
 _MOST_THREADS = 4
 _SMALL_BYTES = 32 * 1024  # copied in less time than it takes to hand a tensor over to torch, or to get the GIL back
 NOW, NEVER = float("-inf"), float("inf")
-
-_memmove = ctypes.CDLL(None).memmove  # lets go of the GIL
-_memmove_small = ctypes.PyDLL(None).memmove  # keeps it
-_memmove.argtypes = _memmove_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove.restype = _memmove_small.restype = None
 
 
 class Watches:
@@ -334,20 +329,30 @@ class Batch:
         place: of the iteration, until which it is held.
         after_s: it is held so long after that.
         ready_s: when background threads may take it, whatever was reached.
+        past_caches: whether it is copied past them.
 
     Attributes:
         taken_by: number of the thread that copies it; ``None`` while nobody does.
     """
 
-    def __init__(self, spans: Sequence[SlotSpan], slot: SlotView, place: int, after_s: float, ready_s: float) -> None:
+    def __init__(
+        self,
+        spans: Sequence[SlotSpan],
+        slot: SlotView,
+        place: int,
+        after_s: float,
+        ready_s: float,
+        past_caches: bool = False,
+    ) -> None:
         self.taken_by: int | None = None
         self._spans = spans
         self._slot = slot
+        self._past_caches = past_caches
         self.place, self.after_s, self.ready_s = place, after_s, ready_s
 
     def at_once(self) -> None:
         """Copy all of it without the GIL in between, which the training thread holds for milliseconds at a time."""
-        if not hasattr(torch, "_foreach_copy_"):  # a private name; only the time of the training thread depends on it
+        if self._past_caches or not hasattr(torch, "_foreach_copy_"):  # private; only time depends on it
             self.helping()
             return
         self._move(span for span in self._spans if span.nbytes <= _SMALL_BYTES)
@@ -360,23 +365,29 @@ class Batch:
         self._move(self._spans)
 
     def _move(self, spans: Iterable[SlotSpan]) -> None:
+        if self._past_caches:
+            move_past_caches(self._moves(spans))
+            return
+        for target, source, nbytes in self._moves(spans):  # thousands of small ones, by a thread that keeps the GIL
+            (memmove if nbytes > _SMALL_BYTES else memmove_small)(target, source, nbytes)
+
+    def _moves(self, spans: Iterable[SlotSpan]) -> Iterator[tuple[int, int, int]]:
         base = self._slot.address
-        for storage, start, place, nbytes in spans:  # thousands of small ones, by a thread that keeps the GIL
-            move = _memmove if nbytes > _SMALL_BYTES else _memmove_small
+        for storage, start, place, nbytes in spans:
             if storage.nbytes() < start + nbytes:
                 raise gone()
-            move(base + place, storage.data_ptr() + start, nbytes)
+            yield base + place, storage.data_ptr() + start, nbytes
 
 
 def batches_of(
-    spans: Sequence[SlotSpan], slot: SlotView, place: int, after_s: float, ready_s: float
+    spans: Sequence[SlotSpan], slot: SlotView, place: int, after_s: float, ready_s: float, past_caches: bool = False
 ) -> Iterator[Batch]:
     """Cut into batches, large ones first: those run while nobody can help; the last even the load out."""
     ends = list(itertools.accumulate([span.nbytes for span in spans], initial=0))
     begin, total = 0, ends[-1]
     while begin < total:
         end = min(total, begin + max((total - begin) // 3, _LEAST_BATCH_BYTES))
-        yield Batch(_between(spans, ends, begin, end), slot, place, after_s, ready_s)
+        yield Batch(_between(spans, ends, begin, end), slot, place, after_s, ready_s, past_caches)
         begin = end
 
 
