@@ -138,6 +138,23 @@ def test_a_name_of_another_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "is of type list here" in said
 
 
+class Refuses(pl.Callback):
+    """Its hook fails, as a collective does from which another rank has gone."""
+
+    calls = 0
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.calls += 1
+        raise RuntimeError("connection reset by peer")
+
+
+def test_an_error_of_what_a_checkpoint_calls_is_not_taken_for_another_lightning(tmp_path: Path) -> None:
+    refuses = Refuses()
+    with pytest.raises(RuntimeError, match="connection reset by peer"):
+        fit(tmp_path, refuses)
+    assert refuses.calls == 1  # it is not tried once more by public names
+
+
 def test_no_resume_is_an_error_where_there_is_something_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

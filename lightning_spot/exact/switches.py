@@ -30,13 +30,19 @@ class Switches:
         """Whether a part can do its work."""
         return part not in self._off
 
-    def run(self, part: str, do: Callable[[], T]) -> T | None:
-        """Do something of a part; ``None`` if that is off, or fails now. Training goes on without it."""
+    def run(self, part: str, do: Callable[[], T], errors: tuple[type[Exception], ...] = (Exception,)) -> T | None:
+        """Do something of a part; ``None`` if that is off, or fails now. Training goes on without it.
+
+        Args:
+            part: of :mod:`~lightning_spot.exact.private`.
+            do: what.
+            errors: that may be the part's; others are raised: they come from what it calls.
+        """
         if part in self._off:
             return None
         try:
             return do()
-        except Exception as error:
+        except errors as error:
             self._turn_off(part, f"{type(error).__name__}: {error}")
             return None
 
