@@ -23,6 +23,7 @@ from lightning_spot.interval.policy import EverySeconds, EverySteps
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.joint import KnownLayout
+from lightning_spot.memory.slots import Making
 from lightning_spot.staging.slot import SlotMemory
 from tests.conftest import named_run, until
 from tests.gated import MIB, GatedStore, image_of, manifest_of
@@ -82,16 +83,16 @@ def test_what_a_node_behind_has_is_kept_for_deltas(here: Here) -> None:
 
 def test_a_spare_slot_is_made_only_if_one_is_wanted(here: Here) -> None:
     here.take(1)
-    spare = here.host.lease(NBYTES, 0.0, spare=True)
+    spare = here.host.lease(NBYTES, 0.0, making=Making.SPARE)
     here.host.abort(spare)
     with pytest.raises(RingFull):
-        here.host.lease(NBYTES, 0.0, spare=True)
+        here.host.lease(NBYTES, 0.0, making=Making.SPARE)
     assert here.host.lease(NBYTES, 0.0).slot == spare.slot
 
 
 def test_who_needs_the_slot_that_is_being_made_waits_for_it(here: Here) -> None:
     here.take(1)
-    spare = here.host.lease(NBYTES, 0.0, spare=True)
+    spare = here.host.lease(NBYTES, 0.0, making=Making.SPARE)
     with pytest.raises(RingFull, match="1 being made"):
         here.host.lease(NBYTES, 0.0)
     found: list[int] = []
@@ -186,7 +187,7 @@ def test_a_larger_slot_is_made_after_the_one_that_is_being_made(
     lease, asked, go_on = desk.host.lease, threading.Event(), threading.Event()
 
     def slow(*what: Any, **more: Any) -> Any:
-        if more.get("spare"):
+        if more.get("making") is Making.SPARE:
             asked.set()
             assert go_on.wait(30)
         return lease(*what, **more)

@@ -53,7 +53,8 @@ class RemoteSnapshot(Part):
         interval: when to take a snapshot; default :class:`ConvergenceAware`, which needs no setting.
         keep: snapshots each tier keeps, at least 1.
         slots: slots of the ring on this host, at least 2; default 2 and one for each tier below (the durable one, and
-            each replica). Each holds one snapshot: the host needs ``slots`` times the checkpoint's size of memory.
+            each replica), and up to 2 more for a GPU whose snapshots overlap. Each holds one snapshot: the host needs
+            ``slots`` times the checkpoint's size of memory.
         memory_limit: most memory for slots, such as ``"64GiB"``; default half of the host's.
         on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for the flusher.
         durable_every_s: at least so many seconds lie between two snapshots that are brought to the durable tier; 0
@@ -135,6 +136,7 @@ class RemoteSnapshot(Part):
             interval = EverySeconds(1.0)  # a drill is short, and wants something to resume from
         ring = RingSettings(
             slots=int(slots) if slots is not None else 3 + min(int(replicas), len(self.location.nodes)),
+            beyond=slots is None,
             memory_bytes=memory_limit_bytes(memory_limit),
             idle_timeout_s=float(idle_timeout_s),
             keep=int(keep),

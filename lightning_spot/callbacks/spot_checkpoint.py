@@ -44,8 +44,8 @@ class SpotCheckpoint(SpotCallback):
         grace_s: seconds between a notice that does not say and the end, see there.
         resume: whether to resume from the newest good snapshot. A ``ckpt_path`` given to ``fit`` always wins.
         rewind: how a resumed epoch gets to its place in the data, see :class:`AutoResume`.
-        slots: slots of the ring on this host, at least 2; default 2 and one for each tier below. Each takes the
-            checkpoint's size of memory.
+        slots: slots of the ring on this host, at least 2; default 2 and one for each tier below, and up
+            to 2 more for a GPU whose snapshots overlap. Each takes the checkpoint's size of memory.
         memory_limit: most memory for slots, such as ``"64GiB"``; default half of the host's.
         on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for the flusher.
         durable_every_s: at least so many seconds lie between two snapshots that are brought to the durable tier; 0

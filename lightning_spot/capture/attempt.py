@@ -60,6 +60,7 @@ class RingSettings:
 
     Attributes:
         slots: of the ring.
+        beyond: whether it may have more of them for a GPU whose snapshots overlap.
         memory_bytes: limit of their memory.
         idle_timeout_s: its node ends when no trainer came for so long.
         keep: snapshots that each tier keeps.
@@ -81,6 +82,7 @@ class RingSettings:
     replicas: int = 1
     max_stall_s: float = MAX_STALL_S
     device_buffer_bytes: int = 0
+    beyond: bool = False
 
 
 def open_host(location: Location, settings: RingSettings) -> Host:
@@ -175,7 +177,8 @@ class Attempt:
     def warm(self, state: Any) -> None:
         """Have slots made in the background, large enough for the tensors of ``state`` and what goes with them."""
         gpus = (tensor.device.index for tensor in tensors_in(state) if tensor.device.type == "cuda")
-        self.writer.warm(expected_nbytes(state, self.writer.across.part), gpu=next(gpus, None))
+        nbytes = expected_nbytes(state, self.writer.across.part)
+        self.writer.warm(nbytes, gpu=next(gpus, None), beyond=self._settings.beyond)
 
     def write(
         self,

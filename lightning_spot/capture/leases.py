@@ -13,6 +13,7 @@ from lightning_spot.config import read_environment
 from lightning_spot.errors import NodeUnreachable, RingFull, SpotError
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.joint import Shared
+from lightning_spot.memory.slots import Making
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Leases:
         self._lock = threading.Lock()  # held while a slot is leased ahead: who needs one now waits for that
         self._ahead: tuple[Host, Lease] | None = None
         self._taken_s, self._pace_s = float("-inf"), float("inf")
+        self._is_awaited = False  # the next slot is for who waits for it, not to be leased ahead
 
     @property
     def is_ahead(self) -> bool:
@@ -52,7 +54,14 @@ class Leases:
         """After how long a slot that nobody has asked for is given back; ``None`` if there is none."""
         return AHEAD_S if self.is_ahead else None
 
-    def take(self, host: Host, nbytes: int, wait_s: float, shared: Shared | None = None) -> Lease:
+    def take(
+        self,
+        host: Host,
+        nbytes: int,
+        wait_s: float,
+        shared: Shared | None = None,
+        making: Making = Making.NOW,
+    ) -> Lease:
         """A slot of a ring to fill: the one that was leased ahead, or the next that can be had.
 
         It is asked for every few seconds: a ring that hangs is told from one that is full, or busy with making it.
@@ -62,22 +71,30 @@ class Leases:
             nbytes: size of the snapshot.
             wait_s: how long to wait for a clean slot.
             shared: if other ranks will fill it too: then it is none that was leased ahead.
+            making: whether its memory is made for it.
         """
         with self._lock:
-            ahead, self._ahead = self._ahead, None
+            ahead, self._ahead, self._is_awaited = self._ahead, None, True
             now_s = time.monotonic()
             self._taken_s, self._pace_s = now_s, now_s - self._taken_s
-        if ahead is not None and ahead[0] is host:  # else its ring is lost, and the slot with it
-            if nbytes <= len(ahead[1].map) and shared is None:
-                return ahead[1]
-            give_back(*ahead, untouched=True)
+        try:
+            if ahead is not None and ahead[0] is host:  # else its ring is lost, and the slot with it
+                if nbytes <= len(ahead[1].map) and shared is None:
+                    return ahead[1]
+                give_back(*ahead, untouched=True)
+            return self._take_in_time(host, nbytes, wait_s, shared, making)
+        finally:
+            self._is_awaited = False
+
+    def _take_in_time(self, host: Host, nbytes: int, wait_s: float, shared: Shared | None, making: Making) -> Lease:
         deadline_s = time.monotonic() + wait_s
         while True:
             left_s = deadline_s - time.monotonic()
             slice_s = max(0.0, min(left_s, _SLICE_S))
             try:
                 # Its memory may be still to be made, which takes long for a large one: who waits anyway waits for that.
-                return self._ask(host, nbytes, slice_s, shared, min(left_s - slice_s, _made_within_s(nbytes)))
+                limit_s = min(left_s - slice_s, _made_within_s(nbytes))
+                return self._ask(host, nbytes, slice_s, making, shared, limit_s)
             except RingFull as full:
                 if left_s <= _SLICE_S or time.monotonic() >= deadline_s:
                     raise
@@ -87,18 +104,20 @@ class Leases:
                 self._link.lose(host, error)
                 raise
 
-    def lease_ahead(self, host: Host, nbytes: int, *, comes: bool = False) -> None:
+    def lease_ahead(self, host: Host, nbytes: int, making: Making = Making.NOW, *, comes: bool = False) -> None:
         """Lease the slot for the next snapshot, if that comes soon and there is one; nobody waits for it.
 
         Args:
             host: the ring.
             nbytes: size of the last snapshot.
+            making: whether its memory is made for it.
             comes: whether it is known to come soon; else it is if snapshots have followed each other so far.
         """
         with self._lock:
-            if self._ahead is None and (comes or self._pace_s < AHEAD_S) and host is self._link.host:
+            is_wanted = self._ahead is None and not self._is_awaited and (comes or self._pace_s < AHEAD_S)
+            if is_wanted and host is self._link.host:
                 try:
-                    self._ahead = (host, self._ask(host, nbytes, 0.0))
+                    self._ahead = (host, self._ask(host, nbytes, 0.0, making))
                 except NodeUnreachable as error:
                     self._link.lose(host, error)
                 except SpotError as error:
@@ -111,8 +130,18 @@ class Leases:
         if ahead is not None:
             give_back(*ahead, untouched=True)
 
-    def _ask(self, host: Host, nbytes: int, wait_s: float, shared: Shared | None = None, limit_s: float = 0.0) -> Lease:
+    def _ask(
+        self,
+        host: Host,
+        nbytes: int,
+        wait_s: float,
+        making: Making,
+        shared: Shared | None = None,
+        limit_s: float = 0.0,
+    ) -> Lease:
         more: dict[str, Any] = {"shared": shared} if shared is not None else {}
+        if making is not Making.NOW:
+            more["making"] = making
         if limit_s > host.max_stall_s:
             more["limit_s"] = limit_s
         lease = host.lease(nbytes, wait_s, **more)
@@ -120,9 +149,9 @@ class Leases:
         return lease
 
 
-def have_made(host: Host, nbytes: int, *, spare: bool = False) -> Lease:
+def have_made(host: Host, nbytes: int, making: Making = Making.NOW) -> Lease:
     """Lease a slot only to have its memory made, for which there is more time; see :meth:`Host.lease`."""
-    return host.lease(nbytes, 0.0, limit_s=_made_within_s(nbytes), spare=spare)
+    return host.lease(nbytes, 0.0, limit_s=_made_within_s(nbytes), making=making)
 
 
 def _made_within_s(nbytes: int) -> float:

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from lightning_spot.capture.leases import give_back, have_made
 from lightning_spot.capture.views import SlotViews
 from lightning_spot.errors import NodeUnreachable, SpotError
+from lightning_spot.memory.ahead import LEAST_BYTES
 from lightning_spot.memory.host import Host
+from lightning_spot.memory.slots import Making
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.slot import most_in, slot_capacity
 
@@ -18,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _ROOM_TO_GROW = 8
 """Slots of a state that has grown have room for so much of it again: an eighth."""
+_MOST_ASKED = 8
+"""So often a further slot is asked for in vain: there is no memory, or one more would not help."""
 _LEAST_SLOTS = 2
 """One stays whole while the other is filled: room to grow never takes the memory of the second."""
 
@@ -26,19 +30,24 @@ class SlotMaker:
     """Has slots made, mapped and (for a GPU) pinned on a thread of its own: the first one, then each that is wanted.
 
     A slot takes a second of all processors for each GiB or two, which training loses. So the second one is made when
-    the first snapshot is there, and a third only if the next snapshot would find both in use.
+    the first snapshot is there, and a third only if the next snapshot would find both in use, or has.
 
     Args:
         views: of the slots.
         copier: that pins them.
         lose: called if the ring is lost meanwhile.
+
+    Attributes:
+        beyond: whether snapshots from a GPU may have slots beyond the ring's bound, see :func:`room.bound`.
     """
 
     def __init__(self, views: SlotViews, copier: Copier, lose: Callable[[Host, SpotError], None]) -> None:
         self._views, self._copier, self._lose = views, copier, lose
+        self.beyond = False
+        self._asked, self._has_made = 0, False
         self._size: tuple[int, int | None] | None = None
         self._was_too_small = False
-        self._next: tuple[Host, bool] | None = None
+        self._next: tuple[Host, Making] | None = None
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -64,7 +73,7 @@ class SlotMaker:
         """
         self._size = (nbytes, gpu)
         if host is not None:
-            self._begin(host, spare=False)
+            self._begin(host, Making.NOW)
 
     def fits(self, host: Host, nbytes: int, *, waits: bool) -> bool:
         """Whether a snapshot can take its slot; if slots are made too small, a larger one is made in the background.
@@ -93,7 +102,7 @@ class SlotMaker:
     def again(self, host: Host) -> None:
         """Make the first slot of another ring; returns when it is there."""
         if self._size is not None:
-            self._make(host, *self._size, spare=False)
+            self._make(host, *self._size, Making.NOW)
 
     def another(self, host: Host, nbytes: int) -> bool:
         """The next snapshot, of about ``nbytes``, would need a slot that is not made yet: make it in the background.
@@ -104,8 +113,25 @@ class SlotMaker:
         if self._size is None:
             return False
         self._size = (max(nbytes, self._size[0]), self._size[1])
-        self._begin(host, spare=True)
+        self._begin(host, Making.SPARE)
         return True
+
+    def making(self, nbytes: int) -> Making:
+        """Whether who does not wait for a slot may have its memory made: not if that takes long, and is done here.
+
+        For a large one it takes longer than a node has to answer, which would count as lost, and nobody would have
+        pinned it.
+        """
+        is_done_here = self._has_made and self._asked < _MOST_ASKED
+        return Making.NEVER if is_done_here and nbytes >= LEAST_BYTES else Making.NOW
+
+    def found_none(self, host: Host, nbytes: int) -> None:
+        """A snapshot found no slot, or had to wait for it: have a further one made, if there is to be one."""
+        if self._has_made and self._asked < _MOST_ASKED and self._size is not None:
+            self._asked += 1
+            self._size = (max(nbytes, self._size[0]), self._size[1])
+            is_on_gpu = self._size[1] is not None
+            self._begin(host, Making.BEYOND if is_on_gpu and self.beyond else Making.SPARE)
 
     def close(self, wait_s: float) -> bool:
         """Make no more; whether nothing is being made any more, after ``wait_s`` seconds at most."""
@@ -115,16 +141,16 @@ class SlotMaker:
             thread.join(wait_s)
         return thread is None or not thread.is_alive()
 
-    def _begin(self, host: Host, *, spare: bool) -> None:
+    def _begin(self, host: Host, making: Making) -> None:
         with self._lock:
             if self._closed or self._size is None:
                 return
-            if not spare:
+            if not making.is_ahead:
                 self._ready.clear()
             if self._thread is not None:  # a spare one, perhaps too small by now
-                self._next = self._next if spare else (host, spare)
+                self._next = self._next if making.is_ahead else (host, making)
                 return
-            self._next = (host, spare)
+            self._next = (host, making)
             self._thread = threading.Thread(target=self._run, name="spot-slots", daemon=True)
             try:
                 self._thread.start()
@@ -135,10 +161,9 @@ class SlotMaker:
 
     def _run(self) -> None:
         while (order := self._take_order()) is not None:
-            host, nbytes, gpu, spare = order
-            self._make(host, nbytes, gpu, spare=spare)
+            self._make(*order)
 
-    def _take_order(self) -> tuple[Host, int, int | None, bool] | None:
+    def _take_order(self) -> tuple[Host, int, int | None, Making] | None:
         """What to make next, of the size that is wanted now; ``None`` at the end."""
         with self._lock:
             following, self._next = self._next, None
@@ -148,14 +173,15 @@ class SlotMaker:
                 return None
             return (following[0], *self._size, following[1])
 
-    def _make(self, host: Host, nbytes: int, gpu: int | None, *, spare: bool) -> None:
+    def _make(self, host: Host, nbytes: int, gpu: int | None, making: Making) -> None:
         began_s = time.monotonic()
         try:
-            lease = have_made(host, nbytes, spare=spare)
+            lease = have_made(host, nbytes, making)
             try:
                 view = self._views.of(host, lease)
                 if gpu is not None:
                     self._copier.pin(view, gpu)
+                self._has_made, self._asked = True, 0
             finally:
                 give_back(host, lease)
             logger.debug("slot %d was made in %.2f s", lease.slot, time.monotonic() - began_s)

@@ -37,6 +37,8 @@ from lightning_spot.image.layout import Layout, outline_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import in_order
 from lightning_spot.memory.host import Host, Lease
+from lightning_spot.memory.joint import Shared
+from lightning_spot.memory.slots import Making
 from lightning_spot.staging.copier import Copier, CopyJob, SlotView, watch
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.store import Store
@@ -44,6 +46,7 @@ from lightning_spot.tiers.store import Store
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
+_LONG_S = 0.05  # who waits longer for a slot waits for one that is in use
 _NOBODY: Owners = {}
 _Divide = Callable[[Layout], Divided]
 
@@ -120,20 +123,22 @@ class SnapshotWriter:
         """Whether a snapshot can begin now without waiting for its slot to be made."""
         return self._maker.ready
 
-    def warm(self, nbytes: int, *, gpu: int | None = None) -> None:
+    def warm(self, nbytes: int, *, gpu: int | None = None, beyond: bool = False) -> None:
         """Make, map and (for a GPU) pin slots in the background, so that no snapshot meets a cold one.
 
         Args:
             nbytes: expected size of a snapshot.
             gpu: number of the GPU that tensors will come from, if they do.
+            beyond: see :class:`SlotMaker`.
         """
+        self._maker.beyond = beyond
         self._maker.first(self.host, nbytes, gpu=gpu)
 
     def next_comes(self) -> None:
         """The next snapshot comes within a second, and this rank alone writes it: its slot is leased meanwhile."""
         host, last = self.host, self.committed
         if host is not None and last is not None and last is not self.past_memory and self._leases_ahead and self.ready:
-            self._tasks.put(lambda: self._leases.lease_ahead(host, last.nbytes, comes=True))
+            self._tasks.put(lambda: self._lease_ahead(host, last.nbytes, comes=True))
 
     def begin(
         self,
@@ -293,8 +298,21 @@ class SnapshotWriter:
         shared, layout, sent = divide(whole)
         if not self._maker.fits(host, layout.nbytes, waits=wait_s > 0) and not (wait_s and self._maker.wait(wait_s)):
             raise RingFull("the slots are too small for it; a larger one is being made")
-        lease = self._leases.take(host, layout.nbytes, within(deadline_s), shared)
+        lease = self._take(host, layout.nbytes, within(deadline_s), shared)
         return Opened(layout, lease, replace(manifest, nbytes=layout.nbytes), whole, sent)
+
+    def _take(self, host: Host, nbytes: int, wait_s: float, shared: Shared | None) -> Lease:
+        """Take the slot; where there is none in time, the next snapshot is to find one."""
+        began_s = time.monotonic()
+        making = Making.NOW if wait_s else self._maker.making(nbytes)
+        try:
+            lease = self._leases.take(host, nbytes, wait_s, shared, making)
+        except RingFull:
+            self._maker.found_none(host, nbytes)
+            raise
+        if wait_s and time.monotonic() - began_s > _LONG_S:
+            self._maker.found_none(host, nbytes)
+        return lease
 
     def _commit(self, host: Host, pending: Pending) -> bool:
         """All bytes are in place: make it a snapshot; whether the next one needs a slot that is still to be made."""
@@ -379,7 +397,10 @@ class SnapshotWriter:
         """Have the slot of the next snapshot made, or lease it."""
         made = is_short and self._maker.another(host, pending.outline.nbytes)  # of several hosts, this one's portion
         if not made and self._leases_ahead and pending.lease.shared is None:
-            self._leases.lease_ahead(host, pending.manifest.nbytes)
+            self._lease_ahead(host, pending.manifest.nbytes)
+
+    def _lease_ahead(self, host: Host, nbytes: int, *, comes: bool = False) -> None:
+        self._leases.lease_ahead(host, nbytes, self._maker.making(nbytes), comes=comes)
 
     def _failed(self, host: Host, pending: Pending, error: BaseException) -> None:
         if self.mailbox is not None:

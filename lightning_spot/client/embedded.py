@@ -25,6 +25,7 @@ from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import Lease, newest_safe_step
 from lightning_spot.memory.joint import KnownLayout, Shared
 from lightning_spot.memory.runs import Opened, RunInfo
+from lightning_spot.memory.slots import Making
 from lightning_spot.memory.tier import Listed
 from lightning_spot.protocol.record import NodeRecord
 from lightning_spot.protocol.wire import Address
@@ -84,12 +85,12 @@ class EmbeddedHost:
         *,
         limit_s: float | None = None,
         shared: Shared | None = None,
-        spare: bool = False,
+        making: Making = Making.NOW,
     ) -> Lease:
         """See :meth:`Host.lease`."""
         upload = uuid.uuid4().hex
         body = {"attempt": self.attempt, "nbytes": nbytes, "wait_s": wait_s, "session": self.session.id}
-        body |= {"upload": upload, **({"spare": True} if spare else {})}
+        body |= {"upload": upload, "making": making.value}
         if shared is not None:
             body |= {"name": shared.name, "shares": shared.shares, "digest": shared.digest, "at": shared.at}
             body |= {"image_nbytes": shared.image_nbytes, **self._layout.to_send(shared.layout)}

@@ -16,6 +16,7 @@ from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import IN_PROCESS, Node
 from lightning_spot.memory.runs import Opened, RunInfo
+from lightning_spot.memory.slots import Making
 from lightning_spot.tiers.store import Store
 
 
@@ -81,7 +82,7 @@ class Host(Protocol):
         *,
         limit_s: float | None = None,
         shared: Shared | None = None,
-        spare: bool = False,
+        making: Making = Making.NOW,
     ) -> Lease:
         """Take a slot, waiting up to ``wait_s`` for a clean one.
 
@@ -90,7 +91,7 @@ class Host(Protocol):
             wait_s: how long to wait for a slot to become clean.
             limit_s: how long the answer may take beyond that; default ``max_stall_s``.
             shared: if other ranks of this host, each with a connection of its own, will fill it too.
-            spare: whether a slot is wanted only if the next snapshot would need one that is still to be made.
+            making: whether its memory is made for it, see :class:`Making`.
 
         Raises:
             RingFull: if there is none in time.
@@ -243,12 +244,12 @@ class InProcessHost:
         *,
         limit_s: float | None = None,
         shared: Shared | None = None,
-        spare: bool = False,
+        making: Making = Making.NOW,
     ) -> Lease:
         """See :meth:`Host.lease`. No other process gets at this ring."""
         if shared is not None and (shared.shares > 1 or shared.at):
             raise SettingsError("a ring inside the trainer (memory=None) cannot be filled by several ranks")
-        upload = self._node.lease(self.run, self.attempt, nbytes, wait_s=wait_s, session=IN_PROCESS, spare=spare)
+        upload = self._node.lease(self.run, self.attempt, nbytes, wait_s=wait_s, session=IN_PROCESS, making=making)
         memory = upload.slot.memory
         assert memory is not None
         return Lease(upload.id, memory.map, nbytes, "process", upload.slot.index, upload.held, 0, shared)

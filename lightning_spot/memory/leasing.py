@@ -8,7 +8,7 @@ from collections.abc import Callable
 from lightning_spot.errors import RingFull
 from lightning_spot.memory.given import renewed
 from lightning_spot.memory.ring import Ring
-from lightning_spot.memory.slots import Slot
+from lightning_spot.memory.slots import Making, Slot
 
 _LOOK_S = 0.25  # how often who waits looks whether it should go on waiting
 
@@ -21,7 +21,7 @@ def lease(
     *,
     cancelled: Callable[[], bool],
     reuse: bool,
-    spare: bool,
+    making: Making,
 ) -> Slot:
     """Take a slot for a snapshot of ``nbytes`` and mark it as being filled.
 
@@ -32,7 +32,7 @@ def lease(
         wait_s: how long to wait for a slot.
         cancelled: asked while waiting: whether nobody wants the slot any more.
         reuse: see :meth:`Ring.try_lease`.
-        spare: whether a slot is wanted only if the next snapshot would need new memory.
+        making: whether its memory is made, see :class:`Making`.
 
     Raises:
         SnapshotTooLarge: if it can never fit.
@@ -42,10 +42,10 @@ def lease(
     deadline = time.monotonic() + wait_s
     while True:
         seen = ring.changes
-        if spare and (slot := renewed(ring, run, nbytes)) is not None:
+        if making.is_ahead and (slot := renewed(ring, run, nbytes)) is not None:
             slot.spare = True
             return slot
-        if (slot := ring.try_lease(run, nbytes, reuse=reuse, spare=spare)) is not None:
+        if (slot := ring.try_lease(run, nbytes, reuse=reuse, making=making)) is not None:
             return slot
         with ring.changed:
             while seen == ring.changes:

@@ -21,8 +21,9 @@ from typing import Any
 from lightning_spot.errors import Fenced, SnapshotNotFound
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.area import SlotArea
-from lightning_spot.memory.room import Limits, capacity_for, find_room, why_full
+from lightning_spot.memory.room import Limits, bound, capacity_for, find_room, why_full
 from lightning_spot.memory.slots import (
+    Making,
     Slot,
     SlotState,
     bases_of,
@@ -86,7 +87,7 @@ class Ring(SlotTable):
     # -- who fills a slot -----------------------------------------------------------------------------------------
 
     def try_lease(
-        self, run: str, nbytes: int, *, only_new: bool = False, reuse: bool = False, spare: bool = False
+        self, run: str, nbytes: int, *, only_new: bool = False, reuse: bool = False, making: Making = Making.NOW
     ) -> Slot | None:
         """Take a slot if one can be had now; making its memory may take seconds. See :func:`leasing.lease`.
 
@@ -95,16 +96,19 @@ class Ring(SlotTable):
             nbytes: size of the snapshot.
             only_new: whether only one in unused memory will do.
             reuse: whether memory is made only if what was superseded leaves none, and for one slot at a time.
-            spare: likewise, and only if that is so.
+            making: whether memory is made at all; ahead of who needs it, only if what was superseded leaves none.
         """
-        capacity = capacity_for(nbytes, self._limits)
+        capacity, spare = capacity_for(nbytes, self._limits), making.is_ahead
         with self.changed:
-            if self._found_full(nbytes) is not None:
+            limits = bound(self.slots, run, self._limits) if making is Making.BEYOND else self._limits
+            if limits is self._limits and self._found_full(nbytes) is not None:
                 return None
-            found = find_room(self.slots, run, max(1, nbytes), capacity, self._limits, reuse=reuse or spare)
+            found = find_room(self.slots, run, max(1, nbytes), capacity, limits, reuse=reuse or spare)
             if found is None:
                 self._full = _Full(self.changes, nbytes)
             if found is None or (only_new and not found.is_new) or (spare and not found.is_spare):
+                return None
+            if making is Making.NEVER and not (found.slot is not None and found.slot.takes(nbytes)):
                 return None
             if found.is_spare and (reuse or spare) and any(slot.spare and slot.run == run for slot in self.slots):
                 return None

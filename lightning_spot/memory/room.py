@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import SnapshotTooLarge
@@ -11,6 +11,8 @@ from lightning_spot.image.manifest import Order, snapshot_order
 from lightning_spot.memory.slots import Slot, SlotState, bases_of, left_if_lost, newest_of_lineages, reusable
 from lightning_spot.staging.slot import slot_capacity
 
+_OVERLAPPING = 2
+_MOST_BEYOND = 2
 _MUCH_LARGER = 4
 _SMALL_BYTES = 64 * 2**20
 
@@ -54,6 +56,19 @@ class Room:
         """Whether memory is made, and no snapshot dropped for it."""
         drops = bool(self.forget) or (self.slot is not None and self.slot.state is SlotState.COMMITTED)
         return not drops and (self.is_new or bool(self.release))
+
+
+def bound(slots: list[Slot], run: str, limits: Limits) -> Limits:
+    """The limits for a slot that is made because a snapshot of a run found none.
+
+    On a GPU, which is a step behind its host, three are under way at each step: the newest has its slot, one is copied,
+    one is sealed. With two on the way, one more slot is of use. With three, snapshots are sealed more slowly than they
+    come, or the host is too far ahead: more slots would only hold older ones.
+    """
+    on_the_way = sum(slot.state is SlotState.FILLING and slot.run == run and not slot.spare for slot in slots)
+    if limits.slots is None or on_the_way != _OVERLAPPING:
+        return limits
+    return replace(limits, slots=limits.slots + _MOST_BEYOND)
 
 
 def capacity_for(nbytes: int, limits: Limits) -> int:

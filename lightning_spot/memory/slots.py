@@ -22,6 +22,24 @@ class SlotState(enum.Enum):
     COMMITTED = "committed"
 
 
+class Making(enum.Enum):
+    """Whether the memory of a slot is made for who asks for one."""
+
+    NOW = "now"
+    """It is, and who asks waits for it."""
+    NEVER = "never"
+    """It is not: only a slot that is made already will do."""
+    SPARE = "spare"
+    """Only for a slot that the next snapshot would need, and that is not made yet."""
+    BEYOND = "beyond"
+    """Likewise, and beyond the bound of slots where snapshots of the run overlap, see :func:`room.bound`."""
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a slot is made before anybody needs it."""
+        return self in (Making.SPARE, Making.BEYOND)
+
+
 @dataclass(frozen=True, slots=True)
 class Tiers:
     """The tiers below that a run's snapshots go to from here.

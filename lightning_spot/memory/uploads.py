@@ -30,7 +30,7 @@ from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import key_of
 from lightning_spot.memory.shares import SHARES_WAIT_S, Shares
-from lightning_spot.memory.slots import Slot
+from lightning_spot.memory.slots import Making, Slot
 from lightning_spot.memory.upload import Upload
 from lightning_spot.tiers.claims import check_fence
 from lightning_spot.tiers.store import Store
@@ -116,7 +116,7 @@ class Uploads:
         upload_id: str = "",
         shared: Shared | None = None,
         layout_id: str = "",
-        spare: bool = False,
+        making: Making = Making.NOW,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Upload:
         """Take a slot for a new snapshot; see :func:`leasing.lease` for what else it raises.
@@ -134,7 +134,7 @@ class Uploads:
                 when the answer was lost; ``""`` has one made.
             shared: if several ranks of this host will fill it, see :meth:`Shares.joint`.
             layout_id: of the layout that is meant, likewise.
-            spare: see :func:`leasing.lease`.
+            making: see :func:`leasing.lease`.
             cancelled: asked while waiting: whether nobody wants the slot any more.
 
         Raises:
@@ -155,7 +155,7 @@ class Uploads:
             self._overtake(key)
         if manifest is not None or (shared is not None and shared.by_hosts):
             self._ahead.wait(key)
-        slot = lease(self._ring, key, nbytes, wait_s, cancelled=gone, reuse=bool(session), spare=spare)
+        slot = lease(self._ring, key, nbytes, wait_s, cancelled=gone, reuse=bool(session), making=making)
         upload = Upload(upload_id or uuid.uuid4().hex, key, attempt, slot, nbytes, name, session, time.monotonic())
         upload.held, slot.held, slot.checked_s = slot.held, "", float("-inf")
         upload.joint = joint

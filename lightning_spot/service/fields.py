@@ -15,6 +15,7 @@ from aiohttp import web
 from lightning_spot.errors import NodeRefused, SettingsError
 from lightning_spot.image.packing import Compression
 from lightning_spot.image.parts import checksum
+from lightning_spot.memory.slots import Making
 from lightning_spot.protocol.wire import DIGEST_HEADER
 
 SMALL_BODY_BYTES = 256 * 1024
@@ -155,6 +156,16 @@ def texts(fields: Mapping[str, Any], name: str, most: int) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or len(value) > most:
         raise SettingsError(f"malformed request: {name} is no list of at most {most}")
     return tuple(text({name: item}, name, None) for item in value)
+
+
+def making(fields: Mapping[str, Any]) -> Making:
+    """Whether the memory of a slot is made for who asks; what a later version may say counts as ``"now"``.
+
+    Raises:
+        SettingsError: if it is no text.
+    """
+    named = text(fields, "making", Making.NOW.value)
+    return next((known for known in Making if known.value == named), Making.NOW)
 
 
 def compression(fields: Mapping[str, Any]) -> Compression:

@@ -16,6 +16,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import read_ranges
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import key_of
+from lightning_spot.memory.slots import Making
 from lightning_spot.protocol.wire import SENDER_HEADER, UPGRADE
 from lightning_spot.service.connections import MOST_CONNECTIONS
 from lightning_spot.service.fields import (
@@ -27,6 +28,7 @@ from lightning_spot.service.fields import (
     identifier,
     integer,
     json_body,
+    making,
     only_same_host,
     same_host,
     seconds,
@@ -92,7 +94,7 @@ class UploadRequests:
             upload_id=identifier(body, "upload"),
             shared=shared_of(body) if near else None,
             layout_id=identifier(body, "layout_id"),
-            spare=near and body.get("spare") is True,
+            making=making(body) if near else Making.NOW,
         )
         return web.json_response({**leased(self._node, upload), "base": base_info(upload)})
 

@@ -11,6 +11,7 @@ from lightning_spot.errors import RingFull
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import Node
+from lightning_spot.memory.slots import Making
 from lightning_spot.memory.upload import Upload
 
 _MOST_WAITING = 256
@@ -56,7 +57,7 @@ class Waiting:
         upload_id: str = "",
         shared: Shared | None = None,
         layout_id: str = "",
-        spare: bool = False,
+        making: Making = Making.NOW,
     ) -> Upload:
         """Take a slot, see :meth:`Uploads.lease`.
 
@@ -72,7 +73,7 @@ class Waiting:
             upload_id: chosen by who asks.
             shared: if several ranks of this host will fill it.
             layout_id: of the layout that is meant, likewise.
-            spare: whether a slot is wanted only if the next snapshot would need one that is still to be made.
+            making: see :meth:`Uploads.lease`.
 
         Raises:
             RingFull: if no slot became free in time, or too many wait.
@@ -93,7 +94,7 @@ class Waiting:
             upload_id=upload_id,
             shared=shared,
             layout_id=layout_id,
-            spare=spare,
+            making=making,
         )
         self._count += 1
         try:

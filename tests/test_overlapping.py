@@ -1,0 +1,179 @@
+"""Snapshots that overlap: one is copied while the one before it is sealed, as on a GPU, a step behind its host."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_spot.capture import warming
+from lightning_spot.capture.tensors import by_storage
+from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.errors import RingFull
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.host import InProcessHost
+from lightning_spot.memory.slots import Making
+from lightning_spot.staging.copier import Copier
+from lightning_spot.staging.slot import SlotMemory
+from tests.conftest import named_run, until
+from tests.fake_device import FakeDevice
+from tests.gated import manifest_of
+
+STEPS = 30
+
+
+class Pipeline:
+    """A training that takes a snapshot at every step, each of which is committed so many steps later.
+
+    Args:
+        lag: steps.
+        beyond: whether the ring may have more than its three slots.
+        gpu: whether the tensors count as a GPU's.
+    """
+
+    def __init__(self, lag: int, *, beyond: bool = True, gpu: bool = True) -> None:
+        self.host = InProcessHost(slots=3, memory_bytes=2**28, open_store=lambda url: pytest.fail(url))
+        self.host.open_run(named_run("run"))
+        self.weights = [torch.zeros(1000, 100) for _ in range(4)]
+        device = FakeDevice()
+        if gpu:
+            device.own(self.weights)
+        self.writer = SnapshotWriter(self.host, copier=Copier(buffer_bytes=2**16, device=device))
+        self.skipped: list[int] = []
+        self.waited: list[int] = []
+        self._lag, self._now, self._changed = lag, 0, threading.Condition()
+        self._begun: dict[int, Future[Manifest]] = {}
+        self._seal, self.host.seal = self.host.seal, self._sealed_late  # type: ignore[method-assign]
+        self.writer.warm(sum(weight.nbytes for weight in self.weights), gpu=0 if gpu else None, beyond=beyond)
+        self.idle()
+
+    def _sealed_late(self, lease: Any, manifest: Manifest, *more: Any) -> bool:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._now >= manifest.step + self._lag, 30)
+        return self._seal(lease, manifest, *more)
+
+    def idle(self) -> None:
+        until(lambda: self.writer.ready and self.writer._maker._thread is None, "nothing is being made")
+
+    def come_to(self, step: int) -> None:
+        """Training has come to a step: what was begun long enough before is committed."""
+        with self._changed:
+            self._now = step
+            self._changed.notify_all()
+        for begun in [begun for begun in self._begun if begun <= step - self._lag]:
+            self._begun.pop(begun).result(30)
+
+    def take(self, step: int, wait_s: float = 0.0) -> None:
+        checkpoint = {"weights": self.weights}
+        owned = by_storage(self.weights)
+        self._begun[step] = self.writer.begin(checkpoint, manifest_of(step, run_id=""), owned=owned, wait_s=wait_s)
+        self.writer.copied()
+
+    def train(self, steps: int) -> None:
+        for step in range(1, steps + 1):
+            self.come_to(step)
+            try:
+                self.take(step)
+            except RingFull:
+                self.skipped.append(step)
+            self.idle()
+
+    @property
+    def slots(self) -> int:
+        return len(self.host._node.ring.slots)
+
+    def close(self) -> None:
+        self.come_to(10**6)
+        self.writer.close()
+        self.host.leave(complete=True)
+
+
+@pytest.fixture
+def pipelines() -> Iterator[list[Pipeline]]:
+    made: list[Pipeline] = []
+    yield made
+    for pipeline in made:
+        pipeline.close()
+
+
+def test_a_gpu_whose_snapshots_overlap_gets_one_more_slot_and_skips_none_from_then_on(
+    pipelines: list[Pipeline],
+) -> None:
+    """A third was skipped, however fast they were sealed: two on the way, and the newest one, are three slots."""
+    pipelines.append(pipeline := Pipeline(lag=3))
+    pipeline.train(STEPS)
+    assert len(pipeline.skipped) == 1
+    assert pipeline.slots == 4
+    assert pipeline.writer._copier._cuda.device.pinned == {view.address for view in views_of(pipeline)}  # type: ignore[attr-defined]
+
+
+def views_of(pipeline: Pipeline) -> list[Any]:
+    return [view for views in pipeline.writer._views._views.values() for view in views.values()]
+
+
+@pytest.mark.parametrize(("beyond", "gpu"), [(False, True), (True, False)])
+def test_nobody_else_does(pipelines: list[Pipeline], beyond: bool, gpu: bool) -> None:
+    """Who has said how many slots there are; and on a CPU they are sealed too slowly then: it would not help."""
+    pipelines.append(pipeline := Pipeline(lag=3, beyond=beyond, gpu=gpu))
+    pipeline.train(STEPS)
+    assert pipeline.slots == 3
+    assert STEPS // 4 <= len(pipeline.skipped) <= STEPS // 2
+
+
+def test_where_they_are_sealed_too_slowly_more_slots_would_not_help(pipelines: list[Pipeline]) -> None:
+    pipelines.append(pipeline := Pipeline(lag=6))
+    pipeline.train(STEPS)
+    assert pipeline.slots == 4
+
+
+def test_who_waits_for_a_slot_gets_one_more_as_well(pipelines: list[Pipeline]) -> None:
+    pipelines.append(pipeline := Pipeline(lag=3))
+    for step in (1, 2, 3):
+        pipeline.take(step)
+        pipeline.idle()
+    pipeline.come_to(4)
+    late = threading.Timer(0.2, lambda: pipeline.come_to(5))
+    late.start()
+    pipeline.take(4, wait_s=30.0)
+    late.join()
+    pipeline.idle()
+    assert pipeline.slots == 4
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_training_never_makes_a_large_slot_while_it_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch, pipelines: list[Pipeline], gpu: bool
+) -> None:
+    """It stood for the seconds that this takes, at most ``max_stall_s``: then the node counted as lost."""
+    monkeypatch.setattr(warming, "LEAST_BYTES", 1000)
+    made: list[str] = []
+
+    def create(capacity: int, path: Path | None, real: Any = SlotMemory.create) -> SlotMemory:
+        made.append(threading.current_thread().name)
+        return real(capacity, path)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(SlotMemory, "create", create)
+    pipelines.append(pipeline := Pipeline(lag=2, gpu=gpu))
+    pipeline.train(STEPS)
+    assert made == ["spot-slots"] * 3
+    assert len(pipeline.skipped) <= 2
+
+
+def test_a_slot_that_is_leased_ahead_is_one_that_is_made(
+    monkeypatch: pytest.MonkeyPatch, pipelines: list[Pipeline]
+) -> None:
+    """To make one for the next step kept the thread that seals, and the node counted as lost."""
+    monkeypatch.setattr(warming, "LEAST_BYTES", 1000)
+    pipelines.append(pipeline := Pipeline(lag=0))
+    pipeline.take(1)
+    pipeline.come_to(1)
+    asked: list[Any] = []
+    lease = pipeline.host.lease
+    monkeypatch.setattr(pipeline.host, "lease", lambda *a, **m: asked.append(m.get("making")) or lease(*a, **m))
+    pipeline.writer.next_comes()
+    until(lambda: Making.NEVER in asked, "the next slot to be asked for")
