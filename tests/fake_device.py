@@ -50,7 +50,7 @@ class FakeDevice:
         written: copies that kernels made.
         sees: whether kernels may write into slots.
         room: bytes that can be allocated.
-        used_by: threads that use it themselves, beside that which trains.
+        used_by: threads that use it themselves, beside that which trains, and by which stream if they order work.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -67,7 +67,7 @@ class FakeDevice:
         self.allocated = 0
         self.pinned: set[int] = set()
         self.now_s = 0.0
-        self.used_by: list[threading.Thread] = []
+        self.used_by: dict[threading.Thread, FakeStream | None] = {}
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
         self.storages |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
@@ -135,12 +135,20 @@ class FakeDevice:
         assert event.is_over
 
     @contextlib.contextmanager
-    def beside(self, index: int) -> Iterator[None]:
-        self.used_by.append(threading.current_thread())
+    def beside(self, index: int, stream: FakeStream | None = None) -> Iterator[None]:
+        self.used_by[threading.current_thread()] = stream
         try:
             yield
         finally:
-            self.used_by.remove(threading.current_thread())
+            del self.used_by[threading.current_thread()]
+
+    def fetched(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What ``tensor.cpu()`` is for the calling thread: ordered on its stream, and waited for."""
+        found = torch.empty_like(tensor)
+        stream = self.used_by[threading.current_thread()] or self.current(0)
+        self.copy(stream, [(found, tensor)])
+        self.synchronize(self.record(stream))
+        return found
 
     def allocate(self, index: int, nbytes: int) -> torch.Tensor | None:
         if nbytes > self.room:

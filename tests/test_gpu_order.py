@@ -16,7 +16,7 @@ from lightning_spot.staging.copier import Copier, SlotView, watch
 from lightning_spot.staging.partitions import Partition, Span
 from lightning_spot.staging.schedule import Schedule, Timetable
 from tests.conftest import until
-from tests.fake_device import FakeDevice, StreamOfEachThread
+from tests.fake_device import FakeDevice, FakeEvent, FakeStream, StreamOfEachThread
 
 NBYTES = 4096
 
@@ -201,3 +201,25 @@ def test_cuda_is_told_that_a_recording_is_no_concern_of_ours(monkeypatch: pytest
     monkeypatch.setattr(page_lock, "_driver", lambda: None)
     with page_lock.beside_recordings():
         pass  # there is no CUDA: nobody to tell
+
+
+def test_what_a_thread_of_ours_reads_itself_comes_after_the_seam_and_not_after_what_follows(
+    copiers: list[Copier],
+) -> None:
+    """By the stream of training, which is the current one there too, each read waited for the next step."""
+    tensor = torch.zeros(64, dtype=torch.uint8)
+    device, elsewhere = FakeDevice(), FakeStream(0)
+    copiers.append(copier := Copier(threads=0, device=device))
+    device.do(lambda: tensor.fill_(1))
+    after = copier.marks()
+    device.wait(device.training, FakeEvent(elsewhere, 1))  # the next step, which is never over
+
+    def read() -> torch.Tensor:
+        with copier.reading(after):
+            return device.fetched(tensor)
+
+    for _ in range(3):
+        assert (on_another_thread(read) == 1).all()
+    assert len(device.streams) == 2  # training's, and one to read by
+    elsewhere.done = 1
+    device.run()

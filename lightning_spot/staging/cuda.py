@@ -54,6 +54,8 @@ class CudaCopier:
         """Slots that were to be page-locked, by their address, and whether they are."""
         self._said: set[str] = set()
         self._making = threading.Lock()
+        self._readers: dict[int, Any] = {}
+        """A stream of each device by which a thread of ours reads from it itself."""
         self.records_graphs = False
         """Whether a CUDA graph was seen being recorded: its replays call no hooks, so nothing may follow later."""
 
@@ -72,13 +74,17 @@ class CudaCopier:
     def reading(self, after: Marks) -> Iterator[None]:
         """Have the calling thread, not that which trains, read from devices itself: what ``after`` marks is over then.
 
+        It reads by a stream of its own. That of training, which is the current one here too, has by then the next step
+        in it: each read would wait for that, and training for each read.
+
         Raises:
             SpotError: if a device fails.
         """
         with _failures_as_ours(), ExitStack() as used:
             for index, event in after.items():
-                used.enter_context(self.device.beside(index))
-                self.device.wait(self.device.current(index), event)
+                stream = self._readers.get(index) or self._readers.setdefault(index, self.device.stream(index))
+                self.device.wait(stream, event)
+                used.enter_context(self.device.beside(index, stream))
             yield
 
     def begin(

@@ -57,8 +57,13 @@ class Device(Protocol):
     def synchronize(self, event: Any) -> None:
         """Have the calling thread wait until ``event`` is over."""
 
-    def beside(self, index: int) -> contextlib.AbstractContextManager[None]:
-        """Have the calling thread, not that which trains, use a device itself, for as long as this lasts."""
+    def beside(self, index: int, stream: Any = None) -> contextlib.AbstractContextManager[None]:
+        """Have the calling thread, not that which trains, use a device itself, for as long as this lasts.
+
+        Args:
+            index: number of the device.
+            stream: what its own work goes to; ``None`` if it orders none.
+        """
 
     def allocate(self, index: int, nbytes: int) -> torch.Tensor | None:
         """Bytes on a device; ``None`` if it has no room."""
@@ -163,10 +168,10 @@ class Cuda:
             event.synchronize()
 
     @contextlib.contextmanager
-    def beside(self, index: int) -> Iterator[None]:
+    def beside(self, index: int, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
         """Have the calling thread, not that which trains, use a device itself, for as long as this lasts."""
         # Without a device of its own, a thread takes memory for a context on the first.
-        with torch.cuda.device(index), page_lock.beside_recordings():
+        with torch.cuda.device(index), torch.cuda.stream(stream), page_lock.beside_recordings():
             yield
 
     def allocate(self, index: int, nbytes: int) -> torch.Tensor | None:
