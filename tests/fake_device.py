@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -87,6 +87,9 @@ class FakeDevice:
 
     def kind(self, storage: torch.UntypedStorage) -> str:
         return "cuda" if storage.data_ptr() in self.storages else storage.device.type
+
+    def kinds(self, storages: Sequence[torch.UntypedStorage]) -> list[str]:
+        return list(map(self.kind, storages))
 
     def index(self, storage: torch.UntypedStorage) -> int:
         return 0
@@ -194,6 +197,9 @@ class Emulated(FakeDevice):
 
     def kind(self, storage: torch.UntypedStorage) -> str:
         return "cuda" if storage.nbytes() >= 64 else "cpu"  # counters of optimizers stay there
+
+    def kinds(self, storages: Sequence[torch.UntypedStorage]) -> list[str]:
+        return list(map(self.kind, storages))
 
     def index(self, storage: torch.UntypedStorage) -> int:
         return storage.nbytes() // 64 % 2

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_spot.errors import SpotError
-from lightning_spot.image.layout import Piece
+from lightning_spot.image.pieces import Piece
 from lightning_spot.staging import cuda, moving, operations
 from lightning_spot.staging import job as job_module
 from lightning_spot.staging.copier import Copier

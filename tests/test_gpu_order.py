@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spot.image.layout import Piece
+from lightning_spot.image.pieces import Piece
 from lightning_spot.staging import lane, page_lock
 from lightning_spot.staging.copier import Copier, SlotView, watch
 from lightning_spot.staging.partitions import Partition, Span

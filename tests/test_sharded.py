@@ -428,5 +428,7 @@ def test_names_of_parameters_are_those_of_now(kind: type[torch.nn.Linear]) -> No
         state = {holder.key: holder.model_state()}
         expected = [name for name, _ in module.named_parameters()]
         assert holder.optimizer_state(optimizer)["param_groups"][0]["params"] == expected
-        shown = {id(parameter) for parameter in holder.parameters(state)}
-        assert shown == {id(one) for name, one in module.named_parameters() if name in state[holder.key]}
+        module[0].requires_grad_(False)
+        shown = {id(parameter) for parameter in holder.frozen(state)}
+        named = module.named_parameters()
+        assert shown == {id(one) for name, one in named if name in state[holder.key] and not one.requires_grad}

@@ -20,6 +20,7 @@ from lightning_spot.capture.tensors import by_storage
 from lightning_spot.errors import NotSerialisable
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.sharded import layout, plan
+from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.items import Items
 from lightning_spot.sharded.layout import ShardedLayouter, state_archive
 from lightning_spot.sharded.plan import Planner
@@ -196,6 +197,25 @@ def test_a_shard_that_is_not_what_its_placements_say_is_named() -> None:
             local(state).data = other
             with pytest.raises(NotSerialisable, match=r"model\.rows has \(4, 3\) elements on rank 0, and \(4, 4\)"):
                 image_of(layouter, state)
+
+
+def test_another_storage_at_the_same_address_is_another() -> None:
+    memory = np.ones((4, 4), np.float32)
+    with as_rank(0, (2,)) as mesh:
+        state = on_rank(new_state(), mesh)
+        layouter = ShardedLayouter(0, 2)
+        for _ in range(2):
+            state["model"]["rows"]._local_tensor = torch.from_numpy(memory)
+            for _ in range(3):
+                pieces = layouter.lay_out(state, OWN, [4096, 4096], {}).layout.pieces
+                assert all(piece.named is not None and piece.named.is_of(piece.storage) for piece in pieces)
+
+
+def test_flat_shards_of_another_shape_are_planned_anew() -> None:
+    planner, shapes = Planner(2), [(4, 2), (4, 2), (4, 2), (2, 4)]
+    plans = [planner.plan({"weight": FlatShard(torch.rand(4), shape, ((0, 4), (4, 8)), 0)}).plan for shape in shapes]
+    assert plans[0] is plans[1] is plans[2]
+    assert plans[3].tensors[0].shape == (2, 4)
 
 
 def test_no_tensor_is_kept_alive() -> None:

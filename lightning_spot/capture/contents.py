@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import operator
 import random
 import threading
 import time
@@ -21,8 +22,9 @@ from typing import NamedTuple
 import torch
 
 from lightning_spot.capture.tensors import local_of
-from lightning_spot.image.layout import Layout, Piece
+from lightning_spot.image.layout import Layout
 from lightning_spot.image.pickling import Named
+from lightning_spot.image.pieces import Piece, nbytes_of
 from lightning_spot.image.written import Ranges, in_order
 from lightning_spot.staging.copier import SlotView
 
@@ -119,7 +121,7 @@ class Plan:
     """
 
     frame: list[tuple[int, bytes]]
-    pieces: list[Piece]
+    pieces: Sequence[Piece]
     marks: dict[Named, _Mark]
     past_counts: int = 0
     written: Ranges | None = None
@@ -130,7 +132,7 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """What is written into the slot."""
-        return sum([len(data) for _, data in self.frame]) + sum([piece.nbytes for piece in self.pieces])
+        return sum([len(data) for _, data in self.frame]) + nbytes_of(self.pieces)
 
 
 def owners_of(owned: Owners, kept: Owners) -> Owners:
@@ -172,12 +174,15 @@ class Unchanged:
             view: the slot.
         """
         frame, there = (known.frame, known.marks) if known is not None else ((), {})
-        pairs = itertools.zip_longest(layout.frame, frame)
-        plan = Plan([new for new, old in pairs if new is not old and new is not None], [], {})
-        copied, found, known_owners = plan.pieces, plan.marks, self._owners
+        copied: list[Piece] = []
+        is_new = map(operator.is_not, layout.frame, itertools.chain(frame, itertools.repeat(None)))
+        plan = Plan(list(itertools.compress(layout.frame, is_new)), copied, {})
+        found, known_owners = plan.marks, self._owners
         present: dict[Named, _Owner] = {}
         left_out = set()
-        for piece in layout.pieces:
+        if not owners:
+            plan.pieces = layout.pieces
+        for piece in layout.pieces if owners else ():
             storage, offset, nbytes, _, named, start = piece
             tensors = owners.get(storage.data_ptr())
             if named is None or tensors is None:

@@ -24,7 +24,7 @@ from lightning_spot.capture.leases import give_back, have_made
 from lightning_spot.capture.split import Number
 from lightning_spot.capture.views import SlotViews
 from lightning_spot.errors import NodeUnreachable, ShareMissing, SpotError, TornSnapshot
-from lightning_spot.image.layout import Piece
+from lightning_spot.image.pieces import Piece
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.staging.copier import Copier, CopyJob, Marks, SlotView, Watches
 from lightning_spot.staging.schedule import Schedule

@@ -263,7 +263,7 @@ class Joining(Follower[_Part | SpotError]):
             if piece.storage.data_ptr() not in what.kept
         ]
         job = self._copy(task, plan, pieces, view, what.watches)
-        plan.pieces.clear()
+        plan.pieces = ()
         pieces.clear()
         for offset, data in plan.frame:
             view.map[offset : offset + len(data)] = data

@@ -12,8 +12,9 @@ from lightning_spot.capture.contents import Known, Owners, owners_of
 from lightning_spot.capture.following import Follower, Task
 from lightning_spot.capture.split import ALIKE, Held, Number, Split, held_by, sample
 from lightning_spot.errors import ShareMissing
-from lightning_spot.image.layout import Layout, Piece
+from lightning_spot.image.layout import Layout
 from lightning_spot.image.pickling import Named
+from lightning_spot.image.pieces import Piece
 from lightning_spot.image.portion import Portion
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.staging.copier import Copier, Watches
@@ -120,7 +121,7 @@ class ShareWriter(Follower[_Share]):
             piece._replace(storage=what.copies.get(piece.storage.data_ptr(), piece.storage)) for piece in plan.pieces
         ]
         job = self._copy(task, plan, kept, view, watches)
-        plan.pieces.clear()
+        plan.pieces = ()
         if room is not None:
             place = portion.place(room[0]) if portion is not None else room[0]
             with self._copier.reading(task.after):

@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 
 from lightning_spot.errors import ShareMissing
-from lightning_spot.image.layout import Layout, Piece
+from lightning_spot.image.layout import Layout
+from lightning_spot.image.pieces import Piece
 from lightning_spot.image.portion import Portions, joined
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory.joint import Shared

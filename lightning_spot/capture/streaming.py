@@ -14,8 +14,9 @@ from dataclasses import replace
 
 import torch
 
-from lightning_spot.image.layout import Layout, Piece
+from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.pieces import Piece
 from lightning_spot.tiers.store import Store
 
 _CRC = struct.Struct("<L")

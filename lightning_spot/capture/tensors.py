@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -49,11 +50,17 @@ def storage_address(tensor: torch.Tensor) -> int:
         return 0
 
 
-def storage_addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """:func:`storage_address` of each; to call that for thousands takes twice as long."""
+def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """:func:`local_of` each; to call that for thousands takes twice as long."""
     local = list(tensors)
     if not _PLAIN.issuperset(map(type, local)):
         local = [tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor) for tensor in local]
+    return local
+
+
+def storage_addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """:func:`storage_address` of each."""
+    local = locals_of(tensors)
     try:
         return [tensor.untyped_storage().data_ptr() for tensor in local]
     except (NotImplementedError, RuntimeError):  # one of them has none of its own
@@ -74,8 +81,41 @@ def by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, Sequence[torch.Tens
     return {address: [*of_one.values()] for address, of_one in all_of.items()}
 
 
+class Owned(Mapping[int, Sequence[torch.Tensor]]):
+    """What :func:`by_storage` makes of tensors, made when it is looked at: where nothing is new, nobody does.
+
+    Args:
+        tensors: the tensors.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    @functools.cached_property
+    def by_storage(self) -> dict[int, Sequence[torch.Tensor]]:
+        """The tensors by the address of their storage."""
+        return by_storage(self.tensors)
+
+    def __getitem__(self, address: int) -> Sequence[torch.Tensor]:
+        return self.by_storage[address]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.by_storage)
+
+    def __len__(self) -> int:
+        return len(self.by_storage)
+
+    def __contains__(self, address: object) -> bool:
+        return address in self.by_storage
+
+
 def optimizer_owned(optimizers: Iterable[Any]) -> dict[int, Sequence[torch.Tensor]]:
-    """Tensors that change in ``optimizer.step()`` and nowhere else, by storage: parameters and their state.
+    """:func:`optimizer_tensors` by the address of their storage."""
+    return by_storage(optimizer_tensors(optimizers))
+
+
+def optimizer_tensors(optimizers: Iterable[Any]) -> list[torch.Tensor]:
+    """Tensors that change in ``optimizer.step()`` and nowhere else: parameters and their state.
 
     Args:
         optimizers: ``torch.optim.Optimizer`` or Lightning's wrappers.
@@ -92,7 +132,7 @@ def optimizer_owned(optimizers: Iterable[Any]) -> dict[int, Sequence[torch.Tenso
                 continue
         for state in states:
             owned += tensors_in(state)
-    return by_storage(owned)
+    return owned
 
 
 class Glances:

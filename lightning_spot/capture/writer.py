@@ -13,8 +13,6 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import replace
-from itertools import chain, compress
-from operator import not_
 from typing import Any
 
 from lightning_spot.capture.across import Across
@@ -25,6 +23,7 @@ from lightning_spot.capture.host_link import HostLink, within
 from lightning_spot.capture.leases import Leases, give_back, say_backing
 from lightning_spot.capture.mail import Mailbox
 from lightning_spot.capture.outline import Outliner
+from lightning_spot.capture.parting import Parting
 from lightning_spot.capture.pending import Opened, Pending
 from lightning_spot.capture.saying import SayOnce, say_failing, say_waiting
 from lightning_spot.capture.split import Divided, Divider, Ranks
@@ -107,6 +106,7 @@ class SnapshotWriter:
         self._pending: list[Pending] = []
         self._unsteady: frozenset[int] = frozenset()
         self._unchanged = Unchanged()
+        self._parting = Parting()
         self._divider = Divider()
         self._outliner = Outliner(self.say_once)
         self._tasks = Background("spot-writer", leases.give_back, lambda: leases.idle_s)
@@ -338,19 +338,16 @@ class SnapshotWriter:
 
     def _copy(self, plan: Plan, view: SlotView, owned: Owners) -> CopyJob:
         """Copy now what forward may change, and let the optimizer's own follow until its next step."""
-        addresses = [piece.storage.data_ptr() for piece in plan.pieces]
-        follow = [address in owned and address not in self._unsteady for address in addresses]
-        first = self._copier.start(list(compress(plan.pieces, map(not_, follow))), view)
+        parted = self._parting.part(plan.pieces, owned, self._unsteady)
+        first = self._copier.start(parted.first, view)
         for offset, data in plan.frame:
             view.map[offset : offset + len(data)] = data
         self.copied_bytes += plan.nbytes
         first.wait_cpu()
         self._copier.fence()  # before what may take longer: a GPU's training would wait for that too
-        watched = dict.fromkeys(compress(addresses, follow))  # each once, of however many pieces
-        watches = watch(chain.from_iterable(map(owned.__getitem__, watched)))
-        job = self._copier.start(list(compress(plan.pieces, follow)), view, watches, self._schedule)
+        job = self._copier.start(parted.later, view, watch(parted.owners), self._schedule)
         job.follow(first)  # there may be nothing more to copy from its GPUs
-        plan.pieces.clear()  # no storage is kept alive longer than its copy takes
+        plan.pieces = ()  # no storage is kept alive longer than its copy takes
         return job
 
     # -- on the background thread ---------------------------------------------------------------------------------

@@ -123,9 +123,9 @@ class Flat:
                 state[clean(name)] = value
         return state
 
-    def parameters(self, state: State) -> Iterable[Tensor]:
+    def frozen(self, state: State) -> Iterable[Tensor]:
         """See :class:`~lightning_spot.exact.sharded.Holder`: flat ones, and those that FSDP leaves alone."""
-        return self._module.parameters()
+        return (parameter for parameter in self._module.parameters() if not parameter.requires_grad)
 
     def _weight(self, part: Part) -> FlatShard | Refused:
         of_all, own = part.of_all, part.own

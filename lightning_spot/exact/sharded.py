@@ -55,8 +55,8 @@ class Holder(Protocol):
     def model_state(self) -> State:
         """The live state of the model."""
 
-    def parameters(self, state: State) -> Iterable[torch.Tensor]:
-        """Those of the model that are in a state, as :func:`split` gives it."""
+    def frozen(self, state: State) -> Iterable[torch.Tensor]:
+        """Parameters that are not trained, of those of the model that are in a state, as :func:`split` gives it."""
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
         """The live state of an optimizer by the names of its parameters; of one that has not stepped yet, none."""
@@ -113,9 +113,10 @@ class Dtensors:
         self._names = names
         return state
 
-    def parameters(self, state: State) -> list[torch.Tensor]:
+    def frozen(self, state: State) -> list[torch.Tensor]:
         """See :class:`Holder`; to ask the modules takes ten times as long."""
-        return [value for value in state[self.key].values() if isinstance(value, torch.nn.Parameter)]
+        others = [value for value in state[self.key].values() if not getattr(value, "requires_grad", True)]
+        return [value for value in others if isinstance(value, torch.nn.Parameter)]
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
         """See :class:`Holder`."""

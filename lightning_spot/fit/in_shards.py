@@ -17,7 +17,7 @@ from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.saying import say_failing
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint
 from lightning_spot.capture.split import Ranks
-from lightning_spot.capture.tensors import by_storage, optimizer_owned
+from lightning_spot.capture.tensors import Owned, by_storage, optimizer_tensors
 from lightning_spot.errors import NodeUnreachable, SettingsError, SpotError
 from lightning_spot.exact.dump import KEY, Dump
 from lightning_spot.exact.flat import Kinds
@@ -298,14 +298,13 @@ class InShards(OfTrainer):
             at = self._location.url  # the same place may have another path on each host
         hosts = tuple(map(len, self._hosts.ranks))
         ranks = Ranks(sum(hosts), {}, hosts, at) if at else None
-        step, owned = trainer.global_step, optimizer_owned(trainer.optimizers)
-        parameters = holder_of(trainer).parameters(checkpoint.state)
-        frozen = by_storage(item for item in parameters if not item.requires_grad)
+        step, owned = trainer.global_step, Owned(optimizer_tensors(trainer.optimizers))
+        frozen = by_storage(holder_of(trainer).frozen(checkpoint.state))
         kept = {address: tensors for address, tensors in frozen.items() if address not in owned}
         if self._joining is not None:
             self._joining.write(
                 checkpoint,
-                owned=owned,
+                owned=owned.by_storage,
                 kept=kept,
                 step=step,
                 complete=complete,

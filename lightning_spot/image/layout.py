@@ -15,7 +15,7 @@ import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -30,8 +30,12 @@ from lightning_spot.image.archive import (
 )
 from lightning_spot.image.crc import crc32
 from lightning_spot.image.pickling import Named, TensorPickler
+from lightning_spot.image.pieces import Piece
 
 logger = logging.getLogger(__name__)
+
+_PIECE = tuple.__new__
+"""Makes one of thousands of pieces: to call the class takes thrice as long."""
 
 _TOGETHER_BYTES = 16 * 1024 * 1024  # of a device's memory, for as long as its tensors are fetched together
 _FOLDER = "model"
@@ -41,36 +45,6 @@ _RECORDS = (
     ("version", b"3\n"),
     ("byteorder", sys.byteorder.encode()),
 )
-
-
-class Piece(NamedTuple):
-    """A storage, or some bytes of one, and its place in the file.
-
-    Attributes:
-        storage: bytes to copy; on any device. Keeping the piece keeps the storage alive.
-        offset: first byte in the file.
-        nbytes: length in bytes.
-        crc_at: places in the file of the 4-byte little-endian CRC-32 fields that describe it.
-        named: tells the storage from all others, also those that came before it or will come after.
-        start: first byte in the storage.
-    """
-
-    storage: torch.UntypedStorage
-    offset: int
-    nbytes: int
-    crc_at: tuple[int, ...] = ()
-    named: Named | None = None
-    start: int = 0
-
-    def cut(self, start: int, nbytes: int) -> Piece:
-        """Some bytes of it, from byte ``start`` on."""
-        if (start, nbytes) == (0, self.nbytes):
-            return self
-        return self._replace(offset=self.offset + start, start=self.start + start, nbytes=nbytes, crc_at=())
-
-
-_PIECE = tuple.__new__
-"""Makes one of thousands of pieces: to call the class takes thrice as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +60,7 @@ class Layout:
 
     nbytes: int
     frame: tuple[tuple[int, bytes], ...]
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
 
 
 class Layouter:

@@ -6,6 +6,7 @@ A training state has the same keys each time, so its paths are made once, and it
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lightning_spot.errors import NotSerialisable
 from lightning_spot.image.shards import Path
 
 _LEAF, _MAPPING, _LIST = range(3)
+_ONE_DICT = frozenset((dict,))
 
 _Form = tuple[Any, list[tuple[int, Any]]]
 """Keys of a mapping, or length of a list; and the form of each mapping and list in it, with its number among them."""
@@ -65,9 +67,15 @@ class Items:
         inner: list[tuple[int, _Form]] = []
         kinds = self._kinds
         items = value if is_list else list(value.values())
-        if self._leaves.issuperset(map(type, items)):  # so it is for each parameter of an optimizer
+        if self._leaves.issuperset(map(type, items)):  # so it is of a model
             found += items
             return len(value) if is_list else tuple(value), inner
+        if _ONE_DICT.issuperset(map(type, items)):
+            below = list(chain.from_iterable(map(dict.values, items)))
+            if self._leaves.issuperset(map(type, below)):  # so it is of an optimizer, which has one for each parameter
+                found += below
+                inner = list(enumerate(zip(map(tuple, items), repeat([]))))
+                return len(value) if is_list else tuple(value), inner
         for number, item in enumerate(items):
             kind = kinds.get(type(item))
             if kind is None:

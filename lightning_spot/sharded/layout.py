@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import io
 import itertools
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +15,15 @@ import torch
 
 from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, NotSerialisable
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
-from lightning_spot.image.layout import Layout, Layouter, Piece, filled, lay_out_plain
+from lightning_spot.image.layout import Layout, Layouter, filled, lay_out_plain
 from lightning_spot.image.parts import checksum
-from lightning_spot.image.pickling import Named
 from lightning_spot.image.shards import SHARDS_FILE, Archived, Path, Shards, StoredValue
 from lightning_spot.sharded import metadata
-from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.items import is_extra
-from lightning_spot.sharded.places import ALIGNMENT, Placed, Places, aligned
+from lightning_spot.sharded.places import ALIGNMENT, Places, aligned
 from lightning_spot.sharded.plan import Plan, Planner, State
 from lightning_spot.sharded.reader import load_value
+from lightning_spot.sharded.sources import Source, Sources
 
 _VALUES_FILE = "__0_1.distcp"
 
@@ -66,7 +64,7 @@ class ShardedLayouter:
         self._places: Places | None = None
         self._digest = ""
         self._frame: Frame = []
-        self._sources: list[tuple[int, _Source]] = []
+        self._sources = Sources()
         self._numbers = itertools.count(1)
         self._values = _Values()
         self._index: tuple[tuple[Any, ...], tuple[tuple[str, bytes], ...]] = ((), ())
@@ -94,7 +92,7 @@ class ShardedLayouter:
         places = self._places
         if places is None or places.plan is not plan or places.state_bytes != tuple(state_bytes):
             places = self._places = self._place(plan, state_bytes)
-        pieces = tuple([source.piece(tensors[number]) for number, source in self._sources])
+        pieces = self._sources.pieces(tensors)
         frame = list(self._frame)
         span = places.state_of(self._rank)
         frame.append((span.offset, _padded(bytes(own), span)))
@@ -114,11 +112,9 @@ class ShardedLayouter:
         # Also of the places: another torch may put other frames around the elements.
         told = f"{plan.digest} {places.state_bytes} {[file.nbytes for file in places.files]} {self._token}"
         self._digest = checksum(told.encode())
-        self._sources = [
-            (placed.item, _Source(self._rank, plan.tensors[placed.item].path, placed, self._numbers))
-            for placed in places.by_rank[self._rank]
-            if placed.form.data_nbytes
-        ]
+        filled = (placed for placed in places.by_rank[self._rank] if placed.form.data_nbytes)
+        own = [(placed.item, Source(plan.tensors[placed.item].path, placed, self._numbers)) for placed in filled]
+        self._sources = Sources(own)
         return places
 
     def _behind(self, places: Places, found: list[Any], rest: Any, frame: Frame, files: list[FileSpan]) -> int:
@@ -137,64 +133,6 @@ class ShardedLayouter:
             frame.append((end, _padded(content, span)))
             end = aligned(end + len(content), FILE_ALIGNMENT_BYTES)
         return end
-
-
-class _Source:
-    """A box of a tensor that this rank writes, and the memory it was in last.
-
-    Args:
-        rank: this one.
-        path: of the tensor.
-        placed: the box.
-        numbers: for storages that come one after the other.
-    """
-
-    __slots__ = ("_address", "_chunk", "_local", "_named", "_numbers", "_path", "_place", "_rank", "_sizes")
-
-    def __init__(self, rank: int, path: Path, placed: Placed, numbers: Iterator[int]) -> None:
-        self._rank, self._path, self._numbers = rank, path, numbers
-        self._chunk, self._sizes = placed.chunk, torch.Size(placed.chunk.sizes)
-        crc_at = tuple(placed.offset + at for at in placed.form.crc_at)
-        self._place: Any = (placed.offset + placed.form.data, placed.form.data_nbytes, crc_at, None, 0)
-        self._address = 0
-        self._local: Callable[[], torch.Tensor | None] = lambda: None
-        self._named: Named | None = None
-
-    def piece(self, tensor: torch.Tensor | FlatShard) -> Piece:
-        """The elements, and where they go.
-
-        Raises:
-            NotSerialisable: if this rank has others than the tensor's placements say.
-        """
-        if isinstance(tensor, FlatShard):
-            tensor = tensor.part(self._chunk.offsets, self._chunk.sizes)
-        # to_local() asks autograd, which takes 50 times as long
-        local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-        if (
-            self._local() is not local
-            or local.data_ptr() != self._address
-            or local.shape != self._sizes
-            or not local.is_contiguous()
-        ):
-            local = self._look(local)
-        return tuple.__new__(Piece, (local.untyped_storage(), *self._place))  # saves a call for each of thousands
-
-    def _look(self, local: torch.Tensor) -> torch.Tensor:
-        """Find out where elements lie that are not where they were; or give them a place, in order."""
-        if local.shape != self._sizes:
-            raise NotSerialisable(
-                f"{metadata.name_of(self._path)} has {tuple(local.shape)} elements on rank {self._rank}, and"
-                f" {tuple(self._sizes)} by its placements: it cannot be saved in shards"
-            )
-        if not local.is_contiguous() or local.is_conj() or local.is_neg():
-            local = local.detach().resolve_conj().resolve_neg().contiguous()
-        storage = local.untyped_storage()
-        if self._named is None or not self._named.is_of(storage):
-            self._named = Named(next(self._numbers), storage)
-        start = int(local.storage_offset()) * local.element_size()
-        self._place = (*self._place[:3], self._named, start)
-        self._local, self._address = weakref.ref(local), local.data_ptr()
-        return local
 
 
 class _Values:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch.distributed.tensor import DTensor
@@ -11,6 +12,10 @@ from torch.distributed.tensor import DTensor
 def spec_of(value: Any) -> Any:
     """What says all of how a ``DTensor`` is sharded: another object if that changes. ``None`` of what has no such."""
     return getattr(value, "_spec", None) if isinstance(value, DTensor) else None
+
+
+spec_of_sharded: Callable[[DTensor], Any] = attrgetter("_spec")
+"""The same, of one that has such."""
 
 
 def root_of(mesh: Any) -> Any:

@@ -6,18 +6,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from operator import attrgetter
+from itertools import compress
 from typing import TYPE_CHECKING
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from lightning_spot.image.layout import Piece
+from lightning_spot.image.pieces import Piece, nbytes_of
 from lightning_spot.staging.alone import LoneThread
 from lightning_spot.staging.cuda import CudaCopier, Marks
 from lightning_spot.staging.job import NEVER, NOW, Batch, CopyJob, SlotView, Watches, batches_of, watch
 from lightning_spot.staging.lane import Held
 from lightning_spot.staging.moving import goes_past_caches
 from lightning_spot.staging.samples import Sampler
-from lightning_spot.staging.spans import SlotSpan, some, whole
+from lightning_spot.staging.spans import SlotSpan, sizes_of, some, storages_of, whole
 
 if TYPE_CHECKING:
     from lightning_spot.staging.device import Device
@@ -80,17 +80,16 @@ class Copier:
             trains: number of the thread that trains; ``None`` for the calling one.
             after: what copies from GPUs come after, see :meth:`marks`; ``None`` for what this thread has ordered.
         """
-        timetable = None
+        spans, timetable = whole(pieces), None
         if schedule is not None:
-            addresses = [piece.storage.data_ptr() for piece in pieces]
-            timetable = schedule.timetable(addresses, [piece.nbytes for piece in pieces])
+            timetable = schedule.timetable([storage.data_ptr() for storage in storages_of(spans)], sizes_of(spans))
         job = CopyJob(pieces, watches or Watches(), self._notify, self._clock, trains, self._sampler)
         with self._wake:
             self._slots[job] = ref(slot)  # before anything goes there
         job.stands_still = timetable is not None and timetable.stands_still
         if job.stands_still:
             timetable = None
-        self._fill(job, pieces, slot, timetable, after, buffered=schedule is not None)
+        self._fill(job, pieces, spans, slot, timetable, after, buffered=schedule is not None)
         if job.stands_still:
             job.copy_here()
         if job.is_done:
@@ -151,6 +150,7 @@ class Copier:
         self,
         job: CopyJob,
         pieces: Sequence[Piece],
+        spans: Sequence[SlotSpan],
         slot: SlotView,
         timetable: Timetable | None,
         after: Marks | None,
@@ -159,20 +159,21 @@ class Copier:
     ) -> None:
         """Give a job what it has to copy, held until its place in the iteration is reached or its time is up."""
         latest_s = NOW if timetable is None else self._clock() + timetable.limit_s
-        parts = [(0, 0.0, whole(pieces))]
+        parts = [(0, 0.0, spans)]
         if timetable is not None:
             parts = [(part.point, part.after_s, some(pieces, part.spans)) for part in timetable.partitions]
-        kind_of = self._cuda.device.kind
-        past_caches = goes_past_caches(sum(map(attrgetter("nbytes"), pieces)))
+        kinds_of = self._cuda.device.kinds
+        past_caches = goes_past_caches(nbytes_of(pieces))
         batches: list[Batch] = []
         on_gpu: list[Held] = []
         for place, after_s, spans in parts:
-            on_cpu: list[SlotSpan] = []
-            for span in spans:
-                kind = kind_of(span.storage)
+            kinds = kinds_of(storages_of(spans))
+            are_on_cpu = list(map("cpu".__eq__, kinds))
+            on_cpu = spans if all(are_on_cpu) else list(compress(spans, are_on_cpu))
+            for span, kind in zip(spans, kinds, strict=True) if on_cpu is not spans else ():
                 if kind == "cpu":
-                    on_cpu.append(span)
-                elif kind == "cuda":
+                    continue
+                if kind == "cuda":
                     on_gpu.append((place, [span]))
                 else:  # MPS, XPU, …: no side stream is known here; copied in order, by the caller
                     span.target(slot.tensor).copy_(span.source())

@@ -18,6 +18,9 @@ class Device(Protocol):
     def kind(self, storage: torch.UntypedStorage) -> str:
         """What a storage lies on: ``"cuda"`` for one of them, else what torch calls it."""
 
+    def kinds(self, storages: Sequence[torch.UntypedStorage]) -> list[str]:
+        """The same of each."""
+
     def index(self, storage: torch.UntypedStorage) -> int:
         """On which."""
 
@@ -90,6 +93,10 @@ class Cuda:
     def kind(self, storage: torch.UntypedStorage) -> str:
         """What a storage lies on: ``"cuda"`` for one of them, else what torch calls it."""
         return _kind(storage.device)
+
+    def kinds(self, storages: Sequence[torch.UntypedStorage]) -> list[str]:
+        """The same of each; there may be thousands."""
+        return list(map(_kind, [storage.device for storage in storages]))
 
     def index(self, storage: torch.UntypedStorage) -> int:
         """On which."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import logging
 import mmap
@@ -15,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from lightning_spot.errors import SpotError
-from lightning_spot.image.layout import Piece
+from lightning_spot.image.pieces import Piece, Pieces
 from lightning_spot.staging.cuda import CudaCopy
 from lightning_spot.staging.moving import memmove, memmove_small, move_past_caches
 from lightning_spot.staging.operations import Operation
 from lightning_spot.staging.samples import Sampler
-from lightning_spot.staging.spans import SlotSpan, gone
+from lightning_spot.staging.spans import SlotSpan, between, gone, rows_of, sizes_of
 from lightning_spot.threads import processors, work_together
 
 logger = logging.getLogger(__name__)
@@ -108,8 +107,8 @@ class CopyJob:
     ) -> None:
         self.moved: frozenset[int] = frozenset()
         """Addresses of storages that changed before they were copied; if any, the copy is worthless."""
-        self.pieces = list(pieces)
-        """What is copied; emptied when it is done, so that no storage is kept alive."""
+        self.pieces: Sequence[Piece] = pieces if isinstance(pieces, Pieces) else list(pieces)
+        """What is copied; let go when it is done, so that no storage is kept alive."""
         self.stands_still = False
         """Whether training stands still until the snapshot is sealed."""
         self._watches = watches
@@ -177,9 +176,9 @@ class CopyJob:
         if self._watches:
             Operation(self._trains).outlast(self._settled)
         self.settle()
-        self.pieces.clear()
+        self.pieces = []
         if self._before is not None:
-            self._before.pieces.clear()
+            self._before.pieces = []
             self._before = None
 
     def follow(self, first: CopyJob) -> None:
@@ -324,7 +323,7 @@ class Batch:
     """Some storages, or parts of them, and their places: what one thread copies in one go.
 
     Args:
-        spans: to copy.
+        spans: to copy, in one or several rows.
         slot: where to.
         place: of the iteration, until which it is held.
         after_s: it is held so long after that.
@@ -337,7 +336,7 @@ class Batch:
 
     def __init__(
         self,
-        spans: Sequence[SlotSpan],
+        spans: Sequence[Sequence[SlotSpan]],
         slot: SlotView,
         place: int,
         after_s: float,
@@ -355,25 +354,28 @@ class Batch:
         if self._past_caches or not hasattr(torch, "_foreach_copy_"):  # private; only time depends on it
             self.helping()
             return
-        self._move(span for span in self._spans if span.nbytes <= _SMALL_BYTES)
-        if large := [span for span in self._spans if span.nbytes > _SMALL_BYTES]:
+        self._move(_SMALL_BYTES)
+        if large := [span for span in itertools.chain(*self._spans) if span.nbytes > _SMALL_BYTES]:
             targets = [span.target(self._slot.tensor) for span in large]
             torch._foreach_copy_(targets, [span.source() for span in large])
 
     def helping(self) -> None:
         """Copy it on the calling thread alone: no second team of threads beside those of training."""
-        self._move(self._spans)
+        self._move()
 
-    def _move(self, spans: Iterable[SlotSpan]) -> None:
+    def _move(self, most: float = NEVER) -> None:
+        """Copy spans of up to so many bytes."""
         if self._past_caches:
-            move_past_caches(self._moves(spans))
+            move_past_caches(self._moves(most))
             return
-        for target, source, nbytes in self._moves(spans):  # thousands of small ones, by a thread that keeps the GIL
+        for target, source, nbytes in self._moves(most):  # thousands of small ones, by a thread that keeps the GIL
             (memmove if nbytes > _SMALL_BYTES else memmove_small)(target, source, nbytes)
 
-    def _moves(self, spans: Iterable[SlotSpan]) -> Iterator[tuple[int, int, int]]:
+    def _moves(self, most: float) -> Iterator[tuple[int, int, int]]:
         base = self._slot.address
-        for storage, start, place, nbytes in spans:
+        for storage, start, place, nbytes in itertools.chain(*map(rows_of, self._spans)):
+            if nbytes > most:
+                continue
             if storage.nbytes() < start + nbytes:
                 raise gone()
             yield base + place, storage.data_ptr() + start, nbytes
@@ -383,18 +385,9 @@ def batches_of(
     spans: Sequence[SlotSpan], slot: SlotView, place: int, after_s: float, ready_s: float, past_caches: bool = False
 ) -> Iterator[Batch]:
     """Cut into batches, large ones first: those run while nobody can help; the last even the load out."""
-    ends = list(itertools.accumulate([span.nbytes for span in spans], initial=0))
+    ends = list(itertools.accumulate(sizes_of(spans), initial=0))
     begin, total = 0, ends[-1]
     while begin < total:
         end = min(total, begin + max((total - begin) // 3, _LEAST_BATCH_BYTES))
-        yield Batch(_between(spans, ends, begin, end), slot, place, after_s, ready_s, past_caches)
+        yield Batch(between(spans, ends, begin, end), slot, place, after_s, ready_s, past_caches)
         begin = end
-
-
-def _between(spans: Sequence[SlotSpan], ends: Sequence[int], begin: int, end: int) -> list[SlotSpan]:
-    """What lies between two places, counted in bytes over all spans; ``ends`` says where each begins."""
-    first, behind = bisect.bisect_right(ends, begin) - 1, bisect.bisect_left(ends, end)
-    found = list(spans[first:behind])
-    found[-1] = found[-1].cut(end - ends[behind - 1])[0]
-    found[0] = found[0].cut(begin - ends[first])[1]
-    return found

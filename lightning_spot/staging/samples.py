@@ -6,7 +6,7 @@ import ctypes
 import random
 from collections.abc import Sequence
 
-from lightning_spot.image.layout import Piece
+from lightning_spot.image.pieces import Piece
 
 STORAGES = 32
 """Of how many storages some bytes are noted each time; of all, from when one has shown such a write."""

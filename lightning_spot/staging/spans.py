@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+import bisect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple, overload
 
 import torch
 
 from lightning_spot.errors import SpotError
-from lightning_spot.image.layout import Piece
+from lightning_spot.image.pieces import Piece, Pieces
 from lightning_spot.staging.partitions import Span
 
 
@@ -48,18 +51,89 @@ class SlotSpan(NamedTuple):
         return self._replace(nbytes=nbytes), rest
 
 
+class Spans(Sequence[SlotSpan]):
+    """Whole pieces as spans, of which an object is made where one is asked for only.
+
+    Args:
+        storages: of the spans.
+        starts: first byte of each in its storage.
+        places: its place in the slot.
+        sizes: its length.
+    """
+
+    __slots__ = ("_places", "_starts", "sizes", "storages")
+
+    def __init__(
+        self,
+        storages: Sequence[torch.UntypedStorage],
+        starts: Sequence[int],
+        places: Sequence[int],
+        sizes: Sequence[int],
+    ) -> None:
+        self.storages, self._starts, self._places, self.sizes = storages, starts, places, sizes
+
+    def __len__(self) -> int:
+        return len(self.storages)
+
+    def __iter__(self) -> Iterator[SlotSpan]:
+        return map(_span, self.rows())
+
+    def rows(self) -> Iterator[tuple[torch.UntypedStorage, int, int, int]]:
+        """What each consists of, see :class:`SlotSpan`."""
+        return zip(self.storages, self._starts, self._places, self.sizes, strict=True)
+
+    @overload
+    def __getitem__(self, number: int) -> SlotSpan: ...
+    @overload
+    def __getitem__(self, number: slice) -> Spans: ...
+    def __getitem__(self, number: int | slice) -> SlotSpan | Spans:
+        if isinstance(number, slice):
+            return Spans(self.storages[number], self._starts[number], self._places[number], self.sizes[number])
+        return SlotSpan(self.storages[number], self._starts[number], self._places[number], self.sizes[number])
+
+
+def between(spans: Sequence[SlotSpan], ends: Sequence[int], begin: int, end: int) -> Sequence[Sequence[SlotSpan]]:
+    """What lies between two places, counted in bytes over all spans; ``ends`` says where each begins."""
+    first, behind = bisect.bisect_right(ends, begin) - 1, bisect.bisect_left(ends, end)
+    if (begin, end) == (ends[first], ends[behind]):
+        return (spans[first:behind],)
+    if behind - first == 1:
+        return ([spans[first].cut(end - ends[first])[0].cut(begin - ends[first])[1]],)
+    head, tail = spans[first].cut(begin - ends[first])[1], spans[behind - 1].cut(end - ends[behind - 1])[0]
+    return ([head], spans[first + 1 : behind - 1], [tail])
+
+
 def gone() -> SpotError:
     """What to raise of a storage that is shorter than it was: beyond its end is memory of somebody else, or none."""
     return SpotError("its storage was resized, or its memory given back, before it was copied")
 
 
-_SPAN = tuple.__new__
-"""Makes one of thousands of spans: to call the class takes thrice as long."""
+_span: Callable[[tuple[Any, ...]], SlotSpan] = partial(tuple.__new__, SlotSpan)
+"""Makes one of thousands of spans: to call the class takes six times as long."""
+
+_parts_of = itemgetter(0, 5, 1, 2)  # of a piece
 
 
-def whole(pieces: Iterable[Piece]) -> list[SlotSpan]:
+def whole(pieces: Sequence[Piece]) -> Sequence[SlotSpan]:
     """Whole pieces."""
-    return [_SPAN(SlotSpan, (storage, start, place, nbytes)) for storage, place, nbytes, _, _, start in pieces]
+    if isinstance(pieces, Pieces):
+        return Spans(pieces.storages, pieces.places.starts, pieces.places.offsets, pieces.places.sizes)
+    return list(map(_span, map(_parts_of, pieces)))
+
+
+def storages_of(spans: Sequence[SlotSpan]) -> Sequence[torch.UntypedStorage]:
+    """The storage of each."""
+    return spans.storages if isinstance(spans, Spans) else [span.storage for span in spans]
+
+
+def sizes_of(spans: Sequence[SlotSpan]) -> Sequence[int]:
+    """The length of each."""
+    return spans.sizes if isinstance(spans, Spans) else [span.nbytes for span in spans]
+
+
+def rows_of(spans: Sequence[SlotSpan]) -> Iterable[tuple[torch.UntypedStorage, int, int, int]]:
+    """What each consists of."""
+    return spans.rows() if isinstance(spans, Spans) else spans
 
 
 def some(pieces: Sequence[Piece], spans: Iterable[Span]) -> list[SlotSpan]:

@@ -1,0 +1,133 @@
+"""The memory that the elements of a sharded snapshot are in: found tensor by tensor, then known again in rows of them.
+
+No tensor, and no memory, is kept alive from one snapshot to the next.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lightning_spot.errors import NotSerialisable
+from lightning_spot.image.pickling import Named
+from lightning_spot.image.pieces import Piece, Pieces, Places, places_of
+from lightning_spot.image.shards import Path
+from lightning_spot.sharded import metadata
+from lightning_spot.sharded.flat import FlatShard
+from lightning_spot.sharded.places import Placed
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_shape = operator.attrgetter("shape")
+
+
+class Sources:
+    """The boxes that this rank writes. Most of them lie where they lay before, which is seen by comparing rows.
+
+    Args:
+        sources: the boxes, each with the number of its tensor in the plan.
+    """
+
+    def __init__(self, sources: Sequence[tuple[int, Source]] = ()) -> None:
+        self._numbers = [number for number, _ in sources]
+        self._sources = [source for _, source in sources]
+        self._sizes = [source.sizes for source in self._sources]
+        self._known: list[Callable[[], torch.Tensor | None]] = []
+        self._addresses: list[int] = []
+        self._places: Places | None = None
+
+    def pieces(self, tensors: Sequence[torch.Tensor | FlatShard]) -> Pieces:
+        """The elements of all boxes, and where they go.
+
+        Args:
+            tensors: of the state, in the order of the plan's.
+
+        Raises:
+            NotSerialisable: if this rank has others than a tensor's placements say.
+        """
+        found = list(map(tensors.__getitem__, self._numbers))
+        local: list[Any] = [
+            tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor) for tensor in found
+        ]
+        if self._places is not None and self._are_where_they_were(local):
+            return Pieces([tensor.untyped_storage() for tensor in local], self._places, local)
+        self._places = None
+        pieces = [source.piece(tensor) for source, tensor in zip(self._sources, found, strict=True)]
+        self._known = [source.local for source in self._sources]
+        self._addresses = [source.address for source in self._sources]
+        self._places = places_of(pieces)
+        return Pieces([piece.storage for piece in pieces], self._places)
+
+    def _are_where_they_were(self, local: list[Any]) -> bool:
+        """Whether what this rank has of each tensor is the same object, with the same elements; if not, look closer."""
+        return (
+            all(map(operator.is_, [known() for known in self._known], local))
+            and [tensor.data_ptr() for tensor in local] == self._addresses
+            and list(map(_shape, local)) == self._sizes
+            and all([tensor.is_contiguous() for tensor in local])
+        )
+
+
+class Source:
+    """A box of a tensor that this rank writes, and the memory it was in last.
+
+    Args:
+        path: of the tensor.
+        placed: the box.
+        numbers: for storages that come one after the other.
+
+    Attributes:
+        sizes: of the box.
+        local: gives what this rank had of the tensor, as long as that lives.
+        address: of its first element.
+    """
+
+    __slots__ = ("_chunk", "_named", "_numbers", "_path", "_place", "address", "local", "sizes")
+
+    def __init__(self, path: Path, placed: Placed, numbers: Iterator[int]) -> None:
+        self._path, self._numbers = path, numbers
+        self._chunk, self.sizes = placed.chunk, torch.Size(placed.chunk.sizes)
+        crc_at = tuple(placed.offset + at for at in placed.form.crc_at)
+        self._place: Any = (placed.offset + placed.form.data, placed.form.data_nbytes, crc_at, None, 0)
+        self.address = 0
+        self.local: Callable[[], torch.Tensor | None] = lambda: None
+        self._named: Named | None = None
+
+    def piece(self, tensor: torch.Tensor | FlatShard) -> Piece:
+        """The elements, and where they go.
+
+        Raises:
+            NotSerialisable: if this rank has others than the tensor's placements say.
+        """
+        if isinstance(tensor, FlatShard):
+            tensor = tensor.part(self._chunk.offsets, self._chunk.sizes)
+        # to_local() asks autograd, which takes 50 times as long
+        local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+        if (
+            self.local() is not local
+            or local.data_ptr() != self.address
+            or local.shape != self.sizes
+            or not local.is_contiguous()
+        ):
+            local = self._look(local)
+        return Piece(local.untyped_storage(), *self._place)
+
+    def _look(self, local: torch.Tensor) -> torch.Tensor:
+        """Find out where elements lie that are not where they were; or give them a place, in order."""
+        if local.shape != self.sizes:
+            raise NotSerialisable(
+                f"{metadata.name_of(self._path)} has {tuple(local.shape)} elements on rank {self._chunk.rank}, and"
+                f" {tuple(self.sizes)} by its placements: it cannot be saved in shards"
+            )
+        if not local.is_contiguous() or local.is_conj() or local.is_neg():
+            local = local.detach().resolve_conj().resolve_neg().contiguous()
+        storage = local.untyped_storage()
+        if self._named is None or not self._named.is_of(storage):
+            self._named = Named(next(self._numbers), storage)
+        start = int(local.storage_offset()) * local.element_size()
+        self._place = (*self._place[:3], self._named, start)
+        self.local, self.address = weakref.ref(local), local.data_ptr()
+        return local
