@@ -20,7 +20,7 @@ import benchmarks.__main__ as every
 from benchmarks.baselines.baseline import Baseline
 from benchmarks.blocking import Idle
 from benchmarks.measure import Result
-from benchmarks.peers import command, processes, turns
+from benchmarks.peers import command, measure, processes, turns
 from benchmarks.peers import compare as comparing
 from benchmarks.peers.cell import Cell, Stopwatch
 from benchmarks.peers.command import PUBLISHED, main
@@ -540,3 +540,20 @@ def test_the_command_measures_every_way_and_says_what_it_did_not(tmp_path: Path)
         "- plain, every 10: AsyncCheckpointIO, ModelCheckpoint, all of it, dash, none, oteacheck, ours" in done.stdout
     )
     disk.cleanup()
+
+
+def test_nothing_of_pythons_own_is_waited_for_or_killed_after_a_process_for_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's resource tracker comes with the first one: each cell took 20 s more, and was said to leave something."""
+    stop = measure.resource_tracker._resource_tracker._stop  # type: ignore[attr-defined]
+    stop()
+    monkeypatch.setattr(measure, "_inside", print)
+    what: Any = SimpleNamespace(device="cuda")
+    try:
+        with measure.started(print, what, tmp_path) as it:
+            it.process.join(60)
+            assert it.process.exitcode == 0
+            assert set(processes.descendants(os.getpid())) <= it.spare
+    finally:
+        stop()

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -85,9 +86,11 @@ def started(run: Callable[..., None], what: Cell | Training, folder: Path) -> It
     """Run ``run(what, ...)`` in a process of its own. This one must adopt orphans (:func:`processes.adopt_orphans`)."""
     place = Path(tempfile.mkdtemp(prefix="cell-", dir=folder))
     shm = Path(tempfile.mkdtemp(prefix="ls-peers-", dir="/dev/shm"))
-    spare = set(processes.descendants(os.getpid()))
     # A forked process shares what was imported; CUDA must not be touched before it is forked, and is safer without.
     context = multiprocessing.get_context("fork" if what.device == "cpu" else "spawn")
+    if what.device != "cpu":
+        resource_tracker.ensure_running()  # else the first process that is spawned begins it, and it is none of its own
+    spare = set(processes.descendants(os.getpid()))
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_inside, args=(run, what, place, shm, os.getpid(), theirs))
     process.start()
