@@ -330,6 +330,7 @@ def test_a_file_of_the_attempt_before_is_brought_on_behalf_of_this_one(bench: Be
     bench.tier().open.set()
     assert bench.flush() == []
     assert (Path(bench.tier().url) / "notes.txt").read_bytes() == image_of(5, 1000)
+    assert bench.node.tiers()[bench.tier().url].failures_total == 0  # nobody is told to stop this trainer
 
 
 def test_a_fence_set_elsewhere_stops_the_flusher(bench: Bench) -> None:

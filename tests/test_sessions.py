@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -26,15 +28,18 @@ from lightning_spot.client import session, starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.part_encoder import OutgoingPart
+from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable, RunBusy, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
+from lightning_spot.memory.node import Node
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import find_record
 from lightning_spot.protocol.wire import parse_spot_url
+from lightning_spot.service import program
 from lightning_spot.service.program import main
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import RunningNode, until
+from tests.conftest import RunningNode, named_run, until
 from tests.small_trainer import PHASES, image_of, info_of, manifest_of, reach, take
 
 NBYTES = 3 * 2**20
@@ -479,6 +484,32 @@ def test_a_memory_node_that_ends_takes_no_new_runs_and_serves_the_others(
     _send(client, 2)  # is urgent
     assert node.process.wait(30) == 0
     assert LocalStore(tmp_path / "durable" / "run").survey().manifests[0].step == 2
+
+
+def test_a_memory_node_that_ends_waits_for_no_sender_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had begun to send a snapshot, and was killed: nobody would ever have committed or given it up."""
+    monkeypatch.setattr(program, "_UNCONNECTED_S", 0.5)
+    node = Node(slots=2, memory_bytes=2**26, open_store=open_store)
+
+    async def drain() -> tuple[list[str], float]:
+        begun_s = time.monotonic()
+        service = Mock(last_upload_s=float("-inf"))
+        return await program._drain(node, service, 20.0, program._Signals()), time.monotonic() - begun_s
+
+    try:
+        node.open_run(named_run("run"))
+        connected, killed = (node.uploads.lease("run", 1, 1000) for _ in range(2))
+        with socket.socketpair()[0] as stream, node.streaming(connected, stream):
+            node.uploads.expire(-1.0)
+            assert list(node.uploads) == [connected.id]
+        assert killed.ended
+        left, took_s = asyncio.run(drain())
+    finally:
+        node.close()
+    assert left == []
+    assert 0.5 < took_s < 10
 
 
 def _ready(client: NodeClient) -> bool:

@@ -31,7 +31,7 @@ from lightning_spot.tiers.retention import retain
 from tests.chained import FIRST, chained
 from tests.conftest import until
 from tests.gated import MIB, RUN_ID, image_of, manifest_of
-from tests.wire_pair import END, RUN, Pair, floats, pair
+from tests.wire_pair import END, RUN, Pair, Sender, floats, pair
 
 __all__ = ["pair"]
 
@@ -137,6 +137,19 @@ def test_when_the_trainer_has_gone_the_newest_follows_exactly(topk: Pair) -> Non
     arrive(topk, 2, exact=False)
     topk.near.node.end_session("a trainer that lives")
     until(lambda: at_far(topk, 2, exact=True), "the exact one")
+
+
+def test_where_there_is_room_for_one_snapshot_it_is_exact(topk: Pair, tmp_path: Path) -> None:
+    """Nothing could take the place of an approximated one: there was no other snapshot until the end of training."""
+    topk.near.close()
+    topk.near = Sender(tmp_path / "small", topk.url, slots=1)
+    topk.open(compression="topk", session="a trainer that lives")
+    image = floats(1, NBYTES)
+    for step in (1, 2, 3):
+        image = moved(image, step)
+        commit(topk, step, image)  # for which the one before has left memory
+        slot = until(lambda step=step: at_far(topk, step, exact=True), f"step {step}")  # type: ignore[misc]
+        assert bytes(slot.view()) == image
 
 
 def test_now_and_then_one_is_exact(topk: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

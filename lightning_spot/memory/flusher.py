@@ -276,7 +276,8 @@ class Flusher:
 
     def _fenced(self, url: str, job: Job, attempt: int, error: Fenced) -> None:
         if self._attempt(job) >= error.current > attempt:
-            self._failed(url, job, error)  # the later attempt has just become this node's own, which writes it then
+            with self._ring.changed:  # the later attempt has just become this node's own, which writes it at once
+                self.work.dropped(url, job)
             return
         logger.warning("%s", error)
         if job.coming is not None:

@@ -152,6 +152,12 @@ class Ring(SlotTable):
             nbytes = max((slot.manifest.nbytes for slot in self.slots if slot.manifest is not None), default=1)
             return find_room(self.slots, "", max(1, nbytes), capacity_for(nbytes, self._limits), self._limits) is None
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether there is no room for one more, and none is on its way that would leave room: as with one slot."""
+        with self.changed:
+            return not any(slot.state is SlotState.FILLING for slot in self.slots) and self.full
+
     def commit(self, slot: Slot, manifest: Manifest, places: tuple[str, ...] | None = None) -> None:
         """Make the filled slot a committed snapshot; an older one of the same run and name is dropped.
 

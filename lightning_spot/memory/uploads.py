@@ -299,7 +299,7 @@ class Uploads:
             raise TierError("this node is shutting down and takes no new snapshots")
         known = self._registry.find(run)
         check_fence(known.info.name, attempt, self._registry.highest(known.info.key))
-        self._expire()
+        self.expire()
         return known.info.key
 
     def _prepare(self, upload: Upload) -> None:
@@ -356,11 +356,18 @@ class Uploads:
                     self.shares.fail(upload, "another one was begun")
                     self.abort(upload.id)
 
-    def _expire(self) -> None:
-        """Free slots of network uploads whose sender fell silent."""
+    def expire(self, unconnected_s: float = UPLOAD_IDLE_S) -> None:
+        """Free slots of network uploads whose sender fell silent.
+
+        Args:
+            unconnected_s: for how long, where nobody is connected to send parts of it: so it is of a sender that has
+                been killed.
+        """
         now = time.monotonic()
         for upload in list(self._uploads.values()):
-            idle_s = SHARES_WAIT_S if upload.joint is not None else UPLOAD_IDLE_S  # ranks take their time to fill it
+            idle_s = UPLOAD_IDLE_S if upload.in_use else unconnected_s
+            if upload.joint is not None:
+                idle_s = SHARES_WAIT_S  # ranks take their time to fill it
             if not upload.session and now - upload.touched_s > idle_s:
                 logger.warning("an upload for run %s received nothing for %.0f s; given up", upload.run, idle_s)
                 self.abort(upload.id)

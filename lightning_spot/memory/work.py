@@ -213,7 +213,9 @@ class Work:
         """Whether a snapshot is to be at nodes exactly: where somebody waits for it, or nothing newer will come."""
         info = self._run(run)
         is_last = manifest is None or manifest.complete or manifest.is_file
-        return is_last or info is None or not info.session or info.compression != "topk" or self.is_urgent(run)
+        if is_last or info is None or not info.session or info.compression != "topk" or self.is_urgent(run):
+            return True
+        return self._ring.is_stuck
 
     def _jobs(self, url: str) -> Iterator[Job]:
         """Everything to do at a tier, in the order in which it should be."""

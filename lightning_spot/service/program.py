@@ -42,6 +42,7 @@ _ABANDONED_S = 24 * 3600.0
 _READ_BUFFER_BYTES = 256 * 1024
 _BACKLOG = 512
 _QUIET_S = 3.0  # a memory node's trainers have left, or moved on, when none asked for a slot for so long
+_UNCONNECTED_S = 15.0  # a draining node waits so long for who has begun to send a snapshot and is not connected now
 _SHUTDOWN_S = 5.0
 
 
@@ -203,6 +204,7 @@ async def _drain(node: Node, service: Service, drain_timeout_s: float, signals: 
     node.draining = True
     deadline_s = time.monotonic() + drain_timeout_s
     while not signals.second.is_set() and time.monotonic() < deadline_s:
+        node.uploads.expire(_UNCONNECTED_S)
         here = node.connected or time.monotonic() - service.last_upload_s < _QUIET_S
         if node.settled and not here:
             break
