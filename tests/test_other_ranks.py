@@ -16,6 +16,8 @@ import torchmetrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from lightning_spot.exact import logged_values, merging
@@ -278,17 +280,76 @@ def test_logged_means_keep_their_sum() -> None:
         return {**base, **tensors, "sync": (sync, False)}
 
     ranks = [[item(1.0 + rank, 3, sync=True), item(float(rank), 0, sync=True, reduce="max")] for rank in range(4)]
-    in_epoch = {"is_distributed": True, "is_over": False}
-    first, second = (merging.results(ranks, rank, **in_epoch)[0] for rank in range(2))
+    first, second = (merging.results(ranks, rank, is_distributed=True) for rank in range(2))
     assert [float(entry["value"]) for entry in (*first, *second)] == [10.0, 3.0, 0.0, 3.0]
     assert [int(entry["batch_size"]) for entry in (first[0], second[0])] == [12, 0]
+    assert all(entry["batch_size"].is_floating_point() for entry in (first[0], second[0]))
     own = [[item(1.0 + rank, 3, sync=False)] for rank in range(2)]
-    found = [merging.results(own, rank, **in_epoch)[0][0] for rank in range(3)]
+    found = [merging.results(own, rank, is_distributed=True)[0] for rank in range(3)]
     assert [(float(entry["value"]), int(entry["batch_size"])) for entry in found] == [(1.0, 3), (2.0, 3), (1.0, 3)]
-    ((alone, _), lost) = merging.results(ranks, 0, is_distributed=False, is_over=False)
-    assert (float(alone["value"]), alone["sync"], lost) == (10.0, (False, False), [])
-    assert merging.results(own[:1], 1, **in_epoch) == ([], ["mean"])
-    assert merging.results(own[:1], 1, is_distributed=True, is_over=True) == (own[0], [])
+    alone, _ = merging.results(ranks, 0, is_distributed=False)
+    assert (float(alone["value"]), alone["sync"]) == (10.0, (False, False))
+    assert merging.results(own[:1], 1, is_distributed=True) == [{**own[0][0], "open": True}]
+
+
+def test_what_one_rank_alone_has_logged_is_that_rank_s() -> None:
+    def item(name: str) -> State:
+        value = {"value": torch.tensor(1.0), "batch_size": torch.tensor(1)}
+        return {"fx": "f", "name": name, "dataloader_idx": None, "is_tensor": True, "reduce_fx": "mean", **value} | {
+            "sync": (False, False)
+        }
+
+    ranks = [[item("all")], [item("of 1"), item("all")], [item("all")]]
+    names = [[entry["name"] for entry in merging.results(ranks, rank, is_distributed=True)] for rank in range(5)]
+    assert names == [["all"], ["all", "of 1"], ["all"], ["all"], ["all", "of 1"]]
+
+
+def trainer_with_results(rank: int) -> Any:
+    """A trainer, as far as its accumulators are asked for."""
+    strategy = SimpleNamespace(reduce=lambda value, **_: value, root_device=torch.device("cpu"))
+    results = _ResultCollection(training=True)
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_results=results))
+    return SimpleNamespace(is_global_zero=rank == 0, strategy=strategy, fit_loop=loop)
+
+
+def log(trainer: Any, *names: str, reduced: bool) -> None:
+    for name in names:
+        reduce_fx = {"max": torch.max, "sum": torch.sum}.get(name, torch.mean)
+        how = {"reduce_fx": reduce_fx, "sync_dist": reduced, "sync_dist_fn": trainer.strategy.reduce, "batch_size": 2}
+        trainer.fit_loop.epoch_loop._results.log("training_step", name, torch.tensor(3.0), **how)
+
+
+def accumulated(trainer: Any) -> dict[str, tuple[float, float]]:
+    items = trainer.fit_loop.epoch_loop._results.values()
+    return {item.meta.name: (float(item.value), float(getattr(item, "cumulated_batch_size", 0))) for item in items}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["", "through another snapshot"])
+def test_whether_what_one_rank_has_logged_is_reduced_is_known_when_it_is_logged_again(again: bool) -> None:
+    alone = trainer_with_results(0)
+    log(alone, "mean", "max", "sum", "own", "rare", reduced=False)
+    states = [[logged_values._result_state(item) for item in alone.fit_loop.epoch_loop._results.values()]]
+    for _ in range(1 + again):
+        ranks = [trainer_with_results(rank) for rank in range(2)]
+        for rank, each in enumerate(ranks):
+            for saved in merging.results(states, rank, is_distributed=True):
+                logged_values._restore_result(each, each.fit_loop.epoch_loop._results, saved)
+        states = [
+            [logged_values._result_state(item) for item in each.fit_loop.epoch_loop._results.values()] for each in ranks
+        ]
+    for each in ranks:
+        each.fit_loop.epoch_loop._results["training_step.mean"].to("cpu")  # which copies how it is reduced
+        log(each, "mean", "max", "sum", reduced=True)
+        log(each, "own", reduced=False)
+    first, second = map(accumulated, ranks)
+    assert first == {"mean": (12.0, 4.0), "max": (3.0, 0.0), "sum": (6.0, 0.0), "own": (12.0, 4.0), "rare": (6.0, 2.0)}
+    assert second == {**first, "mean": (6.0, 2.0), "sum": (3.0, 0.0)}
+    for each in ranks:
+        mean = each.fit_loop.epoch_loop._results["training_step.mean"]
+        assert mean.cumulated_batch_size.is_floating_point()  # the mean of 4 and 1 over ranks is none of whole numbers
+        assert mean.meta.sync.should
+        with pytest.raises(MisconfigurationException, match="different arguments"):  # from now on it is known
+            log(each, "mean", reduced=False)
 
 
 # -- trainers ---------------------------------------------------------------------------------------------------------
@@ -307,7 +368,7 @@ def notes_of(root: Path, attempts: list[tuple[str, int]]) -> list[State]:
     return counted
 
 
-def check_epochs(notes: list[State], epochs: int, *, fill_up: int = 0, means: bool = True) -> None:
+def check_epochs(notes: list[State], epochs: int, *, fill_up: int = 0) -> None:
     """Every sample once, or twice what fills an epoch up; what was summed up in it is the sum of these."""
     for epoch in range(epochs):
         samples = [number for note in notes if note.get("epoch") == epoch for number in note["samples"]]
@@ -316,7 +377,7 @@ def check_epochs(notes: list[State], epochs: int, *, fill_up: int = 0, means: bo
         for note in notes:
             if note.get("ended") == epoch:
                 assert note["total"] == sum(samples)
-                assert not means or note["mean"] == pytest.approx(sum(samples) / len(samples))
+                assert note["mean"] == pytest.approx(sum(samples) / len(samples))
 
 
 def killed(python: str, root: Path, ranks: int, kill_at: int, *more: str) -> None:
@@ -410,5 +471,5 @@ def test_from_ranks_to_ranks(warm_python: str, tmp_path: Path, worlds: tuple[int
     done = subprocess.run([*command, *more], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     notes = notes_of(tmp_path, [*attempts, ("last", worlds[-1])])
-    check_epochs(notes, 2, fill_up=worlds[-1] - 1, means=worlds[0] > 1)
+    check_epochs(notes, 2, fill_up=worlds[-1] - 1)
     assert f"{worlds[-2]} ranks -> {worlds[-1]}" in done.stderr

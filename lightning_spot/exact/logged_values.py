@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torchmetrics import Metric
 
-from lightning_spot.exact import namespaces, private
+from lightning_spot.exact import namespaces, private, undecided
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -45,11 +45,6 @@ def restore(trainer: pl.Trainer, state: State) -> None:
         _restore_result(trainer, results, saved)
     if state["in_epoch"]:  # otherwise the next batch would be taken for the first, and reset what was accumulated
         private.FIRST_ITERATION.set(connector, False)
-
-
-def begin_anew(trainer: pl.Trainer) -> None:
-    """Let go of the accumulators of an epoch that is over, before the next one: what it logs makes its own."""
-    private.RESULTS.of(trainer.fit_loop.epoch_loop).clear()
 
 
 def restore_last(trainer: pl.Trainer, state: State) -> None:
@@ -124,6 +119,7 @@ def _result_state(item: Any) -> State:
         "reduce_fx": meta.reduce_fx.__name__,
         "metric_attribute": meta.metric_attribute,
         "sync": (getattr(meta.sync, private.SHOULD_SYNC), meta.sync.rank_zero_only),
+        **({"open": True} if undecided.is_open(meta.sync) else {}),
         "is_tensor": item.is_tensor,
         "value": _copy(item.value) if item.is_tensor else None,
         "batch_size": _copy(item.cumulated_batch_size) if item.is_tensor and meta.is_mean_reduction else None,
@@ -159,7 +155,10 @@ def _restore_result(trainer: pl.Trainer, results: Any, saved: State) -> None:
     private.FORWARD_CACHE.set(item, _to(saved["last"], device))
     private.UPDATE_COUNT.set(item, saved["updates"])
     suffix = f".{meta.dataloader_idx}" if meta.add_dataloader_idx and meta.dataloader_idx is not None else ""
-    results[f"{meta.fx.removesuffix(suffix)}.{meta.name}{suffix}"] = item
+    key = f"{meta.fx.removesuffix(suffix)}.{meta.name}{suffix}"
+    results[key] = item
+    if saved.get("open"):
+        undecided.leave_open(results, key, is_first=trainer.is_global_zero)
 
 
 def _last(metric: Any) -> torch.Tensor | None:

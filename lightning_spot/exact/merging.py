@@ -70,51 +70,46 @@ def _joined(items: list[Any], rank: int) -> list[Any]:
     return items if rank == 0 else [item[:0] for item in items[:1]]
 
 
-def results(
-    of_ranks: list[list[State]], rank: int, *, is_distributed: bool, is_over: bool
-) -> tuple[list[State], list[str]]:
+def results(of_ranks: list[list[State]], rank: int, *, is_distributed: bool) -> list[State]:
     """Accumulators of ``self.log``. Of those which are reduced over ranks the first has the sum, others nothing.
 
     Those which are not are each rank's own: a rank that was not there has those of one that was, since with nothing
     their mean would be no number where it gets no batch of this epoch. What a rank had that is no more is gone, as it
-    would be from what is logged.
+    would be from what is logged. Whether what a single rank had is reduced is left open until it is logged again.
 
     Args:
         of_ranks: what each rank that was there had.
         rank: of this process.
         is_distributed: whether what ranks log can be reduced now. Without, Lightning notes that nothing is.
-        is_over: whether no batch of the epoch is left.
-
-    Returns:
-        the accumulators for ``rank``, and the names of those that one rank alone had: whether they are to be reduced
-        over ranks is not known, so they begin anew; but if the epoch is over, every rank has their value.
     """
     by_name = [{_key(item): item for item in items} for items in of_ranks]
-    merged = [_result([items[key] for items in by_name if key in items], rank, len(of_ranks)) for key in by_name[0]]
+    keys = dict.fromkeys(key for items in by_name for key in items)
+    merged = [item for key in keys if (item := _result([items.get(key) for items in by_name], rank)) is not None]
     if not is_distributed:
-        return [{**item, "sync": (False, item["sync"][1])} for item in merged], []
-    if len(of_ranks) > 1 or is_over:
-        return merged, []
-    return [item for item in merged if item["sync"][0]], [item["name"] for item in merged if not item["sync"][0]]
+        return [{**item, "sync": (False, item["sync"][1])} for item in merged]
+    alone = len(of_ranks) == 1
+    return [{**item, "open": True} if alone and not item["sync"][0] else item for item in merged]
 
 
 def _key(item: State) -> tuple[Any, ...]:
     return (item["fx"], item["name"], item["dataloader_idx"])
 
 
-def _result(items: list[State], rank: int, world: int) -> State:
-    first = items[0]
-    if not first["is_tensor"] or len(items) < world:
-        return items[rank] if rank < len(items) else first
+def _result(of_ranks: list[State | None], rank: int) -> State | None:
+    """The accumulator of one name for a rank; ``None`` where that rank logged nothing by it."""
+    own, items = of_ranks[rank % len(of_ranks)], [item for item in of_ranks if item is not None]
+    if own is None or not own["is_tensor"] or len(items) < len(of_ranks):
+        return own
+    first, is_new = items[0], rank >= len(items)
     values = torch.stack([item["value"] for item in items])
     merge = _LOGGED.get(first["reduce_fx"])
     should_sync = first["sync"][0]
     if merge is not None:
-        return {**first, "value": merge(values, dim=0)} if should_sync or rank >= world else items[rank]
-    if should_sync and rank:
-        empty = first["batch_size"] * 0 if first["batch_size"] is not None else None
-        return {**first, "value": torch.zeros_like(first["value"]), "batch_size": empty}
+        return {**first, "value": merge(values, dim=0)} if should_sync or is_new else own
     if not should_sync:
-        return items[rank % world]
-    sizes = [item["batch_size"] for item in items]
-    return {**first, "value": values.sum(0), "batch_size": torch.stack(sizes).sum(0) if sizes[0] is not None else None}
+        return own
+    size = torch.stack([item["batch_size"] for item in items]).sum(0) if first["batch_size"] is not None else None
+    if size is not None:
+        # Lightning takes the mean of this over ranks, whole numbers where these are: it would be cut off.
+        size = size.float() if not rank else torch.zeros_like(size, dtype=torch.float)
+    return {**first, "value": values.sum(0) if not rank else torch.zeros_like(first["value"]), "batch_size": size}

@@ -60,21 +60,14 @@ class OtherRanks:
             )
         return values
 
-    def results(self, *, is_distributed: bool, is_over: bool) -> list[State]:
+    def results(self, *, is_distributed: bool) -> list[State]:
         """What was logged in this epoch, for this rank.
 
         Args:
             is_distributed: whether Lightning reduces what ranks log, as it may do with one rank, too.
-            is_over: whether no batch of the epoch is left for the ranks there are now.
         """
         found = [state.get("results", []) for state in self._ranks]
-        merged, lost = merging.results(found, self._rank, is_distributed=is_distributed, is_over=is_over)
-        if lost:
-            self.reasons.append(
-                f"of what one rank has logged in this epoch it is not known whether it is reduced over ranks: the"
-                f" values of the epoch of {', '.join(lost)} are those of its rest"
-            )
-        return merged
+        return merging.results(found, self._rank, is_distributed=is_distributed)
 
     def _gradients(self, trainer: pl.Trainer) -> State:
         found = [state["gradients"] for state in self._ranks]

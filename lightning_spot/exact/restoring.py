@@ -61,7 +61,6 @@ class Restoring(OfTrainer):
         self._val_total: dict[str, int] | None = None
         self._precise: dict[str, torch.Tensor] = {}
         self._others: OtherRanks | None = None  # where another number of ranks took the snapshot
-        self._is_over = False  # whether those have left nothing of the epoch
 
     @property
     def is_due(self) -> bool:
@@ -142,8 +141,8 @@ class Restoring(OfTrainer):
             self._switches.run(private.PROGRESS, lambda: progress.number_batches(trainer, done))
         ended = all(position is not None and position.get("exhausted") for position in values["loaders"] or [None])
         is_distributed = bool(private.ACCELERATOR_CONNECTOR.of(trainer).is_distributed)
-        self._is_over = is_over = ended or (done is not None and done >= trainer.num_training_batches)
-        values["results"] = others.results(is_distributed=is_distributed, is_over=is_over)
+        is_over = ended or (done is not None and done >= trainer.num_training_batches)
+        values["results"] = others.results(is_distributed=is_distributed)
         ends_here = is_over and self._val_total is None and not self._steps_are_over
         if ends_here and self._validates(should_stop=False):
             self._val_total = self._switches.run(private.PROGRESS, lambda: progress.validate_first(trainer))
@@ -174,9 +173,6 @@ class Restoring(OfTrainer):
 
     def position_for(self, loader: PositionedLoader) -> State | None:
         """Position at which ``loader`` begins its epoch: the saved one for the first epoch after a resume."""
-        if self._is_over:  # and this is the next one, in which other ranks may log in another way
-            self._is_over = False
-            logged_values.begin_anew(self._trainer)
         loaders = self.loaders.training if self.loaders is not None else []
         index = next((number for number, item in enumerate(loaders) if item is loader), None)
         if index is None or self._positions is None or self._random is None:
