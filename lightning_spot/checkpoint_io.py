@@ -31,6 +31,7 @@ from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.files import folder_info
 from lightning_spot.run.location import AUTO, memory_limit_bytes
+from lightning_spot.tiers.files import why_not_writable
 
 logger = logging.getLogger(__name__)
 
@@ -327,11 +328,5 @@ class _FitWatch:
 
 def _check_folder(parent: str) -> None:
     """Fail at the save, not in the background, where the folder cannot be written to."""
-    if "://" in parent:
-        return
-    try:
-        os.makedirs(parent, exist_ok=True)
-    except OSError as error:
-        raise TierError(f"checkpoint folder {parent} cannot be made: {error.strerror}", tier=parent) from error
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise TierError(f"checkpoint folder {parent} is not writable", tier=parent)
+    if "://" not in parent and (why := why_not_writable(parent)):
+        raise TierError(f"checkpoint folder {parent} {why}", tier=parent)

@@ -204,6 +204,11 @@ def format_bytes(nbytes: float) -> str:
     return f"{int(nbytes)} B"
 
 
+def format_count(count: int, one: str) -> str:
+    """Write a number of things for people: ``1 snapshot``, ``2 snapshots``."""
+    return f"{count} {one}" if count == 1 else f"{count} {one}s"
+
+
 def format_seconds(seconds: float) -> str:
     """Write a duration for people: ``8.3 s``, ``12.5 min``, ``3.20 h``."""
     if seconds < 60:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.cli import main
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
@@ -139,6 +139,14 @@ def test_what_cannot_be_read_is_listed_with_its_reason(run_dir: Path, capsys: py
     said = capsys.readouterr().out
     assert "run-1@" in said
     assert "lineage" in said
+
+
+def test_a_folder_of_plain_checkpoints_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = SpotCheckpointIO(memory=None)
+    one.save_checkpoint({"state_dict": {}}, tmp_path / "saved" / "a.ckpt")
+    one.teardown()
+    assert main(["ls", str(tmp_path / "saved")]) == 2
+    assert "SpotCheckpointIO has saved plain checkpoint files there" in " ".join(capsys.readouterr().err.split())
 
 
 def test_two_runs_of_one_name_at_a_node(

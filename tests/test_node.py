@@ -347,6 +347,14 @@ def test_sigterm_says_what_it_could_not_flush(start_node: StartNode, tmp_path: P
     assert "not flushed" in node.log.read_text()
 
 
+def test_a_directory_that_cannot_be_written_to_is_an_error_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("a file in the way")
+    assert main(["--listen", "127.0.0.1:0", "--memory", "64MiB", "--flush-to", str(tmp_path / "file")]) == 2
+    assert "cannot be made" in capsys.readouterr().err
+
+
 def test_chained_nodes(start_node: StartNode, tmp_path: Path) -> None:
     reliable = start_node("--flush-to", str(tmp_path / "durable"))
     near = start_node("--flush-to", reliable.url)

@@ -271,6 +271,21 @@ def test_a_signal_to_the_whole_group_ends_workers_and_raises_nothing_of_them(sou
     assert signal.getsignal(signal.SIGCHLD) is torch_raises
 
 
+def test_a_worker_may_hear_of_a_signal_to_the_whole_group_before_this_process_does(source: SignalSource) -> None:
+    """Of one that was killed alone, torch's error comes a moment later."""
+    source.expect_workers()
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        signal.raise_signal(signal.SIGCHLD)
+    late = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGUSR2))
+    late.start()
+    signal.raise_signal(signal.SIGCHLD)
+    late.join()
+    assert source.notice is not None
+    source.restore()
+    source.expect_workers()  # nothing: signals are watched no more
+    assert signal.getsignal(signal.SIGCHLD) is torch_raises
+
+
 def test_what_torch_raises_of_workers_is_heard_again_later_also_by_who_has_wrapped_our_handler(
     source: SignalSource,
 ) -> None:

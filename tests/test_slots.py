@@ -352,7 +352,7 @@ def test_snapshots_that_no_slot_was_there_for_are_counted_and_said_once(monkeypa
     at_seams(pacing, range(10, 12), lambda: "alone")
     assert pacing.passed_over == 4
     assert len(said) == 1
-    assert "3 snapshots that were due before that of step 4 are skipped" in said[0]
+    assert "skipped 3 snapshots due before that of step 4" in said[0]
 
 
 @pytest.mark.parametrize("policy", [EverySteps(4), EverySeconds(1e-9)])

@@ -155,6 +155,8 @@ class PreemptionGuard(Part):
         self._place = place
         if self._stop is not None and self._stop.passed(place):
             self._leave(trainer, seam)
+        if self._watcher is not None:
+            self._watcher.expect_workers()
         if not self._is_advised and self._watcher is not None and self._watcher.advice is not None:
             self._is_advised = True
             for snapshotter in Fit.of(trainer).snapshotters:

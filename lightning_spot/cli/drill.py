@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_spot.config import DRILL_VARIABLE, NOTICE_FILE_VARIABLE, check_number
+from lightning_spot.config import DRILL_VARIABLE, NOTICE_FILE_VARIABLE, check_number, format_count
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.tiers.local import LocalStore
@@ -195,7 +195,8 @@ def drill(arguments: argparse.Namespace) -> int:
     )
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not arguments.json:
-        console.print(f"drill: seed {seed}, in {folder}: first undisturbed, then with {arguments.kills} kills")
+        kills = format_count(arguments.kills, "kill")
+        console.print(f"drill: seed {seed}, in {folder}: first undisturbed, then with {kills}")
     try:
         found = one.run()
     except SettingsError:  # nothing was run, so there is nothing to look at
@@ -218,9 +219,8 @@ def _report(console: Console, disturbances: list[str], found: Verdict, seed: int
     if found.different:
         _show(console, f"DIFFERENT in {len(found.different)} entries:", found.different)
     else:
-        console.print(
-            f"EQUAL: after {len(disturbances)} kills the final state is that of the undisturbed run, to the bit"
-        )
+        kills = format_count(len(disturbances), "kill")
+        console.print(f"EQUAL: after {kills} the final state is that of the undisturbed run, to the bit")
     if found.of_the_run:
         _show(console, "apart from paths and times of the runs themselves:", found.of_the_run)
     if found.different:

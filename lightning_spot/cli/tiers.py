@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import SettingsError, SnapshotNotFound, SpotError
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.manifest import OWN_DIR, Manifest
 from lightning_spot.memory.tier import Listed
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.run.location import AUTO, Location
@@ -115,6 +116,8 @@ def _ask_run(arguments: argparse.Namespace) -> Found:
             found.entries.extend(_entries(source, holdings))
         except SpotError as error:
             found.problems.append(f"{source.tier}: {error}")
+    if (Path(location.url) / OWN_DIR).is_dir():
+        found.hint = "SpotCheckpointIO has saved plain checkpoint files there, which ls and load_from_checkpoint read"
     found.is_known = bool(seen.claim is not None or seen.runs or seen.durable is None)
     if not seen.answers and found.problems:
         raise SnapshotNotFound("; ".join(found.problems))

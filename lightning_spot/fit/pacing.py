@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_spot.config import format_seconds
+from lightning_spot.config import format_count, format_seconds
 from lightning_spot.exact.logged_values import last_value
 from lightning_spot.fit.readings import LossReadings
 from lightning_spot.fit.word import Word
@@ -243,8 +243,8 @@ class Pacing:
         count = self.policy.passed_over(step)
         if count and not self.passed_over:
             rank_zero_info(
-                f"lightning_spot: {count} snapshots that were due before that of step {step} are skipped: there was no"
-                ' slot for them yet (on_full="wait" waits instead)'
+                f"lightning_spot: skipped {format_count(count, 'snapshot')} due before that of step {step}: there was"
+                ' no slot yet (on_full="wait" waits instead)'
             )
         self.passed_over += count
 

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")
 
+_GROUP_S = 0.25  # a signal to a whole group reaches all its processes within so long, workers perhaps before this one
+
 
 class SignalSource:
     """Signals to this process.
@@ -59,6 +61,14 @@ class SignalSource:
             return
         for number in self._signals:
             self._previous[number] = signal.signal(number, self._handle)
+
+    def expect_workers(self) -> None:
+        """Be the first to hear of workers that end, since they may hear of a signal to the whole group before this one.
+
+        Called again and again, from the main thread: torch begins to listen when it makes its first workers.
+        """
+        if self._previous:
+            self._expect_ends_of_children()
 
     def restore(self) -> None:
         """Put back the handlers that were there before, unless somebody else has replaced ours."""
@@ -109,5 +119,12 @@ class SignalSource:
         try:
             handler(number, frame)
         except RuntimeError:  # a loader that needs that worker raises the same where it waits
-            if not self._previous:  # signals are watched no more
+            if not (self._previous and self._is_told_to_end()):
                 raise
+
+    def _is_told_to_end(self) -> bool:
+        """Whether a signal has come, or comes at once: its handler runs while this one waits."""
+        deadline_s = time.monotonic() + _GROUP_S
+        while self.notice is None and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        return self.notice is not None

@@ -85,6 +85,11 @@ class Watcher:
         for source in self._signals:
             source.install()
 
+    def expect_workers(self) -> None:
+        """See :meth:`SignalSource.expect_workers`."""
+        for source in self._signals:
+            source.expect_workers()
+
     def restore_signals(self) -> None:
         """Put the previous handlers back."""
         for source in self._signals:

@@ -16,6 +16,7 @@ from lightning_spot.errors import NodeUnreachable, SettingsError, TierError
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.staging.slot import host_memory_bytes
+from lightning_spot.tiers.files import why_not_writable
 
 logger = logging.getLogger(__name__)
 
@@ -104,17 +105,10 @@ class Location:
         if "://" in self.url:
             open_store(self.url)  # raises when the file system is not installed
             return
-        try:
-            os.makedirs(self.url, exist_ok=True)
-        except OSError as error:
+        if why := why_not_writable(self.url):
             raise SettingsError(
-                f"dirpath {self.url!r} cannot be made ({error.strerror}); snapshots would never be durable."
-                " Give a directory that this user may write to"
-            ) from error
-        if not os.access(self.url, os.W_OK | os.X_OK):
-            raise SettingsError(
-                f"dirpath {self.url!r} is not writable; snapshots would never be durable. Give a directory that"
-                " this user may write to"
+                f"dirpath {self.url!r} {why}; snapshots would never be durable. Give a directory that this user may"
+                " write to"
             )
 
     def open_host(

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_bytes, read_environment
-from lightning_spot.errors import SpotError
+from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.memory.area import remove_abandoned
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol.record import NodeRecord, hold, sweep
@@ -30,6 +30,7 @@ from lightning_spot.service.channel import DescriptorChannel
 from lightning_spot.service.connections import allow_descriptors
 from lightning_spot.service.handlers import Service
 from lightning_spot.service.settings import NodeSettings, add_arguments, settings_from
+from lightning_spot.tiers.files import why_not_writable
 
 logger = logging.getLogger("lightning_spot.node")
 
@@ -120,6 +121,7 @@ async def _serve(settings: NodeSettings, listener: socket.socket) -> int:
     channel = None
     if settings.record is None:
         server = await loop.create_server(connections, sock=listener, backlog=_BACKLOG)
+        await asyncio.to_thread(_check_writable, settings.flush_to)
         await asyncio.to_thread(node.check_flush_to)  # which may ask this node in turn
         _announce(settings, listener)
     else:
@@ -134,6 +136,16 @@ async def _serve(settings: NodeSettings, listener: socket.socket) -> int:
     server.close()
     await _end(node, service, runner, channel, settings.record, keep_files=bool(left))
     return 1 if left else 0
+
+
+def _check_writable(flush_to: str | None) -> None:
+    """Fail at the start where the directory to which runs are flushed cannot be written to.
+
+    Raises:
+        SettingsError: if it cannot.
+    """
+    if flush_to is not None and "://" not in flush_to and (why := why_not_writable(flush_to)):
+        raise SettingsError(f"--flush-to {flush_to} {why}; nothing would be durable there")
 
 
 def _announce(settings: NodeSettings, listener: socket.socket) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_spot.config import format_seconds
+from lightning_spot.config import format_count, format_seconds
 from lightning_spot.errors import SettingsError
 from lightning_spot.goodput.ledger import AttemptRecord, spent, total
 from lightning_spot.simulation.compare import Row
@@ -81,10 +81,11 @@ def plot_run(records: Sequence[AttemptRecord], path: str | Path) -> None:
             axes.plot(*zip(*marks, strict=True), ".", color="tab:green", ms=marker, label="snapshot")
         if len(records) <= _MOST_NUMBERED:
             axes.annotate(str(record.attempt), (end, record.step), (-4, 3), textcoords="offset points", ha="right")
+    attempts = format_count(len(records), "attempt")
     axes.set(
         xlabel=f"{unit} since the run began",
         ylabel="optimizer step",
-        title=f"goodput {100 * whole.goodput:.1f} % of {format_seconds(whole.total_s)}, {len(records)} attempts",
+        title=f"goodput {100 * whole.goodput:.1f} % of {format_seconds(whole.total_s)}, {attempts}",
         xlim=(0, None),
         ylim=(0, None),
     )

@@ -23,6 +23,15 @@ _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK
 Result = TypeVar("Result")
 
 
+def why_not_writable(path: str | Path) -> str:
+    """Why nothing can be written below a directory, made here if it is not there yet; ``""`` if something can."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        return f"cannot be made ({error.strerror})"
+    return "" if os.access(path, os.W_OK | os.X_OK) else "is not writable"
+
+
 def patiently(action: Callable[[], Result]) -> Result:
     """Do what only reads; where a disk or file server fails in a way that may pass, try twice more."""
     for pause_s in _PAUSES_S:
