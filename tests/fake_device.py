@@ -126,6 +126,12 @@ class FakeDevice:
     def seen(self, slot: torch.Tensor, index: int) -> torch.Tensor | None:
         return slot if self.sees else None
 
+    def to_host(self, number: torch.Tensor) -> tuple[torch.Tensor, FakeEvent]:
+        here = torch.empty_like(number)
+        stream = self.current(0)
+        self.copy(stream, [(here, number)])
+        return here, self.record(stream)
+
     def is_over(self, event: FakeEvent) -> bool:
         return event.is_over
 

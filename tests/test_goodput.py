@@ -625,7 +625,7 @@ def test_losses_are_read_from_a_gpu_without_waiting(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(readings, "READ_EVERY_S", 0.0)
     found = []
-    losses = readings.LossReadings()
+    losses = readings.Readings()
     for step in range(1, 50):
         reading = losses.add({"loss": torch.full((), float(step), device="cuda")}, step)
         time.sleep(0.01)

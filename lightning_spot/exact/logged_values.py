@@ -54,13 +54,13 @@ def restore_last(trainer: pl.Trainer, state: State) -> None:
         values.of(connector).update(state["logged"][name])
 
 
-def last_value(trainer: pl.Trainer, name: str) -> float | None:
-    """The last logged value of a metric, ``None`` if there is none. Asking does not change what is logged."""
+def last_value(trainer: pl.Trainer, name: str) -> torch.Tensor | float | None:
+    """The last logged value of a metric, where it lies; ``None`` if there is none. Asking changes nothing of it."""
     connector = private.LOGGER_CONNECTOR.of(trainer)
     present = private.RESULTS.of(trainer.fit_loop.epoch_loop) is not None and trainer.training
     found = connector.metrics["callback"] if present else {}
-    value = found.get(name, private.CALLBACK_METRICS.of(connector).get(name))
-    return float(value) if value is not None else None
+    value: torch.Tensor | float | None = found.get(name, private.CALLBACK_METRICS.of(connector).get(name))
+    return value
 
 
 def metrics_of(module: torch.nn.Module) -> State:

@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_spot.config import format_count, format_seconds
 from lightning_spot.exact.logged_values import last_value
-from lightning_spot.fit.readings import LossReadings
+from lightning_spot.fit.readings import Readings
 from lightning_spot.fit.word import Word
 from lightning_spot.interval.costs import Costs, FailureRate, RobustMean, TierPace
 from lightning_spot.interval.policy import IntervalPolicy
@@ -50,7 +50,7 @@ class Pacing:
         self.passed_over, self._is_refused = 0, False
         self._rate = FailureRate()
         self._stall, self._stalled_s = RobustMean(), -1.0
-        self._readings = LossReadings()
+        self._readings = Readings()
         self._attempt = 0
         self._total_steps: float | None = None
         self._next_talk = 0

@@ -51,6 +51,9 @@ class Device(Protocol):
     def seen(self, slot: torch.Tensor, index: int) -> torch.Tensor | None:
         """A page-locked slot as a device sees it: what is written there is in the slot. ``None`` if it doesn't."""
 
+    def to_host(self, number: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Order a copy of one number by the calling thread's stream: it, and an event after which it is there."""
+
     def is_over(self, event: Any) -> bool:
         """Whether it is."""
 
@@ -160,6 +163,12 @@ class Cuda:
     def seen(self, slot: torch.Tensor, index: int) -> torch.Tensor | None:
         """A page-locked slot as a tensor of a device."""
         return page_lock.seen(slot.data_ptr(), index)
+
+    def to_host(self, number: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """Order a copy of one number, into page-locked memory."""
+        here = torch.empty((), dtype=number.dtype, pin_memory=True)
+        here.copy_(number.reshape(()), non_blocking=True)
+        return here, self.record(self.current(number.device.index))
 
     def is_over(self, event: torch.cuda.Event) -> bool:
         """Whether it is."""
