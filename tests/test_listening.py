@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -98,6 +99,35 @@ def test_a_rank_that_does_not_reach_rank_0_is_an_error_of_all(monkeypatch: pytes
     with pytest.raises(SpotError, match=rf"rank 0 is not reached at 127.0.0.1:{port} .*do without notices") as raised:
         Ranks(second).ballot("stop", lambda: None)
     assert second.strategy.said[-1] == Failed.of(raised.value, 1)
+
+
+def test_a_connection_that_is_reset_is_made_anew() -> None:
+    """So it ends where rank 0 gave it up first, or where what lies between has forgotten it; rank 0 is there still."""
+    server = ExchangeServer("secret")
+    first, second = (Exchange("127.0.0.1", server.port, "secret") for _ in range(2))
+    try:
+        assert second.get("from the first", 0.1) is None
+        until(lambda: len(server._writers) == 2, "rank 0 to know both", LAST_S)
+        (theirs,) = (each for each in server._writers if each.get_extra_info("peername") == own_name(second))
+        theirs.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        server._listening._loop.call_soon_threadsafe(theirs.transport.abort)
+        until(lambda: len(server._writers) == 1, "it to be reset", LAST_S)
+        first.set("from the first", 1)
+        second.set("from the second", 2)
+        assert second.get("from the first", LAST_S) == 1
+        assert first.get("from the second", LAST_S) == 2
+        server.close()
+        with pytest.raises(ConnectionError):
+            second.get("anything", LAST_S)
+    finally:
+        second.close()
+        first.close()
+        server.close()
+
+
+def own_name(exchange: Exchange) -> Any:
+    assert exchange._socket is not None
+    return ("::ffff:127.0.0.1", exchange._socket.getsockname()[1], 0, 0)
 
 
 # -- a link that fails without a word ----------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ class ExchangeServer:
 
 
 class Exchange:
-    """A connection to the exchange, for one thread. One that is silent is made anew.
+    """A connection to the exchange, for one thread. One that is lost is made anew.
 
     Args:
         host: of rank 0.
@@ -157,11 +157,18 @@ class Exchange:
         return connection
 
     def _connect_again(self, wait_s: float) -> None:
+        """Connect, as soon as rank 0 can be reached.
+
+        Raises:
+            OSError: if rank 0 has gone, and does not only fail to answer.
+        """
+        time.sleep(min(wait_s, _PAUSE_S))
         try:
             self._socket = self._connected(_AGAIN_S)
         except OSError as error:
-            self._lost(error)
-            time.sleep(min(wait_s, _PAUSE_S))
+            if error.errno not in _NO_WAY and not isinstance(error, (TimeoutError, socket.gaierror)):
+                raise
+            logger.debug("rank 0 cannot be reached at present: %s", error)
 
     def _send(self, line: bytes) -> None:
         if self._socket is not None:  # else it is said when there is a connection again
@@ -191,16 +198,14 @@ class Exchange:
             self._values[answer["key"]] = answer["value"]
 
     def _lost(self, error: OSError) -> None:
-        """Hang up where rank 0 is only out of reach; else it has gone.
+        """Hang up: this connection is lost. Whether rank 0 has gone is seen when another one is made.
 
-        Raises:
-            OSError: the same, if rank 0 has gone.
+        A reset does not tell: rank 0 may only have found before us that nothing came from this rank, or what lies
+        between them has forgotten the connection.
         """
         self.close()
         self._received = b""
-        if error.errno not in _NO_WAY and not isinstance(error, (TimeoutError, socket.gaierror)):
-            raise error
-        logger.debug("rank 0 cannot be reached at present: %s", error)
+        logger.debug("the connection to rank 0 is lost: %s", error)
 
 
 def _line(**request: Any) -> bytes:
