@@ -50,6 +50,9 @@ class FakeDevice:
         written: copies that kernels made.
         sees: whether kernels may write into slots.
         room: bytes that can be allocated.
+        pinned: slots that are page-locked: bytes by address.
+        pinned_by: names of the threads that have page-locked some: it takes long.
+        unpinned_copies: into memory of the host that is not: for these, the host waits.
         used_by: threads that use it themselves, beside that which trains, and by which stream if they order work.
     """
 
@@ -65,7 +68,10 @@ class FakeDevice:
         self.sees = True
         self.room = 2**40
         self.allocated = 0
-        self.pinned: set[int] = set()
+        self.pinned: dict[int, int] = {}
+        self.pinned_by: set[str] = set()
+        self.unpinned_copies = 0
+        self._own: list[torch.Tensor] = []
         self.now_s = 0.0
         self.used_by: dict[threading.Thread, FakeStream | None] = {}
 
@@ -117,7 +123,14 @@ class FakeDevice:
 
     def copy(self, stream: FakeStream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for target, source in pairs:
+            self.unpinned_copies += not self._is_fast(target)
             stream.work.append((None, lambda target=target, source=source: target.copy_(source)))
+
+    def _is_fast(self, target: torch.Tensor) -> bool:
+        """Whether a target lies on the device, or is page-locked."""
+        first, last = target.data_ptr(), target.data_ptr() + target.nbytes
+        places = [*self.pinned.items(), *((own.data_ptr(), own.nbytes) for own in self._own)]
+        return any(at <= first and last <= at + nbytes for at, nbytes in places)
 
     def write(self, stream: FakeStream, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         self.written += len(targets)
@@ -163,17 +176,22 @@ class FakeDevice:
         if nbytes > self.room:
             return None
         self.allocated += nbytes
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        self._own.append(torch.zeros(nbytes, dtype=torch.uint8))
+        return self._own[-1]
 
     def is_capturing(self) -> bool:
         return self.capturing
 
     def pin(self, slot: torch.Tensor, index: int) -> int:
-        self.pinned.add(slot.data_ptr())
+        first, last = slot.data_ptr(), slot.data_ptr() + slot.nbytes
+        overlaps = any(at < last and first < at + nbytes for at, nbytes in list(self.pinned.items()))
+        assert not overlaps, "this memory, or some of it, is page-locked already"
+        self.pinned[first] = slot.nbytes
+        self.pinned_by.add(threading.current_thread().name)
         return 0
 
     def unpin(self, slot: torch.Tensor) -> int:
-        self.pinned.discard(slot.data_ptr())
+        del self.pinned[slot.data_ptr()]
         return 0
 
 
@@ -225,6 +243,7 @@ class Emulated(FakeDevice):
         with self._lock:
             if stream is self.training:
                 for target, source in pairs:
+                    self.unpinned_copies += not self._is_fast(target)
                     target.copy_(source)
                 return
             super().copy(stream, pairs)

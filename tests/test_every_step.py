@@ -295,3 +295,5 @@ def test_every_snapshot_is_its_step_on_gpus_whose_copies_lag(
     assert looks_on.waited  # the background does
     assert threading.current_thread() not in looks_on.waited
     assert device.allocated <= 2 * (buffer or 0)
+    assert not device.unpinned_copies
+    assert not device.pinned  # each slot was let go

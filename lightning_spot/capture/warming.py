@@ -117,7 +117,7 @@ class SlotMaker:
         return True
 
     def making(self, nbytes: int) -> Making:
-        """Whether who does not wait for a slot may have its memory made: not if that takes long, and is done here.
+        """Whether who takes a slot may have its memory made: not if that takes long, and is done here.
 
         For a large one it takes longer than a node has to answer, which would count as lost, and nobody would have
         pinned it.
@@ -132,6 +132,13 @@ class SlotMaker:
             self._size = (max(nbytes, self._size[0]), self._size[1])
             is_on_gpu = self._size[1] is not None
             self._begin(host, Making.BEYOND if is_on_gpu and self.beyond else Making.SPARE)
+
+    def done(self, wait_s: float) -> None:
+        """Wait until what is being made is there, or is not to be had."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(wait_s)
 
     def close(self, wait_s: float) -> bool:
         """Make no more; whether nothing is being made any more, after ``wait_s`` seconds at most."""

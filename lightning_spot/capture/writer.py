@@ -302,15 +302,18 @@ class SnapshotWriter:
         return Opened(layout, lease, replace(manifest, nbytes=layout.nbytes), whole, sent)
 
     def _take(self, host: Host, nbytes: int, wait_s: float, shared: Shared | None) -> Lease:
-        """Take the slot; where there is none in time, the next snapshot is to find one."""
-        began_s = time.monotonic()
-        making = Making.NOW if wait_s else self._maker.making(nbytes)
-        try:
-            lease = self._leases.take(host, nbytes, wait_s, shared, making)
-        except RingFull:
-            self._maker.found_none(host, nbytes)
-            raise
-        if wait_s and time.monotonic() - began_s > _LONG_S:
+        """Take the slot; where there is none, a further one may be made, which who waits for a slot waits for."""
+        making, began_s = self._maker.making(nbytes), time.monotonic()
+        if not wait_s or making is Making.NEVER:
+            try:
+                return self._leases.take(host, nbytes, 0.0, shared, making)
+            except RingFull:
+                self._maker.found_none(host, nbytes)
+                if not wait_s:
+                    raise
+                self._maker.done(wait_s)
+        lease = self._leases.take(host, nbytes, max(0.0, wait_s - (time.monotonic() - began_s)), shared)
+        if making is not Making.NEVER and time.monotonic() - began_s > _LONG_S:
             self._maker.found_none(host, nbytes)
         return lease
 
