@@ -210,7 +210,7 @@ class Unchanged:
                 left_out.add(named)
                 if nbytes > _WHOLE_BYTES:
                     plan.unchecked.append(Unchecked(piece, tensors, owner, mark[_PLACED:], 0, nbytes))
-        if known is not None and 2 * plan.nbytes < layout.nbytes:
+        if owners and known is not None and 2 * plan.nbytes < layout.nbytes:
             entries = [(offset, len(data)) for offset, data in plan.frame]
             plan.written = in_order([*entries, *((piece.offset, piece.nbytes) for piece in plan.pieces)])
         unchecked = plan.unchecked

@@ -30,9 +30,15 @@ class Buffers:
     def _note_changed(self, buffers: Values, before: dict[str, Mark]) -> None:
         self._changed |= {name for name, mark in _marks(buffers).items() if before.get(name) != mark}
 
-    def capture(self, module: torch.nn.Module, *, is_first: bool) -> Values:
-        """Copies of the non-persistent ones that changed, and of all others where the rank is not the first."""
-        buffers = dict(module.named_buffers())
+    def capture(self, module: torch.nn.Module, *, is_first: bool, has_any: bool = True) -> Values:
+        """Copies of the non-persistent ones that changed, and of all others where the rank is not the first.
+
+        Args:
+            module: that has them.
+            is_first: whether this is the first rank.
+            has_any: whether there may be any.
+        """
+        buffers = dict(module.named_buffers()) if has_any else {}
         self._note_changed(buffers, self._steady)
         if not buffers or (is_first and not self._changed):
             return {}

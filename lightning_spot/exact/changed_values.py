@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_spot.exact import namespaces, private
-from lightning_spot.exact.glance import Glance
+from lightning_spot.exact.glance import Glance, Glances
 from lightning_spot.exact.plain_values import (
     KEPT,
     MOST_BYTES,
@@ -107,13 +108,17 @@ class ChangedValues:
         self.before = Names()
         self._trains: dict[str, bool] = {}
         self._modules: dict[str, _Attributes] = {}
+        self._trained = _Trained(())
+        self._glances = _Glanced({})
         self._settings: State = {}
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Note how everything is, after all ``on_train_start``: a resumed run calls those, too."""
         modules = list(trainer.lightning_module.named_modules())
         self._trains = _trains(modules)
+        self._trained = _Trained(modules)
         self._modules = {name: _Attributes(part) for name, part in _parts(modules)}
+        self._glances = _Glanced(self._modules)
         self._settings = _settings(trainer)
 
     def capture(self, trainer: pl.Trainer, modules: Sequence[NamedModule]) -> State:
@@ -125,20 +130,23 @@ class ChangedValues:
         """
         before, known = self.before, self._modules
         attributes = before.attributes
-        changed = {
-            name: known[name].changed(part, attributes.get(name, ())) for name, part in _parts(modules) if name in known
-        }
+        parts = _parts(modules) if attributes else self._glances.closer(list(_parts(modules)))
+        changed = {name: known[name].changed(part, attributes.get(name, ())) for name, part in parts if name in known}
         settings = _settings(trainer)
         return {
-            "trains": {
-                name: trains
-                for name, trains in _trains(modules).items()
-                if self._trains.get(name, trains) != trains or name in before.trains
-            },
+            "trains": self._trains_now(modules),
             "attributes": {name: values for name, values in changed.items() if values},
             "settings": {**_changed(self._settings, settings), **_of(before.settings, settings)},
             "before": before.saved(),
         }
+
+    def _trains_now(self, modules: Sequence[NamedModule]) -> dict[str, bool]:
+        """Which parameters are trained, of those of which it is to be kept."""
+        names = self.before.trains
+        if not names and self._trained.are_those_of(modules):
+            return {}
+        now = _trains(modules).items()
+        return {name: trains for name, trains in now if self._trains.get(name, trains) != trains or name in names}
 
     def restore(self, trainer: pl.Trainer, saved: State) -> None:
         """Put back what :meth:`capture` returned, after :meth:`begin`."""
@@ -158,11 +166,57 @@ class ChangedValues:
                 setattr(trainer, name, value)
 
 
+class _Trained:
+    """Which parameters are trained, in a row.
+
+    Args:
+        modules: that have them.
+    """
+
+    def __init__(self, modules: Sequence[NamedModule]) -> None:
+        self._row = self._of(modules)
+
+    def are_those_of(self, modules: Sequence[NamedModule]) -> bool:
+        """Whether the same are, in modules of the same names."""
+        return self._row == self._of(modules)
+
+    @staticmethod
+    def _of(modules: Sequence[NamedModule]) -> tuple[list[Any], ...]:
+        tables = private.PARAMETERS.of_each([part for _, part in modules])
+        parameters = chain.from_iterable([table.values() for table in tables])
+        trains = [parameter is not None and parameter.requires_grad for parameter in parameters]
+        return [name for name, _ in modules], list(map(len, tables)), list(chain.from_iterable(tables)), trains
+
+
+class _Glanced:
+    """The modules at which a glance is enough, as long as nothing changes.
+
+    Args:
+        known: all modules, by name.
+    """
+
+    def __init__(self, known: dict[str, _Attributes]) -> None:
+        self._names = list(known)
+        self._has_one = [each.glance is not None for each in known.values()]
+        self._glances = Glances([each.glance for each in known.values() if each.glance is not None])
+
+    def closer(self, parts: Sequence[NamedModule]) -> Sequence[NamedModule]:
+        """Those that a closer look is needed at."""
+        if [name for name, _ in parts] != self._names:
+            return parts
+        if not self._glances.are_still_of([part for _, part in compress(parts, self._has_one)]):
+            return parts
+        return [part for part, has_one in zip(parts, self._has_one, strict=True) if not has_one]
+
+
 class _Attributes:
     """The attributes of one module as they were.
 
     Args:
         part: the module.
+
+    Attributes:
+        glance: that tells, as long as nothing changes; ``None`` where none would.
     """
 
     def __init__(self, part: nn.Module) -> None:
@@ -173,7 +227,7 @@ class _Attributes:
         self._scalars = _of_kind(own, SCALARS)
         self._marks = {} if self._is_torchs else {name: mark(value) for name, value in _of_kind(own, KEPT).items()}
         self._others = {} if self._is_torchs else _not_plain(part, own)
-        self._glance = Glance.of(part, list(own)) if self._is_torchs else None
+        self.glance = Glance.of(part, list(own)) if self._is_torchs else None
 
     def changed(self, part: nn.Module, before: Collection[str] = ()) -> State:
         """Copies of what has changed; of ``training`` only, where not all of it is plain.
@@ -182,7 +236,7 @@ class _Attributes:
             part: the module.
             before: names of attributes that count as changed.
         """
-        if self._glance is not None and not before and self._glance.is_still_of(part):
+        if self.glance is not None and not before and self.glance.is_still_of(part):
             return {}
         own = self._own(part)
         scalars = _of_kind(own, SCALARS)

@@ -29,6 +29,7 @@ from lightning_spot.exact.restoring import Restoring
 from lightning_spot.exact.seams import Seams, is_tuning
 from lightning_spot.exact.sharded import local_gradient
 from lightning_spot.exact.switches import Switches
+from lightning_spot.exact.tree import modules_of
 from lightning_spot.exact.unpickling import read_checkpoint, with_ranks
 from lightning_spot.exact.unsaved import Unsaved
 
@@ -169,14 +170,16 @@ class FitState(PerTrainer):
         """
         trainer, run = self._trainer, self._switches.run
         module = trainer.lightning_module
-        modules = list(module.named_modules())  # once for all: each walk takes as long as much of what is found
+        modules = run(private.TREE, lambda: modules_of(module)) or list(module.named_modules())
+        parts = [part for _, part in modules]
+        has_buffers = run(private.TREE, lambda: any(private.BUFFERS_AT_ALL.of_each(parts))) is not False
         loaders = self._restoring.loaders  # None in a fit that takes no snapshots, such as fast_dev_run
         positions = run(private.LOADERS, lambda: loaders.positions(at_end=at_end)) if loaders is not None else []
         return {
             "random": capture_random(trainer.strategy.root_device),
             "loaders": positions,
             "around_loaders": run(private.LOADERS, loaders.capture) if loaders is not None else None,
-            "buffers": self._buffers.capture(module, is_first=trainer.is_global_zero),
+            "buffers": self._buffers.capture(module, is_first=trainer.is_global_zero, has_any=has_buffers),
             "gradients": _gradients(trainer) if self._has_live_gradients() and not at_end else {},
             "gradient_order": self._order.saved(),
             "should_stop": trainer.should_stop,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 import types
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,12 +22,17 @@ class Glance:
     Args:
         owner: that has them.
         names: of those that count, one or more.
+
+    Attributes:
+        count: of all attributes.
+        values_of: those of these names, of an object's ``vars()``.
+        values: as they were.
     """
 
     def __init__(self, owner: object, names: list[str]) -> None:
-        self._count = len(vars(owner))
-        self._values_of = operator.itemgetter(*names, names[0])  # of one name alone it gives no tuple
-        self._values = self._values_of(vars(owner))
+        self.count = len(vars(owner))
+        self.values_of = operator.itemgetter(*names, names[0])  # of one name alone it gives no tuple
+        self.values: tuple[Any, ...] = self.values_of(vars(owner))
 
     @classmethod
     def of(cls, owner: object, names: list[str]) -> Glance | None:
@@ -37,13 +44,37 @@ class Glance:
     def is_still_of(self, owner: object) -> bool:
         """Whether all of them have the values that they had, and no attribute has come or gone; if not, look closer."""
         now = vars(owner)
-        if len(now) != self._count:
+        if len(now) != self.count:
             return False
         try:
-            values = self._values_of(now)
+            values = self.values_of(now)
         except KeyError:
             return False
-        return all(map(operator.is_, values, self._values))
+        return all(map(operator.is_, values, self.values))
+
+
+class Glances:
+    """Glances at many objects at once.
+
+    Args:
+        glances: at each of them.
+    """
+
+    def __init__(self, glances: Sequence[Glance]) -> None:
+        self._counts = [glance.count for glance in glances]
+        self._values_of = [glance.values_of for glance in glances]
+        self._values = list(chain.from_iterable([glance.values for glance in glances]))
+
+    def are_still_of(self, owners: Sequence[object]) -> bool:
+        """Whether :meth:`Glance.is_still_of` holds for each of them, in their order."""
+        now = list(map(vars, owners))
+        if list(map(len, now)) != self._counts:
+            return False
+        try:
+            found = [values_of(own) for values_of, own in zip(self._values_of, now, strict=True)]
+        except KeyError:
+            return False
+        return all(map(operator.is_, chain.from_iterable(found), self._values))
 
 
 def _is_steady(value: Any) -> bool:

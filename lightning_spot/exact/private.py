@@ -7,6 +7,7 @@ at ``setup``: a part that misses one is off, which is said once, and training go
 from __future__ import annotations
 
 import itertools
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ LOADERS = "the position in the data"
 REQUESTS = "requests for loaders"
 WORKERS = "workers that persist"
 HOOKED = "what hooks changed"
+TREE = "modules that are known again"
 LOGGERS = "loggers"
 SIGNALS = "Lightning's signal handlers"
 ENVIRONMENT = "the ranks' address"
@@ -43,6 +45,7 @@ TUNERS = "the tuners"
 
 WITHOUT = {
     RESUME: "no run is resumed by itself; name a snapshot in fit(ckpt_path=)",
+    TREE: "snapshots take the training thread longer",
     SNAPSHOTS: "snapshots are taken in the way of Trainer.save_checkpoint",
     SEAMS: "snapshots are taken before what follows a batch: a resume from them is not exact",
     SIGNALS: "with several ranks, a signal to one of them may hang the others",
@@ -82,6 +85,12 @@ class Name:
             AttributeError: if it has none.
         """
         return getattr(owner, self.name)
+
+    def of_each(self, owners: Sequence[Any]) -> list[Any]:
+        """The value in each of hundreds of owners."""
+        if owners:
+            self.of(owners[0])
+        return list(map(operator.attrgetter(self.name), owners))
 
     def set(self, owner: Any, value: Any) -> None:
         """Set it in ``owner``."""
@@ -259,6 +268,10 @@ SHOULD_SYNC = "_should"  # of a _Sync, which has it as an argument
 NON_PERSISTENT = Name(HOOKED, "_non_persistent_buffers_set", lambda t: t.lightning_module, set)
 PARAMETERS = Name(HOOKED, "_parameters", lambda t: t.lightning_module, dict)
 BUFFERS = Name(HOOKED, "_buffers", lambda t: t.lightning_module, dict)
+MODULES = Name(TREE, "_modules", lambda t: t.lightning_module, dict)
+BUFFERS_AT_ALL = Name(TREE, "_buffers", lambda t: t.lightning_module, dict)
+PRE_HOOKS = Name(TREE, "_state_dict_pre_hooks", lambda t: t.lightning_module, dict)
+POST_HOOKS = Name(TREE, "_state_dict_hooks", lambda t: t.lightning_module, dict)
 COMM_HOOKS = Name(BUCKETS, "_comm_hooks", _ddp)
 REDUCER = Name(BUCKETS, "reducer", _ddp)
 

@@ -24,6 +24,7 @@ from lightning_spot.exact import namespaces, private
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.flat import INSTEAD, Flat, Kinds
 from lightning_spot.exact.parameter_names import clean, names_of
+from lightning_spot.exact.tree import state_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Image
 from lightning_spot.image.shards import ShardedTensor
@@ -104,7 +105,8 @@ class Dtensors:
 
     def model_state(self) -> State:
         """See :class:`Holder`; its own tensors, since to detach a DTensor takes 0.1 ms."""
-        state = {clean(name): value for name, value in self._module.state_dict(keep_vars=True).items()}
+        if (state := state_of(self._module)) is None:
+            state = {clean(name): value for name, value in self._module.state_dict(keep_vars=True).items()}
         form, (known, names) = (list(state), list(map(id, state.values()))), _known.get(self._module, (None, {}))
         if known != form:
             names = names_of(self._module)

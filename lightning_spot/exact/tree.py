@@ -1,0 +1,155 @@
+"""The modules of a model and its state, known again from one snapshot to the next.
+
+To walk over hundreds of modules takes longer than all that is done with them. So it is noted what there was under which
+name, and seen, in rows, whether it is there still. Nothing is kept alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from itertools import chain, compress
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch.nn import Module
+
+from lightning_spot.exact import private
+from lightning_spot.exact.parameter_names import clean
+
+State = dict[str, Any]
+
+_NEEDED = (
+    *(private.MODULES, private.PARAMETERS, private.BUFFERS, private.NON_PERSISTENT),
+    *(private.PRE_HOOKS, private.POST_HOOKS),
+)
+_OF_CLASSES = ("state_dict", "_save_to_state_dict", "get_extra_state")
+_FSDPS = "torch.distributed.fsdp._fully_shard"
+"""Whose hooks have a module's own parameters be those in shards, and do nothing else."""
+
+
+def modules_of(root: Module) -> list[tuple[str, Module]]:
+    """What ``named_modules()`` gives."""
+    tree, modules = _tree_of(root)
+    return list(compress(zip(tree.names, modules, strict=True), tree.is_first))
+
+
+def state_of(root: Module) -> State | None:
+    """What ``state_dict(keep_vars=True)`` gives, by clean names; ``None`` where a module has a way of its own."""
+    if not all(hasattr(root, name.name) for name in _NEEDED):  # a torch of other days
+        return None
+    tree, modules = _tree_of(root)
+    if not _are_plain(modules):
+        return None
+    for name, module, hooks in zip(tree.names, modules, private.PRE_HOOKS.of_each(modules), strict=True):
+        for hook in hooks.values() if hooks else ():
+            hook(module, f"{name}." if name else "", True)
+    return tree.state(modules)
+
+
+def _are_plain(modules: Sequence[Module]) -> bool:
+    """Whether all modules give what they have in torch's own way."""
+    kinds = set(map(type, modules))
+    if any(getattr(kind, name) is not getattr(Module, name) for kind in kinds for name in _OF_CLASSES):
+        return False
+    own = list(map(vars, modules))
+    if any(["state_dict" in each or "_save_to_state_dict" in each for each in own]):
+        return False
+    if any(private.POST_HOOKS.of_each(modules)):
+        return False
+    hooks = chain.from_iterable([hooks.values() for hooks in private.PRE_HOOKS.of_each(modules) if hooks])
+    return all(getattr(hook, "__module__", "").startswith(_FSDPS) for hook in hooks)
+
+
+class _Rows(NamedTuple):
+    """What there is in tables, one after the other.
+
+    Attributes:
+        keys: in all of them.
+        lengths: of each.
+        values: by their identity; for those of state only whether there is one.
+    """
+
+    keys: list[str]
+    lengths: list[int]
+    values: list[Any]
+
+
+def _values(tables: Sequence[State]) -> list[Any]:
+    return list(chain.from_iterable([table.values() for table in tables]))
+
+
+class _Tree:
+    """The modules of a model under all their names, in the order of its state dict.
+
+    Args:
+        root: the model.
+
+    Attributes:
+        names: of the modules.
+        is_first: of each name, whether it is the module's first one.
+    """
+
+    def __init__(self, root: Module) -> None:
+        named = list(root.named_modules(remove_duplicate=False))
+        self.names = [name for name, _ in named]
+        modules = [module for _, module in named]
+        first = {id(module): number for number, module in reversed(list(enumerate(modules)))}
+        self.is_first = [first[id(module)] == number for number, module in enumerate(modules)]
+        self._known = list(map(weakref.ref, modules))
+        self._below = self._rows(modules)
+        self._form: _Rows | None = None
+        self._left_out: list[set[str]] = []
+        self._saved: list[bool] = []
+        self._saved_names: list[str] = []
+
+    def modules(self) -> list[Module] | None:
+        """The modules, if the same are under the same names; else ``None``."""
+        modules = [known() for known in self._known]
+        there = [module for module in modules if module is not None]
+        # The root is the same. So are those below a module that is the same, if they are those that were there.
+        return there if len(there) == len(modules) and self._rows(there) == self._below else None
+
+    @staticmethod
+    def _rows(modules: Sequence[Module]) -> _Rows:
+        tables = private.MODULES.of_each(modules)
+        return _Rows(list(chain.from_iterable(tables)), list(map(len, tables)), list(map(id, _values(tables))))
+
+    def state(self, modules: Sequence[Module]) -> State:
+        """Parameters and buffers of the modules that belong into a state dict."""
+        buffers = private.BUFFERS.of_each(modules)
+        tables = list(chain.from_iterable(zip(private.PARAMETERS.of_each(modules), buffers, strict=True)))
+        values = _values(tables)
+        form = _Rows(list(chain.from_iterable(tables)), list(map(len, tables)), [value is None for value in values])
+        left_out = private.NON_PERSISTENT.of_each(list(compress(modules, buffers)))
+        if form != self._form or left_out != self._left_out:
+            self._form, self._left_out = form, list(map(set, left_out))
+            self._look(modules)
+        return dict(zip(self._saved_names, compress(values, self._saved), strict=True))
+
+    def _look(self, modules: Sequence[Module]) -> None:
+        """Find the names of what is saved, and what is not."""
+        self._saved, self._saved_names = [], []
+        for prefix, module in zip(self.names, modules, strict=True):
+            left_out = private.NON_PERSISTENT.of(module)
+            entries = [(name, value, False) for name, value in private.PARAMETERS.of(module).items()]
+            entries += [(name, value, name in left_out) for name, value in private.BUFFERS.of(module).items()]
+            for name, value, is_left_out in entries:
+                self._saved.append(value is not None and not is_left_out)
+                if self._saved[-1]:
+                    self._saved_names.append(clean(f"{prefix}.{name}" if prefix else name))
+
+
+_trees: WeakKeyDictionary[Module, _Tree] = WeakKeyDictionary()
+
+
+def _tree_of(root: Module) -> tuple[_Tree, list[Module]]:
+    """The tree of a model, and its modules."""
+    tree = _trees.get(root)
+    modules = tree.modules() if tree is not None else None
+    if tree is None or modules is None:
+        tree = _trees[root] = _Tree(root)
+        modules = tree.modules()
+    return tree, modules if modules is not None else [
+        module for _, module in root.named_modules(remove_duplicate=False)
+    ]
