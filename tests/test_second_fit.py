@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.tuner import Tuner
+from torch.utils.data import DataLoader
 
 from lightning_spot import AutoResume, EverySteps, GoodputMonitor, RemoteSnapshot, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.fit import earlier
@@ -310,6 +311,26 @@ def test_a_complete_run_has_the_metrics_of_its_end_and_leaves_its_generators(tmp
     assert set(trained[0]) == {"train_loss", "val_loss"}
     new_process()
     assert fit(2) == trained
+
+
+def test_a_trainer_that_goes_on_after_a_complete_run_sees_the_same_data(tmp_path: Path) -> None:
+    """Lightning's loops took the second fit for one that is resumed, and kept the order that the first had drawn."""
+
+    def fit_twice(root: Path, seed: int, *callbacks: pl.Callback) -> dict[str, torch.Tensor]:
+        new_process()
+        pl.seed_everything(seed)
+        run, model, samples = trainer(spot(root), *callbacks, max_epochs=1), Net(), data(6)
+        shuffled = DataLoader(samples.dataset, 4, shuffle=True)
+        run.fit(model, shuffled)
+        run.fit_loop.max_epochs = 2
+        run.fit(model, shuffled)
+        return model.state_dict()
+
+    whole = fit_twice(tmp_path / "whole", 1)
+    with pytest.raises(Stop):  # before the second one has a snapshot
+        fit_twice(tmp_path / "broken", 1, EndAt(len(DataLoader(data(6).dataset, 4))))
+    again = fit_twice(tmp_path / "broken", 2)
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())
 
 
 def test_a_fit_after_predictions_keeps_what_was_made_in_inference_mode(tmp_path: Path) -> None:

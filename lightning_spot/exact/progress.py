@@ -94,6 +94,19 @@ def is_validation_due(trainer: pl.Trainer, *, should_stop: bool) -> bool:
         trainer.should_stop = stops
 
 
+def end_restart(trainer: pl.Trainer) -> None:
+    """Of a fit that had nothing left to train: have its loops forget that a checkpoint was loaded, as after training.
+
+    A further fit of this trainer would begin its first epoch as one that is resumed: with a shuffled order that was
+    drawn in the fit before, when other numbers were due.
+    """
+    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
+        if callable(done := getattr(loop, "on_iteration_done", None)):
+            done()
+        else:  # Lightning 2.5
+            private.RESTARTING.set(loop, False)
+
+
 def is_in_epoch(checkpoint: State) -> bool:
     """Whether the end of an epoch was still to come when a checkpoint was taken."""
     epochs = checkpoint["loops"]["fit_loop"][_EPOCHS]["current"]

@@ -259,6 +259,7 @@ class Restoring(OfTrainer):
         if values is None:
             return
         restore_random(values["random"], self._trainer.strategy.root_device)
+        self._switches.run(private.PROGRESS, lambda: progress.end_restart(self._trainer))
         if "logged" in values:
             self._switches.run(private.LOGGED, lambda: logged_values.restore_last(self._trainer, values))
 
