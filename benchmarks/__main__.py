@@ -35,6 +35,7 @@ from benchmarks import (
     restore,
     scale,
     shares,
+    thread_in_shards,
     training_thread,
 )
 from benchmarks.measure import Result, about
@@ -43,6 +44,7 @@ from benchmarks.placement import bind_team
 ALL = {
     "layout": layout,
     "training-thread": training_thread,
+    "thread-in-shards": thread_in_shards,
     "blocking": blocking,
     "ingest": ingest,
     "restore": restore,

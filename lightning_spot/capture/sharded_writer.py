@@ -27,7 +27,7 @@ from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.joint import Shared, is_durable
 from lightning_spot.sharded.layout import ShardedImage, ShardedLayouter, state_archive
 from lightning_spot.sharded.plan import State
-from lightning_spot.staging.copier import Copier, SlotView
+from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
 
 _HEADROOM_BYTES = 64 * 1024
@@ -82,14 +82,12 @@ class ShardedWriter(SnapshotWriter):
         self._layouter = ShardedLayouter(0, world_size, token)
         self._own_layouter = Layouter()
         self._own_bytes = 0
-        self._kept: Owners = {}
         self._told: tuple[Any, str] = (None, "")
         self._at = ""
         self._portioned = Portioned()
 
     def begin(self, checkpoint: Any, manifest: Manifest, **how: Any) -> Future[Manifest]:
         """See :meth:`SnapshotWriter.begin`. Where rank 0 cannot, the others are told: they do not wait for the slot."""
-        self._kept = how.get("kept", {})
         ranks: Ranks | None = how.get("ranks")
         self._at = ranks.at if ranks is not None else ""
         if checkpoint.most_own_bytes > (0 if self._is_by_itself else self._own_bytes):  # as all do, whatever fails here
@@ -156,12 +154,12 @@ class ShardedWriter(SnapshotWriter):
         state_bytes = [self._own_bytes] * self._world_size
         return self._layouter.lay_out(checkpoint.state, own, state_bytes, checkpoint.rest), state_bytes
 
-    def _plan(self, layout: Layout, lease: Lease, view: SlotView, owners: Owners, *, trusts: bool) -> Any:
-        """What is in ``kept`` may be left out, and nothing of the optimizers: theirs may write past the counts.
+    def _counted(self, owned: Owners, kept: Owners) -> Owners:
+        """What is in ``kept``, and nothing of the optimizers: theirs may write past the counts.
 
         (Torch counts writes to a ``DTensor``, but not those of ``foreach``, neither there nor at its local tensor.)
         """
-        return super()._plan(layout, lease, view, self._kept, trusts=trusts)
+        return kept
 
     def _commit(self, host: Host, pending: Pending) -> bool:
         try:  # what was written is not told: this rank knows of its own part only

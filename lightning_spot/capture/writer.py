@@ -187,7 +187,7 @@ class SnapshotWriter:
             layout, lease, manifest = opened.layout, opened.lease, opened.manifest
             view = self._views.of(host, lease)
             trusts = not (manifest.complete or manifest.is_again)
-            plan = self._plan(layout, lease, view, owners_of(owned, kept), trusts=trusts)
+            plan = self._plan(layout, lease, view, self._counted(owned, kept), trusts=trusts)
             if opened.sent and plan.written is not None:
                 plan.written = in_order([*plan.written, *opened.sent.values()])
             job = self._copy(plan, view, owned)
@@ -330,6 +330,10 @@ class SnapshotWriter:
         wait_s = wait_s or host.max_stall_s
         if not self._maker.wait(wait_s):
             raise RingFull(f"the slot for it is still being made after {wait_s:.0f} s")
+
+    def _counted(self, owned: Owners, kept: Owners) -> Owners:
+        """Tensors whose counts of writes tell whether they have changed."""
+        return owners_of(owned, kept)
 
     def _plan(self, layout: Layout, lease: Lease, view: SlotView, owners: Owners, *, trusts: bool) -> Plan:
         """What of a layout is not in the slot yet. The last one trusts no counts: no later one checks them."""
