@@ -196,6 +196,9 @@ def test_a_node(start_node: Callable[..., RunningNode], tmp_path: Path, capsys: 
         (["ls", "nonsense://bucket/run"], "Give a directory"),
         (["ls", "x", "--memory", "10.0.0.5"], "no node URL"),
         (["pull", "NOWHERE"], "nowhere at any tier"),
+        (["ls", "runs/a/step-000000030-attempt-0001/"], "give its run, runs/a, and step-000000030-attempt-0001 after"),
+        (["pull", "s3://b/run/step-000000030-attempt-0001/model.ckpt"], "give its run, s3://b/run, and"),
+        (["show", "spot://127.0.0.1:9/run/step-000000030-attempt-0001"], "give its run, spot://127.0.0.1:9/run, and"),
         (["verify", "NOWHERE"], "nowhere to verify"),
         (["node", "--slots", "0"], "--slots 0"),
         (["node", "--memory", "1.5"], "--memory='1.5' is no size"),
@@ -203,6 +206,7 @@ def test_a_node(start_node: Callable[..., RunningNode], tmp_path: Path, capsys: 
         (["node", "--drain-timeout", "nan"], "--drain-timeout=nan"),
         (["node", "--flush-to", ""], "--flush-to '' is empty"),
         (["node", "--allow", " "], "--allow ' ' is empty"),
+        (["node", "--allow", "nonsense://bucket"], "'nonsense://bucket' cannot be used as a tier"),
         (["node", "--flush-to", "spot://h:0"], "no node URL"),
         (["drill", "--limit", "nan", "--", "true"], "--limit=nan"),
         (["drill", "--keep", "/dev/null", "--", "true"], "/dev/null is no empty directory"),
@@ -226,6 +230,16 @@ def test_bad_input_is_one_line(
     said = capsys.readouterr().err
     assert complaint in said
     assert "Traceback" not in said
+
+
+def test_a_run_that_never_ends_has_no_price(capsys: pytest.CaptureFixture[str]) -> None:
+    never = ["simulate", "--work", "1h", "--lifetime", "1s", "--runs", "2", "--policy", "YoungDaly"]
+    assert main(never) == 0
+    assert "PRICE" not in capsys.readouterr().out
+    assert main([*never, "--price", "2"]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[2].split()[-1] == "unknown"
+    assert "nan" not in said
 
 
 def test_the_command_is_installed() -> None:

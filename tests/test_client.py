@@ -26,7 +26,7 @@ from lightning_spot.client.part_lanes import PartLanes
 from lightning_spot.client.part_sender import PartStream
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.config import PROTOCOL_VERSION
-from lightning_spot.errors import NodeUnreachable, SnapshotNotFound, SpotError
+from lightning_spot.errors import NodeRefused, NodeUnreachable, SnapshotNotFound, SpotError
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.protocol.wire import PROTOCOL_HEADER, Address, parse_spot_url
@@ -134,6 +134,17 @@ def test_an_answer_that_is_damaged_or_no_json_is_an_error(serve: Callable[..., P
 
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("ask", [lambda client: client.call("GET", "/v1/runs"), lambda client: client.head("/x")])
+def test_a_stranger_that_knows_no_such_page_does_not_say_that_nothing_is_there(
+    serve: Callable[..., Peer], ask: Callable[[NodeClient], Any]
+) -> None:
+    # What stands in front of a node that is gone for a moment answers so: a run must not start afresh over it.
+    client = NodeClient(serve([b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"]).address)
+    with pytest.raises(NodeRefused, match=r"answered 404: nothing more .*right address"):
+        ask(client)
+    client.close()
 
 
 def test_nothing_leaks(start_node: StartNode) -> None:

@@ -150,7 +150,7 @@ def simulate(arguments: argparse.Namespace) -> int:
         print(json.dumps({"mtbf_s": failures.mtbf_s, "tiers": tables, "verdict": verdict}, indent=1))
         return 0
     console = wide_console()
-    priced = any(row.price for rows in groups.values() for row in rows)
+    priced = bool(arguments.price or arguments.memory_node_price)
     for name, rows in groups.items():
         console.print(_table(name, rows, priced))
         console.print(_tier_table(rows[0], priced))
@@ -234,7 +234,7 @@ def _table(name: str, rows: Sequence[Row], priced: bool) -> Table:
         hours = f"{row.total_s / 3600:.2f} ± {row.error_s / 3600:.2f}" if math.isfinite(row.total_s) else "never"
         shares = (f"{100 * share:.2f} %" for share in (row.goodput, row.stall, row.lost))
         values = [hours, *shares, f"{row.failures:.1f}", f"{100 * row.progress_lost:.3f} %"]
-        table.add_row(row.name, str(row.snapshots), *values, *([f"{row.price:.2f}"] if priced else []))
+        table.add_row(row.name, str(row.snapshots), *values, *([_money(row.price)] if priced else []))
     return table
 
 
@@ -244,8 +244,13 @@ def _tier_table(row: Row, priced: bool) -> Table:
     for tier in row.tiers:
         values = [format_seconds(tier.drain_s), format_seconds(tier.behind_s), f"{100 * tier.resumed:.2f} %"]
         lost = format_seconds(tier.lost_s) if tier.resumed else ""
-        table.add_row(tier.name, _OUTLIVES[tier.survives], *values, lost, *([f"{tier.price:.2f}"] if priced else []))
+        table.add_row(tier.name, _OUTLIVES[tier.survives], *values, lost, *([_money(tier.price)] if priced else []))
     return table
+
+
+def _money(price: float) -> str:
+    """What a run that never ends costs, nobody knows."""
+    return f"{price:.2f}" if math.isfinite(price) else "unknown"
 
 
 def _plain(value: Any) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import SettingsError, SnapshotNotFound, SpotError
-from lightning_spot.image.manifest import OWN_DIR, Manifest
+from lightning_spot.image.manifest import OWN_DIR, Manifest, snapshot_order
 from lightning_spot.memory.tier import Listed
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.run.location import AUTO, Location
@@ -59,9 +59,10 @@ def ask(arguments: argparse.Namespace) -> Found:
     """Ask every tier the command line names.
 
     Raises:
-        SettingsError: if a URL is malformed, or names one of several runs of that name.
+        SettingsError: if a URL is malformed, names one of several runs of that name, or one snapshot and no run.
         SnapshotNotFound: if no tier that was asked answers, or the only one knows no such run.
     """
+    _check_names_a_run(str(arguments.url))
     found = _ask_nodes(arguments) if str(arguments.url).startswith("spot:") else _ask_run(arguments)
     found.url = str(arguments.url)
     found.entries.sort(key=lambda entry: entry.manifest.order, reverse=True)
@@ -81,6 +82,15 @@ def pick(found: Found, wanted: str | None) -> Entry:
     what = f"no snapshot {wanted!r}" if wanted is not None else "no snapshot"
     bad = [f"{item} cannot be used ({why})" for item, why in found.unreadable.items()]
     raise SnapshotNotFound("; ".join([f"{what} of {found.url} at any tier; there is {names}", *bad, *found.problems]))
+
+
+def _check_names_a_run(url: str) -> None:
+    """A directory of a run is easily given for it: nothing would be found below, or another one shown."""
+    parts = url.split("/")
+    for place, part in enumerate(parts):
+        if place and snapshot_order(part) is not None:
+            run = "/".join(parts[:place])
+            raise SettingsError(f"{url!r} is one snapshot: give its run, {run}, and {part} after it (but for ls)")
 
 
 def _ask_nodes(arguments: argparse.Namespace) -> Found:

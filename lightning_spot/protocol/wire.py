@@ -204,15 +204,14 @@ def error_body(error: SpotError) -> dict[str, Any]:
 
 def error_from_body(status: int, body: bytes, tier: str) -> SpotError:
     """The error a node answered with; only classes of our own tree are ever made."""
-    if not body and status == 404:  # an answer to HEAD has no body
-        return errors.SnapshotNotFound(f"{tier} has no such file")
     try:
         fields = json.loads(body)
         kind = getattr(errors, fields["error"])
         message, facts = str(fields["message"]), dict(fields.get("facts") or {})
     except (ValueError, KeyError, TypeError, AttributeError):
-        text = body[:200].decode("utf-8", "replace").strip()
-        return errors.NodeRefused(f"{tier} answered {status}: {text}", tier=tier, status=status)
+        text = body[:200].decode("utf-8", "replace").strip() or "nothing more"
+        why = f"{tier} answered {status}: {text} (no answer of a memory node of this version: is it the right address?)"
+        return errors.NodeRefused(why, tier=tier, status=status)
     if not (isinstance(kind, type) and issubclass(kind, SpotError)):
         return errors.NodeRefused(f"{tier} answered {status}: {message}", tier=tier, status=status)
     if kind is errors.NodeRefused:

@@ -55,10 +55,13 @@ def run_node(settings: NodeSettings) -> int:
 
     Raises:
         OSError: if the port is taken; nothing was touched then.
+        SettingsError: if it is to write to what no file system that is installed can.
     """
     allow_descriptors()
     record = settings.record
     if record is None:
+        for url in settings.allow:
+            open_store(url)  # to say so now, not when a trainer comes
         with _bind(settings.host, settings.port) as listener:
             return asyncio.run(_serve(settings, listener))
     alive = hold(record.alive, _HOLD_S)

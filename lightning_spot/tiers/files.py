@@ -28,7 +28,7 @@ def why_not_writable(path: str | Path) -> str:
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
-        return f"cannot be made ({error.strerror})"
+        return f"cannot be made ({'it is a file' if isinstance(error, FileExistsError) else error.strerror})"
     return "" if os.access(path, os.W_OK | os.X_OK) else "is not writable"
 
 
