@@ -91,6 +91,7 @@ def test_a_sharded_snapshot_is_pulled_into_a_directory(tmp_path: Path, capsys: p
     store = LocalStore(tmp_path / "run")
     store.put(manifest, memoryview(image), attempt=1)
     assert main(["pull", str(tmp_path / "run"), "--to", str(tmp_path)]) == 0
+    assert "a directory, of a model in shards. --consolidate makes one plain file" in capsys.readouterr().out
     pulled = tmp_path / manifest.name
     assert {path.name: path.read_bytes() for path in pulled.iterdir()} == {
         path.name: path.read_bytes() for path in (store.root / manifest.name).iterdir()

@@ -341,6 +341,7 @@ def test_sigterm_drains(start_node: StartNode, tmp_path: Path) -> None:
 def test_sigterm_says_what_it_could_not_flush(start_node: StartNode, tmp_path: Path) -> None:
     target = tmp_path / "durable"
     node = start_node("--flush-to", str(target), "--drain-timeout", "1")
+    target.rmdir()  # the node has made it, to see whether it can
     target.write_text("a file in the way")
     put(node, 4)
     assert node.stop() == 1

@@ -43,6 +43,8 @@ def pull(arguments: argparse.Namespace) -> int:
         snapshot.close()
     nbytes = target.stat().st_size if one_file else wanted.nbytes
     print(f"{target}: {format_bytes(nbytes)}, step {wanted.step}, from {snapshot.tier}, every checksum holds")
+    if not one_file:
+        print("That is a directory, of a model in shards. --consolidate makes one plain file of it")
     return 0
 
 
