@@ -14,7 +14,7 @@ import sys
 import types
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,6 +23,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.trainer.connectors import checkpoint_connector
 from torchmetrics import MeanMetric
 
 from lightning_spot import SpotCheckpointIO
@@ -326,6 +327,65 @@ def test_hyperparameters_of_any_class_do_not_keep_a_run_from_resuming(
     assert callback.resumed_from is not None
     assert callback.resumed_from.step == 12
     assert manifests(tmp_path)[0].complete
+
+
+class Configuration(MutableMapping[str, Any]):
+    """As omegaconf's, which pytorch-tabular's models have for hyperparameters: a value may be left open."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values_ = values
+
+    def __getitem__(self, name: str) -> Any:
+        if self.values_[name] == "???":
+            raise RuntimeError(f"{name} is left open")
+        return self.values_[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.values_[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.values_[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_)
+
+    def __len__(self) -> int:
+        return len(self.values_)
+
+
+class Configured(Net):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self._hparams: Any = Configuration(width=width)
+
+
+class ConfiguredData(pl.LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self._hparams: Any = Configuration(batch_size=4, folder="???")
+
+    def train_dataloader(self) -> Any:
+        return data()
+
+
+def test_a_configuration_for_hyperparameters_does_not_keep_a_run_from_resuming_and_is_compared(
+    tmp_path: Path, no_node: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_connector, "_OMEGACONF_AVAILABLE", True)
+    omegaconf = types.ModuleType("omegaconf")
+    monkeypatch.setattr(omegaconf, "Container", Configuration, raising=False)
+    monkeypatch.setitem(sys.modules, "omegaconf", omegaconf)
+    with pytest.raises(Stop):
+        trainer(spot(tmp_path, **no_node), StopAt(7)).fit(Configured(3), ConfiguredData())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(is not loaded|other hyperparameters)")
+        callback = spot(tmp_path, **no_node)
+        with pytest.raises(Stop):
+            trainer(callback, StopAt(10)).fit(Configured(3), ConfiguredData())
+    assert callback.resumed_from is not None
+    assert callback.resumed_from.step == 6
+    with pytest.warns(UserWarning, match=r"hyper_parameters of the snapshot.*differs: values_\.width: 3 and 4"):
+        trainer(spot(tmp_path, **no_node)).fit(Configured(4), ConfiguredData())
 
 
 @pytest.mark.parametrize("plugins", [[], [SpotCheckpointIO(memory=None)]], ids=["callback", "plugin"])

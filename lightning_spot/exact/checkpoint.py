@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.exact import namespaces, private
+from lightning_spot.exact.hyperparameters import OF_DATA, OF_MODEL, held
 from lightning_spot.exact.sharded import live_states
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ def leave_out_callbacks(checkpoint: dict[str, Any]) -> list[str]:
         their names.
     """
     names: list[str] = []
-    for key in ("hyper_parameters", "datamodule_hyper_parameters"):
-        values = checkpoint.get(key) or {}
+    for key in (OF_MODEL, OF_DATA):
+        values = dict(held(checkpoint.get(key) or {}))
         left_out = [name for name, value in values.items() if _holds_callback(value)]
         if left_out:
             checkpoint[key] = {name: value for name, value in values.items() if name not in left_out}

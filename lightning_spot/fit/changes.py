@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_spot.exact import namespaces
-from lightning_spot.fit.fingerprint import held
+from lightning_spot.exact.hyperparameters import OF_DATA, OF_MODEL, held
 from lightning_spot.sharded.reader import changed
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-_OF_DATA = "datamodule_hyper_parameters"
 
 
 def check_model(trainer: pl.Trainer, checkpoint: dict[str, Any], snapshot: str) -> None:
@@ -47,8 +45,8 @@ def check_model(trainer: pl.Trainer, checkpoint: dict[str, Any], snapshot: str) 
 def other_hyperparameters(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> list[str]:
     """Plain ones of the model and the data module that a snapshot has otherwise, or not: ``name saved→present``."""
     found: list[str] = []
-    for key, owner in (("hyper_parameters", trainer.lightning_module), (_OF_DATA, trainer.datamodule)):  # type: ignore[attr-defined] # it has one
-        saved = checkpoint.get(key) or {}
+    for key, owner in ((OF_MODEL, trainer.lightning_module), (OF_DATA, trainer.datamodule)):  # type: ignore[attr-defined] # it has one
+        saved = checkpoint.get(key, {})  # what stands for an object that is not loaded has no truth value
         if owner is not None and isinstance(saved, dict) and isinstance(owner.hparams, Mapping):
             found += _changed(saved, owner.hparams)
     return found

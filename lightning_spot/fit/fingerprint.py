@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Mapping, MutableSequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from lightning_spot.exact import private
 from lightning_spot.exact.compare import without_moments
+from lightning_spot.exact.hyperparameters import held
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -101,16 +102,6 @@ class Fingerprint:
     def has_other_data(self, other: Fingerprint) -> bool:
         """Whether both are known to be trained on something, and not on the same."""
         return None not in (self.data, other.data) and self.data != other.data
-
-
-def held(value: Mapping[Any, Any] | Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Each key or index with its value, ``None`` for one that cannot be had: a configuration may leave some open."""
-    for key in value if isinstance(value, Mapping) else range(len(value)):
-        try:
-            item = value[key]
-        except Exception:  # of omegaconf, or a class of the user's
-            item = None
-        yield key, item
 
 
 def _digest(*facts: Any) -> str:
