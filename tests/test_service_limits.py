@@ -510,3 +510,12 @@ def test_a_sender_makes_do_with_the_connections_that_it_is_given(monkeypatch: py
             store.put(manifest, image, attempt=1)
             assert bytes(node.committed("run")[0].view()) == bytes(image)
         store.client.close()
+
+
+def test_who_is_killed_in_the_middle_of_a_request_is_no_error_of_the_node(start_node: StartNode) -> None:
+    node = start_node()
+    for method, path in (("POST", "/v1/runs/run/open"), ("PUT", "/v1/files/run/notes.txt")):
+        with connected(node, 1, request(method, path, b"{", nbytes=1000)):
+            client_of(node).call("GET", "/v1/status")  # which is served behind what was said before
+    until(lambda: node.stop() == 0, "the node to end")
+    assert "Error handling" not in node.log.read_text()

@@ -156,6 +156,10 @@ class Service:
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             body = error_body(SettingsError(f"malformed request: {type(error).__name__}: {error}"))
             response = web.json_response(body, status=400)
+        except ConnectionResetError:
+            if request.transport is not None and not request.transport.is_closing():
+                raise
+            response = web.Response(status=400)  # who asked has gone, and hears no answer: no error of this node's
         finally:
             if accepted is not None:
                 accepted.end_request()
