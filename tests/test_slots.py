@@ -14,6 +14,7 @@ import torch
 
 from lightning_spot.capture import leases
 from lightning_spot.capture.leases import Leases
+from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.errors import NodeUnreachable, RingFull
 from lightning_spot.fit import pacing as pacing_module
@@ -102,6 +103,20 @@ def test_who_needs_the_slot_that_is_being_made_waits_for_it(here: Here) -> None:
     waiting.join()
     assert found == [spare.slot]
     assert len(here.slots) == 2
+
+
+def test_a_node_is_told_that_only_a_slot_that_is_made_will_do(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}"
+    host = starting.start(url, "run", slots=2, memory_bytes=2**26, idle_timeout_s=60.0)
+    host.open_run(named_run("run", url))
+    try:
+        with pytest.raises(RingFull):
+            host.lease(NBYTES, 0.0, making=Making.NEVER)
+        first = host.lease(NBYTES, 0.0)
+        host.abort(first)
+        assert host.lease(NBYTES, 0.0, making=Making.NEVER).slot == first.slot
+    finally:
+        host.leave(complete=True)
 
 
 # -- the writer -------------------------------------------------------------------------------------------------------
