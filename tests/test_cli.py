@@ -233,6 +233,12 @@ def test_bad_input_is_one_line(
     assert "Traceback" not in said
 
 
+def test_a_node_that_does_not_answer_is_named_once(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["ls", str(run_dir), "--memory", "spot://127.0.0.1:9"]) == 0
+    assert capsys.readouterr().out.count("spot://127.0.0.1:9") == 1
+
+
 def test_a_run_that_never_ends_has_no_price(capsys: pytest.CaptureFixture[str]) -> None:
     never = ["simulate", "--work", "1h", "--lifetime", "1s", "--runs", "2", "--policy", "YoungDaly"]
     assert main(never) == 0

@@ -12,7 +12,7 @@ from lightning_spot.image.manifest import OWN_DIR, Manifest, snapshot_order
 from lightning_spot.memory.tier import Listed
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.run.location import AUTO, Location
-from lightning_spot.run.patience import Patience
+from lightning_spot.run.patience import Patience, of_tier
 from lightning_spot.run.sources import DURABLE, MemorySource, Source, StoreSource
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers.store import Holdings
@@ -110,7 +110,7 @@ def _ask_nodes(arguments: argparse.Namespace) -> Found:
         except SettingsError:
             raise
         except SpotError as error:
-            found.problems.append(f"{node}: {error}")
+            found.problems.append(of_tier(node, str(error)))
     if len(found.problems) == len(nodes):
         raise SnapshotNotFound("; ".join(found.problems))
     return found
@@ -120,12 +120,12 @@ def _ask_run(arguments: argparse.Namespace) -> Found:
     """Ask the tiers of a run by its durable directory, as a trainer does."""
     location = Location.of(arguments.url, arguments.memory or AUTO, arguments.run)
     seen = survey(location, Patience(tries=1), commits=False)
-    found = Found(unreadable=seen.unreadable, problems=[f"{tier}: {why}" for tier, why in seen.problems.items()])
+    found = Found(unreadable=seen.unreadable, problems=[of_tier(tier, why) for tier, why in seen.problems.items()])
     for source, holdings in seen.answers:
         try:
             found.entries.extend(_entries(source, holdings))
         except SpotError as error:
-            found.problems.append(f"{source.tier}: {error}")
+            found.problems.append(of_tier(source.tier, str(error)))
     if (Path(location.url) / OWN_DIR).is_dir():
         found.hint = "SpotCheckpointIO has saved plain checkpoint files there, which ls and load_from_checkpoint read"
     found.is_known = bool(seen.claim is not None or seen.runs or seen.durable is None)

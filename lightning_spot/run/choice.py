@@ -13,7 +13,7 @@ from typing import TypeVar
 from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run import patience
-from lightning_spot.run.patience import Patience
+from lightning_spot.run.patience import Patience, of_tier
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.sources import Source
 from lightning_spot.run.survey import Survey
@@ -32,7 +32,7 @@ def doubt(found: Survey) -> SpotError | None:
         a ``TierError`` if the durable tier could not be read, or if no tier has a snapshot and one could not be asked;
         a ``SettingsError`` if a memory node holds a run of this path, but of another machine.
     """
-    reason = "; ".join(f"{tier}: {why}" for tier, why in found.problems.items())
+    reason = "; ".join(of_tier(tier, why) for tier, why in found.problems.items())
     if found.durable is None:
         return TierError(
             f"it is not known what to resume from: {found.location.url} could not be read ({reason}). Start again when"

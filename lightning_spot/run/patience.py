@@ -60,6 +60,11 @@ def patiently(action: Callable[[], T], bounds: Patience, where: str) -> T:
     raise AssertionError("unreachable")
 
 
+def of_tier(tier: str, reason: str) -> str:
+    """Why a tier could not be read, with its name; the reasons of nodes have it in them."""
+    return reason if "://" in tier and tier in reason else f"{tier}: {reason}"
+
+
 def unanswered(where: str, reason: str) -> str:
     """That a tier does not answer: its name is said once."""
     return reason if where in reason else f"{where} does not answer ({reason})"
