@@ -12,8 +12,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightning_spot.capture import leases
+from lightning_spot.capture import leases, warming
 from lightning_spot.capture.leases import Leases
+from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.errors import NodeUnreachable, RingFull
@@ -163,8 +164,16 @@ def test_the_writer_has_slots_made_one_after_the_other(desk: Desk) -> None:
     assert len(slots_of(desk)) == 2
 
 
-def test_a_state_that_goes_on_growing_is_not_skipped_each_time(desk: Desk) -> None:
+LARGE = pytest.mark.parametrize("least", [1000, 2**30], ids=["large", "small"])
+"""Whether slots count as large, so that training makes none itself."""
+
+
+@LARGE
+def test_a_state_that_goes_on_growing_is_not_skipped_each_time(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, made_by: list[threading.Thread], least: int
+) -> None:
     """As with a metric that keeps all it has seen: each slot that was made in the background was too small again."""
+    monkeypatch.setattr(warming, "LEAST_BYTES", least)
     desk.writer.warm(700_000)
     skipped = []
     for step in range(1, 6):
@@ -174,6 +183,31 @@ def test_a_state_that_goes_on_growing_is_not_skipped_each_time(desk: Desk) -> No
         except RingFull:
             skipped.append(step)
     assert skipped == [1]
+    assert least > 1000 or threading.current_thread() not in made_by
+
+
+@LARGE
+def test_a_state_that_has_grown_once_has_superseded_ones_replaced(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
+    """All slots held snapshots, too small ones: the second was made anew only after eight had been skipped."""
+    monkeypatch.setattr(warming, "LEAST_BYTES", least)
+    host = InProcessHost(slots=2, memory_bytes=2**28, open_store=lambda url: pytest.fail(url))
+    host.open_run(named_run("run"))
+    writer = SnapshotWriter(host)
+    skipped = []
+    try:
+        writer.warm(700_000)
+        for step in range(1, 12):
+            until(lambda: writer.ready and writer._maker._thread is None, "nothing is being made")
+            state = {"more": torch.ones(3_000_000 if step > 4 else 100_000)}
+            try:
+                writer.begin(state, manifest_of(step, run_id=""), owned={}).result(30)
+            except RingFull:
+                skipped.append(step)
+    finally:
+        writer.close()
+        host.leave(complete=True)
+    assert skipped[0] == 5
+    assert skipped[-1] <= (8 if least == 1000 else 5)  # one for each slot, and one while that was leased ahead
 
 
 def test_a_state_that_grows_a_little_each_time_finds_room(desk: Desk, made_by: list[threading.Thread]) -> None:

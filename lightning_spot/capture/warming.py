@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from lightning_spot.capture.leases import give_back, have_made
 from lightning_spot.capture.views import SlotViews
-from lightning_spot.errors import NodeUnreachable, SpotError
+from lightning_spot.errors import NodeUnreachable, RingFull, SpotError
 from lightning_spot.memory.ahead import LEAST_BYTES
-from lightning_spot.memory.host import Host
+from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.slots import Making
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.slot import most_in, slot_capacity
@@ -80,8 +80,8 @@ class SlotMaker:
 
         What callbacks add is not known before, nor what a training gets later: another optimizer's state, averages. A
         state that has grown may go on growing, so its slots have room for more. Where it grows so fast that the one
-        that was made in the background is too small again, the next is made while training waits: not every snapshot
-        is skipped.
+        that was made in the background is too small again, training waits for the next, up to ``max_stall_s``: not
+        every snapshot is skipped.
 
         Args:
             host: the ring.
@@ -91,13 +91,9 @@ class SlotMaker:
         if self._size is None or nbytes <= slot_capacity(self._size[0]):
             self._was_too_small = False
             return True
-        gpu = self._size[1]
-        if self._was_too_small and not waits:
-            self._size = (nbytes, gpu)
-            return True
-        self._was_too_small = True
-        self.first(host, _with_room(nbytes, host.memory_bytes), gpu=gpu)
-        return False
+        again, self._was_too_small = self._was_too_small, True
+        self.first(host, _with_room(nbytes, host.memory_bytes), gpu=self._size[1])
+        return again and not waits and self.wait(host.max_stall_s)
 
     def again(self, host: Host) -> None:
         """Make the first slot of another ring; returns when it is there."""
@@ -183,7 +179,7 @@ class SlotMaker:
     def _make(self, host: Host, nbytes: int, gpu: int | None, making: Making) -> None:
         began_s = time.monotonic()
         try:
-            lease = have_made(host, nbytes, making)
+            lease = self._leased(host, nbytes, making)
             try:
                 view = self._views.of(host, lease)
                 if gpu is not None:
@@ -198,6 +194,18 @@ class SlotMaker:
             logger.debug("no slot was made ahead: %s", error)
         except Exception:
             logger.exception("lightning_spot: a slot could not be made ahead")
+
+    def _leased(self, host: Host, nbytes: int, making: Making) -> Lease:
+        """Lease the slot to be made; where a snapshot has found none, as that would have had it made itself.
+
+        So what is superseded goes for it, where its slots are too small for a state that has grown.
+        """
+        try:
+            return have_made(host, nbytes, making)
+        except RingFull:
+            if not (making.is_ahead and self._asked):
+                raise
+            return have_made(host, nbytes)
 
 
 def _with_room(nbytes: int, memory_bytes: int) -> int:
