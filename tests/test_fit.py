@@ -507,6 +507,20 @@ def test_unwritable_dirpath(tmp_path: Path) -> None:
         trainer(SpotCheckpoint(str(blocker / "run-1"))).fit(Net(), data())
 
 
+def test_without_a_node_nobody_is_said_to_go_on_trying(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: LocalStore, *_: Any, **__: Any) -> None:
+        raise TierError("it is away", tier=self.url)
+
+    for name in ("put", "put_parts"):
+        monkeypatch.setattr(LocalStore, name, fail)
+    trainer(spot(tmp_path, memory=None, flush_timeout_s=0.5), max_steps=3).fit(Net(), data())
+    (line,) = [text for text in caplog.messages if "not everything is durable" in text]
+    assert "ends with it" in line
+    assert "goes on trying" not in line
+
+
 def test_two_callbacks_do_not_take_each_others_place(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"two callbacks of this Trainer take snapshots in .*run-1.*keep one"):
         trainer(spot(tmp_path), spot(tmp_path)).fit(Net(), data())

@@ -21,6 +21,7 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.health import TierHealth
+from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.survey import ask_all
 from lightning_spot.staging.copier import Watches, watch
@@ -32,6 +33,8 @@ _LOOK_S = 10.0
 _OTHERS_S, _AGAIN_S = 30.0, 0.5
 _BEFORE = "The run goes on from the one before it"
 _IN_MEMORY = "committed in memory, and not known to be durable"
+_GOES_ON = "The node that has it goes on trying"
+_ENDS_HERE = "It is in the memory of this process only, and ends with it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +120,10 @@ class Ending:
                 durable = self._write_here(self._last)
         if durable or not (left or elsewhere):
             self.where = self._durable if durable else self._where_newest_is(deadline_s)
-        for line in left if durable else [*left, *elsewhere]:
-            self._writer.say_once(line, "not everything is durable yet: %s. The node that has it goes on trying", line)
+        here = _ENDS_HERE if isinstance(self._writer.host, InProcessHost) else _GOES_ON
+        for lines, way_on in ((left, here), ([] if durable else elsewhere, _GOES_ON)):
+            for line in lines:
+                self._writer.say_once(line, "not everything is durable yet: %s. %s", line, way_on)
         # What another thread is asking now breaks off: that is no loss, and no reason to start a new node.
         self._writer.link.close()
         if (host := self._writer.host) is not None:
