@@ -314,6 +314,28 @@ def test_ckpt_path_from_a_node(tmp_path: Path, start_node: StartNode) -> None:
     assert LocalStore(below).survey().manifests
 
 
+class WithBank(Net):
+    """As losses that remember earlier batches (lightly's memory bank): in a buffer that no ``state_dict`` has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(1), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.bank += loss.detach()
+        return loss
+
+
+def test_a_finished_run_has_the_buffers_that_no_state_dict_has(tmp_path: Path) -> None:
+    trained, found_it_complete = WithBank(), WithBank()
+    trainer(spot(tmp_path)).fit(trained, data())
+    new_process()
+    trainer(spot(tmp_path)).fit(found_it_complete, data())
+    assert trained.bank > 0
+    assert torch.equal(found_it_complete.bank, trained.bank)
+
+
 def test_a_finished_run_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:

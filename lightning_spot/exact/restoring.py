@@ -253,11 +253,13 @@ class Restoring(OfTrainer):
     def end_untrained(self) -> None:
         """At the end of a ``fit`` that had nothing left to train: what was logged last is there, as after training.
 
-        So are the generators: what the program draws from now on is what it drew after training.
+        So are the generators: what the program draws from now on is what it drew after training. And the
+        buffers that no ``state_dict`` has, with which it may forecast.
         """
         values = self._values
         if values is None:
             return
+        self._buffers.restore(self._trainer.lightning_module, values["buffers"])
         restore_random(values["random"], self._trainer.strategy.root_device)
         self._switches.run(private.PROGRESS, lambda: progress.end_restart(self._trainer))
         if "logged" in values:
