@@ -28,16 +28,15 @@ from lightning_spot.capture.pending import Opened, Pending
 from lightning_spot.capture.saying import SayOnce, say_failing, say_waiting
 from lightning_spot.capture.split import Divided, Divider, Ranks
 from lightning_spot.capture.streaming import store_streamed
+from lightning_spot.capture.supply import Supply
 from lightning_spot.capture.views import SlotViews
 from lightning_spot.capture.warming import SlotMaker
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import NodeUnreachable, RingFull, ShareMissing, SpotError, TornSnapshot
+from lightning_spot.errors import NodeUnreachable, ShareMissing, SpotError, TornSnapshot
 from lightning_spot.image.layout import Layout, outline_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import in_order
 from lightning_spot.memory.host import Host, Lease
-from lightning_spot.memory.joint import Shared
-from lightning_spot.memory.slots import Making
 from lightning_spot.staging.copier import Copier, CopyJob, SlotView, watch
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.store import Store
@@ -45,7 +44,6 @@ from lightning_spot.tiers.store import Store
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
-_LONG_S = 0.05  # who waits longer for a slot waits for one that is in use
 _NOBODY: Owners = {}
 _Divide = Callable[[Layout], Divided]
 
@@ -103,6 +101,7 @@ class SnapshotWriter:
         self._schedule = schedule
         self._views = SlotViews(self._copier)
         self._maker = SlotMaker(self._views, self._copier, self.link.lose)
+        self._supply = Supply(self._maker, leases)
         self._pending: list[Pending] = []
         self._unsteady: frozenset[int] = frozenset()
         self._unchanged = Unchanged()
@@ -138,7 +137,7 @@ class SnapshotWriter:
         """The next snapshot comes within a second, and this rank alone writes it: its slot is leased meanwhile."""
         host, last = self.host, self.committed
         if host is not None and last is not None and last is not self.past_memory and self._leases_ahead and self.ready:
-            self._tasks.put(lambda: self._lease_ahead(host, last.nbytes, comes=True))
+            self._tasks.put(lambda: self._supply.lease_ahead(host, last.nbytes, comes=True))
 
     def begin(
         self,
@@ -172,7 +171,7 @@ class SnapshotWriter:
         if host is None:
             raise NodeUnreachable("the memory node on this host is lost; a new one is being started")
         deadline_s = time.monotonic() + wait_s
-        self._wait_warm(host, wait_s)
+        self._supply.wait_warm(host, wait_s)
         self.across.make_way(host, ranks.at if ranks is not None else "", within(deadline_s))
         if lost := self._views.others(host):
             self.copied()
@@ -296,26 +295,8 @@ class SnapshotWriter:
         deadline_s = time.monotonic() + wait_s
         whole = self._outliner.lay_out(checkpoint)
         shared, layout, sent = divide(whole)
-        if not self._maker.fits(host, layout.nbytes, waits=wait_s > 0) and not (wait_s and self._maker.wait(wait_s)):
-            raise RingFull("the slots are too small for it; a larger one is being made")
-        lease = self._take(host, layout.nbytes, within(deadline_s), shared)
+        lease = self._supply.take(host, layout.nbytes, within(deadline_s), shared)
         return Opened(layout, lease, replace(manifest, nbytes=layout.nbytes), whole, sent)
-
-    def _take(self, host: Host, nbytes: int, wait_s: float, shared: Shared | None) -> Lease:
-        """Take the slot; where there is none, a further one may be made, which who waits for a slot waits for."""
-        making, began_s = self._maker.making(nbytes), time.monotonic()
-        if not wait_s or making is Making.NEVER:
-            try:
-                return self._leases.take(host, nbytes, 0.0, shared, making)
-            except RingFull:
-                self._maker.found_none(host, nbytes)
-                if not wait_s:
-                    raise
-                self._maker.done(wait_s)
-        lease = self._leases.take(host, nbytes, max(0.0, wait_s - (time.monotonic() - began_s)), shared)
-        if making is not Making.NEVER and time.monotonic() - began_s > _LONG_S:
-            self._maker.found_none(host, nbytes)
-        return lease
 
     def _commit(self, host: Host, pending: Pending) -> bool:
         """All bytes are in place: make it a snapshot; whether the next one needs a slot that is still to be made."""
@@ -324,12 +305,6 @@ class SnapshotWriter:
     def _give_up(self, host: Host, lease: Lease, error: BaseException) -> None:
         """There will be no snapshot: give its slot back."""
         give_back(host, lease)
-
-    def _wait_warm(self, host: Host, wait_s: float) -> None:
-        """Wait while the first slot is made in the background, no longer than for a clean one."""
-        wait_s = wait_s or host.max_stall_s
-        if not self._maker.wait(wait_s):
-            raise RingFull(f"the slot for it is still being made after {wait_s:.0f} s")
 
     def _counted(self, owned: Owners, kept: Owners) -> Owners:
         """Tensors whose counts of writes tell whether they have changed."""
@@ -392,19 +367,11 @@ class SnapshotWriter:
             self.posted += bool(pending.sent)
             pending.done.set_result(pending.manifest)
             if not pending.manifest.complete:
-                self._look_ahead(host, pending, is_short)
+                leases = self._leases_ahead and pending.lease.shared is None
+                self._supply.look_ahead(host, pending.outline.nbytes, is_short=is_short, leases=leases)
             self._look_at(pending.tried)
             if pending.lease.backing != "process":
                 say_failing(self.say_once, self.link)
-
-    def _look_ahead(self, host: Host, pending: Pending, is_short: bool) -> None:
-        """Have the slot of the next snapshot made, or lease it."""
-        made = is_short and self._maker.another(host, pending.outline.nbytes)  # of several hosts, this one's portion
-        if not made and self._leases_ahead and pending.lease.shared is None:
-            self._lease_ahead(host, pending.manifest.nbytes)
-
-    def _lease_ahead(self, host: Host, nbytes: int, *, comes: bool = False) -> None:
-        self._leases.lease_ahead(host, nbytes, self._maker.making(nbytes), comes=comes)
 
     def _failed(self, host: Host, pending: Pending, error: BaseException) -> None:
         if self.mailbox is not None:
