@@ -37,6 +37,13 @@ def model() -> Any:
     )
 
 
+def with_scripted() -> Any:
+    """As models have them: layers that torch has compiled, whose tables are no dictionaries."""
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))  # type: ignore[no-untyped-call]
+    traced = torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2))
+    return nn.Sequential(scripted, nn.Linear(2, 2), traced)
+
+
 def by_torch(root: nn.Module) -> dict[str, int]:
     return {clean(name): id(value) for name, value in root.state_dict(keep_vars=True).items()}
 
@@ -111,6 +118,29 @@ def test_whatever_changes_it_is_what_torch_finds(change: str) -> None:
         assert change != "fsdp" or state["0.weight"] is root[0].weight  # as the hook has made it
         assert list(state) == list(by_torch(root))
         assert change == "fsdp" or found(root) == by_torch(root)  # that hook makes another each time
+
+
+def test_scripted_modules_are_known_again_too() -> None:
+    root = with_scripted()
+    for _ in range(3):
+        assert modules_of(root) == list(root.named_modules())
+        state = state_of(root)
+        assert state is None or list(state) == list(by_torch(root))
+    root[0] = nn.Linear(2, 2)
+    assert modules_of(root) == list(root.named_modules())
+
+
+def test_what_hooks_change_beside_scripted_modules_is_found() -> None:
+    root = with_scripted()
+    trainer: Any = types.SimpleNamespace(lightning_module=root)
+    values = ChangedValues()
+    values.begin(trainer)
+    assert not values.capture(trainer, modules_of(root))["trains"]
+    root[1].weight.requires_grad_(False)
+    root[1].counter = 3
+    found = values.capture(trainer, modules_of(root))
+    assert found["trains"] == {"1.weight": False}
+    assert found["attributes"] == {"1": {"counter": 3}}
 
 
 def test_hooks_of_fsdp_have_run() -> None:

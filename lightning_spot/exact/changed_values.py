@@ -31,6 +31,7 @@ from lightning_spot.exact.plain_values import (
     mark,
     put,
 )
+from lightning_spot.exact.tree import keys_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -185,7 +186,7 @@ class _Trained:
         tables = private.PARAMETERS.of_each([part for _, part in modules])
         parameters = chain.from_iterable([table.values() for table in tables])
         trains = [parameter is not None and parameter.requires_grad for parameter in parameters]
-        return [name for name, _ in modules], list(map(len, tables)), list(chain.from_iterable(tables)), trains
+        return [name for name, _ in modules], list(map(len, tables)), keys_of(tables), trains
 
 
 class _Glanced:

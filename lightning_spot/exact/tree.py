@@ -75,6 +75,11 @@ class _Rows(NamedTuple):
     values: list[Any]
 
 
+def keys_of(tables: Sequence[State]) -> list[str]:
+    """The keys of all, one after the other; the tables of a scripted module cannot be iterated over themselves."""
+    return list(chain.from_iterable([table.keys() for table in tables]))
+
+
 def _values(tables: Sequence[State]) -> list[Any]:
     return list(chain.from_iterable([table.values() for table in tables]))
 
@@ -113,14 +118,14 @@ class _Tree:
     @staticmethod
     def _rows(modules: Sequence[Module]) -> _Rows:
         tables = private.MODULES.of_each(modules)
-        return _Rows(list(chain.from_iterable(tables)), list(map(len, tables)), list(map(id, _values(tables))))
+        return _Rows(keys_of(tables), list(map(len, tables)), list(map(id, _values(tables))))
 
     def state(self, modules: Sequence[Module]) -> State:
         """Parameters and buffers of the modules that belong into a state dict."""
         buffers = private.BUFFERS.of_each(modules)
         tables = list(chain.from_iterable(zip(private.PARAMETERS.of_each(modules), buffers, strict=True)))
         values = _values(tables)
-        form = _Rows(list(chain.from_iterable(tables)), list(map(len, tables)), [value is None for value in values])
+        form = _Rows(keys_of(tables), list(map(len, tables)), [value is None for value in values])
         left_out = private.NON_PERSISTENT.of_each(list(compress(modules, buffers)))
         if form != self._form or left_out != self._left_out:
             self._form, self._left_out = form, list(map(set, left_out))
