@@ -231,6 +231,21 @@ def written(url: str, number: int = 0) -> AttemptRecord:
     return AttemptRecord.from_dict(read_records(url)[number])
 
 
+@pytest.mark.parametrize("days", [3, -3])
+def test_a_clock_that_is_set_in_mid_training_is_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, days: int
+) -> None:
+    began_s, clock = time.monotonic(), time.time
+    kept = journal(str(tmp_path), 1)
+    kept.train(0, 0.0)
+    monkeypatch.setattr(time, "time", lambda: clock() + days * 86400)
+    kept.note(10, 0.0, 5)
+    kept.close("done")
+    spent_s, passed_s = kept.spent, time.monotonic() - began_s
+    assert 0 <= spent_s.total_s <= passed_s
+    assert written(str(tmp_path)).unix_s - written(str(tmp_path)).begun_unix_s <= passed_s
+
+
 def test_what_an_attempt_reached_is_on_this_host_at_every_step(tmp_path: Path) -> None:
     record = attempt(7, 100.0, 110.0, (5, 5), 110.0)
     reached = Reached(str(tmp_path), record)

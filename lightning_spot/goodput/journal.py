@@ -46,12 +46,13 @@ class Journal:
     ) -> None:
         self._url = run_url
         self._heartbeat_s = heartbeat_s
+        self._ahead_s = time.time() - time.monotonic()  # days by which a clock is set meanwhile are no training
         self._mended: AttemptRecord | None = None
         previous = self._previous(attempt, list(snapshots))
         self.earlier: Account = account_after(previous)
         number = attempt if attempt is not None else previous.attempt + 1 if previous is not None else 1
         self.record = AttemptRecord(
-            attempt=number, begun_unix_s=begun_unix_s, unix_s=time.time(), replicas=replicas, earlier=self.earlier
+            attempt=number, begun_unix_s=begun_unix_s, unix_s=self._now(), replicas=replicas, earlier=self.earlier
         )
         self._reached = self._reach()
         self._wake, self._stopping = threading.Event(), False
@@ -72,7 +73,7 @@ class Journal:
             restore_s: seconds that the resume took.
         """
         record = self.record
-        record.trained_unix_s = record.unix_s = time.time()
+        record.trained_unix_s = record.unix_s = self._now()
         record.from_step = record.step = step
         record.restore_s = restore_s
         self._keep()
@@ -87,7 +88,7 @@ class Journal:
             begun_step: of the newest snapshot that was begun, -1 for none.
         """
         record = self.record
-        record.step, record.unix_s, record.stall_s = step, time.time(), stall_s
+        record.step, record.unix_s, record.stall_s = step, self._now(), stall_s
         if begun_step >= 0 and (not record.snapshots or record.snapshots[-1][0] != begun_step):
             record.begin_snapshot(begun_step, record.unix_s)
             self._keep()
@@ -101,6 +102,9 @@ class Journal:
         self._stopping = True
         self._wake.set()
         self._thread.join(CLOSE_S)
+
+    def _now(self) -> float:
+        return self._ahead_s + time.monotonic()
 
     def _previous(self, attempt: int | None, snapshots: list[Manifest]) -> AttemptRecord | None:
         """The record of the attempt before, which carries the account of all before it."""
