@@ -179,6 +179,8 @@ def test_every_request_needs_the_token(start_node: StartNode, monkeypatch: pytes
             with pytest.raises(NodeRefused, match=f"{what}.*LIGHTNING_SPOT_TOKEN") as caught:
                 client_of(node, token).call("GET", path)
             assert caught.value.status == 401
+            with pytest.raises(NodeRefused, match=what):  # an answer to HEAD has no body that could say so
+                client_of(node, token).head("/v1/files/run/last.ckpt")
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "correct horse")
     put(node, 1)
     assert [manifest.step for manifest in NodeStore(f"{node.url}/run").survey().manifests] == [1]

@@ -13,10 +13,11 @@ from urllib.parse import quote
 from lightning_spot.client.connection import Connection, Pool
 from lightning_spot.client.part_sender import PartStream
 from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES, read_environment
-from lightning_spot.errors import NodeUnreachable, ProtocolMismatch, SnapshotNotFound, SpotError
+from lightning_spot.errors import NodeUnreachable, ProtocolMismatch, SpotError
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.wire import (
     DIGEST_HEADER,
+    ERROR_HEADER,
     LONGEST_DIGESTED_BYTES,
     PROTOCOL_HEADER,
     TARGET_HEADER,
@@ -241,11 +242,9 @@ class NodeClient:
         try:
             connection.request(request.method, request.path, body=body, headers=headers)
             response = connection.getresponse()
-            if request.method == "HEAD" and response.status == 404 and response.getheader(PROTOCOL_HEADER) is not None:
-                # A node says so without a body. What stands in front of one may, too, and knows of no file.
-                raise SnapshotNotFound(f"{self.address} has no such file")
             if response.status >= 400:
-                raise error_from_body(response.status, response.read(_LONGEST_ANSWER_BYTES), str(self.address))
+                reason = response.read(_LONGEST_ANSWER_BYTES) or response.getheader(ERROR_HEADER, "").encode()
+                raise error_from_body(response.status, reason, str(self.address))
             self._check_protocol(response)
             answer = read(response, progress)
             whole = True

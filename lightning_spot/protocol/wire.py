@@ -33,6 +33,9 @@ DIGEST_HEADER = "Spot-Digest"
 TARGET_HEADER = "Spot-Target"
 """Checksum of a request's method and path: a flipped bit there must not read, write or delete something else."""
 
+ERROR_HEADER = "Spot-Error"
+"""The JSON of an error where the answer has no body: to HEAD."""
+
 SENDER_HEADER = "Spot-Sender"
 """Which of the hosts that send one upload opens a stream: a random name, the same for all of its streams."""
 

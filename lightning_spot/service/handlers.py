@@ -49,6 +49,7 @@ from lightning_spot.memory.node import Node
 from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.wire import (
     DIGEST_HEADER,
+    ERROR_HEADER,
     PROTOCOL_HEADER,
     TARGET_HEADER,
     error_body,
@@ -165,6 +166,8 @@ class Service:
                 accepted.end_request()
         if isinstance(response, web.Response) and isinstance(response.body, bytes) and not response.prepared:
             response.headers[DIGEST_HEADER] = checksum(response.body)
+            if request.method == hdrs.METH_HEAD and response.status >= 400:
+                response.headers[ERROR_HEADER] = response.body.decode()
         return response
 
     def _check_token(self, request: web.Request) -> None:
