@@ -333,6 +333,42 @@ def test_a_trainer_that_goes_on_after_a_complete_run_sees_the_same_data(tmp_path
     assert all(torch.equal(value, again[name]) for name, value in whole.items())
 
 
+class Freezes(Net):
+    """What its first training has changed at it, the second one goes on with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * self.scale
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 0:
+            self.net[0].bias.requires_grad_(False)
+            self.scale = 0.5
+
+
+@pytest.mark.parametrize("killed", [6, 9], ids=["before the second fit has a snapshot", "after that"])
+def test_a_trainer_that_goes_on_after_a_complete_run_has_what_hooks_changed(tmp_path: Path, killed: int) -> None:
+    """Without a word, the second fit trained what the first had frozen, when the program was started again."""
+
+    def fit_twice(root: Path, *callbacks: pl.Callback) -> dict[str, torch.Tensor]:
+        new_process()
+        pl.seed_everything(1)
+        run, model = trainer(spot(root), *callbacks, max_epochs=1), Freezes()
+        run.fit(model, data(6))
+        run.fit_loop.max_epochs = 2
+        run.fit(model, data(6))
+        return {**model.state_dict(), "scale": torch.tensor(model.scale)}
+
+    whole = fit_twice(tmp_path / "whole")
+    with pytest.raises(Stop):
+        fit_twice(tmp_path / "broken", EndAt(killed))
+    again = fit_twice(tmp_path / "broken")
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())
+
+
 def test_a_fit_after_predictions_keeps_what_was_made_in_inference_mode(tmp_path: Path) -> None:
     def fit(*callbacks: pl.Callback) -> Remembers:
         torch.manual_seed(1)

@@ -124,12 +124,15 @@ class Restoring(OfTrainer):
         for key, part in shipped.PARTS.items():
             if key in values["shipped"]:
                 self._switches.run(part.what, lambda part=part, key=key: part.restore(trainer, values["shipped"][key]))  # type: ignore[misc]
-        if values["hooked"] is not None:
-            self._switches.run(private.HOOKED, lambda: self._hooked.restore(trainer, values["hooked"]))
+        self._restore_hooked(values)
         if self._others is not None:
             self._go_on_from(self._others, values)
         if self._val_total is not None and not self._validates(should_stop=values["should_stop"]):
             self._count_validations()
+
+    def _restore_hooked(self, values: State) -> None:
+        if values["hooked"] is not None:
+            self._switches.run(private.HOOKED, lambda: self._hooked.restore(self._trainer, values["hooked"]))
 
     def _go_on_from(self, others: OtherRanks, values: State) -> None:
         """Of a run that other ranks have left: an epoch has another number of batches now, and maybe none is left."""
@@ -254,11 +257,14 @@ class Restoring(OfTrainer):
         """At the end of a ``fit`` that had nothing left to train: what was logged last is there, as after training.
 
         So are the generators: what the program draws from now on is what it drew after training. And the
-        buffers that no ``state_dict`` has, with which it may forecast.
+        buffers that no ``state_dict`` has, with which it may forecast. And what hooks changed: a further fit of this
+        trainer takes it as it finds it.
         """
         values = self._values
         if values is None:
             return
+        if not self._has_begun:
+            self._restore_hooked(values)
         self._buffers.restore(self._trainer.lightning_module, values["buffers"])
         restore_random(values["random"], self._trainer.strategy.root_device)
         self._switches.run(private.PROGRESS, lambda: progress.end_restart(self._trainer))
