@@ -210,6 +210,28 @@ def test_a_state_that_has_grown_once_has_superseded_ones_replaced(monkeypatch: p
     assert skipped[-1] <= (8 if least == 1000 else 5)  # one for each slot, and one while that was leased ahead
 
 
+def test_a_slot_that_is_free_again_when_another_was_to_be_made_holds_what_it_held() -> None:
+    """After a snapshot that had found none, the next one copied all that it would have left out."""
+    host = InProcessHost(slots=2, memory_bytes=2**28, open_store=lambda url: pytest.fail(url))
+    host.open_run(named_run("run"))
+    writer, frozen, copied = SnapshotWriter(host), torch.ones(400_000), []
+    try:
+        writer.warm(2_000_000)
+        for step in range(1, 6):
+            until(lambda: writer.ready and writer._maker._thread is None, "nothing is being made")
+            if step == 4:
+                writer._maker.found_none(host, 2_000_000)  # as by a snapshot that came when all were in use
+                until(lambda: writer._maker._thread is None, "it is known that there is one")
+            before, kept = writer.copied_bytes, {frozen.data_ptr(): [frozen]}
+            writer.begin({"frozen": frozen}, manifest_of(step, run_id=""), owned={}, kept=kept).result(30)
+            writer.settle(30)  # nothing is leased ahead
+            copied.append(writer.copied_bytes - before)
+    finally:
+        writer.close()
+        host.leave(complete=True)
+    assert min(copied[:2]) > frozen.nbytes > 100 * max(copied[2:])
+
+
 def test_a_state_that_grows_a_little_each_time_finds_room(desk: Desk, made_by: list[threading.Thread]) -> None:
     """Training made each slot but the first two by itself, whatever had been between."""
     desk.writer.warm(700_000)

@@ -186,7 +186,7 @@ class SlotMaker:
                     self._copier.pin(view, gpu)
                 self._has_made, self._asked = True, 0
             finally:
-                give_back(host, lease)
+                give_back(host, lease, untouched=True)  # one that was there already holds what it held
             logger.debug("slot %d was made in %.2f s", lease.slot, time.monotonic() - began_s)
         except NodeUnreachable as error:
             self._lose(host, error)
