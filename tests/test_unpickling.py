@@ -384,8 +384,11 @@ def test_a_configuration_for_hyperparameters_does_not_keep_a_run_from_resuming_a
             trainer(callback, StopAt(10)).fit(Configured(3), ConfiguredData())
     assert callback.resumed_from is not None
     assert callback.resumed_from.step == 6
-    with pytest.warns(UserWarning, match=r"hyper_parameters of the snapshot.*differs: values_\.width: 3 and 4"):
-        trainer(spot(tmp_path, **no_node)).fit(Configured(4), ConfiguredData())
+    differs = r"hyper_parameters of the snapshot.*differs: values_\.width: 3 and 4"
+    with pytest.raises(Stop), pytest.warns(UserWarning, match=differs):
+        trainer(spot(tmp_path, **no_node), StopAt(13)).fit(Configured(4), ConfiguredData())
+    with pytest.warns(UserWarning, match=r"other hyperparameters: width 4→5"):  # where its class is loaded, too
+        trainer(spot(tmp_path, **no_node)).fit(Configured(5), ConfiguredData(), weights_only=False)
 
 
 @pytest.mark.parametrize("plugins", [[], [SpotCheckpointIO(memory=None)]], ids=["callback", "plugin"])

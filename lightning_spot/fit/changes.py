@@ -47,7 +47,7 @@ def other_hyperparameters(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> li
     found: list[str] = []
     for key, owner in ((OF_MODEL, trainer.lightning_module), (OF_DATA, trainer.datamodule)):  # type: ignore[attr-defined] # it has one
         saved = checkpoint.get(key, {})  # what stands for an object that is not loaded has no truth value
-        if owner is not None and isinstance(saved, dict) and isinstance(owner.hparams, Mapping):
+        if owner is not None and isinstance(saved, Mapping) and isinstance(owner.hparams, Mapping):
             found += _changed(saved, owner.hparams)
     return found
 
