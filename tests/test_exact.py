@@ -133,6 +133,21 @@ def test_killed_twice_and_equal(case: str, tmp_path: Path, undisturbed: Any, see
     assert logged(tmp_path) == logged(undisturbed(case)) != []
 
 
+class StopAtTheEnd(pl.Callback):
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        raise Stop
+
+
+def test_a_run_that_has_no_batches_left_is_not_asked_for_one_more(tmp_path: Path) -> None:
+    """Lightning asks, and the loader had more than the limit: it counted as one that has ended."""
+    train("limited", tmp_path / "twin", seed=11, max_epochs=1, spot=spot(tmp_path / "twin", every=1000))
+    with pytest.raises(Stop):
+        train("limited", tmp_path, StopAtTheEnd(), seed=11, max_epochs=1, spot=spot(tmp_path, every=1))
+    assert newest(tmp_path)[0].step == 9
+    train("limited", tmp_path, seed=5, max_epochs=1, spot=spot(tmp_path, every=1000))
+    assert list(differences(final(tmp_path / "twin"), final(tmp_path))) == []
+
+
 def test_the_generator_of_the_device_is_set_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, dropout draws from it; here it is only seen that it is asked for."""
     devices: list[torch.device | None] = []

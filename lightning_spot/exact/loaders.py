@@ -148,13 +148,18 @@ class Loaders:
     # -- capture and resume -----------------------------------------------------------------------------------------
 
     def capture(self) -> State:
-        """What is not a position: requests, loaders for validation, which of several loaders has ended once."""
+        """What is not a position: requests, loaders for validation, which of several loaders has ended once.
+
+        That last is nothing where the epoch has no batches left: the next one begins with none that has ended.
+        Lightning asks for one more if it goes on there.
+        """
         fit_loop = self._trainer.fit_loop
         reloaded = {
             "training": private.LAST_RELOAD.of(fit_loop),
             "validation": private.LAST_VAL_RELOAD.of(fit_loop.epoch_loop.val_loop),
         }
-        consumed = getattr(_iterator(self._trainer), "_consumed", None)
+        epoch_done = private.NO_MORE_BATCHES.of(fit_loop.epoch_loop)()
+        consumed = None if epoch_done else getattr(_iterator(self._trainer), "_consumed", None)
         return {
             "requests": {
                 name: request if name in self._due else {**request, "reloaded": reloaded[name]}
