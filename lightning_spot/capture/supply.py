@@ -61,7 +61,7 @@ class Supply:
                 if not wait_s:
                     raise
                 self._maker.done(wait_s)
-        lease = self._leases.take(host, nbytes, max(0.0, wait_s - (time.monotonic() - began_s)), shared)
+        lease = self._leases.take(host, nbytes, within(deadline_s), shared)
         if making is not Making.NEVER and time.monotonic() - began_s > _LONG_S:
             self._maker.found_none(host, nbytes)
         return lease

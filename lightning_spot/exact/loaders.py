@@ -158,8 +158,7 @@ class Loaders:
             "training": private.LAST_RELOAD.of(fit_loop),
             "validation": private.LAST_VAL_RELOAD.of(fit_loop.epoch_loop.val_loop),
         }
-        epoch_done = private.NO_MORE_BATCHES.of(fit_loop.epoch_loop)()
-        consumed = None if epoch_done else getattr(_iterator(self._trainer), "_consumed", None)
+        consumed = None if self._epoch_done else getattr(_iterator(self._trainer), "_consumed", None)
         return {
             "requests": {
                 name: request if name in self._due else {**request, "reloaded": reloaded[name]}
@@ -169,11 +168,15 @@ class Loaders:
             "consumed": list(consumed) if consumed is not None else None,
         }
 
+    @property
+    def _epoch_done(self) -> bool:
+        """Whether the epoch has no batches left."""
+        return bool(private.NO_MORE_BATCHES.of(self._trainer.fit_loop.epoch_loop)())
+
     def positions(self, *, at_end: bool) -> list[State | None]:
         """Where each training loader is, see :func:`position_of`."""
-        epoch_done = private.NO_MORE_BATCHES.of(self._trainer.fit_loop.epoch_loop)()
         ahead = len(getattr(private.DATA_FETCHER.of(self._trainer.fit_loop), "batches", ()))
-        return [position_of(loader, ahead, epoch_done=epoch_done, at_end=at_end) for loader in self.training]
+        return [position_of(loader, ahead, epoch_done=self._epoch_done, at_end=at_end) for loader in self.training]
 
     def resume(self, saved: State) -> None:
         """Before loaders are asked for: ask as it was done when :meth:`capture` was called."""
