@@ -13,15 +13,18 @@ import torch
 
 from lightning_spot.errors import SpotError
 from lightning_spot.image.pieces import Piece
+from lightning_spot.staging import batch as batch_module
 from lightning_spot.staging import cuda, moving, operations
 from lightning_spot.staging import job as job_module
+from lightning_spot.staging.batch import Batch, SlotView
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.cuda import CudaCopier
 from lightning_spot.staging.device import DeviceClock
-from lightning_spot.staging.job import Batch, CopyJob, SlotView, watch
+from lightning_spot.staging.job import CopyJob
 from lightning_spot.staging.partitions import Partition, Span
 from lightning_spot.staging.schedule import Held, Schedule, Timetable
 from lightning_spot.staging.spans import SlotSpan, cut_end
+from lightning_spot.staging.watches import watch
 from tests.conftest import compiled, until
 from tests.fake_device import FakeDevice, FakeStream
 
@@ -184,7 +187,7 @@ def test_where_training_stands_still_it_copies_by_itself(desk: Desk) -> None:
 
 def test_where_training_stands_still_all_processors_copy(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes the next piece by itself: in torch's team each waits for the slowest after every tensor."""
-    monkeypatch.setattr(job_module, "_LEAST_BATCH_BYTES", 64)
+    monkeypatch.setattr(batch_module, "_LEAST_BATCH_BYTES", 64)
     monkeypatch.setattr(job_module, "processors", lambda: 2)
     helping, at_it, both = Batch.helping, set(), threading.Event()
 
@@ -222,7 +225,7 @@ def test_storages_are_copied_one_by_one_where_torch_cannot_otherwise(
     desk: Desk, copier: Copier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(torch, "_foreach_copy_")
-    monkeypatch.setattr(job_module, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(batch_module, "_SMALL_BYTES", 0)
     job = copier.start(desk.pieces, desk.view, watch(desk.tensors))
     until(lambda: all(map(desk.copied, range(4))), "copies in the background")
     job.wait()
@@ -252,8 +255,8 @@ def test_closing_copies_what_is_held(desk: Desk) -> None:
     ("owner", "call", "number", "large_bytes"),
     [
         pytest.param(SlotSpan, "target", 2, 10**9, id="large"),
-        pytest.param(job_module, "memmove_small", 0, 10**9, id="small"),
-        pytest.param(job_module, "move_past_caches", 0, 0, id="past the caches", marks=compiled),
+        pytest.param(batch_module, "memmove_small", 0, 10**9, id="small"),
+        pytest.param(batch_module, "move_past_caches", 0, 0, id="past the caches", marks=compiled),
     ],
 )
 def test_a_failed_copy_is_told_to_who_waits(
@@ -298,7 +301,7 @@ def test_ctrl_c_ends_the_training_that_copies_and_not_the_snapshot(
 
 
 def test_ctrl_c_while_training_stands_still_leaves_nobody_copying(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_module, "_LEAST_BATCH_BYTES", 64)
+    monkeypatch.setattr(batch_module, "_LEAST_BATCH_BYTES", 64)
     PressedCtrlC(monkeypatch)
     copier = Copier(threads=0)
     with pytest.raises(KeyboardInterrupt):

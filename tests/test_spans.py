@@ -8,8 +8,8 @@ from itertools import accumulate
 import pytest
 import torch
 
-from lightning_spot.staging import job as job_module
-from lightning_spot.staging.job import SlotView, batches_of
+from lightning_spot.staging import batch as batch_module
+from lightning_spot.staging.batch import SlotView, batches_of
 from lightning_spot.staging.spans import SlotSpan
 from tests.conftest import compiled
 
@@ -20,7 +20,7 @@ def test_batches_end_where_they_are_full(
     sizes: tuple[int, ...], past_caches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A third of what is left each, and 64 bytes at least; the last may have less."""
-    monkeypatch.setattr(job_module, "_LEAST_BATCH_BYTES", 64)
+    monkeypatch.setattr(batch_module, "_LEAST_BATCH_BYTES", 64)
     slot = SlotView(mmap.mmap(-1, 4096))
     source = torch.randint(0, 256, (sum(sizes),), dtype=torch.uint8)
     starts = [0, *accumulate(sizes)]

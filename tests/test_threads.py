@@ -13,6 +13,7 @@ import torch
 
 from lightning_spot import threads
 from lightning_spot.image.sealing import Sealing
+from lightning_spot.staging import batch as batch_module
 from lightning_spot.staging import job as job_module
 from lightning_spot.staging import slot as slot_module
 from lightning_spot.staging.copier import Copier
@@ -84,7 +85,7 @@ def test_what_one_of_them_raises_is_raised_when_all_have_ended() -> None:
 
 
 def test_tensors_are_copied_while_training_stands_still(only_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_module, "_LEAST_BATCH_BYTES", 64)
+    monkeypatch.setattr(batch_module, "_LEAST_BATCH_BYTES", 64)
     desk, copier = Desk(), Copier(threads=0)
     copier.start(desk.pieces, desk.view, schedule=Fixed.still()).wait_cpu()
     assert all(map(desk.copied, range(4)))

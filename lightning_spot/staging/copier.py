@@ -12,12 +12,14 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from lightning_spot.image.pieces import Piece, nbytes_of
 from lightning_spot.staging.alone import LoneThread
+from lightning_spot.staging.batch import NEVER, NOW, Batch, SlotView, batches_of
 from lightning_spot.staging.cuda import CudaCopier, Marks
-from lightning_spot.staging.job import NEVER, NOW, Batch, CopyJob, SlotView, Watches, batches_of, watch
+from lightning_spot.staging.job import CopyJob
 from lightning_spot.staging.lane import Held
 from lightning_spot.staging.moving import goes_past_caches
 from lightning_spot.staging.samples import Sampler
 from lightning_spot.staging.spans import SlotSpan, sizes_of, some, storages_of, whole
+from lightning_spot.staging.watches import Watches, watch
 
 if TYPE_CHECKING:
     from lightning_spot.staging.device import Device

@@ -1,0 +1,106 @@
+"""What one thread copies from the CPU into a slot in one go: how spans are cut into such batches, and moved."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from lightning_spot.staging.moving import memmove, memmove_small, move_past_caches
+from lightning_spot.staging.spans import SlotSpan, between, gone, rows_of, sizes_of
+
+_LEAST_BATCH_BYTES = 16 * 1024 * 1024
+_SMALL_BYTES = 32 * 1024  # copied in less time than it takes to hand a tensor over to torch, or to get the GIL back
+NOW, NEVER = float("-inf"), float("inf")
+
+
+class SlotView:
+    """A slot as the trainer sees it: its mapping, and where that lies in this process.
+
+    Attributes:
+        map: the shared mapping.
+        address: address of its first byte.
+        tensor: the mapping as a uint8 tensor of shape ``(capacity,)`` on the CPU; shares the memory.
+    """
+
+    def __init__(self, shared: mmap.mmap) -> None:
+        self.map = shared
+        self._held = memoryview(shared)  # nobody unmaps it as long as this view is there, and the slot perhaps pinned
+        self.tensor = torch.frombuffer(shared, dtype=torch.uint8)
+        self.address = self.tensor.data_ptr()
+
+
+class Batch:
+    """Some storages, or parts of them, and their places: what one thread copies in one go.
+
+    Args:
+        spans: to copy, in one or several rows.
+        slot: where to.
+        place: of the iteration, until which it is held.
+        after_s: it is held so long after that.
+        ready_s: when background threads may take it, whatever was reached.
+        past_caches: whether it is copied past them.
+
+    Attributes:
+        taken_by: number of the thread that copies it; ``None`` while nobody does.
+    """
+
+    def __init__(
+        self,
+        spans: Sequence[Sequence[SlotSpan]],
+        slot: SlotView,
+        place: int,
+        after_s: float,
+        ready_s: float,
+        past_caches: bool = False,
+    ) -> None:
+        self.taken_by: int | None = None
+        self._spans = spans
+        self._slot = slot
+        self._past_caches = past_caches
+        self.place, self.after_s, self.ready_s = place, after_s, ready_s
+
+    def at_once(self) -> None:
+        """Copy all of it without the GIL in between, which the training thread holds for milliseconds at a time."""
+        if self._past_caches or not hasattr(torch, "_foreach_copy_"):  # private; only time depends on it
+            self.helping()
+            return
+        self._move(_SMALL_BYTES)
+        if large := [span for span in itertools.chain(*self._spans) if span.nbytes > _SMALL_BYTES]:
+            targets = [span.target(self._slot.tensor) for span in large]
+            torch._foreach_copy_(targets, [span.source() for span in large])
+
+    def helping(self) -> None:
+        """Copy it on the calling thread alone: no second team of threads beside those of training."""
+        self._move()
+
+    def _move(self, most: float = NEVER) -> None:
+        """Copy spans of up to so many bytes."""
+        if self._past_caches:
+            move_past_caches(self._moves(most))
+            return
+        for target, source, nbytes in self._moves(most):  # thousands of small ones, by a thread that keeps the GIL
+            (memmove if nbytes > _SMALL_BYTES else memmove_small)(target, source, nbytes)
+
+    def _moves(self, most: float) -> Iterator[tuple[int, int, int]]:
+        base = self._slot.address
+        for storage, start, place, nbytes in itertools.chain(*map(rows_of, self._spans)):
+            if nbytes > most:
+                continue
+            if storage.nbytes() < start + nbytes:
+                raise gone()
+            yield base + place, storage.data_ptr() + start, nbytes
+
+
+def batches_of(
+    spans: Sequence[SlotSpan], slot: SlotView, place: int, after_s: float, ready_s: float, past_caches: bool = False
+) -> Iterator[Batch]:
+    """Cut into batches, large ones first: those run while nobody can help; the last even the load out."""
+    ends = list(itertools.accumulate(sizes_of(spans), initial=0))
+    begin, total = 0, ends[-1]
+    while begin < total:
+        end = min(total, begin + max((total - begin) // 3, _LEAST_BATCH_BYTES))
+        yield Batch(between(spans, ends, begin, end), slot, place, after_s, ready_s, past_caches)
+        begin = end
