@@ -97,7 +97,7 @@ def test_a_rank_that_does_not_reach_rank_0_is_an_error_of_all(monkeypatch: pytes
         port = listener.getsockname()[1]
     second = rank(1, None, (port, "secret"))
     with pytest.raises(SpotError, match=rf"rank 0 is not reached at 127.0.0.1:{port} .*do without notices") as raised:
-        Ranks(second).ballot("stop", lambda: None)
+        Ranks(second).ballot(lambda: None)
     assert second.strategy.said[-1] == Failed.of(raised.value, 1)
 
 

@@ -279,7 +279,7 @@ def test_two_runs_of_one_name_live_side_by_side(bench: Bench) -> None:
     assert bench.flush() == []
     assert [manifest.step for manifest in bench.tier(OTHER_ID).survey().manifests] == [5]
     with pytest.raises(SettingsError, match=f"run@{RUN_ID}.*run@{OTHER_ID}"):
-        bench.node.find_run("run")
+        bench.node.registry.find("run")
     bench.node.remove(f"run@{OTHER_ID}", snapshot_name(5, 1))
     assert (bench.committed(), bench.committed(OTHER_ID)) == ([20], [])
 
@@ -461,7 +461,7 @@ def test_whoever_waits_is_called_when_a_slot_is_freed(make: Callable[..., Bench]
     with pytest.raises(RingFull):
         bench.node.lease(RUN, 1, 100)
     called = threading.Event()
-    bench.node.watch(called.set)
+    bench.node.ring.watch(called.set)
     bench.node.abort(upload.id)
     assert called.is_set()
     assert bench.node.lease(RUN, 1, 100).nbytes == 100
@@ -895,7 +895,7 @@ def test_opening_a_run_without_saying_where_it_goes_changes_nothing_of_that(benc
     bench.save(1)
     bench.node.open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token=""))
     assert bench.node.committed(RUN)[0].dirty == [bench.tier().url]
-    assert bench.node.find_run(RUN).info.keep == 7
+    assert bench.node.registry.find(RUN).info.keep == 7
 
 
 def test_a_deletion_that_is_owed_outlives_an_orderly_end(make: Callable[..., Bench], runtime_dir: Path) -> None:

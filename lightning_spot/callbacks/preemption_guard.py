@@ -86,7 +86,7 @@ class PreemptionGuard(Part):
             return
         watcher.start()
         self._ranks = ranks = Ranks(trainer)
-        self._stop = ranks.ballot("stop", lambda: _plain(watcher.notice, self.grace_s))
+        self._stop = ranks.ballot(lambda: _plain(watcher.notice, self.grace_s))
         self._keep_signals(trainer, watcher)
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

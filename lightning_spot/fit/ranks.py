@@ -45,15 +45,15 @@ class Ranks:
             port, secret = agreement.tell((self._server.port if self._server is not None else 0, secret))
             self._address = (main_address(trainer), port, secret)
 
-    def ballot(self, name: str, called: Callable[[], dict[str, Any] | None]) -> Ballot:
-        """A ballot on one event; see :class:`~lightning_spot.notices.ballot.Ballot`. Every rank makes it.
+    def ballot(self, called: Callable[[], dict[str, Any] | None]) -> Ballot:
+        """A ballot on where to stop; see :class:`~lightning_spot.notices.ballot.Ballot`. Every rank makes it.
 
         Raises:
             SpotError: on all ranks, if one of them does not reach rank 0.
         """
         rank, size = self._agreement.rank, self._agreement.size
         exchange = self._agreement.together(self._exchange) if size > 1 else None
-        ballot = Ballot(name, rank=rank, world_size=size, exchange=exchange, called=called)
+        ballot = Ballot("stop", rank=rank, world_size=size, exchange=exchange, called=called)
         self._ballots.append(ballot)
         return ballot
 

@@ -60,14 +60,10 @@ class Costs:
 
 
 class RobustMean:
-    """Mean of the middle half of the latest values: outliers, such as a first snapshot, do not count for long.
+    """Mean of the middle half of the latest values: outliers, such as a first snapshot, do not count for long."""
 
-    Args:
-        size: how many values are remembered.
-    """
-
-    def __init__(self, size: int = 32) -> None:
-        self._values: deque[float] = deque(maxlen=size)
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=32)
 
     def add(self, value: float) -> None:
         """Another value; what is no finite number is left out."""
@@ -109,11 +105,10 @@ class FailureRate:
 
     Args:
         nodes: machines of the job; each has the prior's lifetime.
-        prior_s: mean lifetime of one machine.
     """
 
-    def __init__(self, nodes: int = 1, prior_s: float = PRIOR_MTBF_S) -> None:
-        self._prior_s = prior_s / max(1, nodes)
+    def __init__(self, nodes: int = 1) -> None:
+        self._prior_s = PRIOR_MTBF_S / max(1, nodes)
         self._advised = False
         self.events = 0
         self.exposure_s = 0.0

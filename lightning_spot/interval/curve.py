@@ -36,7 +36,7 @@ class Buckets:
         least: readings that a bucket has before it is closed.
     """
 
-    def __init__(self, least: int = LEAST_IN_BUCKET) -> None:
+    def __init__(self, least: int) -> None:
         self._least = least
         self._width = 1
         self._closed: list[list[float]] = []  # index, mean step, median, number of readings
@@ -62,7 +62,7 @@ class Buckets:
 
     def keep_last(self, count: int) -> None:
         """Forget all closed buckets but the last ones."""
-        self._closed = self._closed[-count:] if count else []
+        self._closed = self._closed[-count:]
 
     def state_dict(self) -> dict[str, Any]:
         """All buckets."""

@@ -281,7 +281,7 @@ class InProcessHost:
     ) -> bool:
         """See :meth:`Host.seal`."""
         self._node.seal(lease.id, manifest, destinations, floats, written)
-        return self._node.ring.is_short(self._node.key(self.run), lease.nbytes)
+        return self._node.ring.is_short(self._node.registry.key(self.run), lease.nbytes)
 
     def abort(self, lease: Lease, *, untouched: bool = False) -> None:
         """See :meth:`Host.abort`."""
@@ -304,7 +304,7 @@ class InProcessHost:
 
     def refused(self) -> list[Manifest]:
         """See :meth:`Host.refused`."""
-        return self._node.flusher.refused(self._node.key(self.run))
+        return self._node.flusher.refused(self._node.registry.key(self.run))
 
     def safe_step(self) -> int | None:
         """See :meth:`Host.safe_step`."""

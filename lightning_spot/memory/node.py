@@ -74,7 +74,7 @@ class Node:
         self.draining = False
         self._not_needed = False  # a trainer has come and gone whose attempt could not begin
         below = Below(
-            refuses=self.allowed,
+            refuses=lambda url: self.routes.allowed(url),
             committed=lambda url, key, manifest: self.flusher.retain(url, key, manifest),
         )
         self.uploads = Uploads(self.ring, self.registry, open_store, self._brought, below)
@@ -173,14 +173,6 @@ class Node:
         check_fence(run, attempt, self.registry.highest(key))
         self.ring.settle(key, lineage, order)
 
-    def find_run(self, text: str) -> Run:
-        """The run a URL names, see :meth:`Registry.find`."""
-        return self.registry.find(text)
-
-    def key(self, text: str) -> str:
-        """What the run a URL names is kept under, see :meth:`Registry.key`."""
-        return self.registry.key(text)
-
     def claimed(self, run: str) -> int:
         """Highest attempt of a run known here; 0 if none."""
         return self.registry.highest(self.registry.key(run))
@@ -196,10 +188,6 @@ class Node:
     def below(self, run: str) -> str | None:
         """URL of a run where what left this node's memory is, see :meth:`Routes.below`; ``None`` if nowhere."""
         return self.routes.below(run, self.registry.key(run))
-
-    def allowed(self, url: str) -> str:
-        """Why this node may not write to a durable URL, for people; ``""`` if it may."""
-        return self.routes.allowed(url)
 
     def begin_session(self, session: str, owner: str = "") -> None:
         """A trainer on this host is connected, see :meth:`Registry.begin_session`."""
@@ -250,10 +238,6 @@ class Node:
         return not (needed or dirty or self.busy)
 
     # -- snapshots ------------------------------------------------------------------------------------------------
-
-    def watch(self, callback: Callable[[], None]) -> None:
-        """Have ``callback`` called whenever something was freed or changed. It must not block."""
-        self.ring.watch(callback)
 
     def remove(self, run: str, name: str, *, unseen: bool = False) -> None:
         """Remove a snapshot or file here at once, and at the tiers below in the background.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from lightning_spot.errors import NoticeUnavailable
 from lightning_spot.notices.notice import Notice, NoticeSource
@@ -22,13 +22,11 @@ class Watcher:
 
     Args:
         sources: to ask. Signals are not asked but come by themselves, see :meth:`install_signals`.
-        clock: monotonic, seconds.
     """
 
-    def __init__(self, sources: Sequence[NoticeSource], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, sources: Sequence[NoticeSource]) -> None:
         self._signals = [source for source in sources if isinstance(source, SignalSource)]
         self._polled = [source for source in sources if not isinstance(source, SignalSource)]
-        self._clock = clock
         self._lock = threading.Lock()
         self._notices: dict[str, Notice] = {}
         self._advice: Notice | None = None

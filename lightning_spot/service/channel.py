@@ -123,7 +123,7 @@ class DescriptorChannel:
                 return
             _send(connection, {"capacity": memory.capacity, "generation": slot.generation}, memory.fd)
             return
-        slot_or_none = self._node.ring.find(self._node.key(str(asked["run"])), str(asked["name"]))
+        slot_or_none = self._node.ring.find(self._node.registry.key(str(asked["run"])), str(asked["name"]))
         manifest = slot_or_none.manifest if slot_or_none is not None else None
         if slot_or_none is None or manifest is None or slot_or_none.memory is None:
             _send(connection, {"missing": True}, None)

@@ -146,15 +146,15 @@ def identifier(fields: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def texts(fields: Mapping[str, Any], name: str, most: int) -> tuple[str, ...]:
-    """A list of at most ``most`` texts.
+def texts(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """A list of texts, as many as a run may have nodes at most.
 
     Raises:
         SettingsError: otherwise.
     """
     value = fields.get(name) or ()
-    if not isinstance(value, list | tuple) or len(value) > most:
-        raise SettingsError(f"malformed request: {name} is no list of at most {most}")
+    if not isinstance(value, list | tuple) or len(value) > MOST_NODES:
+        raise SettingsError(f"malformed request: {name} is no list of at most {MOST_NODES}")
     return tuple(text({name: item}, name, None) for item in value)
 
 

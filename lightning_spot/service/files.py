@@ -48,7 +48,7 @@ class Files:
     async def listing(self, request: web.Request) -> web.Response:
         """Every file of a run, at whichever tier."""
         text = request.match_info["run"]
-        key, directory = self._node.key(text), self._directory(text)
+        key, directory = self._node.registry.key(text), self._directory(text)
         in_memory = self._in_memory(key)  # before what is below: what moves there meanwhile is seen at one of the two
         entries = {} if directory is None else await asyncio.to_thread(self._below, directory, key)
         known = bool(entries) or key in self._node.registry.runs
@@ -153,7 +153,7 @@ class Files:
 
     async def _find(self, text: str, path: str) -> tuple[Slot | None, Manifest, Below | None]:
         """What a path names, in memory or below."""
-        key, directory = self._node.key(text), self._directory(text)
+        key, directory = self._node.registry.key(text), self._directory(text)
         try:
             return *resolve(self._node.ring, key, path), None
         except SnapshotNotFound as error:

@@ -59,7 +59,6 @@ from lightning_spot.protocol.wire import (
 from lightning_spot.service.connections import Connections
 from lightning_spot.service.fields import (
     LONGEST_WAIT_S,
-    MOST_NODES,
     json_body,
     seconds,
     text,
@@ -196,7 +195,7 @@ class Service:
 
     async def _check(self, request: web.Request) -> web.Response:
         body = await json_body(request)
-        await asyncio.to_thread(self.node.check_flush_to, texts(body, "via", MOST_NODES))
+        await asyncio.to_thread(self.node.check_flush_to, texts(body, "via"))
         return web.json_response({})
 
     async def _flush(self, request: web.Request) -> web.Response:

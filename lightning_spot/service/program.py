@@ -195,7 +195,7 @@ async def _until_unneeded(node: Node, service: Service, idle_timeout_s: float, s
     It is looked at when something has changed, and seldom else: to look four times a second took more CPU time than all
     requests of a training.
     """
-    node.watch(signals.wake)
+    node.ring.watch(signals.wake)
     last_busy_s, was_busy = time.monotonic(), True
     while not signals.first.is_set():
         signals.woken.clear()

@@ -64,7 +64,7 @@ class RunRequests:
             durable_url=text(body, "durable_url") if body.get("durable_url") is not None else None,
             durable_every_s=seconds(body, "durable_every_s", 0.0, 365 * 86400.0),
             compression=compression(body),
-            nodes=texts(body, "nodes", MOST_NODES) if near else (),
+            nodes=texts(body, "nodes") if near else (),
             replicas=integer(body, "replicas", 1, 1, MOST_NODES) if near else 1,
             carry=body.get("carry", True) is not False,
             session=text(body, "session") if near else "",
@@ -95,6 +95,6 @@ class RunRequests:
             for slot in self._node.committed(run)
             if slot.manifest is not None
         ]
-        refused = [manifest.to_dict() for manifest in self._node.flusher.refused(self._node.key(run))]
+        refused = [manifest.to_dict() for manifest in self._node.flusher.refused(self._node.registry.key(run))]
         claimed = await asyncio.to_thread(self._node.claimed, run)
         return web.json_response({"attempt": claimed, "snapshots": listed, "refused": refused})

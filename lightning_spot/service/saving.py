@@ -72,7 +72,7 @@ class Saving:
     async def _writer(self, text: str) -> RunInfo:
         """The run that a file is written to, made if this node does not know it."""
         try:
-            return self._node.find_run(text).info
+            return self._node.registry.find(text).info
         except SnapshotNotFound:
             name, identity = parse_run(text)
             attempt = max(1, await asyncio.to_thread(self._claimed, text))

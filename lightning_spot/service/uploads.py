@@ -24,7 +24,6 @@ from lightning_spot.service.fields import (
     MANIFEST_BODY_BYTES,
     MOST_ATTEMPTS,
     MOST_BYTES,
-    MOST_NODES,
     identifier,
     integer,
     json_body,
@@ -143,7 +142,7 @@ class UploadRequests:
         body = await json_body(request, MANIFEST_BODY_BYTES)
         manifest = Manifest.from_dict(body.get("manifest"))
         floats = read_floats(body.get("floats", []), manifest.nbytes)
-        destinations = list(texts(body, "destinations", MOST_NODES)) if body.get("destinations") is not None else None
+        destinations = list(texts(body, "destinations")) if body.get("destinations") is not None else None
         written = read_ranges(body.get("written"), manifest.nbytes)
         upload = self._node.find_upload(request.match_info["upload"])
         done = await asyncio.to_thread(self._node.seal, upload.id, manifest, destinations, floats, written)

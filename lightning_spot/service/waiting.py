@@ -41,7 +41,7 @@ class Waiting:
         self._woken = False
         self._changed: asyncio.Future[None] = self._loop.create_future()
         self._threads = ThreadPoolExecutor(_LEASE_THREADS, thread_name_prefix="spot-lease")
-        node.watch(self._notice)
+        node.ring.watch(self._notice)
 
     async def lease(
         self,
