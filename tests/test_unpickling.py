@@ -360,9 +360,9 @@ class Configured(Net):
 
 
 class ConfiguredData(pl.LightningDataModule):
-    def __init__(self) -> None:
+    def __init__(self, batch_size: int = 4) -> None:
         super().__init__()
-        self._hparams: Any = Configuration(batch_size=4, folder="???")
+        self._hparams: Any = Configuration(batch_size=batch_size, folder="???")
 
     def train_dataloader(self) -> Any:
         return data()
@@ -384,9 +384,14 @@ def test_a_configuration_for_hyperparameters_does_not_keep_a_run_from_resuming_a
             trainer(callback, StopAt(10)).fit(Configured(3), ConfiguredData())
     assert callback.resumed_from is not None
     assert callback.resumed_from.step == 6
-    differs = r"hyper_parameters of the snapshot.*differs: values_\.width: 3 and 4"
-    with pytest.raises(Stop), pytest.warns(UserWarning, match=differs):
-        trainer(spot(tmp_path, **no_node), StopAt(13)).fit(Configured(4), ConfiguredData())
+    differs = r"spot: hyper_parameters of the snapshot.*differs: values_\.width: 3 and 4"
+    other_data = r"datamodule_hyper_parameters of the snapshot.*differs: values_\.batch_size: 4 and 8"
+    with (
+        pytest.raises(Stop),
+        pytest.warns(UserWarning, match=differs),
+        pytest.warns(UserWarning, match=other_data),
+    ):
+        trainer(spot(tmp_path, **no_node), StopAt(13)).fit(Configured(4), ConfiguredData(8))
     with pytest.warns(UserWarning, match=r"other hyperparameters: width 4→5"):  # where its class is loaded, too
         trainer(spot(tmp_path, **no_node)).fit(Configured(5), ConfiguredData(), weights_only=False)
 

@@ -18,7 +18,7 @@ from lightning_spot.exact import private
 from lightning_spot.exact.changed_values import OF_MODULES
 from lightning_spot.exact.compare import compare
 from lightning_spot.exact.dump import KEY
-from lightning_spot.exact.hyperparameters import OF_MODEL, as_saved
+from lightning_spot.exact.hyperparameters import OF_DATA, OF_MODEL, as_saved
 from lightning_spot.exact.placeholder import ADVICE, Placeholder, kind_of, parts_of, placeholders_in
 from lightning_spot.exact.unpickling import read_checkpoint
 from lightning_spot.image.layout import Layout
@@ -76,6 +76,8 @@ def put_in_own_objects(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
     if next(placeholders_in(checkpoint), None) is None:
         return
     own: dict[str, Any] = {OF_MODEL: as_saved(module.hparams)}
+    if (data := trainer.datamodule) is not None:  # type: ignore[attr-defined] # it has one
+        own[OF_DATA] = as_saved(data.hparams)
     try:
         module.on_save_checkpoint(own)
     except Exception as error:  # it may want more of a checkpoint than this
