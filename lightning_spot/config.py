@@ -54,6 +54,7 @@ LARGEST = 10**9
 """Most that a user may set as a number, such as seconds (30 years): Python waits for no longer than ten times that."""
 
 _MOST_BYTES = 2**63
+_LEAST_WITHOUT_A_UNIT = 2**20
 _MOST_NAMED = 5
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SCHEMES = {"s3a": "s3", "gcs": "gs"}
@@ -194,6 +195,26 @@ def parse_bytes(text: str | float, setting: str = "", *, none: str = "") -> int:
         instead = f", or None for {none}" if none else ""
         raise SettingsError(f"{name}{text!r} is no size; write it like 8GiB, 512MB or 1073741824{instead}")
     return int(value)
+
+
+def parse_flag_bytes(text: str, flag: str = "") -> int:
+    """The same of what was typed at a command: a number as small as ``--memory 8`` has lost its unit.
+
+    Args:
+        text: what was typed.
+        flag: where, for the error.
+
+    Raises:
+        SettingsError: if it is no positive size, or so small that a unit is asked for.
+    """
+    nbytes = parse_bytes(text, flag)
+    if nbytes < _LEAST_WITHOUT_A_UNIT and not any(map(str.isalpha, text)):
+        number, where = text.strip(), f"{flag} " if flag else ""
+        raise SettingsError(
+            f"{where}{number}: that is {number} bytes. Give a unit, such as {number}MB or {number}GiB, or {number}B if"
+            " bytes are meant"
+        )
+    return nbytes
 
 
 def format_bytes(nbytes: float) -> str:

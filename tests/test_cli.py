@@ -190,17 +190,18 @@ def test_a_node(start_node: Callable[..., RunningNode], tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["show", "NOWHERE"], "nowhere at any tier"),
+        (["show", "NOWHERE"], "no run is, or ever was, at 'NOWHERE': give the dirpath of one"),
         (["ls", "spot://127.0.0.1:9/run"], "no memory node answers"),
         (["ls", "spot://127.0.0.1:9"], "names no run"),
         (["ls", "spot://127.0.0.1:port/run"], "no node URL"),
         (["ls", "nonsense://bucket/run"], "Give a directory"),
         (["ls", "x", "--memory", "10.0.0.5"], "no node URL"),
-        (["pull", "NOWHERE"], "nowhere at any tier"),
+        (["pull", "NOWHERE", "3"], "no run is, or ever was, at"),
         (["ls", "runs/a/step-000000030-attempt-0001/"], "give its run, runs/a, and step-000000030-attempt-0001 after"),
         (["pull", "s3://b/run/step-000000030-attempt-0001/model.ckpt"], "give its run, s3://b/run, and"),
         (["show", "spot://127.0.0.1:9/run/step-000000030-attempt-0001"], "give its run, spot://127.0.0.1:9/run, and"),
-        (["verify", "NOWHERE"], "nowhere to verify"),
+        (["verify", "NOWHERE"], "no run is, or ever was, at"),
+        (["ls", "ftp://127.0.0.1:9/run"], "ftp://127.0.0.1:9/run: ConnectionRefusedError"),
         (["node", "--slots", "0"], "--slots 0"),
         (["node", "--memory", "1.5"], "--memory='1.5' is no size"),
         (["node", "--run-memory", "x"], "--run-memory='x' is no size"),
@@ -216,8 +217,10 @@ def test_a_node(start_node: Callable[..., RunningNode], tmp_path: Path, capsys: 
         (["simulate", "--work", "0s"], "--work=0.0"),
         (["simulate", "--crash-every", "0"], "--crash-every=0.0"),
         (["simulate", "--runs", "0"], "--runs=0"),
+        (["simulate", "--runs", "1000000000"], "--runs=1000000000: at most 1000000"),
         (["doctor", "NOWHERE", "--sample", "1000TB"], "--sample 1000TB: at most half"),
         (["doctor", "NOWHERE", "--snapshot-size", "x"], "--snapshot-size='x'"),
+        (["doctor", "NOWHERE", "--sample", "64"], "--sample 64: that is 64 bytes. Give a unit"),
         (["doctor", "NOWHERE", "--lifetime", "0"], "--lifetime=0.0"),
         (["doctor", "NOWHERE", "--replicas", "0"], "replicas=0"),
         (["report", "spot://127.0.0.1:9/run"], "keeps no records of attempts: give dirpath"),
@@ -226,11 +229,23 @@ def test_a_node(start_node: Callable[..., RunningNode], tmp_path: Path, capsys: 
 def test_bad_input_is_one_line(
     arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [str(tmp_path / "nowhere") if item == "NOWHERE" else item for item in arguments]
-    assert main(arguments) == 2
+    nowhere = str(tmp_path / "nowhere")
+    assert main([item.replace("NOWHERE", nowhere) for item in arguments]) == 2
     said = capsys.readouterr().err
-    assert complaint in said
+    assert complaint.replace("NOWHERE", nowhere) in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("scheme", "package", "extra"),
+    [("gs", "gcsfs", "gcs"), ("abfs", "adlfs", "azure"), ("az", "adlfs", "azure"), ("oss", "ossfs", "oss")],
+)
+def test_what_to_install_for_a_url_is_said(
+    scheme: str, package: str, extra: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(["ls", f"{scheme}://bucket/run"]) == 2
+    assert f"{package} is not installed: pip install 'lightning_spot[{extra}]'" in capsys.readouterr().err
 
 
 def test_a_node_that_does_not_answer_is_named_once(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

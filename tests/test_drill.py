@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from lightning_spot.cli import main
+from lightning_spot.config import DRILL_VARIABLE
 from lightning_spot.exact.compare import compare, differences
 from lightning_spot.exact.compare import main as compare_files
 
@@ -65,8 +66,18 @@ def test_what_cannot_be_drilled(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert main(["drill", *training]) == 2
     assert says in capsys.readouterr().err
-    was_run = "ended with" in says or "took no" in says
-    assert len(list(tmp_path.glob("lightning-spot-drill-*"))) == was_run  # for who wants to see why
+    assert not list(tmp_path.glob("lightning-spot-drill-*"))
+
+
+def test_a_drill_that_failed_says_where_its_snapshots_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    training = f"import os; os.makedirs(os.environ['{DRILL_VARIABLE}'] + '/runs/run-1'); raise SystemExit(3)"
+    assert main(["drill", "--", sys.executable, "-c", training]) == 2
+    (folder,) = tmp_path.glob("lightning-spot-drill-*")
+    assert f"what the training wrote is in {folder}" in capsys.readouterr().err
+    assert (folder / "undisturbed" / "runs" / "run-1").is_dir()
 
 
 def test_differences_are_told_entry_by_entry() -> None:

@@ -14,6 +14,7 @@ import pytest
 from lightning_spot import EverySeconds, YoungDaly
 from lightning_spot.cli import main
 from lightning_spot.cli.simulate import seconds
+from lightning_spot.config import parse_flag_bytes
 from lightning_spot.errors import SettingsError
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.simulation import engine, losses
@@ -210,8 +211,24 @@ def test_a_duration_has_a_unit() -> None:
     assert (seconds("90s"), seconds("1.5h"), seconds("0")) == (90.0, 5400.0, 0.0)
     with pytest.raises(argparse.ArgumentTypeError, match="'72' has no unit; write it like 72s, 72min, 72h or 72d"):
         seconds("72")
+    with pytest.raises(argparse.ArgumentTypeError, match="'nan' is no duration"):
+        seconds("nan")
     with pytest.raises(argparse.ArgumentTypeError, match="'soon' is no duration"):
         seconds("soon")
+
+
+@pytest.mark.parametrize(
+    "flag", ["--memory-node-speed", "--durable-speed", "--host-speed", "--snapshot-size", "--state"]
+)
+def test_a_size_so_small_has_lost_its_unit(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*QUICK, flag, "600"])
+    assert f"argument {flag}: 600: that is 600 bytes. Give a unit, such as 600MB or" in capsys.readouterr().err
+
+
+def test_bytes_that_are_meant_are_taken() -> None:
+    assert parse_flag_bytes("600B") == 600
+    assert parse_flag_bytes("64000000000") == 64 * 10**9
 
 
 def test_command_json(capsys: pytest.CaptureFixture[str]) -> None:

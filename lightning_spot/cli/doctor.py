@@ -22,7 +22,7 @@ from lightning_spot.cli.output import wide_console
 from lightning_spot.cli.simulate import seconds
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import check_number, format_bytes, format_seconds, parse_bytes, read_environment
+from lightning_spot.config import check_number, format_bytes, format_seconds, parse_flag_bytes, read_environment
 from lightning_spot.errors import SettingsError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo
@@ -94,7 +94,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def _size(arguments: argparse.Namespace, flag: str) -> int:
-    return parse_bytes(getattr(arguments, flag[2:].replace("-", "_")), flag)
+    return parse_flag_bytes(getattr(arguments, flag[2:].replace("-", "_")), flag)
 
 
 def copy_speed(nbytes: int) -> float:

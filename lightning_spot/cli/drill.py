@@ -199,9 +199,9 @@ def drill(arguments: argparse.Namespace) -> int:
         console.print(f"drill: seed {seed}, in {folder}: first undisturbed, then with {kills}")
     try:
         found = one.run()
-    except SettingsError:  # nothing was run, so there is nothing to look at
+    except BaseException:
         if not arguments.keep:
-            shutil.rmtree(folder)
+            _leave(console, folder)
         raise
     if arguments.json:
         facts = {"equal": not found.different, "differences": found.different, "of_the_run": found.of_the_run}
@@ -211,6 +211,14 @@ def drill(arguments: argparse.Namespace) -> int:
     if not arguments.keep and not found.different:
         shutil.rmtree(folder)
     return 1 if found.different else 0
+
+
+def _leave(console: Console, folder: Path) -> None:
+    """Of a drill that was not carried out: keep what its training wrote, and nothing if that was no snapshot."""
+    if any(folder.glob("*/runs")):
+        console.print(f"what the training wrote is in {folder}", markup=False)
+    else:  # the end of its log is in the error
+        shutil.rmtree(folder)
 
 
 def _report(console: Console, disturbances: list[str], found: Verdict, seed: int, folder: Path) -> None:

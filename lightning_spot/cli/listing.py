@@ -9,19 +9,11 @@ import time
 from lightning_spot.cli.output import plain_table, wide_console
 from lightning_spot.cli.tiers import Entry, ask, pick
 from lightning_spot.config import format_bytes
-from lightning_spot.errors import SnapshotNotFound
 
 
 def ls(arguments: argparse.Namespace) -> int:
-    """List the snapshots of a run at every tier, newest first.
-
-    Raises:
-        SnapshotNotFound: if no run was ever there: a wrong path is no run without snapshots.
-    """
+    """List the snapshots of a run at every tier, newest first."""
     found = ask(arguments)
-    if not (found.is_known or found.entries or found.unreadable):
-        problems = "".join(f"; {problem}" for problem in found.problems)
-        raise SnapshotNotFound(f"no run is, or ever was, at {found.url!r}: {found.hint}{problems}")
     if arguments.json:
         unreadable = [{"name": name, "state": "unreadable", "reason": why} for name, why in found.unreadable.items()]
         print(json.dumps([*(_facts(entry) for entry in found.entries), *unreadable], indent=1))

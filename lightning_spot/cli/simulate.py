@@ -17,7 +17,7 @@ from rich.table import Table
 
 from lightning_spot.cli import sizing
 from lightning_spot.cli.output import plain_table, wide_console
-from lightning_spot.config import check_number, format_seconds, parse_bytes
+from lightning_spot.config import check_number, format_seconds, parse_flag_bytes
 from lightning_spot.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _SMALL = 0.01
+_MOST_RUNS = 10**6
 _OUTLIVES = {"process": "process", "machine": "machine", "node": "memory node"}
 LOSSES = ("exponential", "power", "floor", "steps")
 
@@ -42,6 +43,8 @@ def seconds(text: str) -> float:
         value = float(match[1]) * _UNITS[match[2]] if match else float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no duration such as 90s, 10min, 2h or 3d") from None
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration such as 90s, 10min, 2h or 3d")
     if match is None and value:
         raise argparse.ArgumentTypeError(f"{text!r} has no unit; write it like {text}s, {text}min, {text}h or {text}d")
     return value
@@ -49,7 +52,7 @@ def seconds(text: str) -> float:
 
 def _bytes(text: str) -> int:
     try:
-        return parse_bytes(text.removesuffix("/s"))
+        return parse_flag_bytes(text.removesuffix("/s"))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -131,6 +134,8 @@ def simulate(arguments: argparse.Namespace) -> int:
     if arguments.gpus is not None:
         return sizing.rent(arguments)
     check_number("--runs", arguments.runs, 1, whole=True)
+    if arguments.runs > _MOST_RUNS:
+        raise SettingsError(f"--runs={arguments.runs}: at most {_MOST_RUNS}, which fit the memory; a thousand will do")
     unknown = [name for name in arguments.policy or () if name not in POLICIES]
     if unknown:
         raise SettingsError(f"--policy {unknown[0]!r} is not known; there are {', '.join(map(repr, POLICIES))}")

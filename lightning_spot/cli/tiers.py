@@ -60,11 +60,15 @@ def ask(arguments: argparse.Namespace) -> Found:
 
     Raises:
         SettingsError: if a URL is malformed, names one of several runs of that name, or one snapshot and no run.
-        SnapshotNotFound: if no tier that was asked answers, or the only one knows no such run.
+        SnapshotNotFound: if no tier that was asked answers, or no run was ever there: a wrong path is no run without
+            snapshots.
     """
     _check_names_a_run(str(arguments.url))
     found = _ask_nodes(arguments) if str(arguments.url).startswith("spot:") else _ask_run(arguments)
     found.url = str(arguments.url)
+    if not (found.is_known or found.entries or found.unreadable):
+        problems = "".join(f"; {problem}" for problem in found.problems)
+        raise SnapshotNotFound(f"no run is, or ever was, at {found.url!r}: {found.hint}{problems}")
     found.entries.sort(key=lambda entry: entry.manifest.order, reverse=True)
     return found
 

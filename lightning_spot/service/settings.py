@@ -14,6 +14,7 @@ from lightning_spot.config import (
     check_number,
     format_bytes,
     parse_bytes,
+    parse_flag_bytes,
     read_environment,
 )
 from lightning_spot.errors import SettingsError
@@ -21,8 +22,6 @@ from lightning_spot.memory.prefixes import check_prefix
 from lightning_spot.protocol.record import NodeRecord
 from lightning_spot.protocol.wire import DEFAULT_PORT
 from lightning_spot.staging.slot import host_memory_bytes
-
-_LEAST_WITHOUT_A_UNIT = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,16 +93,12 @@ def settings_from(arguments: argparse.Namespace) -> NodeSettings:
         raise SettingsError(f"--slots {arguments.slots}: a ring has at least one slot")
     for flag, value in (("--drain-timeout", arguments.drain_timeout), ("--idle-timeout", arguments.idle_timeout)):
         check_number(flag, value, 0)
-    memory_bytes = parse_bytes(arguments.memory, "--memory")
-    by_hand = not arguments.embedded  # a trainer writes bytes, and has its own limit, however small it is
-    if by_hand and str(arguments.memory).strip().isdigit() and memory_bytes < _LEAST_WITHOUT_A_UNIT:
-        raise SettingsError(
-            f"--memory {arguments.memory}: that is {arguments.memory} bytes. Give a unit, such as {arguments.memory}GiB"
-        )
+    size = parse_bytes if arguments.embedded else parse_flag_bytes  # a trainer writes bytes, however few they are
+    memory_bytes = size(arguments.memory, "--memory")
     run_memory = arguments.run_memory
     shared = {
         "memory_bytes": memory_bytes,
-        "run_memory_bytes": parse_bytes(run_memory, "--run-memory") if run_memory is not None else None,
+        "run_memory_bytes": size(run_memory, "--run-memory") if run_memory is not None else None,
         "slots": arguments.slots,
         "idle_timeout_s": arguments.idle_timeout,
         "drain_timeout_s": arguments.drain_timeout,

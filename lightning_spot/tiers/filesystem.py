@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import random
 import sys
 import threading
@@ -23,6 +24,13 @@ T = TypeVar("T")
 
 _BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "obs", "cos"})
 
+_EXTRAS = {
+    **dict.fromkeys(("gs", "gcs"), ("gcsfs", "gcs")),
+    **dict.fromkeys(("az", "abfs", "abfss", "adl"), ("adlfs", "azure")),
+    "oss": ("ossfs", "oss"),
+}
+"""Of schemes whose file system is not installed with this package: which it is, and the extra that installs it."""
+
 _NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"})
 """Botocore's and Google's names for it; where neither is installed, none of theirs is raised."""
 
@@ -41,17 +49,24 @@ def open_filesystem(url: str) -> tuple[Any, str]:
 
     Raises:
         SettingsError: if the URL is malformed or its file system is not installed.
+        TierError: if its file system connects at once, and that fails.
     """
-    try:
-        files, path = fsspec.core.url_to_fs(url.rstrip("/"), use_listings_cache=False, **_options(url))
-    except (ImportError, ValueError) as error:
-        raise SettingsError(
-            f"{url!r} cannot be used as a tier: {error}. Give a directory, or a URL such as s3://bucket/run whose file"
-            " system is installed"
-        ) from error
+    with tier_errors(url):
+        try:
+            files, path = fsspec.core.url_to_fs(url.rstrip("/"), use_listings_cache=False, **_options(url))
+        except (ImportError, ValueError) as error:
+            raise SettingsError(f"{url!r} cannot be used as a tier: {_why_not_opened(url, error)}") from error
     _hold_up_no_exit(getattr(files, "loop", None))
     _draw_apart()
     return files, path.rstrip("/")
+
+
+def _why_not_opened(url: str, error: Exception) -> str:
+    """Why a URL has no file system here, and what to do."""
+    package, extra = _EXTRAS.get(url.partition("://")[0], ("", ""))
+    if package and isinstance(error, ImportError) and importlib.util.find_spec(package) is None:
+        return f"{package} is not installed: pip install 'lightning_spot[{extra}]'"
+    return f"{error}. Give a directory, or a URL such as s3://bucket/run whose file system is installed"
 
 
 def _hold_up_no_exit(loop: Any) -> None:
