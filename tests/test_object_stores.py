@@ -23,7 +23,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.run.location import Location
 from lightning_spot.run.patience import Patience
 from lightning_spot.run.survey import survey
-from lightning_spot.tiers import lanes, objects
+from lightning_spot.tiers import lanes, sweeping
 from lightning_spot.tiers.multipart import _Block
 from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.retention import retain
@@ -304,7 +304,7 @@ def test_unfinished_uploads_of_killed_writers_of_files_are_aborted_and_no_others
     assert sorted(uploads_of(raw, bucket)) == ["mine/mine.ckpt", "mine/yours.ckpt"]
     store.sweep_files()
     assert len(uploads_of(raw, bucket)) == 2, "its writer lives"
-    monkeypatch.setattr(objects, "writer_has_ended", lambda _name: True)
+    monkeypatch.setattr(sweeping, "writer_has_ended", lambda _name: True)
     store.sweep_files()
     assert uploads_of(raw, bucket) == ["mine/yours.ckpt"]
     assert raw.find(f"{bucket}/mine") == []

@@ -29,7 +29,7 @@ from lightning_spot.errors import (
     TornSnapshot,
 )
 from lightning_spot.image.files import FileSpan
-from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_name
+from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_name
 from lightning_spot.tiers import temporaries, writing
 from lightning_spot.tiers.files import tier_errors
 from lightning_spot.tiers.lanes import Lanes
@@ -461,6 +461,20 @@ def test_a_sweep_touches_nothing_that_it_does_not_understand(store: Store) -> No
     there = {path.removeprefix(f"{root}/") for path in files.find(root)}
     assert set(stay) <= there
     assert f"{ours}/model.ckpt" not in there
+
+
+@pytest.mark.parametrize("store", FILES, indirect=True)
+def test_temporaries_of_earlier_attempts_are_swept_wherever_they_lie(store: Store) -> None:
+    """Those beside the snapshots were not looked for at an object store, once there was more than one snapshot."""
+    older = put(store, 4)
+    name = temporaries.temporary_name(1, older.run_id)
+    _write(store, "attempts/attempt-0001.progress.json", b"{}")
+    for folder in ("", "attempts/", f"{OWN_DIR}/", f"{older.name}/"):
+        _write(store, f"{folder}{name}", b"half")
+    store.sweep(put(store, 5, attempt=2, by=2))
+    files, root = fsspec.core.url_to_fs(store.url)
+    files.invalidate_cache()
+    assert [path for path in files.find(root) if path.endswith(name)] == []
 
 
 @pytest.mark.parametrize("store", FILES, indirect=True)

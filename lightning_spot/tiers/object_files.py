@@ -1,0 +1,127 @@
+"""Objects below one URL of an fsspec file system: asked for patiently, and removed. What `files` is for directories."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from lightning_spot.errors import CorruptManifest
+from lightning_spot.tiers import store
+from lightning_spot.tiers.filesystem import open_filesystem, speaks
+from lightning_spot.tiers.multipart import S3, abort_noted
+
+logger = logging.getLogger(__name__)
+
+READERS = 8  # small requests at once
+_PAUSES_S = (0.1, 0.5)
+_CHANGES_WITH_CONTENT = ("size", "ETag", "etag", "LastModified", "last_modified", "mtime", "generation", "ino")
+
+Result = TypeVar("Result")
+
+
+class ObjectFiles:
+    """The objects below a URL, each named by its path from there.
+
+    Args:
+        url: such as ``s3://bucket/run-1``.
+
+    Raises:
+        SettingsError: if the URL is malformed or its file system is not installed.
+
+    Attributes:
+        url: the same, without a slash at its end.
+        fs: the file system.
+        root: path in it.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.fs, self.root = open_filesystem(url)
+
+    def path(self, below: str) -> str:
+        """Where an object is in the file system."""
+        return f"{self.root}/{below}" if below else self.root
+
+    def names(self, below: str) -> list[str]:
+        """Names in a folder; empty if there is none."""
+        path = self.path(below)
+        try:
+            listed = self.twice(lambda: self.fs.ls(path, detail=False))
+        except FileNotFoundError:
+            return []
+        return [name for item in listed if (name := str(item).rstrip("/").rpartition("/")[2])]
+
+    def patiently(self, action: Callable[[], Result]) -> Result:
+        """Do what only reads; try again where the library does not do that itself."""
+        for pause_s in () if speaks(self.fs, S3) else _PAUSES_S:
+            try:
+                return action()
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
+                raise
+            except Exception as error:  # every library has errors of its own
+                logger.debug("%s: %s; tried again", self.url, error)
+                time.sleep(pause_s)
+        return action()
+
+    def twice(self, action: Callable[[], Result]) -> Result:
+        """The same, and "nothing there" is asked for twice: a file server that fails over has said so wrongly."""
+        try:
+            return self.patiently(action)
+        except FileNotFoundError:
+            return self.patiently(action)
+
+    def read_small(self, below: str) -> bytes:
+        """A manifest or claim.
+
+        Raises:
+            FileNotFoundError: if it is not there.
+            CorruptManifest: if it is too long for one.
+        """
+        path = self.path(below)
+        data = bytes(self.twice(lambda: self.fs.cat_file(path, start=0, end=store.LONGEST_MANIFEST_BYTES + 1)))
+        if len(data) > store.LONGEST_MANIFEST_BYTES:
+            raise CorruptManifest(f"{self.url}/{below} is too long for what it should be")
+        return data
+
+    def size(self, below: str) -> int | None:
+        """Bytes of an object; ``None`` if it is not there."""
+        try:
+            return int(self.twice(lambda: self.fs.info(self.path(below)))["size"])
+        except FileNotFoundError:
+            return None
+
+    def mark(self, below: str) -> dict[str, object]:
+        """What changes when an object is replaced."""
+        info = self.fs.info(self.path(below))
+        return {name: info[name] for name in _CHANGES_WITH_CONTENT if name in info}
+
+    def is_settled(self, below: str, times: int = 1) -> bool:
+        """Whether an object was not written to for so long that it has no writer any more."""
+        try:
+            return time.time() - float(self.fs.modified(self.path(below)).timestamp()) >= times * store.SETTLED_S
+        except (FileNotFoundError, NotImplementedError, AttributeError, KeyError):
+            return False
+
+    def remove(self, below: str) -> None:
+        """Remove an object; nothing happens if it is gone."""
+        path = self.path(below)
+        try:
+            self.fs.rm_file(path)
+        except FileNotFoundError:
+            if self.fs.exists(path):  # a file server that fails over may have said so wrongly
+                self.fs.rm_file(path)
+
+    def remove_temporary(self, below: str) -> None:
+        """Remove a temporary; if it is the note of an unfinished upload, that is aborted first."""
+        if speaks(self.fs, S3):
+            abort_noted(self.fs, self.path(below))
+        self.remove(below)
+
+    def remove_directory(self, name: str) -> None:
+        """Object stores have no directories; elsewhere one that is not empty stays."""
+        if not speaks(self.fs):
+            with contextlib.suppress(OSError, NotImplementedError):
+                self.fs.rmdir(self.path(name))

@@ -1,0 +1,65 @@
+"""What killed writers left at an object store, and its removal; nothing that is not our own."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from lightning_spot.image.files import is_own_file
+from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
+from lightning_spot.tiers import claims
+from lightning_spot.tiers.claims import ATTEMPTS_DIR
+from lightning_spot.tiers.filesystem import speaks
+from lightning_spot.tiers.multipart import S3
+from lightning_spot.tiers.object_files import READERS, ObjectFiles
+from lightning_spot.tiers.temporaries import temporary_owner, writer_has_ended
+
+_LONGEST_UPLOAD = 24  # times SETTLED_S: a day
+
+
+def sweep_run(objects: ObjectFiles, current: Manifest) -> None:
+    """Remove temporaries, uncommitted snapshots older than ``current``, and claims that nobody asks for any more."""
+    names = objects.names("")
+    older = [name for name in names if (order := snapshot_order(name)) is not None and order < current.order]
+    with ThreadPoolExecutor(READERS) as pool:
+        for name, inside in zip(older, pool.map(objects.names, older), strict=True):
+            _sweep_snapshot(objects, name, inside, current)
+    attempts = objects.names(ATTEMPTS_DIR)
+    _sweep_temporaries(objects, "", names, current)
+    _sweep_temporaries(objects, f"{ATTEMPTS_DIR}/", attempts, current)
+    _sweep_temporaries(objects, f"{OWN_DIR}/", objects.names(OWN_DIR) if OWN_DIR in names else [], current)
+    for name in claims.forgettable(attempts):
+        objects.remove(f"{ATTEMPTS_DIR}/{name}")
+
+
+def sweep_folder(objects: ObjectFiles) -> None:
+    """Remove temporaries in a folder in which other processes may save, too."""
+    for below in [*objects.names(""), *(f"{OWN_DIR}/{name}" for name in objects.names(OWN_DIR))]:
+        name = below.rpartition("/")[2]
+        times = _LONGEST_UPLOAD if speaks(objects.fs, S3) else 1  # S3's are notes of uploads, and not touched
+        if temporary_owner(name) is not None and (writer_has_ended(name) or objects.is_settled(below, times)):
+            objects.remove_temporary(below)
+
+
+def _sweep_snapshot(objects: ObjectFiles, name: str, names: list[str], current: Manifest) -> None:
+    """Remove an uncommitted snapshot that holds nothing but our own files."""
+    _sweep_temporaries(objects, f"{name}/", names, current)
+    order = snapshot_order(name)
+    names = [item for item in names if temporary_owner(item) is None]
+    if not names or not all(map(is_own_file, names)) or order is None or order[0] > current.attempt:
+        return
+    paths = [f"{name}/{item}" for item in names]
+    if order[0] == current.attempt and not all(map(objects.is_settled, paths)):
+        return
+    if not objects.fs.exists(objects.path(f"{name}/{MANIFEST_FILE}")):  # a listing may be older than the manifest
+        for below in paths:
+            objects.remove(below)
+        objects.remove_directory(name)
+
+
+def _sweep_temporaries(objects: ObjectFiles, folder: str, names: list[str], current: Manifest) -> None:
+    for name in names:
+        if (owner := temporary_owner(name)) is None:
+            continue
+        of_earlier = owner[0] == current.run_id and 0 < owner[1] < current.attempt
+        if of_earlier or objects.is_settled(f"{folder}{name}"):
+            objects.remove_temporary(f"{folder}{name}")
