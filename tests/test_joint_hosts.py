@@ -438,14 +438,12 @@ def test_a_slow_replica_holds_nothing_up_and_has_a_later_snapshot(pair: Team, ho
     first, second, third = (Checkpoint(seed) for seed in (1, 2, 3))
     pair.check(pair.take(1, first), first, carrier)
     assert pair.first.uploads.abroad.busy() == {slow}
-    pair.at = carrier  # as the first host's node tells the next one
     pair.check(pair.take(2, second), second, carrier)
     assert not pair.memories[slow].committed(RUN)
     go_on.set()
     pair.all_free()
     assert [slot.manifest.step for slot in pair.memories[slow].committed(RUN) if slot.manifest] == [1]
     assert not pair.first.uploads.abroad.busy()
-    pair.at = f"{carrier} {slow}"
     manifest = pair.take(3, third)
     pair.all_free()
     for url in pair.memories:

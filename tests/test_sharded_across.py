@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent import futures
@@ -164,6 +165,10 @@ class AtNodes(Desk):
         until(lambda: len(self.hosts[0].carrier().split()) == len(memories), "all nodes to be there")
         self.at = self.hosts[0].carrier()
 
+    def settled(self) -> None:
+        """Nothing is on its way any more, also to the other replica."""
+        until(lambda: not self.hosts[0]._call("GET", "/v1/status")["busy"], "nothing to be on its way", LAST_S)
+
     def image(self, manifest: Manifest) -> tuple[memoryview, Manifest]:
         return self.image_at(self.at.split()[0], manifest)
 
@@ -227,7 +232,7 @@ def test_with_replicas_each_host_brings_its_part_to_both_nodes_or_to_the_one_tha
         for step in (1, 2, 3):
             made.at = " ".join(urls if step != 2 else [nobody, left] if lost == 0 else [left, nobody])
             manifest = made.take(step)
-            until(lambda: len(made.hosts[0].carrier().split()) == 2, "nothing to be on its way", LAST_S)
+            made.settled()
             sums = set[tuple[str, ...]]()
             for url in urls if step != 2 else [left]:
                 image, there = made.image_at(url, manifest)
@@ -235,6 +240,34 @@ def test_with_replicas_each_host_brings_its_part_to_both_nodes_or_to_the_one_tha
                 assert torch.equal(load_all(ImageReader(image, there))["state_dict"]["w"].view(-1), made.weights)
             assert len(sums) == 1
             made.weights += 1
+
+
+def test_a_replica_that_has_a_snapshot_a_moment_after_the_other_has_the_next_one_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the next one goes is asked when the first node has this one: the other one then counted as late."""
+    nodes = [node_for(tmp_path) for _ in range(2)]
+    with served(nodes[0]) as one, served(nodes[1]) as other, contextlib.ExitStack() as ends:
+        at = {f"spot://127.0.0.1:{port}": node for port, node in zip((one, other), nodes, strict=True)}
+        made = AtNodes(tmp_path, at, monkeypatch)
+        ends.callback(made.close)
+        urls, go_on = made.at.split(), threading.Event()
+        second = made.memories[urls[1].rpartition("/")[0]]
+        seal = second.seal
+
+        def late(*arguments: Any) -> Any:
+            assert go_on.wait(LAST_S)
+            return seal(*arguments)
+
+        monkeypatch.setattr(second, "seal", late)
+        made.take(1)
+        made.at = made.hosts[0].carrier()
+        go_on.set()
+        made.settled()
+        manifest = made.take(2)
+        made.settled()
+        for url in urls:
+            made.image_at(url, manifest)
 
 
 @pytest.mark.parametrize("desk", [2**20], indirect=True)

@@ -201,9 +201,8 @@ class EmbeddedHost:
 
     def carrier(self) -> str:
         """See :meth:`Host.carrier`."""
-        status = self._call("GET", "/v1/status")
-        urls = status["runs"].get(self.run, {}).get("kept_at", [])
-        return " ".join(str(url) for url in urls if url == urls[0] or url not in status["busy"])
+        runs = self._call("GET", "/v1/status")["runs"]
+        return " ".join(map(str, runs.get(self.run, {}).get("kept_at", [])))
 
     def refused(self) -> list[Manifest]:
         """See :meth:`Host.refused`."""

@@ -80,8 +80,8 @@ class _Lead:
     brought: Manifest | None = None
 
     @classmethod
-    def of(cls, upload: Upload, shared: Shared) -> _Lead:
-        """The lead of an upload.
+    def of(cls, upload: Upload, shared: Shared, urls: Sequence[str]) -> _Lead:
+        """The lead of an upload that is brought to some places.
 
         Raises:
             SettingsError: if its layout does not say what each host brings, or its slot is none for that.
@@ -94,7 +94,6 @@ class _Lead:
             raise SettingsError(
                 f"the first host brings {portion.nbytes} bytes of {shared.name}, its slot is for {upload.nbytes}"
             )
-        urls = urls_of(shared.at)
         begun: dict[str, Future[_Begun]] = {url: Future() for url in urls}
         return cls(upload.run, shared.name, ranges, nbytes, portions.hosts, portion, begun, set(urls))
 
@@ -163,13 +162,22 @@ class Abroad:
     def begin(self, upload: Upload) -> None:
         """Have an upload begun at its places, in the background: at memory nodes, the other hosts wait for that.
 
+        A memory node to which an earlier one is still on its way is passed over now, and not when this one was
+        announced: it is done a moment after the first one, and free again long before the next snapshot.
+
         Raises:
             SettingsError: if its layout does not say what each host brings.
         """
         assert upload.joint is not None
-        lead = _Lead.of(upload, upload.joint.shared)
+        shared, busy = upload.joint.shared, self.busy()
+        first, *others = urls_of(shared.at)
+        lead = _Lead.of(upload, shared, [first, *(url for url in others if url not in busy)])
         with self._changed:
             self._leads[upload.id] = lead
+        for url in others:
+            if url in busy:
+                why = "an earlier one is still on its way there"
+                self.decline(upload.run, url, shared.name, upload.attempt, why)
         for url in lead.begun:
             _background(lambda url=url: self._begin(upload, lead, url))  # type: ignore[misc]
 

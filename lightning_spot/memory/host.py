@@ -182,8 +182,9 @@ class Host(Protocol):
     def carrier(self) -> str:
         """Where several hosts may bring the next snapshot: URLs of the run at memory nodes, separated by spaces.
 
-        The first is that of the one that carries the run on to its durable tier. Its other replicas follow, but for
-        those to which an earlier snapshot is still on its way. ``""`` while none carries it on.
+        The first is that of the one that carries the run on to its durable tier. Its other replicas follow; the ring
+        goes past those to which an earlier snapshot is still on its way when that one begins. ``""`` while none carries
+        it on.
         """
 
     def refused(self) -> list[Manifest]:
