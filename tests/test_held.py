@@ -226,7 +226,7 @@ def test_what_a_node_left_in_a_second_directory_is_taken_over(tmp_path: Path, ru
         second.save(step, run_id=OTHER_ID)
     second.open(run_id=RUN_ID, durable=False, attempt=3)
     second.node.flusher.delete("spot://away:1/run", manifest_of(1))
-    second.node._remember(second.node.registry.find(RUN))
+    second.node._remembered.note(second.node.registry.find(RUN))
     first.die()
     second.die()
     assert (runtime_dir / "area-1").is_dir()

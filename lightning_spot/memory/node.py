@@ -23,9 +23,10 @@ from lightning_spot.memory.flusher import Flusher
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.paths import file_name
 from lightning_spot.memory.registry import Registry
+from lightning_spot.memory.remembered import Remembered
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.route import Routes
-from lightning_spot.memory.runs import Opened, Run, RunInfo
+from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.tier import NodeTier, Sent
 from lightning_spot.memory.uploads import Uploads
@@ -84,10 +85,10 @@ class Node:
         self.seal, self.commit, self.abort = commits.seal, commits.commit, self.uploads.abort
         self.streaming = self.uploads.streaming
         self._lock = self.registry.lock
-        self._noted: set[str] = set()  # runs of which deletions are noted in the area
         self.flusher = Flusher(self.ring, open_store, self.registry.info, self._heard)
         self.routes = Routes(self.ring, self.flusher, open_store, flush_to=flush_to, allow=allow)
-        self._take_over()
+        self._remembered = Remembered(self.ring.area, self.registry, self.flusher, self.routes)
+        self._remembered.take_over()
 
     def check_flush_to(self, via: Sequence[str] = ()) -> None:
         """Ask what this node flushes to, so that a wrong URL shows at its start.
@@ -143,7 +144,7 @@ class Node:
             self.uploads.fence(info.key, info.attempt)
             self.uploads.abroad.bringing.calm(info.key)
             self.routes.open(run.info)
-            self._remember(run)
+            self._remembered.note(run)
             for key in self.registry.stale():
                 self._forget(key)
         return self.routes.opened(run.info)
@@ -157,7 +158,7 @@ class Node:
                 self._not_needed = True
                 return
             known.info, known.complete = replace(known.info, session=""), complete
-            self._remember(known)
+            self._remembered.note(known)
         self._wake()
 
     def settle(self, run: str, attempt: int, name: str, lineage: str) -> None:
@@ -269,7 +270,7 @@ class Node:
             self.flusher.delete(url, manifest)
         with self._lock:
             if (known := self.registry.runs.get(key)) is not None:
-                self._remember(known)
+                self._remembered.note(known)
 
     # -- the whole ------------------------------------------------------------------------------------------------
 
@@ -348,33 +349,9 @@ class Node:
         self.uploads.shares.forget(key)
         self.ring.set_tiers(key, None)
         self.flusher.forget(key, (*tiers.own, *tiers.carried))
-        if self.ring.area is not None:
-            self.ring.area.forget_run(key)
+        self._remembered.forget(key)
 
     def _heard(self, url: str, error: Exception | None) -> None:
         self.routes.heard(url, error)
         with self._lock:
-            for key in list(self._noted):
-                if (run := self.registry.runs.get(key)) is not None:
-                    self._remember(run)
-
-    def _remember(self, run: Run) -> None:
-        """Note what a restarted node must know of a run."""
-        if self.ring.area is None:
-            return
-        key = run.info.key
-        deletions = self.flusher.deletions(key)
-        self.ring.area.keep_run(run.info, run.complete, deletions)
-        if deletions:
-            self._noted.add(key)
-        else:
-            self._noted.discard(key)
-
-    def _take_over(self) -> None:
-        """Go on with what a killed node left."""
-        for left in self.ring.area.runs() if self.ring.area is not None else ():
-            run = Run(left.info, left.complete, time.monotonic())
-            self.registry.runs[left.info.key] = run
-            self.routes.open(left.info)
-            for url, manifest in left.deletions:
-                self.flusher.delete(url, manifest)
+            self._remembered.note_deletions()
