@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_spot.capture.attempt import Attempt, RingSettings
+from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.joining import Joining
+from lightning_spot.capture.ring_settings import RingSettings
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.tensors import Owned, by_storage
 from lightning_spot.capture.views import SlotViews

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -18,12 +17,12 @@ from lightning_spot.capture.contents import Owners
 from lightning_spot.capture.ending import Ending, LastState
 from lightning_spot.capture.host_link import leave, within
 from lightning_spot.capture.past_memory import PastMemory
+from lightning_spot.capture.ring_settings import RingSettings, open_host
 from lightning_spot.capture.safety import Safety
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import tensors_in
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.config import MAX_STALL_S
 from lightning_spot.errors import (
     Fenced,
     NodeUnreachable,
@@ -38,11 +37,9 @@ from lightning_spot.errors import (
 )
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.packing import Compression
 from lightning_spot.memory.host import Host
 from lightning_spot.run.claims import begin_attempt
 from lightning_spot.run.identity import new_id
-from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
@@ -52,48 +49,6 @@ logger = logging.getLogger(__name__)
 _OUTLINE_BYTES = 4 * 1024 * 1024  # everything in a checkpoint that is no tensor, generously
 _PER_TENSOR_BYTES = 1024
 _PASSING = (NodeUnreachable, ShareMissing, SnapshotNotFound, TornSnapshot)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RingSettings:
-    """What a ring on this host is opened with.
-
-    Attributes:
-        slots: of the ring.
-        beyond: whether it may have more of them for a GPU whose snapshots overlap.
-        memory_bytes: limit of their memory.
-        idle_timeout_s: its node ends when no trainer came for so long.
-        keep: snapshots that each tier keeps.
-        strict: whether to raise where a warning would do.
-        durable_every_s: least seconds between two snapshots brought to the durable tier; 0 for as often as it can.
-        compression: how what changed goes to memory nodes behind, see :class:`RunInfo`.
-        replicas: how many of them each snapshot is kept at.
-        max_stall_s: how long a call to the ring may keep the training thread.
-        device_buffer_bytes: of the buffer on each GPU, see :class:`~lightning_spot.staging.copier.Copier`; 0 for none.
-    """
-
-    slots: int
-    memory_bytes: int
-    idle_timeout_s: float
-    keep: int
-    strict: bool
-    durable_every_s: float = 0.0
-    compression: Compression = "auto"
-    replicas: int = 1
-    max_stall_s: float = MAX_STALL_S
-    device_buffer_bytes: int = 0
-    beyond: bool = False
-
-
-def open_host(location: Location, settings: RingSettings) -> Host:
-    """The ring on this host; one that an earlier node left in memory is taken over."""
-    return location.open_host(
-        slots=settings.slots,
-        memory_bytes=settings.memory_bytes,
-        idle_timeout_s=settings.idle_timeout_s,
-        max_stall_s=settings.max_stall_s,
-        strict=settings.strict,
-    )
 
 
 def expected_nbytes(state: Any, part: float = 1.0) -> int:

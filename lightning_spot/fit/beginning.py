@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_spot.capture.attempt import Attempt, RingSettings, open_host
+from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import leave
+from lightning_spot.capture.ring_settings import RingSettings, open_host
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.resume import Resume
 from lightning_spot.memory.host import Host

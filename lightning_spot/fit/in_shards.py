@@ -11,9 +11,10 @@ import functools
 import time
 from typing import TYPE_CHECKING, Any
 
-from lightning_spot.capture.attempt import Attempt, RingSettings, expected_nbytes
+from lightning_spot.capture.attempt import Attempt, expected_nbytes
 from lightning_spot.capture.host_link import within
 from lightning_spot.capture.joining import Joining
+from lightning_spot.capture.ring_settings import RingSettings
 from lightning_spot.capture.saying import say_failing
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint
 from lightning_spot.capture.split import Ranks

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_spot.capture.attempt import Attempt, RingSettings, expected_nbytes
+from lightning_spot.capture.attempt import Attempt, expected_nbytes
+from lightning_spot.capture.ring_settings import RingSettings
 from lightning_spot.capture.share import ShareWriter
 from lightning_spot.capture.split import ALIKE, BY_ONE_RANK, Number, Owners, Ranks
 from lightning_spot.errors import ShareMissing
