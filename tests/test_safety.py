@@ -26,6 +26,7 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable, RingFull, SpotError
 from lightning_spot.exact.seams import Seam
 from lightning_spot.fit.fit import Fit
+from lightning_spot.fit.urgent import secure
 from lightning_spot.interval.deadline import Deadline, Plan
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import Host, InProcessHost
@@ -128,7 +129,8 @@ def test_training_does_not_stand_still_for_an_urgent_snapshot(tmp_path: Path, mo
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step == 3:
                 assert callback.snapshotter is not None
-                said.append(callback.snapshotter.secure(Seam.AFTER_BATCH, Deadline.of(None, 60.0), lambda: False))
+                deadline = Deadline.of(None, 60.0)
+                said.append(secure(trainer, callback.snapshotter, Seam.AFTER_BATCH, deadline, lambda: False))
                 raise Stop
 
     monkeypatch.setattr(InProcessHost, "seal", seal)
@@ -161,7 +163,7 @@ class InValidation(pl.Callback):
         self.seen.append(trainer.global_step)
         if not trainer.sanity_checking and self.snapshots.snapshotter is not None:
             deadline = Deadline.of(None, 60.0)
-            self.said = self.snapshots.snapshotter.secure(Seam.VALIDATION, deadline, lambda: False)
+            self.said = secure(trainer, self.snapshots.snapshotter, Seam.VALIDATION, deadline, lambda: False)
             raise Stop
 
 

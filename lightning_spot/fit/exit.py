@@ -21,6 +21,7 @@ from lightning_spot.fit import earlier
 from lightning_spot.fit.ranks import is_requeued_by_slurm, requeue_slurm_job
 from lightning_spot.fit.resume import Resume
 from lightning_spot.fit.snapshotter import Snapshotter
+from lightning_spot.fit.urgent import secure
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.notices.notice import Notice
 
@@ -98,7 +99,7 @@ class Exit(OfTrainer):
         longest_s = max((item.settings.flush_timeout_s for item in self._snapshotters), default=0.0)
         self.deadline = deadline = Deadline.of(notice.deadline_s, longest_s)
         for snapshotter in self._snapshotters:
-            if safe := snapshotter.secure(seam, deadline, cut_short):
+            if safe := secure(trainer, snapshotter, seam, deadline, cut_short):
                 rank_zero_info(f"lightning_spot: {safe}")
         if not self._snapshotters:
             _save_beside_model_checkpoint(trainer, seam)

@@ -28,7 +28,6 @@ from lightning_spot.fit.together import ALONE, Together, checked
 from lightning_spot.fit.train_end import after_train_end
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.interval.costs import TierPace
-from lightning_spot.interval.deadline import Deadline
 from lightning_spot.run.choice import say_what_is_left
 from lightning_spot.run.location import Location
 
@@ -163,6 +162,15 @@ class Snapshotter(OfTrainer):
         """Let the state go that was kept for the time of the validation."""
         self._kept = None
 
+    def newest_state(self, seam: Seam) -> Dump | None:
+        """The newest state that a run can resume from exactly: in the middle of a validation, the one before it."""
+        if seam is Seam.SANITY_CHECK:
+            return None
+        if seam is Seam.VALIDATION:
+            kept, self._kept = self._kept, None
+            return kept if kept is not None and kept.is_unchanged else None
+        return FitState.of(self._trainer).dump(before_validation=seam is Seam.BEFORE_VALIDATION)
+
     def after_backward(self) -> None:
         """All gradients of a micro-batch are there. A module's own ``optimizer_step`` may go past Lightning's hook."""
         if self.iterations is not None:
@@ -200,7 +208,7 @@ class Snapshotter(OfTrainer):
         """Take the last snapshot, of the finished run: after the module's own hook, which may change the weights."""
         self.wait_copied()
         self.pacing.check_monitor(self._trainer, self._trainer.current_epoch)
-        self._warm()  # of a run that only comes to its end there was no step
+        self.warm()  # of a run that only comes to its end there was no step
         self.close()
         self._undo.append(after_train_end(self._trainer, lambda: self._take(complete=True)))
 
@@ -211,7 +219,7 @@ class Snapshotter(OfTrainer):
         self._seen_step = trainer.global_step
         if self.iterations is not None:
             self.iterations.ends()
-        self._warm()
+        self.warm()
         if how := checked(self.pacing.due(trainer, self._can_begin, self._paces)):
             self._take(before_validation=before_validation, how=how)
         self.pacing.look_ahead(trainer, self._can_begin)
@@ -231,7 +239,7 @@ class Snapshotter(OfTrainer):
         shards = self.in_shards
         return shards.how(attempt, waits=waits) if shards is not None else self.together.how(attempt, waits=waits)
 
-    def _warm(self) -> None:
+    def warm(self) -> None:
         """Have slots made in the background as soon as the first step showed how large a snapshot is. Once."""
         if self._is_warm:
             return
@@ -250,11 +258,20 @@ class Snapshotter(OfTrainer):
             dump = FitState.of(trainer).dump(before_validation=before_validation, at_end=complete)
             wait_s = WAIT_FOR_SLOT_S if self.settings.on_full == "wait" or complete else 0.0
             how = self.together.how_last(self.attempt) if complete else how
-            self._write(dump, complete=complete, wait_s=wait_s, how=how)
+            self.write(dump, complete=complete, wait_s=wait_s, how=how)
 
-    def _write(
+    def write(
         self, dump: Dump, *, complete: bool = False, urgent: bool = False, wait_s: float, how: str = ALONE
     ) -> None:
+        """Have a state written, by all ranks as they have agreed.
+
+        Args:
+            dump: the state.
+            complete: whether the run is at its end.
+            urgent: whether training ends with it, for now.
+            wait_s: how long to wait for a slot, seconds.
+            how: the ranks write it together; :data:`ALONE` where rank 0 writes all of it.
+        """
         trainer = self._trainer
         self.begun_step = trainer.global_step
         if self.in_shards is not None:
@@ -265,12 +282,13 @@ class Snapshotter(OfTrainer):
         checkpoint = self.together.checkpoint(dump, how)
         if self.attempt is not None:
             checkpoint[KEY] |= {"interval": self.pacing.state_dict(), "lineage": self.attempt.lineage}
-            self._store(checkpoint, complete=complete, wait_s=wait_s, ranks=self.together.ranks(how))
+            self.store(checkpoint, complete=complete, wait_s=wait_s, ranks=self.together.ranks(how))
         elif how != ALONE:
             name = snapshot_name(trainer.global_step, self.number, complete=complete)
             self.together.share(dump, how, optimizer_owned(trainer.optimizers), name, wait_s)
 
-    def _store(self, checkpoint: dict[str, Any], *, complete: bool = False, wait_s: float, ranks: Ranks | None) -> None:
+    def store(self, checkpoint: dict[str, Any], *, complete: bool = False, wait_s: float, ranks: Ranks | None) -> None:
+        """Begin a snapshot on rank 0; on the others nothing happens. See :meth:`Attempt.write`."""
         trainer = self._trainer
         if self.attempt is not None and not self.attempt.fenced:
             self.attempt.write(
@@ -286,79 +304,6 @@ class Snapshotter(OfTrainer):
             )
 
     # -- end ------------------------------------------------------------------------------------------------------
-
-    def secure(self, seam: Seam, deadline: Deadline, cut_short: Callable[[], bool]) -> str:
-        """Bring the training state of all ranks to safety: an urgent snapshot if there is something new and time.
-
-        Args:
-            seam: where training is.
-            deadline: by when all has to be safe.
-            cut_short: asked while waiting: whether to give up waiting at once.
-
-        Returns:
-            one line on what is safe where, on rank 0; empty on the others.
-        """
-        trainer, attempt = self._trainer, self.attempt
-        self.wait_copied()
-        if self.iterations is not None:  # none comes over which to spread a snapshot, and training does not stand still
-            self.iterations.end()
-        step = trainer.global_step
-        taken = trainer.strategy.broadcast(self._has_taken(step, deadline.left_s / 2))
-        differs = taken and any(Agreement(trainer).gather(self._differs()))
-        dump = self._dump(seam) if differs or not taken else None
-        if not all(Agreement(trainer).gather(dump is not None)):
-            dump = None
-        plan = attempt.safety.plan(deadline) if attempt is not None else None
-        take = trainer.strategy.broadcast(plan is not None and plan.take)
-        again: Callable[[], None] | None = None
-        if dump is not None and take:
-            self._warm()  # of a run that was resumed in front of a validation there was no step yet
-            former = attempt.writer.committed if attempt is not None else None
-            how = self.together.how_last(attempt)
-            # In the place of one that differs, rank 0 takes it alone: the others' shares of that name are over.
-            self._write(dump, urgent=True, wait_s=deadline.wait_s, how=ALONE if differs else how)
-            self.together.copied()
-            if self.in_shards is None and attempt is not None:
-                again = partial(self._store, dump.checkpoint, wait_s=deadline.wait_s, ranks=None)
-                # A share was missing, the node was lost, or more was found that differs.
-                if not self._has_taken(step, deadline.left_s, former):
-                    attempt.writer.link.wait(deadline.left_s)
-                    again()
-        if attempt is None or plan is None:
-            return ""
-        return attempt.safety.bring(deadline, plan, cut_short, again)
-
-    def _has_taken(self, step: int, wait_s: float, former: Manifest | None = None) -> bool:
-        """Whether a snapshot of a step is committed. One that was begun may have been skipped, or be dropped yet.
-
-        Args:
-            step: of the snapshot.
-            wait_s: how long to wait for one that is on its way, seconds.
-            former: the newest one before, in whose place it comes if it is of the same step.
-        """
-        if self.attempt is None or self.begun_step != step:
-            return False
-        if self.in_shards is not None:
-            return self.attempt.failure(wait_s) is None
-        self.attempt.writer.settle(wait_s)
-        committed = self.attempt.writer.committed
-        return committed is not None and committed.step == step and committed is not former
-
-    def _differs(self) -> bool:
-        """Whether the snapshot that was just taken is not as this rank's state is. It was not meant to be the last."""
-        if self.in_shards is not None:
-            return self.in_shards.newest_differs(self.attempt)
-        writer = self.attempt.writer if self.attempt is not None else self.together.writer
-        return writer is not None and writer.newest_differs()
-
-    def _dump(self, seam: Seam) -> Dump | None:
-        """The newest state that a run can resume from exactly: in the middle of a validation, the one before it."""
-        if seam is Seam.SANITY_CHECK:
-            return None
-        if seam is Seam.VALIDATION:
-            kept, self._kept = self._kept, None
-            return kept if kept is not None and kept.is_unchanged else None
-        return FitState.of(self._trainer).dump(before_validation=seam is Seam.BEFORE_VALIDATION)
 
     def safe_after_s(self) -> float | None:
         """Measured seconds from a snapshot's begin until it is safe outside this machine; ``None`` before any was."""

@@ -1,0 +1,92 @@
+"""The snapshot at a notice: taken if there is something new and time, by all ranks, then brought to safety."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lightning_spot.exact.seams import Seam
+from lightning_spot.fit.agreement import Agreement
+from lightning_spot.fit.together import ALONE
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.interval.deadline import Deadline
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_spot.fit.snapshotter import Snapshotter
+
+
+def secure(
+    trainer: pl.Trainer, snapshotter: Snapshotter, seam: Seam, deadline: Deadline, cut_short: Callable[[], bool]
+) -> str:
+    """Bring the training state of all ranks to safety: an urgent snapshot if there is something new and time.
+
+    Args:
+        trainer: that fits.
+        snapshotter: takes its snapshots.
+        seam: where training is.
+        deadline: by when all has to be safe.
+        cut_short: asked while waiting: whether to give up waiting at once.
+
+    Returns:
+        one line on what is safe where, on rank 0; empty on the others.
+    """
+    attempt, ranks = snapshotter.attempt, Agreement(trainer)
+    snapshotter.wait_copied()
+    if snapshotter.iterations is not None:  # none comes over which to spread it, and training does not stand still
+        snapshotter.iterations.end()
+    step = trainer.global_step
+    taken = trainer.strategy.broadcast(_has_taken(snapshotter, step, deadline.left_s / 2))
+    differs = taken and any(ranks.gather(_differs(snapshotter)))
+    dump = snapshotter.newest_state(seam) if differs or not taken else None
+    if not all(ranks.gather(dump is not None)):
+        dump = None
+    plan = attempt.safety.plan(deadline) if attempt is not None else None
+    take = trainer.strategy.broadcast(plan is not None and plan.take)
+    again: Callable[[], None] | None = None
+    if dump is not None and take:
+        snapshotter.warm()  # of a run that was resumed in front of a validation there was no step yet
+        former = attempt.writer.committed if attempt is not None else None
+        how = snapshotter.together.how_last(attempt)
+        # In the place of one that differs, rank 0 takes it alone: the others' shares of that name are over.
+        snapshotter.write(dump, urgent=True, wait_s=deadline.wait_s, how=ALONE if differs else how)
+        snapshotter.together.copied()
+        if snapshotter.in_shards is None and attempt is not None:
+            again = partial(snapshotter.store, dump.checkpoint, wait_s=deadline.wait_s, ranks=None)
+            # A share was missing, the node was lost, or more was found that differs.
+            if not _has_taken(snapshotter, step, deadline.left_s, former):
+                attempt.writer.link.wait(deadline.left_s)
+                again()
+    if attempt is None or plan is None:
+        return ""
+    return attempt.safety.bring(deadline, plan, cut_short, again)
+
+
+def _has_taken(snapshotter: Snapshotter, step: int, wait_s: float, former: Manifest | None = None) -> bool:
+    """Whether a snapshot of a step is committed. One that was begun may have been skipped, or be dropped yet.
+
+    Args:
+        snapshotter: takes it.
+        step: of the snapshot.
+        wait_s: how long to wait for one that is on its way, seconds.
+        former: the newest one before, in whose place it comes if it is of the same step.
+    """
+    attempt = snapshotter.attempt
+    if attempt is None or snapshotter.begun_step != step:
+        return False
+    if snapshotter.in_shards is not None:
+        return attempt.failure(wait_s) is None
+    attempt.writer.settle(wait_s)
+    committed = attempt.writer.committed
+    return committed is not None and committed.step == step and committed is not former
+
+
+def _differs(snapshotter: Snapshotter) -> bool:
+    """Whether the snapshot that was just taken is not as this rank's state is. It was not meant to be the last."""
+    attempt = snapshotter.attempt
+    if snapshotter.in_shards is not None:
+        return snapshotter.in_shards.newest_differs(attempt)
+    writer = attempt.writer if attempt is not None else snapshotter.together.writer
+    return writer is not None and writer.newest_differs()
