@@ -27,12 +27,14 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import Fenced, NodeUnreachable, TierError
+from lightning_spot.fit.beginning import Beginning
 from lightning_spot.image.layout import lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.record import find_record
+from lightning_spot.run.survey import Survey
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Store
 from tests.conftest import RunningNode, new_process, until
@@ -127,6 +129,25 @@ def test_the_end_is_durable_although_the_node_is_lost(
     trainer(again).fit(Net(), data())
     assert again.resumed_from is not None
     assert again.resumed_from.step == 40
+
+
+def test_a_node_that_is_lost_before_the_attempt_begins_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    look, callback = Beginning.look, spot(tmp_path, notices=None)
+
+    def kill_behind(beginning: Beginning) -> Survey:
+        found = look(beginning)
+        node = find_record(callback.location.url).process()
+        assert node is not None
+        assert node.kill(30.0)
+        return found
+
+    monkeypatch.setattr(Beginning, "look", kill_behind)
+    probe = Probe()
+    trainer(callback, probe).fit(Net(), data())
+    assert check_all(tmp_path, probe)[0].complete
+    assert "the memory node on this host is lost" in caplog.text
 
 
 def test_a_node_that_hangs_keeps_training_no_longer_than_max_stall_s(

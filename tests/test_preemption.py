@@ -303,6 +303,31 @@ def test_an_end_that_fails_leaves_no_handler_behind(tmp_path: Path, monkeypatch:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("spot-notice")]
 
 
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_at_the_end_waits_until_the_last_snapshot_is_safe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: int
+) -> None:
+    """Lightning puts back the handlers that were there before training, and only then asks for the end of ``fit``."""
+    bring, there = Ending.bring, []
+
+    def passed_on(*_: Any) -> None:
+        there.append([manifest.complete for manifest in LocalStore(tmp_path / "run").survey().manifests])
+
+    def slow(self: Ending, wait_s: float) -> bool | None:
+        for _ in range(signals):
+            term()
+        return bring(self, wait_s)
+
+    monkeypatch.setattr(Ending, "bring", slow)
+    former = signal.signal(signal.SIGTERM, passed_on)
+    try:
+        trainer(stopping(tmp_path, memory=None), max_epochs=1).fit(Net(), data(3))
+        assert signal.getsignal(signal.SIGTERM) == passed_on
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert there == [[True]] if signals == 1 else there == [[]]  # of two, the second does not wait
+
+
 def test_a_second_signal_cuts_the_waiting_short(tmp_path: Path) -> None:
     class Twice(Exception):
         pass

@@ -6,6 +6,7 @@ error that names the way on; and nothing that was there is deleted.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -21,8 +22,9 @@ import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.callbacks.auto_resume import AutoResume
+from lightning_spot.client.starting import attach
 from lightning_spot.config import PROTOCOL_VERSION
-from lightning_spot.errors import CorruptSnapshot, SpotError, TierError
+from lightning_spot.errors import CorruptSnapshot, NodeUnreachable, SpotError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
 from lightning_spot.run import patience
@@ -30,8 +32,9 @@ from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
 from lightning_spot.run.patience import Patience
 from lightning_spot.run.reading import OpenSnapshot
-from lightning_spot.run.survey import survey
+from lightning_spot.run.survey import ask_all, survey
 from lightning_spot.tiers.local import LocalStore
+from lightning_spot.tiers.store import Holdings
 from tests import faulty
 from tests.faulty import Plan
 from tests.models import EachDurable, Net, Probe, data, trainer
@@ -191,6 +194,41 @@ def test_a_tier_that_cannot_be_read_is_an_error_and_then_goes_on(
     faulty.use(Plan())
     assert names(run) == before
     assert begins(f"{scheme}://{run}") == 9
+
+
+def test_a_full_disk_where_nodes_leave_their_records_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the memory of this host has is not read then; what is durable is."""
+    with pytest.raises(Stop):
+        trainer(SpotCheckpoint(str(tmp_path), interval=EverySteps(3), run="run-1", notices=None), StopAt(10)).fit(
+            Net(), data()
+        )
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("lightning_spot.client.starting.NodeRecord.starting", full)
+    with pytest.raises(NodeUnreachable, match="No space left"):
+        attach(str(tmp_path), "run-1")
+    assert begins(tmp_path) == 9
+    assert "No space left" in caplog.text
+
+
+def test_a_tier_for_which_no_thread_can_be_had_is_one_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of processes is limited in most containers."""
+    start, left = threading.Thread.start, [1]
+
+    def start_some(thread: threading.Thread) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    answers, problems = ask_all({"first": Holdings, "second": Holdings}, 30.0)
+    assert list(answers) == ["first"]
+    assert problems == {"second": "can't start new thread"}
 
 
 @pytest.mark.parametrize(

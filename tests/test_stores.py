@@ -554,6 +554,22 @@ def test_what_killed_writers_of_files_left_is_swept_and_nothing_else(
 
 
 @pytest.mark.parametrize("store", FILES, indirect=True)
+def test_what_a_killed_writer_left_is_swept_at_once_whoever_it_was(
+    store: Store, dead_writer: Callable[[], str]
+) -> None:
+    """A trainer's claim has no run's name yet; the node that comes in a killed one's place is of the same attempt."""
+    put(store, 4, attempt=7, by=7)
+    claim = dead_writer().replace("-aaaaaaaaaaaa-", "--")
+    dead = [f"attempts/{claim}", dead_writer(), f"{snapshot_name(4, 7)}/{dead_writer()}"]
+    lives = [f"attempts/{temporaries.temporary_name(7, '')}"]
+    for below in (*dead, *lives):
+        _write(store, below, b"half")
+    store.sweep(put(store, 5, attempt=7, by=7, run_id="aaaaaaaaaaaa"))
+    left = [below for below in _there(store) if temporaries.temporary_owner(below.rpartition("/")[2]) is not None]
+    assert left == lives
+
+
+@pytest.mark.parametrize("store", FILES, indirect=True)
 def test_a_deletion_takes_no_file_that_was_written_after_it_was_asked_for(store: Store) -> None:
     old = put(store, 1, name="x.ckpt", file="", run_id="aaaaaaaaaaaa")
     new = put(store, 2, name="x.ckpt", file="", run_id="aaaaaaaaaaaa", attempt=2, by=2)

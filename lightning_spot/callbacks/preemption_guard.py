@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.callbacks.part import Part
@@ -186,26 +187,37 @@ class PreemptionGuard(Part):
         if not FitState.of(trainer).can(private.SIGNALS):
             return
         connector = private.SIGNAL_CONNECTOR.of(trainer)
-        original = private.REGISTER_HANDLERS.of(connector)
+        original, teardown = private.REGISTER_HANDLERS.of(connector), private.RESTORE_HANDLERS.of(connector)
 
         def register_signal_handlers() -> None:
             watcher.restore_signals()  # so that Lightning remembers the user's handlers, not ours
             original()
             watcher.install_signals()
 
-        private.REGISTER_HANDLERS.set(connector, register_signal_handlers)
-        self._undo.append(lambda: vars(connector).pop(private.REGISTER_HANDLERS.name, None))
+        def restore_signal_handlers() -> None:
+            teardown()
+            watcher.hold_signals()  # what is committed is on its way to safety yet
+
+        for name, handlers in (
+            (private.REGISTER_HANDLERS, register_signal_handlers),
+            (private.RESTORE_HANDLERS, restore_signal_handlers),
+        ):
+            name.set(connector, handlers)
+            self._undo.append(partial(vars(connector).pop, name.name, None))
 
     def _close(self, trainer: pl.Trainer, *, leaving: bool = False, over: bool = True) -> None:
         while self._undo:
             self._undo.pop()()
         Seams.of(trainer).remove(self)
-        if self._watcher is not None:
-            self._watcher.restore_signals()
-            self._watcher.stop()
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.restore_signals()
+            watcher.stop()
         if self._ranks is not None:
             self._ranks.close() if leaving else self._ranks.end(over=over)
-        self._watcher = self._ranks = self._stop = None
+        self._ranks = self._stop = None
+        if watcher is not None:
+            watcher.pass_signals_on()
 
 
 def _plain(notice: Notice | None, grace_s: float | None) -> dict[str, Any] | None:

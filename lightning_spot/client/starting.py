@@ -42,7 +42,12 @@ def attach(dirpath: str, run: str, max_stall_s: float = MAX_STALL_S, *, revive: 
     """
     record = find_record(dirpath)
     if revive:
-        return _connect(record, run, max_stall_s, lambda: record.settings() if record.left_slots() else {})
+        try:
+            return _connect(record, run, max_stall_s, lambda: record.settings() if record.left_slots() else {})
+        except NodeUnreachable:
+            raise
+        except OSError as error:  # such as a full disk, or no more descriptors
+            raise NodeUnreachable(f"no memory node can be reached or started on this host: {error}") from error
     try:
         return EmbeddedHost(record, run, max_stall_s) if record.running() else None
     except NodeUnreachable as error:

@@ -213,6 +213,7 @@ LOADED_CHECKPOINT = Name(RESUME, "_loaded_checkpoint", lambda t: RESUMING_CONNEC
 MIGRATE = Name(RESUME, "migrate_checkpoint", lambda t: namespaces.of(t, "utilities.migration"), Callable)
 SIGNAL_CONNECTOR = Name(SIGNALS, "_signal_connector", _trainer)
 REGISTER_HANDLERS = Name(SIGNALS, "register_signal_handlers", lambda t: SIGNAL_CONNECTOR.of(t), Callable)
+RESTORE_HANDLERS = Name(SIGNALS, "teardown", lambda t: SIGNAL_CONNECTOR.of(t), Callable)
 ACCELERATOR_CONNECTOR = Name(ENVIRONMENT, "_accelerator_connector", _trainer)
 CLUSTER_ENVIRONMENT = Name(ENVIRONMENT, "cluster_environment", lambda t: ACCELERATOR_CONNECTOR.of(t))
 

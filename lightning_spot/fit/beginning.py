@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import leave
 from lightning_spot.capture.ring_settings import RingSettings, open_host
+from lightning_spot.errors import NodeUnreachable
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.resume import Resume
 from lightning_spot.memory.host import Host
@@ -16,6 +18,8 @@ from lightning_spot.staging.schedule import Schedule
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+logger = logging.getLogger(__name__)
 
 
 class Beginning:
@@ -63,6 +67,15 @@ class Beginning:
         """
         host, self._host = self._host, None
         assert host is not None
+        try:
+            return self._attempt_at(host, schedule)
+        except NodeUnreachable as error:  # the tiers were asked since it was opened
+            if not self._location.embedded:
+                raise
+            logger.warning("lightning_spot: the memory node on this host is lost (%s); starting a new one", error)
+            return self._attempt_at(open_host(self._location, self._settings), schedule)
+
+    def _attempt_at(self, host: Host, schedule: Schedule | None) -> Attempt:
         assert self.found is not None
         return Attempt(
             self.found,

@@ -51,6 +51,8 @@ class SignalSource:
         self._signals = [signal.Signals[item] for item in signals]
         self._previous: dict[signal.Signals, Any] = {}
         self._of_children: Callable[[int, FrameType | None], Any] | None = None
+        self._is_over = False
+        self._held: int | None = None
 
     def install(self) -> None:
         """Catch the signals; from the main thread only. A second call does nothing."""
@@ -82,6 +84,22 @@ class SignalSource:
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
+    def hold(self) -> None:
+        """Training is over: keep a signal until :meth:`pass_on`. A second one goes on at once.
+
+        Called where Lightning has put back the handlers that were there before training.
+        """
+        if self._previous:
+            self.restore()
+            self._is_over = True
+            self.install()
+
+    def pass_on(self) -> None:
+        """Send this process the signal that was kept, if one was; after :meth:`restore`."""
+        number, self._held = self._held, None
+        if number is not None:
+            signal.raise_signal(number)
+
     def poll(self) -> Notice | None:
         """The first signal that came."""
         return self.notice
@@ -90,6 +108,12 @@ class SignalSource:
         """See :meth:`NoticeSource.close`; handlers are put back by :meth:`restore`."""
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self._is_over:
+            is_second, self._held = self._held is not None, number
+            if is_second:
+                self.restore()
+                self.pass_on()
+            return
         self.received += 1
         if self.notice is None:
             name = signal.Signals(number).name

@@ -68,8 +68,8 @@ class Watcher:
         for number, source in enumerate(self._polled):
             key = f"{source.name}-{number}"
             thread = threading.Thread(target=self._ask, args=(source, key), name=f"spot-notice-{key}", daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
 
     def stop(self) -> None:
         """Ask no more. Waits a little for answers under way."""
@@ -92,6 +92,16 @@ class Watcher:
         """Put the previous handlers back."""
         for source in self._signals:
             source.restore()
+
+    def hold_signals(self) -> None:
+        """See :meth:`SignalSource.hold`."""
+        for source in self._signals:
+            source.hold()
+
+    def pass_signals_on(self) -> None:
+        """See :meth:`SignalSource.pass_on`."""
+        for source in self._signals:
+            source.pass_on()
 
     def _ask(self, source: NoticeSource, key: str) -> None:
         pause_s, is_warned = source.every_s, False

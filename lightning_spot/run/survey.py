@@ -295,9 +295,15 @@ def ask_all(asked: Mapping[str, Callable[[], Any]], wait_s: float) -> tuple[dict
             logger.exception("lightning_spot: asking %s failed unexpectedly", tier)
             problems[tier] = f"{type(error).__name__}: {error}"
 
-    threads = {tier: threading.Thread(target=ask, args=(tier,), name="spot-survey", daemon=True) for tier in asked}
-    for thread in threads.values():
-        thread.start()
+    threads: dict[str, threading.Thread] = {}
+    for tier in asked:
+        thread = threading.Thread(target=ask, args=(tier,), name="spot-survey", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads can be had now: that tier was not asked
+            problems[tier] = str(error)
+        else:
+            threads[tier] = thread
     deadline = time.monotonic() + wait_s
     for tier, thread in threads.items():
         thread.join(max(0.0, deadline - time.monotonic()))

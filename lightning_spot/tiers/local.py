@@ -308,7 +308,8 @@ class LocalStore:
             if (owner := temporary_owner(name)) is None:
                 continue
             run_id, attempt = owner
-            if (run_id == current.run_id and 0 < attempt < current.attempt) or _is_settled(folder / name):
+            of_earlier = run_id == current.run_id and 0 < attempt < current.attempt
+            if of_earlier or writer_has_ended(name) or _is_settled(folder / name):
                 files.remove(folder / name)
 
     def _forget_attempts(self, folder: Path) -> None:

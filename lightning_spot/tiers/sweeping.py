@@ -61,5 +61,5 @@ def _sweep_temporaries(objects: ObjectFiles, folder: str, names: list[str], curr
         if (owner := temporary_owner(name)) is None:
             continue
         of_earlier = owner[0] == current.run_id and 0 < owner[1] < current.attempt
-        if of_earlier or objects.is_settled(f"{folder}{name}"):
+        if of_earlier or writer_has_ended(name) or objects.is_settled(f"{folder}{name}"):
             objects.remove_temporary(f"{folder}{name}")
