@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 from dataclasses import replace
 
@@ -89,6 +90,9 @@ def forget() -> None:
     _complete.clear()
     _interrupted.clear()
     _nodes.clear()
+
+
+os.register_at_fork(after_in_child=_nodes.clear)  # a child's end is not the program's
 
 
 def _at_exit() -> None:

@@ -52,6 +52,12 @@ class Fit(PerTrainer):
         FitState.of(self._trainer).detach()
         self._renew()
 
+    def leave(self) -> None:
+        """See :meth:`PerTrainer.leave`."""
+        for snapshotter in self.snapshotters:
+            snapshotter.close()
+            snapshotter.attempt = None
+
     def callbacks(self, kind: type[C]) -> list[C]:
         """Our callbacks of one kind, also those that another one is composed of."""
         return [part for part in parts_of(self._trainer) if isinstance(part, kind)]

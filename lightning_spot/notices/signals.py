@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -50,6 +52,7 @@ class SignalSource:
         self.received = 0
         self._signals = [signal.Signals[item] for item in signals]
         self._previous: dict[signal.Signals, Any] = {}
+        self._first: dict[signal.Signals, Any] = {}
         self._of_children: Callable[[int, FrameType | None], Any] | None = None
         self._is_over = False
         self._held: int | None = None
@@ -62,7 +65,9 @@ class SignalSource:
             logger.warning("lightning_spot: signals are not watched: training does not run in the main thread")
             return
         for number in self._signals:
-            self._previous[number] = signal.signal(number, self._handle)
+            self._previous[number] = former = signal.signal(number, self._handle)
+            self._first.setdefault(number, former)
+        _installed.add(self)
 
     def expect_workers(self) -> None:
         """Be the first to hear of workers that end, since they may hear of a signal to the whole group before this one.
@@ -99,6 +104,15 @@ class SignalSource:
         number, self._held = self._held, None
         if number is not None:
             signal.raise_signal(number)
+
+    def leave(self) -> None:
+        """In a forked child, have signals do what they did before training: a process that is told to end, ends.
+
+        Lightning's handlers, which were put in place since, would only tell a training of it that is the parent's.
+        """
+        if self._previous:
+            self._previous.update(self._first)
+            self.restore()
 
     def poll(self) -> Notice | None:
         """The first signal that came."""
@@ -152,3 +166,14 @@ class SignalSource:
         while self.notice is None and time.monotonic() < deadline_s:
             time.sleep(0.01)
         return self.notice is not None
+
+
+_installed: weakref.WeakSet[SignalSource] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    for source in list(_installed):
+        source.leave()
+
+
+os.register_at_fork(after_in_child=_leave_all)

@@ -1,0 +1,89 @@
+"""Children that user code forks while a training is on: it is their parent's, and their own end is nobody else's."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.goodput.records import read_records
+from lightning_spot.tiers.local import LocalStore
+from tests.conftest import until
+from tests.models import Net, data, trainer
+
+LEFT = 7
+
+
+class Once(pl.Callback):
+    """Does something in the middle of a step, and looks at what has become of it in the next one."""
+
+    def __init__(self, act: Callable[[], None], look: Callable[[], None]) -> None:
+        self.act, self.look = act, look
+
+    def on_after_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 5:
+            self.act()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 7:
+            self.look()
+
+
+@pytest.mark.parametrize("memory", ["auto", None])
+def test_a_child_that_leaves_through_fit_ends_nothing_of_its_parents(tmp_path: Path, memory: str | None) -> None:
+    """It told the node that the trainer has left, wrote down that the attempt failed, or waited for ever for a lock."""
+    spot = SpotCheckpoint(str(tmp_path / "run"), memory=memory, interval=EverySteps(1), notices="signal")
+    parent, children, seen = os.getpid(), [], []
+
+    def fork() -> None:
+        children.append(os.fork())
+        if children[-1] == 0:
+            raise SystemExit(LEFT)
+
+    def wait_for_it() -> None:
+        ended = until(lambda: (found := os.waitpid(children[0], os.WNOHANG))[0] and found, "the child to end")
+        assert os.waitstatus_to_exitcode(ended[1]) == LEFT
+        attempt = spot.snapshots.snapshotter.attempt  # type: ignore[union-attr] # it is there in a fit
+        assert attempt is not None
+        if memory is not None:
+            host: Any = attempt.writer.host
+            (run,) = host._call("GET", "/v1/status")["runs"].values()
+            seen.append(run["live"])
+        else:
+            seen.append(True)
+
+    try:
+        trainer(Once(fork, wait_for_it), spot).fit(Net(), data())
+    except SystemExit as left:
+        if os.getpid() != parent:
+            os._exit(int(str(left)))
+        raise
+    assert seen == [True]
+    assert LocalStore(tmp_path / "run").survey().manifests[0].complete
+    assert [record["end"] for record in read_records(str(tmp_path / "run"))] == ["complete"]
+
+
+def test_a_child_can_be_told_to_end(tmp_path: Path) -> None:
+    """The handlers of the training were the child's, too: it noted the signal, and ``join`` waited for ever."""
+    spot = SpotCheckpoint(str(tmp_path / "run"), memory=None, interval=EverySteps(3), notices="signal")
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def end() -> None:
+        child.terminate()
+        child.join(20)
+
+    trainer(Once(child.start, end), spot).fit(Net(), data())
+    try:
+        assert child.exitcode == -signal.SIGTERM
+    finally:
+        child.kill()
+    assert signal.getsignal(signal.SIGTERM) == handler
