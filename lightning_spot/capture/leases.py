@@ -82,11 +82,31 @@ class Leases:
                 if nbytes <= len(ahead[1].map) and shared is None:
                     return ahead[1]
                 give_back(*ahead, untouched=True)
+            return self._take_in_time(host, nbytes, wait_s, shared, lambda: making)
+        finally:
+            self._is_awaited = False
+
+    def wait(
+        self, host: Host, nbytes: int, wait_s: float, shared: Shared | None, making: Callable[[], Making]
+    ) -> Lease:
+        """The next slot that can be had, for who has asked for one in vain. See :meth:`take`.
+
+        Args:
+            host: the ring.
+            nbytes: size of the snapshot.
+            wait_s: how long to wait for a clean slot.
+            shared: if other ranks will fill it too.
+            making: asked every few seconds: whether its memory is made for it by now.
+        """
+        self._is_awaited = True
+        try:
             return self._take_in_time(host, nbytes, wait_s, shared, making)
         finally:
             self._is_awaited = False
 
-    def _take_in_time(self, host: Host, nbytes: int, wait_s: float, shared: Shared | None, making: Making) -> Lease:
+    def _take_in_time(
+        self, host: Host, nbytes: int, wait_s: float, shared: Shared | None, making: Callable[[], Making]
+    ) -> Lease:
         deadline_s = time.monotonic() + wait_s
         while True:
             left_s = deadline_s - time.monotonic()
@@ -94,7 +114,7 @@ class Leases:
             try:
                 # Its memory may be still to be made, which takes long for a large one: who waits anyway waits for that.
                 limit_s = min(left_s - slice_s, _made_within_s(nbytes))
-                return self._ask(host, nbytes, slice_s, making, shared, limit_s)
+                return self._ask(host, nbytes, slice_s, making(), shared, limit_s)
             except RingFull as full:
                 if left_s <= _SLICE_S or time.monotonic() >= deadline_s:
                     raise

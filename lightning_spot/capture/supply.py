@@ -37,7 +37,9 @@ class Supply:
             raise RingFull(f"the slot for it is still being made after {wait_s:.0f} s")
 
     def take(self, host: Host, nbytes: int, wait_s: float, shared: Shared | None) -> Lease:
-        """Take a slot; where there is none, a further one may be made, which who waits for a slot waits for.
+        """Take a slot; where there is none, a further one may be made.
+
+        Who waits for a slot takes that one, or one that is clean before it is made.
 
         Args:
             host: the ring.
@@ -49,6 +51,8 @@ class Supply:
             SpotError: if there is none.
         """
         deadline_s = time.monotonic() + wait_s
+        if self._maker.has_outgrown(nbytes):
+            self._leases.give_back()  # it is too small, and its memory is to be made anew
         if not self._maker.fits(host, nbytes, waits=wait_s > 0) and not (wait_s and self._maker.wait(wait_s)):
             raise RingFull("the slots are too small for it; a larger one is being made")
         wait_s = within(deadline_s)
@@ -60,9 +64,9 @@ class Supply:
                 self._maker.found_none(host, nbytes)
                 if not wait_s:
                     raise
-                self._maker.done(wait_s)
-        lease = self._leases.take(host, nbytes, within(deadline_s), shared)
-        if making is not Making.NEVER and time.monotonic() - began_s > _LONG_S:
+                return self._leases.wait(host, nbytes, within(deadline_s), shared, lambda: self._maker.now)
+        lease = self._leases.take(host, nbytes, wait_s, shared)
+        if time.monotonic() - began_s > _LONG_S:
             self._maker.found_none(host, nbytes)
         return lease
 

@@ -75,6 +75,10 @@ class SlotMaker:
         if host is not None:
             self._begin(host, Making.NOW)
 
+    def has_outgrown(self, nbytes: int) -> bool:
+        """Whether slots are made too small for a snapshot."""
+        return self._size is not None and nbytes > slot_capacity(self._size[0])
+
     def fits(self, host: Host, nbytes: int, *, waits: bool) -> bool:
         """Whether a snapshot can take its slot; if slots are made too small, a larger one is made in the background.
 
@@ -88,7 +92,7 @@ class SlotMaker:
             nbytes: of the snapshot.
             waits: whether who asks waits for the larger slot.
         """
-        if self._size is None or nbytes <= slot_capacity(self._size[0]):
+        if self._size is None or not self.has_outgrown(nbytes):
             self._was_too_small = False
             return True
         again, self._was_too_small = self._was_too_small, True
@@ -108,8 +112,7 @@ class SlotMaker:
         """
         if self._size is None:
             return False
-        self._size = (max(nbytes, self._size[0]), self._size[1])
-        self._begin(host, Making.SPARE)
+        self._begin(host, Making.SPARE, nbytes)
         return True
 
     def making(self, nbytes: int) -> Making:
@@ -125,16 +128,13 @@ class SlotMaker:
         """A snapshot found no slot, or had to wait for it: have a further one made, if there is to be one."""
         if self._has_made and self._asked < _MOST_ASKED and self._size is not None:
             self._asked += 1
-            self._size = (max(nbytes, self._size[0]), self._size[1])
             is_on_gpu = self._size[1] is not None
-            self._begin(host, Making.BEYOND if is_on_gpu and self.beyond else Making.SPARE)
+            self._begin(host, Making.BEYOND if is_on_gpu and self.beyond else Making.SPARE, nbytes)
 
-    def done(self, wait_s: float) -> None:
-        """Wait until what is being made is there, or is not to be had."""
-        with self._lock:
-            thread = self._thread
-        if thread is not None:
-            thread.join(wait_s)
+    @property
+    def now(self) -> Making:
+        """Whether who waits for a slot may have its memory made now: not while slots are being made."""
+        return Making.NEVER if self._thread is not None else Making.NOW
 
     def close(self, wait_s: float) -> bool:
         """Make no more; whether nothing is being made any more, after ``wait_s`` seconds at most."""
@@ -144,10 +144,11 @@ class SlotMaker:
             thread.join(wait_s)
         return thread is None or not thread.is_alive()
 
-    def _begin(self, host: Host, making: Making) -> None:
+    def _begin(self, host: Host, making: Making, nbytes: int = 0) -> None:
         with self._lock:
             if self._closed or self._size is None:
                 return
+            self._size = (max(nbytes, self._size[0]), self._size[1])
             if not making.is_ahead:
                 self._ready.clear()
             if self._thread is not None:  # a spare one, perhaps too small by now

@@ -141,8 +141,8 @@ class Ring(SlotTable):
         with self.changed:
             full = self._found_full(nbytes)
             if full is None:
-                return why_full(self.slots, run, nbytes, self._limits)
-            full.why = full.why or why_full(self.slots, run, nbytes, self._limits)
+                return why_full(self.slots, run, nbytes, self._limits, is_known=False)
+            full.why = full.why or why_full(self.slots, run, nbytes, self._limits, is_known=True)
             return full.why
 
     @property

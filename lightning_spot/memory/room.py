@@ -40,11 +40,13 @@ class Room:
         slot: the slot to take; ``None`` for a new one.
         forget: committed slots whose snapshots make room.
         release: slots whose memory is given back.
+        outgrown: whether the slot is too small, and only what is superseded is dropped with its memory.
     """
 
     slot: Slot | None
     forget: list[Slot] = field(default_factory=list)
     release: list[Slot] = field(default_factory=list)
+    outgrown: bool = False
 
     @property
     def is_new(self) -> bool:
@@ -53,7 +55,9 @@ class Room:
 
     @property
     def is_spare(self) -> bool:
-        """Whether memory is made, and no snapshot dropped for it."""
+        """Whether memory is made, and no snapshot dropped for it that anybody would miss."""
+        if self.outgrown:
+            return True
         drops = bool(self.forget) or (self.slot is not None and self.slot.state is SlotState.COMMITTED)
         return not drops and (self.is_new or bool(self.release))
 
@@ -119,16 +123,18 @@ def find_room(
         return None
     free += forget
     idle = [slot for slot in idle if slot not in forget]
-    superseded = _superseded(slots, idle, nbytes) if reuse and not forget else []
-    if (room := _without_loss(slots, free, superseded, nbytes, capacity, limits)) is not None:
+    superseded = _superseded(slots, idle) if reuse and not forget else []
+    fitting = [slot for slot in superseded if slot.takes(nbytes)]
+    if (room := _without_loss(slots, free, fitting, nbytes, capacity, limits)) is not None:
         return Room(room.slot, forget, room.release)
     for candidate in idle:
         if (room := _try(slots, candidate, free, idle, nbytes, capacity, limits)) is not None:
-            return Room(room.slot, [*forget, *room.forget], room.release)
+            outgrown = candidate in superseded and candidate.capacity < nbytes and not room.forget
+            return Room(room.slot, [*forget, *room.forget], room.release, outgrown)
     return None
 
 
-def why_full(slots: list[Slot], run: str, nbytes: int, limits: Limits) -> str:
+def why_full(slots: list[Slot], run: str, nbytes: int, limits: Limits, *, is_known: bool) -> str:
     """Why no slot can be had now, for people.
 
     Args:
@@ -136,6 +142,7 @@ def why_full(slots: list[Slot], run: str, nbytes: int, limits: Limits) -> str:
         run: key of the run that wants one.
         nbytes: size of its snapshot.
         limits: of the ring.
+        is_known: whether it is known that there is no room: else there may be some, but no memory made in it.
     """
     idle = reusable(slots)
     share = ""
@@ -148,11 +155,15 @@ def why_full(slots: list[Slot], run: str, nbytes: int, limits: Limits) -> str:
         elif slot.state is SlotState.FILLING:
             reasons["being filled"] += 1
         elif slot.dirty:
-            reasons[f"not at {' and '.join(sorted(slot.dirty))} yet, which is too slow or fails"] += 1
+            urls = " and ".join(sorted(slot.dirty))
+            reasons[f"not at {urls} yet, which is too slow, fails or waits for durable_every_s"] += 1
         elif slot.readers:
             reasons["being read"] += 1
         elif slot.state is SlotState.COMMITTED and slot not in idle:
             reasons["the newest of its run and safe nowhere else, since nobody carries that run on from here"] += 1
+    if not is_known and not reasons["being made"]:
+        room = find_room(slots, run, max(1, nbytes), capacity_for(nbytes, limits), limits)
+        reasons += Counter({"still to be made": int(room is not None)})
     listed = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common()) or "there is no memory for more"
     return f"none of {len(slots)} slots can be had now ({listed}){share}"
 
@@ -171,13 +182,13 @@ def _within_quota(slots: list[Slot], idle: list[Slot], run: str, capacity: int, 
     return forget if over <= 0 else None
 
 
-def _superseded(slots: list[Slot], idle: list[Slot], nbytes: int) -> list[Slot]:
-    """Slots that fit, and hold what neither a resume nor a node behind would miss: older snapshots.
+def _superseded(slots: list[Slot], idle: list[Slot]) -> list[Slot]:
+    """Slots that hold what neither a resume nor a node behind would miss: older snapshots.
 
     What would be left if a memory node is lost goes only once there is no memory for more.
     """
     missed = newest_of_lineages(slots) | bases_of(slots) | left_if_lost(slots)
-    return [slot for slot in idle if slot.snapshot and slot not in missed and slot.takes(nbytes)]
+    return [slot for slot in idle if slot.snapshot and slot not in missed]
 
 
 def _without_loss(
