@@ -278,6 +278,30 @@ def test_a_retention_that_fails_is_retried_without_another_snapshot(bench: Bench
     until(lambda: len(bench.tier().survey().manifests) == 1, "the old one to go", 40)
 
 
+def test_a_tier_that_lists_late_is_named_once_a_run(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not once a snapshot; for another reason, again."""
+    bench.open()
+    reason = "is not listed"
+    looked = []
+
+    def retain(_store: Any, _keep: int, current: Manifest) -> str:
+        looked.append(current.step)
+        return reason
+
+    monkeypatch.setattr(flusher, "retain", retain)
+    for step in (1, 2, 3):
+        bench.save(step)
+        assert bench.flush() == []
+    assert caplog.text.count("is not listed") == 1
+    reason = "is not as it was written"
+    bench.save(4)
+    assert bench.flush() == []
+    assert looked == [1, 2, 3, 4]
+    assert caplog.text.count("is not as it was written") == 1
+
+
 def test_a_tier_that_fails_as_a_whole_is_given_time(bench: Bench) -> None:
     """However often there is a new snapshot, and however often somebody asks for a flush."""
     bench.open()

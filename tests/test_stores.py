@@ -417,8 +417,10 @@ def test_retention_deletes_nothing_where_the_newest_is_missing(store: Store) -> 
     store.claim(claim_of(1, keep=100))
     for step in (1, 2, 3):
         put(store, step)
-    retain(store, 1, snapshot(9)[0])
+    assert "is not listed there at once: nothing older is deleted" in retain(store, 1, snapshot(9)[0])
+    assert "is not seen there as it was written" in retain(store, 1, replace(snapshot(3)[0], created_unix_s=9.0))
     assert [manifest.step for manifest in store.survey().manifests] == [3, 2, 1]
+    assert retain(store, 3, snapshot(3)[0]) == ""
 
 
 def _write(store: Store, below: str, data: bytes) -> None:
@@ -613,6 +615,52 @@ def test_local_store_leaves_nothing_half_written(tmp_path: Path, monkeypatch: py
     monkeypatch.undo()
     assert store.survey().manifests == [first]
     assert not list(tmp_path.rglob(".lightning-spot-tmp-*"))
+
+
+@pytest.mark.parametrize("kind", [LocalStore, ObjectStore])
+def test_a_full_disk_is_left_with_no_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Callable[[str], Store]
+) -> None:
+    """A disk that is full for long would have one for each snapshot. What others have in such a folder stays."""
+    root = tmp_path / "run"
+    store = kind(str(root) if kind is LocalStore else f"file://{root}")
+    first = put(store, 1)
+    kept = root / snapshot_name(3, 1) / "mine.txt"
+    kept.parent.mkdir()
+    kept.write_text("kept")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lightning_spot.tiers.objects.write_files", fail)
+    monkeypatch.setattr("lightning_spot.tiers.files.write_parts", fail)
+    for step in (2, 3):
+        manifest, data = snapshot(step)
+        with pytest.raises(TierError, match="No space left"):
+            store.put(manifest, memoryview(data), attempt=1)
+        with pytest.raises(TierError, match="No space left"):
+            store.put_parts(replace(manifest, checksums=()), iter([memoryview(data)]), attempt=1)
+    monkeypatch.undo()
+    assert store.survey().manifests == [first]
+    assert not (root / snapshot_name(2, 1)).exists()
+    assert kept.read_text() == "kept"
+
+
+def test_a_host_that_cannot_bring_its_files_leaves_no_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = LocalStore(tmp_path / "run").folder(snapshot_name(1, 1), attempt=1, run_id="a" * 12)
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lightning_spot.tiers.files.write_parts", fail)
+    with pytest.raises(TierError, match="No space left"):
+        folder.write("__0_0.distcp", memoryview(b"data"))
+    assert not (tmp_path / "run" / snapshot_name(1, 1)).exists()
+    monkeypatch.undo()
+    folder.write("__0_0.distcp", memoryview(b"data"))
+    assert folder.sizes() == {"__0_0.distcp": 4}
 
 
 def test_truncated_file_is_found(tmp_path: Path) -> None:

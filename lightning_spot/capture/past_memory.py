@@ -59,9 +59,12 @@ class PastMemory:
         store = open_store(self._url)
         stored = self._writer.store_past_memory(checkpoint, manifest, store)
         try:
-            retain(store, self._info.keep, stored)
+            unseen = retain(store, self._info.keep, stored)
         except SpotError as error:  # the next one tries again
             logger.warning("lightning_spot: what is older than %s stays for now: %s", stored.name, error)
+        else:
+            if unseen:
+                self._writer.say_once(unseen, "%s (%s)", unseen, stored.name)
 
     @property
     def is_at_a_node(self) -> bool:

@@ -58,6 +58,7 @@ class Flusher:
         self._delayed: set[str] = set()  # tiers whose next job is to be done later
         self._stores: dict[str, Store] = {}
         self._refused: dict[str, dict[str, Manifest]] = {}
+        self._unseen: dict[str, set[str]] = {}  # what was said, of each run
         self._closed = False
         ring.watch(self._serve)
         with ring.changed:
@@ -79,6 +80,7 @@ class Flusher:
         """Forget a run, and how tiers did that nothing goes to any more."""
         with self._ring.changed:
             self._refused.pop(run, None)
+            self._unseen.pop(run, None)
             for url in urls:
                 if url not in self._threads:
                     self.health.pop(url, None)
@@ -227,7 +229,8 @@ class Flusher:
         if job.kind is Kind.DELETE:
             store.delete(job.manifest)
         elif job.kind is Kind.RETAIN:
-            retain(store, self._kept(job), job.manifest)
+            if unseen := retain(store, self._kept(job), job.manifest):
+                self._say_unseen(job, unseen)
         else:
             put = self._putting.put(store, url, job, attempt)
             with self._ring.changed:
@@ -241,6 +244,14 @@ class Flusher:
             self._succeeded(url, job)
             self._ring.notify()
         self._heard(url, None)
+
+    def _say_unseen(self, job: Job, unseen: str) -> None:
+        """Say that a tier does not show what it was brought: once of a run, however many snapshots that befalls."""
+        with self._ring.changed:
+            said = self._unseen.setdefault(job.run, set())
+            if unseen not in said:
+                said.add(unseen)
+                logger.warning("%s (%s)", unseen, job.manifest.name)
 
     def _dropped(self, url: str, why: str) -> None:
         self.health[url].dropped = why

@@ -196,6 +196,12 @@ def remove(path: Path) -> None:
             os.unlink(path)
 
 
+def remove_if_empty(path: Path) -> None:
+    """Remove a directory if nothing is in it; one that cannot be removed stays."""
+    with contextlib.suppress(OSError):
+        os.rmdir(path)
+
+
 def sync_file(path: Path) -> None:
     """Make a file's bytes durable, and leave the page cache to the training data."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -85,7 +86,7 @@ class LocalFolder:
 
     def write(self, name: str, data: memoryview) -> None:
         """See :meth:`Folder.write`."""
-        with files.tier_errors(str(self._root)):
+        with files.tier_errors(str(self._root)), self._left_as_it_was():
             files.make_directory(self._path)
             if not files.is_own_directory(self._path):
                 raise TierError(f"{self._path} is a link; nothing is written where it leads to", tier=str(self._root))
@@ -97,6 +98,15 @@ class LocalFolder:
                 files.remove(temporary)
                 raise
             files.sync_directory(self._path)
+
+    @contextlib.contextmanager
+    def _left_as_it_was(self) -> Iterator[None]:
+        """Leave no empty folder where nothing can be written; another host that finds it gone makes it again."""
+        try:
+            yield
+        except BaseException:
+            files.remove_if_empty(self._path)
+            raise
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """See :meth:`Folder.read`."""

@@ -226,17 +226,21 @@ class LocalStore:
     def _aside(self, manifest: Manifest, parts: Iterable[memoryview], attempt: int) -> Iterator[list[Path]]:
         """The bytes in temporary files beside their manifest's place, one for each file, until they are committed."""
         folder = (self.root / manifest.manifest_path).parent
-        files.make_directory(folder, like_parent=manifest.is_file)
-        if not files.is_own_directory(folder):
-            raise TierError(f"{folder} is a link; nothing is written where it leads to", tier=self.url)
         temporaries: list[Path] = []
         try:
-            for _span, data in cut(manifest.spans, parts):
-                temporaries.append(files.write_aside(folder, data, attempt=attempt, run_id=manifest.run_id))
-            yield temporaries
-        finally:
-            for temporary in temporaries:
-                files.remove(temporary)
+            files.make_directory(folder, like_parent=manifest.is_file)
+            if not files.is_own_directory(folder):
+                raise TierError(f"{folder} is a link; nothing is written where it leads to", tier=self.url)
+            try:
+                for _span, data in cut(manifest.spans, parts):
+                    temporaries.append(files.write_aside(folder, data, attempt=attempt, run_id=manifest.run_id))
+                yield temporaries
+            finally:
+                for temporary in temporaries:
+                    files.remove(temporary)
+        except BaseException:
+            files.remove_if_empty(folder)  # a disk that is full for long would have one for each snapshot
+            raise
 
     def _commit(self, manifest: Manifest, temporaries: list[Path], attempt: int) -> None:
         """Put the bytes in place, then the manifest; whatever fails, a manifest never stands beside other bytes."""
@@ -289,8 +293,7 @@ class LocalStore:
             return
         for path in (manifest.manifest_path, manifest.data_path):
             files.remove(self.root / path)
-        with contextlib.suppress(OSError):  # the manifests of other files are in it, or it never was
-            os.rmdir(self.root / OWN_DIR)
+        files.remove_if_empty(self.root / OWN_DIR)  # unless the manifests of other files are in it
 
     def _sweep_snapshot(self, folder: Path, order: Order, current: Manifest) -> None:
         self._sweep_temporaries(folder, current)
@@ -321,8 +324,7 @@ class LocalStore:
         for name in os.listdir(folder):
             if is_own_file(name) or temporary_owner(name) is not None:
                 files.remove(folder / name)
-        with contextlib.suppress(OSError):  # not empty: it stays, without our files
-            os.rmdir(folder)
+        files.remove_if_empty(folder)
 
 
 def _claim_in(path: Path) -> Claim | None:

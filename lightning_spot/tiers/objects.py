@@ -249,15 +249,18 @@ class ObjectStore:
                 self._fs.rm_file(commit)
 
         with tier_errors(self.url):
-            make_parent(self._fs, commit)
             temporary = f"{commit.rpartition('/')[0]}/{temporary_name(attempt, manifest.run_id)}"
             try:
+                make_parent(self._fs, commit)
                 write_files(self._fs, self._root, manifest, parts, lanes=self._lanes, temporary=temporary, ready=ready)
                 sealed = seal()
             except BaseException:
                 with contextlib.suppress(Exception):
                     if before is not None and before[1] == self._files.mark(data):  # nothing was replaced
                         write_small(self._fs, commit, before[0], temporary)
+                with contextlib.suppress(Exception):
+                    if not manifest.is_file:
+                        self._files.remove_directory(manifest.name)
                 raise
             for span, size in zip(manifest.spans, self._sizes(manifest), strict=True):
                 if size != span.nbytes:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.tiers.store import Store
-
-logger = logging.getLogger(__name__)
 
 
 def worth_keeping(line: Sequence[Manifest]) -> list[Manifest]:
@@ -24,7 +21,7 @@ def worth_keeping(line: Sequence[Manifest]) -> list[Manifest]:
     return [*first, *last]
 
 
-def retain(store: Store, keep: int, current: Manifest) -> None:
+def retain(store: Store, keep: int, current: Manifest) -> str:
     """Delete older snapshots of the lineage of ``current`` beyond the newest ``keep``, and what killed writers left.
 
     Nothing is deleted before the tier has shown that ``current`` is committed there: it is listed, its manifest, read
@@ -38,17 +35,17 @@ def retain(store: Store, keep: int, current: Manifest) -> None:
         keep: snapshots to keep, ``current`` among them; at least 1.
         current: a snapshot just put there.
 
+    Returns:
+        why nothing older was deleted, for people; ``""`` if the tier shows ``current``.
+
     Raises:
         TierError: if the tier fails; what was not deleted is deleted next time.
     """
     listed = store.survey().manifests
-    if current.name not in [manifest.name for manifest in listed] or not store.has(current):
-        logger.warning(
-            "lightning_spot: %s was written to %s but is not seen there; nothing older is deleted",
-            current.name,
-            store.url,
-        )
-        return
+    if current.name not in [manifest.name for manifest in listed]:
+        return f"what is written to {store.url} is not listed there at once: nothing older is deleted until it is"
+    if not store.has(current):
+        return f"what is written to {store.url} is not seen there as it was written: nothing older is deleted"
     older = [manifest for manifest in listed if manifest.lineage == current.lineage and manifest.order < current.order]
     line = worth_keeping([current, *older])
     kept = [*line[: max(1, keep)], *[manifest for manifest in line if manifest.exact][: max(1, keep)]]
@@ -56,3 +53,4 @@ def retain(store: Store, keep: int, current: Manifest) -> None:
         if manifest not in kept and (current.exact or not manifest.exact):
             store.delete(manifest)
     store.sweep(current)
+    return ""
