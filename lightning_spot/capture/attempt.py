@@ -261,10 +261,7 @@ class Attempt:
         if ranks.shares > 1 or self.writer.mailbox is None:
             return False
         try:
-            for rank, state in self.writer.mailbox.all_of(
-                name, {rank: room.numel() for rank, room in ranks.sent.items()}
-            ):
-                ranks.sent[rank][: len(state)] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+            self.writer.mailbox.put_into({rank: room.numpy().data for rank, room in ranks.sent.items()}, name)
         except ShareMissing as error:
             logger.debug("%s: %s", name, error)
             return False

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import hmac
 import logging
-import mmap
 import socket
 import struct
 import threading
@@ -94,17 +93,15 @@ class Mailbox:
         finally:
             self.over(name)
 
-    def put_into(self, memory: mmap.mmap, name: str, places: Mapping[int, tuple[int, int]]) -> None:
-        """Write what ranks know of a snapshot into its file, see :meth:`all_of`.
+    def put_into(self, rooms: Mapping[int, memoryview], name: str) -> None:
+        """Write what ranks know of a snapshot into the rooms that it has for that, see :meth:`all_of`.
 
         Args:
-            memory: that holds the file.
+            rooms: for what each rank sends, by rank.
             name: of the snapshot.
-            places: first byte and length of the room for what each rank sends, by rank.
         """
-        for rank, state in self.all_of(name, {rank: nbytes for rank, (_, nbytes) in places.items()}):
-            start, _ = places[rank]
-            memory[start : start + len(state)] = state
+        for rank, state in self.all_of(name, {rank: len(room) for rank, room in rooms.items()}):
+            rooms[rank][: len(state)] = state
 
     def _take(self, name: str, rank: int, began_s: float) -> bytes:
         with self._changed:

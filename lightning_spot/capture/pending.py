@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -60,6 +61,15 @@ class Pending:
     view: SlotView
     sent: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     floats: tuple[Floats, ...] = ()
+
+    @contextlib.contextmanager
+    def rooms(self) -> Iterator[dict[int, memoryview]]:
+        """The room for what other ranks send, by rank. It is let go of behind this: the slot may be closed then."""
+        with contextlib.ExitStack() as held:
+            whole = held.enter_context(memoryview(self.view.map))
+            yield {
+                rank: held.enter_context(whole[start : start + nbytes]) for rank, (start, nbytes) in self.sent.items()
+            }
 
     @property
     def tried(self) -> Layout:

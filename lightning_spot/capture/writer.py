@@ -352,7 +352,8 @@ class SnapshotWriter:
                 self.say_once("past-counts", PAST_COUNTS, found, CHECK_EVERY)
                 raise TornSnapshot(f"snapshot {name} was dropped: {found} tensors were not as they were thought to be")
             if self.mailbox is not None:
-                self.mailbox.put_into(pending.view.map, pending.manifest.name, pending.sent)
+                with pending.rooms() as rooms:
+                    self.mailbox.put_into(rooms, pending.manifest.name)
             is_short = self._commit(host, pending)
             known = Known(pending.lease.id, pending.outline.frame, pending.plan.marks)
             self._views.content(pending.view).sealed(known)
