@@ -391,6 +391,26 @@ def test_the_snapshots_tell_where_the_machine_is_gone(tmp_path: Path) -> None:
     assert written(url).step == 40
 
 
+@pytest.mark.parametrize("days", [3, -3])
+def test_a_clock_that_was_set_is_no_training_where_the_snapshots_tell_either(tmp_path: Path, days: int) -> None:
+    url, begun, set_s = str(tmp_path / "run"), time.time() - 100, days * 86400.0
+    last = attempt(1, begun, begun + 10, (0, 35), begun + 45)
+    last.snapshots = [(20, begun + 30), (30, begun + 40)]
+    write_record(url, 1, last.as_dict())
+    times = {10: begun + 20, 20: begun + 30, 30: begun + 40 + set_s, 40: begun + 50 + set_s}
+    tiers = [
+        Manifest(run="run", name=f"s{step}", step=step, attempt=1, nbytes=1, created_unix_s=at)
+        for step, at in times.items()
+    ]
+    following = journal(url, 2, snapshots=tiers)
+    first = following.earlier.latest[0]
+    assert first.step == 40
+    assert first.unix_s == pytest.approx(begun + (50 if days > 0 else 45), abs=0.01)
+    assert dict(first.snapshots)[10] == begun + 20
+    assert following.spent.productive_s < 100
+    following.close("complete")
+
+
 KILLED = """
 import os, signal, sys, time
 import lightning.pytorch as pl

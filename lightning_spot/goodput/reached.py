@@ -134,7 +134,7 @@ def completed(run_url: str, record: AttemptRecord, snapshots: Iterable[tuple[int
     here = read_reached(run_url, record.attempt)
     if here is not None and here.begun_unix_s == record.begun_unix_s:
         record = replace(here, earlier=record.earlier)
-    snapshots = list(snapshots)
+    snapshots = _by_its_clock(record, snapshots)
     newest_step, newest_s = max(snapshots, default=(-1, 0.0))
     if record.end in ("running", "killed") and newest_step > record.step:
         record = replace(record, step=newest_step, unix_s=max(record.unix_s, newest_s))
@@ -143,6 +143,21 @@ def completed(run_url: str, record: AttemptRecord, snapshots: Iterable[tuple[int
     known = {step for step, _ in record.snapshots}
     more = [item for item in snapshots if item[0] not in known]
     return replace(record, snapshots=sorted([*record.snapshots, *more])) if more else record
+
+
+def _by_its_clock(record: AttemptRecord, snapshots: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Snapshots by the clock of the record, which nobody sets.
+
+    They have the time of the machine. Where that was set ahead in mid-training, by days maybe, those that the record
+    has, too, tell by how much; else these days would count as training.
+    """
+    noted, ahead_s = dict(record.snapshots), 0.0
+    found: list[tuple[int, float]] = []
+    for step, at_s in sorted(snapshots):
+        if step in noted:
+            ahead_s = max(0.0, at_s - noted[step])
+        found.append((step, at_s - ahead_s))
+    return found
 
 
 def _path(run_url: str, attempt: int) -> Path:
