@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -431,6 +432,43 @@ def test_the_guard_alone_beside_model_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "best" / "last-preempted.ckpt").exists()
     resumed = fit(seed=9, ckpt_path="last")
     assert list(differences(expected, resumed.lightning_module.state_dict())) == []
+
+
+PASSING = "ModelCheckpoint has no dirpath.*another one in each start"
+
+
+def test_a_folder_that_the_next_start_will_not_find_is_named_before_training(tmp_path: Path) -> None:
+    def fit(*callbacks: pl.Callback, **more: Any) -> pl.Trainer:
+        made = trainer(*callbacks, PreemptionGuard("signal"), ModelCheckpoint(), limit_train_batches=8, **more)
+        made.fit(Model(), loader(), ckpt_path="last")
+        return made
+
+    with pytest.warns(UserWarning, match=PASSING), pytest.raises(SystemExit):
+        fit(NoticeAt(11, term), logger=CSVLogger(str(tmp_path)))
+    (saved,) = tmp_path.rglob("last-preempted.ckpt")
+    assert saved.is_relative_to(tmp_path / "lightning_logs" / "version_0")
+    resumed = fit(logger=CSVLogger(str(tmp_path)))
+    assert resumed.ckpt_path is None
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({}, id="no logger"),
+        pytest.param({"version": "mine"}, id="its version"),
+        pytest.param({"dirpath": "saved"}, id="a dirpath"),
+        pytest.param({"writes": True}, id="snapshots"),
+    ],
+)
+def test_a_folder_that_stays_is_not_warned_of(tmp_path: Path, more: dict[str, Any]) -> None:
+    callbacks: list[pl.Callback] = [PreemptionGuard("signal")]
+    if "writes" in more:
+        callbacks.append(RemoteSnapshot(str(tmp_path / "run"), memory=None))
+    callbacks.append(ModelCheckpoint(str(tmp_path / more["dirpath"]) if "dirpath" in more else None))
+    logger = CSVLogger(str(tmp_path), version=more.get("version")) if more else False
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=f".*{PASSING}")
+        trainer(*callbacks, logger=logger, max_steps=1, default_root_dir=tmp_path).fit(Model(), loader())
 
 
 def test_advice_raises_the_rate_and_does_not_stop(tmp_path: Path) -> None:

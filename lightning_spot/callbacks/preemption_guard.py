@@ -33,7 +33,8 @@ class PreemptionGuard(Part):
     On a notice to any rank, all ranks go on to one agreed place (the end of a batch, or of a validation batch), take an
     urgent snapshot if it can be safe before the deadline, and exit with code 143. A run that is started again resumes
     exactly there. It works with :class:`RemoteSnapshot`, or alone beside a ``ModelCheckpoint``: then a checkpoint
-    ``last-preempted.ckpt`` is saved in its directory, from which ``fit(ckpt_path="last")`` goes on.
+    ``last-preempted.ckpt`` is saved in its directory, from which ``fit(ckpt_path="last")`` goes on. Give it that
+    directory: its own choice is another one in each start.
 
     Args:
         notices: ``"auto"`` for signals, the file named by ``LIGHTNING_SPOT_NOTICE_FILE``, and the cloud this machine is
@@ -79,7 +80,10 @@ class PreemptionGuard(Part):
         """Begin to watch, long before training begins."""
         if not takes_part(trainer, stage):
             return
-        Fit.of(trainer).begin()
+        fit = Fit.of(trainer)
+        fit.begin()
+        if not any(part.writes for part in fit.callbacks(Part)):
+            fit.exit.warn_of_passing_folder()
         self.notice, self._place, self._is_advised = None, Place(0), False
         self._watcher = watcher = Watcher(open_sources(self.notices))
         if trainer.world_size > 1 and not FitState.of(trainer).can(private.ENVIRONMENT):

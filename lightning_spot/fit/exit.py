@@ -59,6 +59,23 @@ class Exit(OfTrainer):
         for snapshotter in self._snapshotters:
             snapshotter.keeps_for_validation = True
 
+    def warn_of_passing_folder(self) -> None:
+        """Say early, before ``ModelCheckpoint`` has chosen one, that what is saved at a notice will not be found again.
+
+        Of a ``ModelCheckpoint`` that is given none, the folder is the logger's, which is another one in each start.
+        """
+        found, loggers = _model_checkpoint(self._trainer), self._trainer.loggers
+        if found is None or found.dirpath or not loggers:
+            return
+        kinds = namespaces.classes("loggers", "CSVLogger", "TensorBoardLogger")
+        if isinstance(loggers[0], kinds) and isinstance(loggers[0].version, str):
+            return  # the user has named it: those that the logger counts are numbers
+        rank_zero_warn(
+            "lightning_spot: ModelCheckpoint has no dirpath, so its files are in the folder of the logger, and that is"
+            " another one in each start: after a notice, fit(ckpt_path='last') would not find what was saved. Give it"
+            " one, ModelCheckpoint('checkpoints'), or the logger the same version in each start"
+        )
+
     def warn_of_short_grace(self, grace_s: float) -> bool:
         """Say early that a notice would come too late for an urgent snapshot.
 
@@ -170,10 +187,14 @@ def _would_come_again(error: BaseException) -> bool:
     )
 
 
+def _model_checkpoint(trainer: pl.Trainer) -> Any:
+    kinds = namespaces.classes("callbacks", "ModelCheckpoint")
+    return next((item for item in trainer.checkpoint_callbacks if isinstance(item, kinds)), None)
+
+
 def _save_beside_model_checkpoint(trainer: pl.Trainer, seam: Seam) -> None:
     """Save what ``fit(ckpt_path="last")`` will find, in the directory of the user's ``ModelCheckpoint``."""
-    kinds = namespaces.classes("callbacks", "ModelCheckpoint")
-    found: Any = next((item for item in trainer.checkpoint_callbacks if isinstance(item, kinds)), None)
+    found = _model_checkpoint(trainer)
     if found is None or not found.dirpath or seam not in (Seam.AFTER_BATCH, Seam.BEFORE_VALIDATION):
         rank_zero_info("lightning_spot: nothing was saved now; the run resumes from its last checkpoint")
         return
