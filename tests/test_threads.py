@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import mmap
 import os
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from lightning_spot import threads
+from lightning_spot.capture.background import Background
+from lightning_spot.capture.host_link import HostLink
+from lightning_spot.client.session import Session
+from lightning_spot.errors import NodeUnreachable
 from lightning_spot.image.sealing import Sealing
+from lightning_spot.memory.host import Host
+from lightning_spot.memory.node import Node
+from lightning_spot.service.channel import DescriptorChannel
 from lightning_spot.staging import batch as batch_module
 from lightning_spot.staging import job as job_module
 from lightning_spot.staging import slot as slot_module
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.slot import SlotMemory
 from lightning_spot.threads import processors, work_together
+from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.gated import MIB, manifest_of
+from tests.oracle import run_info
 from tests.test_copier import Desk, Fixed
+from tests.test_crash_points import NBYTES, image_of
+from tests.test_crash_points import manifest_of as sealed_as
 from tests.test_writer import Desk as WriterDesk
 
 
@@ -114,3 +130,70 @@ def test_a_slot_that_cannot_be_made_beside_training_is_made_when_it_is_needed(on
     desk.begin(1, desk.checkpoint()).result(30)
     desk.writer.close()
     desk.host.leave(complete=True)
+
+
+@pytest.fixture
+def lacking(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """Has so many threads of a name not start."""
+    start, left = threading.Thread.start, {"": 0}
+
+    def limited(thread: threading.Thread) -> None:
+        for name, count in left.items():
+            if count > 0 and thread.name.startswith(name):
+                left[name] -= 1
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    return left.__setitem__
+
+
+def test_a_tier_that_had_no_thread_gets_one_later(tmp_path: Path, lacking: Callable[[str, int], None]) -> None:
+    """It never got one, and nothing of the run was durable in the end."""
+    with contextlib.closing(Node(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as node:
+        node.open_run(run_info(tmp_path))
+        lacking("spot-flusher", 3)
+        upload = node.lease("run", 1, NBYTES, wait_s=20.0)
+        with upload.slot.view(NBYTES) as view:
+            view[:] = image_of(1)
+        node.seal(upload.id, sealed_as(1))
+        assert node.flush("run", 20.0) == []
+    assert LocalStore(tmp_path / "durable").survey().manifests[0].step == 1
+
+
+def test_a_lost_node_for_which_no_thread_looks_is_found_lost_again(lacking: Callable[[str, int], None]) -> None:
+    """It ended training, or nobody looked for a new node any more."""
+    lost, new = SimpleNamespace(max_stall_s=1.0, disconnect=lambda: None), SimpleNamespace()
+    link = HostLink(cast(Host, lost), lambda: cast(Host, new))
+    lacking("spot-reconnect", 1)
+    gone = NodeUnreachable("it has gone")
+    link.lose(cast(Host, lost), gone)
+    assert link.host is lost
+    link.lose(cast(Host, lost), gone)
+    assert link.wait(20.0) is new
+
+
+def test_a_node_without_a_thread_for_one_trainer_serves_the_next(
+    tmp_path: Path, lacking: Callable[[str, int], None]
+) -> None:
+    """It accepted nobody any more."""
+    with contextlib.closing(Node(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as node:
+        channel = DescriptorChannel(node, tmp_path / "fds", None)
+        lacking("spot-session", 1)
+        with pytest.raises(NodeUnreachable):
+            Session(tmp_path / "fds", None, 5.0)
+        Session(tmp_path / "fds", None, 5.0).close()
+        channel.close()
+
+
+def test_a_pause_that_fails_ends_no_thread_beside_training() -> None:
+    done = threading.Event()
+
+    def fail() -> None:
+        raise MemoryError
+
+    background = Background("spot-test", fail, lambda: 0.01)
+    time.sleep(0.1)
+    background.put(done.set)
+    assert done.wait(20.0)
+    assert background.close(20.0)

@@ -46,7 +46,7 @@ class Background:
             try:
                 task = self._tasks.get(timeout=self._idle_s())
             except queue.Empty:
-                self._idle()
+                self._rest()
                 continue
             if task is None:
                 break
@@ -55,4 +55,10 @@ class Background:
             except Exception:  # nobody is to wait for a thread that has ended
                 logger.exception("lightning_spot: a task beside training failed unexpectedly")
             del task  # and what it holds
-        self._idle()
+        self._rest()
+
+    def _rest(self) -> None:
+        try:
+            self._idle()
+        except Exception:
+            logger.exception("lightning_spot: a pause beside training failed unexpectedly")

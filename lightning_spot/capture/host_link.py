@@ -68,10 +68,14 @@ class HostLink:
         with self._changed:
             if self._host is not host or self._reconnect is None or self._closed:
                 return
-            self._host = None
+            thread = threading.Thread(target=self._find, name="spot-reconnect", daemon=True)
+            try:
+                thread.start()  # what it finds, it says under this lock
+            except RuntimeError as problem:  # no more threads can be had now: who asks next finds it lost again
+                logger.warning("lightning_spot: no new memory node can be looked for now: %s", problem)
+                return
+            self._host, self._thread = None, thread
             self.losses += 1
-            self._thread = threading.Thread(target=self._find, name="spot-reconnect", daemon=True)
-            self._thread.start()
         silent = isinstance(error.__cause__, TimeoutError)
         reason = f"it did not answer within max_stall_s={host.max_stall_s:.1f} s" if silent else error
         logger.warning(

@@ -79,7 +79,11 @@ class SlotsAhead:
     def _begin(self, run: str, make: Callable[[], Slot | None]) -> None:
         thread = threading.Thread(target=self._make, args=(run, make), name="spot-slot-ahead", daemon=True)
         self._making[run] = thread
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads can be had now: who asks for the slot makes it
+            del self._making[run]
+            logger.debug("no slot is made ahead for run %s: %s", run, error)
 
     def _make(self, run: str, make: Callable[[], Slot | None]) -> None:
         try:

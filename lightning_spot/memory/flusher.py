@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_S = 5.0  # a thread with nothing to do ends after so long
 _JOIN_S = 30.0
+_AGAIN_S = 1.0  # how often who waits tries again to have a thread for a tier
 
 
 class Flusher:
@@ -141,7 +142,8 @@ class Flusher:
                     left = deadline - time.monotonic()
                     if left <= 0:
                         return [f"{url}: {self._problem(url)}" for url in sorted(owed)]
-                    self._ring.changed.wait(left)
+                    self._ring.changed.wait(min(left, _AGAIN_S))
+                    self._serve()  # a tier for which there was no thread
             finally:
                 self.work.relax(run)
         return []
@@ -172,7 +174,11 @@ class Flusher:
             self.health.setdefault(url, TierHealth.of(url))
             thread = threading.Thread(target=self._work, args=(url,), name=f"spot-flusher-{url}", daemon=True)
             self._threads[url], self._wakes[url] = thread, threading.Condition(self._ring.lock)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads can be had now: it is tried again with the next change
+                del self._threads[url], self._wakes[url]
+                self.health[url].error = str(error)
 
     def _work(self, url: str) -> None:
         store: Store | None = None

@@ -79,7 +79,13 @@ class DescriptorChannel:
             if full:
                 connection.close()
                 continue
-            threading.Thread(target=self._serve, args=(connection,), name="spot-session", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name="spot-session", daemon=True).start()
+            except RuntimeError as error:  # no more threads can be had now: others come after this one
+                logger.warning("a session was refused: %s", error)
+                with self._lock:
+                    self._open.discard(connection)
+                connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         session = uuid.uuid4().hex
