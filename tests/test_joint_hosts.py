@@ -450,6 +450,41 @@ def test_a_slow_replica_holds_nothing_up_and_has_a_later_snapshot(pair: Team, ho
         pair.check(manifest, third, url)
 
 
+def test_what_is_passed_over_does_not_end_the_one_before_that_begins_late(
+    pair: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica whose slots are full for a moment: what was said of the next snapshot was taken for the one before."""
+    carrier, slow = pair.at.split()
+    tier = pair.first.uploads.abroad.bringing.tier(slow, RUN_ID)
+    go_on, begin = threading.Event(), tier.begin
+
+    def late(*arguments: Any, **more: Any) -> Any:
+        assert go_on.wait(LAST_S)
+        return begin(*arguments, **more)
+
+    monkeypatch.setattr(visits, "_OTHERS_S", LAST_S)
+    monkeypatch.setattr(tier, "begin", late)
+    first, second = Checkpoint(1), Checkpoint(2)
+    manifest = pair.take(1, first)
+    pair.check(pair.take(2, second), second, carrier)
+    time.sleep(0.5)
+    go_on.set()
+    pair.all_free()
+    pair.check(manifest, first, slow)
+
+
+def test_a_host_takes_part_in_what_has_begun_whatever_was_said_of_the_next(team: Team) -> None:
+    checkpoint = Checkpoint(1)
+    upload = team.lead(1, checkpoint)
+    team.first.uploads.abroad.decline(RUN, team.at, snapshot_name(2, 1), 1, "no slot is free")
+    until(lambda: team.memory.uploads.shares.is_over(RUN, snapshot_name(2, 1)), "the node to be told", LAST_S)
+    team.fill(upload, checkpoint)
+    sealing = team.pool.submit(team.seal, upload, 1)
+    team.follow(1, checkpoint)
+    team.check(sealing.result(LAST_S), checkpoint)
+    team.all_free()
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_with_one_of_two_replicas_lost_a_snapshot_counts_at_the_other(
     pair: Team, lost: int, monkeypatch: pytest.MonkeyPatch

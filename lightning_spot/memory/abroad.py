@@ -232,6 +232,8 @@ class Abroad:
     def decline(self, run: str, at: str, name: str, attempt: int, why: str, host: int = 0) -> None:
         """Tell the other hosts, in the background, that there will be no snapshot of a name.
 
+        A place is told once the one before has begun there: it takes it that none before comes any more either.
+
         Args:
             run: as in URLs.
             at: see :class:`~lightning_spot.memory.joint.Shared`.
@@ -243,6 +245,7 @@ class Abroad:
         key = self._registry.key(run)
 
         def tell(url: str) -> None:
+            futures.wait(self._beginning(url, name), _OPEN_S)
             try:
                 self.bringing.tier(url, key).decline(name, attempt=attempt, why=why, host=host)
             except SpotError as error:  # they wait in vain for a while
@@ -250,6 +253,12 @@ class Abroad:
 
         for url in urls_of(at):
             _background(lambda url=url: tell(url))  # type: ignore[misc]
+
+    def _beginning(self, url: str, name: str) -> list[Future[_Begun]]:
+        """What has begun, or is being begun, at a place, but for a snapshot of a name."""
+        with self._changed:
+            leads = [lead for lead in self._leads.values() if lead.name != name]
+            return [lead.begun[url] for lead in leads if url in lead.begun]
 
     # -- at each place --------------------------------------------------------------------------------------------
 

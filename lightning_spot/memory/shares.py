@@ -205,17 +205,17 @@ class Shares:
         key = self._admit(run, attempt)
         order = _order_of(name)
         with self._changed:
-            self._check_awaited(key, name, order)
+            alive = [upload for upload in self._open.values() if upload.run == key and not upload.ended]
+            joints = {upload.joint.shared.name: (upload, upload.joint) for upload in alive if upload.joint is not None}
+            if name not in joints:  # one that has begun goes on, whatever was said of a later one
+                self._check_awaited(key, name, order)
             if session is not None:
                 self._check_connected(key, name, share, session, is_led_here=is_led_here)
-            for upload in self._open.values():
-                joint = upload.joint
-                if joint is None or upload.run != key or upload.ended:
-                    continue
-                if joint.shared.name == name:
-                    return self._take(upload, joint, share, session, digest)
-                if _order_of(joint.shared.name) > order:
-                    raise ShareMissing(f"{name} was overtaken by {joint.shared.name}")
+            if name in joints:
+                return self._take(*joints[name], share, session, digest)
+            for later in joints:
+                if _order_of(later) > order:
+                    raise ShareMissing(f"{name} was overtaken by {later}")
         return None
 
     def not_begun(self, run: str, name: str, share: int, wait_s: float) -> ShareMissing:
