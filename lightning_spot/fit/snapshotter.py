@@ -270,7 +270,7 @@ class Snapshotter(OfTrainer):
             complete: whether the run is at its end.
             urgent: whether training ends with it, for now.
             wait_s: how long to wait for a slot, seconds.
-            how: the ranks write it together; :data:`ALONE` where rank 0 writes all of it.
+            how: the ranks write it together; :data:`~lightning_spot.fit.together.ALONE` where rank 0 writes all of it.
         """
         trainer = self._trainer
         self.begun_step = trainer.global_step

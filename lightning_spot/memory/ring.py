@@ -79,7 +79,6 @@ class Ring(SlotTable):
     ) -> None:
         super().__init__(SlotArea(area) if area is not None else None)
         self.memory_bytes = memory_bytes
-        self.run_memory_bytes = run_memory_bytes
         self._limits = Limits(slots, memory_bytes, run_memory_bytes)
         self._full: _Full | None = None
         self._sequence = max((slot.sequence for slot in self.slots), default=0)

@@ -51,14 +51,12 @@ class Identity:
 
     Attributes:
         run_id: 12 hexadecimal digits.
-        known: whether a tier knew the run.
         copied_from: location of the run whose directory was copied here; ``""`` if it was not.
         unsure: a run of a directory of this path on another machine: this one, or a stranger's; ``None`` if there is
             none, or tiers answered which run this is.
     """
 
     run_id: str
-    known: bool
     copied_from: str = ""
     unsure: NodeRun | None = None
 
@@ -87,15 +85,15 @@ def identify(
     if claim is not None and claim.run_id:
         moved = inode != 0 and claim.inode == inode
         if claim.location == location or moved:
-            return Identity(run_id=claim.run_id, known=True)
-        return Identity(run_id=make_id(), known=False, copied_from=claim.location)
+            return Identity(run_id=claim.run_id)
+        return Identity(run_id=make_id(), copied_from=claim.location)
     # No claims: never there, or expired by a lifecycle rule. A node that holds a run of this very place knows.
     here = sorted((run for run in runs if run.id and run.location == location), key=lambda run: run.attempt)
     # But a directory of this path on another machine is another place, unless its disk was lost with that machine.
     sure = [run for run in here if named or not location.startswith("file://") or run.host in ("", host)]
     if sure:
-        return Identity(run_id=sure[-1].id, known=True)
-    return Identity(run_id=make_id(), known=False, unsure=here[-1] if here else None)
+        return Identity(run_id=sure[-1].id)
+    return Identity(run_id=make_id(), unsure=here[-1] if here else None)
 
 
 def runs_of(run_id: str, runs: Iterable[NodeRun]) -> list[NodeRun]:

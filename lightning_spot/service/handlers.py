@@ -17,7 +17,7 @@ POST       /v1/runs/RUN/shares                 take a share of one that several 
 POST       /v1/runs/RUN/decline                there will be no such snapshot to share (this host only)
 POST       /v1/uploads/ID/placed               the bytes of a share are in place (this host only)
 POST       /v1/…/joint…                        one that several hosts bring together: see :mod:`.hosts`
-POST       /v1/uploads/ID/stream               fill it, over a connection of its own: see :mod:`.wire`
+POST       /v1/uploads/ID/stream               fill it, over a connection of its own: see ``protocol/wire.py``
 POST       /v1/uploads/ID/commit               make it a snapshot
 POST       /v1/uploads/ID/seal                 the same for a slot filled through shared memory (this host only)
 DELETE     /v1/uploads/ID                      give it up

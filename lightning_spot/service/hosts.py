@@ -10,7 +10,7 @@ POST       /v1/uploads/ID/joint/placed     what a host brings is there, or never
 POST       /v1/uploads/ID/joint/seal       commit it, once all is there; the first host does
 =========  ==============================  ===========================================================
 
-The bytes come as those of other uploads, see :mod:`.wire`, but for ranges of the image instead of its parts.
+The bytes come as those of other uploads, see ``protocol/wire.py``, but for ranges of the image instead of its parts.
 """
 
 from __future__ import annotations
