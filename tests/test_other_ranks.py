@@ -7,7 +7,7 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -15,12 +15,14 @@ import torch
 import torchmetrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from lightning_spot.exact import logged_values, merging
+from lightning_spot.exact.data_shares import are_these, share_of
 from lightning_spot.exact.other_ranks import OtherRanks, random_of
 from lightning_spot.exact.position import PositionedLoader, batches_done, position_of
 from lightning_spot.exact.randomness import capture_random
@@ -133,6 +135,49 @@ def test_ranks_of_tensor_parallelism_have_the_same_share_of_what_is_left() -> No
         assert others.reasons == []
         assert not set(rest) & set(seen)
         assert len(rest) == 18 // share[1]
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (1, 4), (4, 1)])
+def test_as_many_ranks_with_other_shares_of_the_data_are_other_ranks(old: int, new: int) -> None:
+    """Of four ranks, others see the same batches now: each went on as if it had had its new share from the first."""
+    torch.manual_seed(3)
+    before = Ranks(old, 96)
+    seen = before.train(4)
+    states = [state for state in before.states() for _ in range(4 // old)]
+    for share in range(new):
+        data = {"num_replicas": new, "rank": share}
+        strategy = SimpleNamespace(distributed_sampler_kwargs=data)
+        trainer: Any = SimpleNamespace(world_size=4, global_rank=share, strategy=strategy)
+        assert not are_these({"world_size": 4, "shares": old}, trainer)
+        assert are_these({"world_size": 4, "shares": new}, trainer)
+        others = OtherRanks(states, share, 4, share_of(trainer), old)
+        going_on = PositionedLoader(
+            Ranks(new, 96).loaders[share].__dict__["_loader"],
+            lambda item, others=others: others.position(item, 0),  # type: ignore[misc]
+            lambda _: True,
+        )
+        seen += [number for batch in going_on for number in batch.flatten().tolist()]
+        assert others.reasons == []
+        assert f"4 ranks with {old} shares of the data -> {new}: " in others.line(SimpleNamespace(current_epoch=0))  # type: ignore[arg-type]
+    assert sorted(seen) == list(range(96))
+
+
+class Half(SingleDeviceStrategy):
+    """Another process has the other half of the data."""
+
+    distributed_sampler_kwargs: ClassVar[Any] = {"num_replicas": 2, "rank": 0}
+
+
+def stop_at_the_fourth(trainer: pl.Trainer, *_: Any) -> None:
+    if trainer.global_step == 3:
+        raise InterruptedError
+
+
+def test_a_rank_that_has_another_share_of_the_data_now_says_so(tmp_path: Path) -> None:
+    with pytest.raises(InterruptedError):
+        train(tmp_path, 1, "first", more=[LambdaCallback(on_before_backward=stop_at_the_fourth)])
+    with pytest.warns(UserWarning, match="the order of the samples of .* is not known over all ranks"):
+        train(tmp_path, 1, "then", max_steps=6, strategy=Half("cpu"))
 
 
 def test_the_order_of_one_rank_with_workers_is_known_and_dealt_to_workers(seed: int) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lightning_spot.capture.tensors import Glances, tensors_in
+from lightning_spot.exact.data_shares import share_of
 from lightning_spot.exact.private import writes_of
 from lightning_spot.exact.rank_states import Rooms, State, packed
 
@@ -95,6 +96,7 @@ class Dump:
         self.checkpoint[KEY] = {
             "version": VERSION,
             "world_size": trainer.world_size,
+            "shares": share_of(trainer)[1],
             "max_steps": trainer.max_steps,
             "validation_progress": self.validation_progress,
             "loggers": self.loggers,

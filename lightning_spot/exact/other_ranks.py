@@ -1,5 +1,6 @@
-"""The exact state of a snapshot that another number of ranks has taken, as one of the ranks that go on from it has it.
+"""The exact state of a snapshot that other ranks have taken, as one of the ranks that go on from it has it.
 
+There were more of them, or fewer, or as many that had other shares of the data (another size of tensor parallelism).
 What all ranks had in common, and what each of them had for itself and this one can have, is as it was: the samples of
 the epoch that are left are dealt anew, what was summed up over ranks keeps its sum. The rest is named.
 """
@@ -31,14 +32,17 @@ class OtherRanks:
         world: number of ranks now.
         share: which share of the data this one has, and of how many; default one for each rank. Ranks of tensor
             parallelism have the same.
+        shares: how many there were; default likewise.
 
     Attributes:
         reasons: why this resume is not what it might be, each with what to do; known once all is taken over.
     """
 
-    def __init__(self, ranks: list[State], rank: int, world: int, share: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, ranks: list[State], rank: int, world: int, share: tuple[int, int] | None = None, shares: int | None = None
+    ) -> None:
         self._ranks, self._rank, self._world = ranks, rank, world
-        self._share = share or (rank, world)
+        self._share, self._shares = share or (rank, world), shares or len(ranks)
         self._own = ranks[rank % len(ranks)]
         self._left: int | None = None
         self.reasons: list[str] = []
@@ -103,7 +107,7 @@ class OtherRanks:
         if "state" in own and self._rank < len(self._ranks):  # the loader keeps its place itself
             return begun
         begun.pop("state", None)
-        return {**begun, "yielded": own["yielded"] * len(self._ranks) // self._world}
+        return {**begun, "yielded": own["yielded"] * self._shares // self._share[1]}
 
     def _is_common(self, positions: list[State]) -> bool:
         """Whether all ranks went through one order, dealt among them or among groups of them, equally far."""
@@ -120,6 +124,8 @@ class OtherRanks:
         what = "weights, optimizers and schedulers go on as they were"
         if self._left is not None:
             what += f"; the {self._left} samples of epoch {trainer.current_epoch} that no rank has seen are dealt anew"
+        if len(self._ranks) == self._world:
+            return f"{self._world} ranks with {self._shares} shares of the data -> {self._share[1]}: {what}"
         old = "1 rank" if len(self._ranks) == 1 else f"{len(self._ranks)} ranks"
         return f"{old} -> {self._world}: {what}"
 

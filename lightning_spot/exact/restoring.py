@@ -18,6 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_spot.exact import buffers, logged_values, loggers, private, progress, pruned, shipped
 from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.changed_values import ChangedValues
+from lightning_spot.exact.data_shares import are_these, share_of
 from lightning_spot.exact.dump import KEY, VERSION
 from lightning_spot.exact.flat import live_state
 from lightning_spot.exact.loaders import Loaders
@@ -60,7 +61,7 @@ class Restoring(OfTrainer):
         self._random: State | None = None
         self._val_total: dict[str, int] | None = None
         self._precise: dict[str, torch.Tensor] = {}
-        self._others: OtherRanks | None = None  # where another number of ranks took the snapshot
+        self._others: OtherRanks | None = None  # where those that took the snapshot had other shares of the data
 
     @property
     def is_due(self) -> bool:
@@ -87,7 +88,7 @@ class Restoring(OfTrainer):
             )
             return
         warnings.filterwarnings("ignore", message=".*ended before the epoch ended and your dataloader is")
-        self._values = self._positions = values = self._of_this_rank(shared["ranks"])
+        self._values = self._positions = values = self._of_this_rank(shared)
         self._random = values["random"]
         self._val_total = shared["validation_progress"]
         # Of a run that was to go on, and is given less steps than it has taken, nothing is trained, and nothing ends.
@@ -99,13 +100,12 @@ class Restoring(OfTrainer):
         self._precise = _more_precise(trainer.lightning_module, checkpoint)
         self._switches.run("SpikeDetection", lambda: shipped.before_loading(trainer, checkpoint))
 
-    def _of_this_rank(self, ranks: list[State]) -> State:
-        trainer = self._trainer
-        if len(ranks) == trainer.world_size:
-            return ranks[trainer.global_rank]
-        data = getattr(trainer.strategy, "distributed_sampler_kwargs", None)  # a single device has none
-        share = (data["rank"], data["num_replicas"]) if data else None
-        self._others = OtherRanks(ranks, trainer.global_rank, trainer.world_size, share)
+    def _of_this_rank(self, shared: State) -> State:
+        trainer, ranks = self._trainer, shared["ranks"]
+        if are_these(shared, trainer):
+            return ranks[trainer.global_rank]  # type: ignore[no-any-return]
+        share, shares = share_of(trainer), shared.get("shares")  # which earlier versions did not say
+        self._others = OtherRanks(ranks, trainer.global_rank, trainer.world_size, share, shares)
         return self._others.values(trainer)
 
     def restore_masks(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_spot.errors import SettingsError
+from lightning_spot.exact.data_shares import are_these
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.resumable import check_resumable
 from lightning_spot.exact.sharded import is_sharded, put_back
@@ -53,8 +54,7 @@ def load_shards(trainer: pl.Trainer, image: Image, manifest: Manifest, *, trusts
     check_resumable(trainer, {KEY: {EXTRA: extra}})  # the rest, once hooks have their own objects
     put_back(trainer, image, manifest, extra)
     if shared is not None:
-        same = shared["world_size"] == trainer.world_size
-        wanted = (0, trainer.global_rank) if same else range(shared["world_size"])
+        wanted = (0, trainer.global_rank) if are_these(shared, trainer) else range(shared["world_size"])
         shared["ranks"] = [
             load_state(_file(image, manifest, state_file(rank))) if rank in wanted else {}
             for rank in range(shared["world_size"])
