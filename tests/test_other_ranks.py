@@ -488,6 +488,26 @@ def test_an_epoch_of_which_no_batch_is_left_comes_to_its_end(
         assert last["ended"] == 1
 
 
+def test_a_validation_that_other_ranks_have_just_reached_comes_first(warm_python: str, tmp_path: Path) -> None:
+    """One rank would have had it after its 9th batch, two have it after their 4th: 8 of one."""
+    settings = {"val_check_interval": 0.2, "max_epochs": 1}
+    with pytest.raises(AssertionError, match="the machine breaks"):
+        train(tmp_path, 1, "first", more=[Broken(8)], **settings)
+    command = [warm_python, "-m", "tests.elastic_trainer", str(tmp_path), "--ranks", "2", "--notes", "last"]
+    done = subprocess.run(
+        [*command, "--settings", json.dumps(settings)], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in range(2):
+        noted = [json.loads(line) for line in (tmp_path / f"last-{rank}").read_text().splitlines()]
+        assert noted[:2] == [{"begins_at": 8}, {"validated": 0}]
+        batches = [note["batch"] for note in noted if "batch" in note]
+        assert batches == list(range(4, 24))
+        places = [place for place, note in enumerate(noted) if "validated" in note]
+        assert [noted[place - 1].get("batch") for place in places] == [None, 7, 11, 15, 19, 23]
+    check_epochs(notes_of(tmp_path, [("first", 1), ("last", 2)]), 1)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("worlds", [(4, 2, 3, 1), (1, 2, 4)])
 @pytest.mark.parametrize(

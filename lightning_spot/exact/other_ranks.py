@@ -36,6 +36,8 @@ class OtherRanks:
 
     Attributes:
         reasons: why this resume is not what it might be, each with what to do; known once all is taken over.
+        is_between_batches: whether the ranks there are now would have seen just these samples after whole batches;
+            known once every loader has its place.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class OtherRanks:
         self._own = ranks[rank % len(ranks)]
         self._left: int | None = None
         self.reasons: list[str] = []
+        self.is_between_batches = True
 
     def values(self, trainer: pl.Trainer) -> State:
         """The state of this rank, but for its place in the data and its :meth:`results`."""
@@ -97,7 +100,9 @@ class OtherRanks:
         if shared is not None and self._is_common(positions) and order.is_dealt_to(inner, shared, self._share[1]):
             rest = order.rest_of(shared, own["yielded"], inner, *self._share)
             self._left = max(self._left or 0, shared["length"] - rest["first"])
+            self.is_between_batches &= rest["first"] % (rest["batch"] * rest["world"]) == 0
             return {**begun, "order": rest, "dealt": True, "yielded": 0}
+        self.is_between_batches = False
         self.reasons.append(
             f"the order of the samples of {_name(inner)} is not known over all ranks: each rank passes over as many of"
             " its batches as were trained on, and some samples of this epoch may be seen twice or not at all. Use a"

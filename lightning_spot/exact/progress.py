@@ -53,9 +53,10 @@ def number_batches(trainer: pl.Trainer, done: int) -> None:
 
 
 def validate_first(trainer: pl.Trainer) -> dict[str, int]:
-    """Have the validation that ends an epoch come, though the run was stopped in its middle: no batch of it is left.
+    """Have a validation come before the next batch, of which the ranks that took the snapshot knew nothing.
 
-    Lightning takes it for an epoch that was stopped behind its validation.
+    It is due where the batches of this epoch are numbered anew: behind its last one, or in its middle. Lightning would
+    take the run for one that was stopped behind it.
 
     Returns:
         the count of validation batches.

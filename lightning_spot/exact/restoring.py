@@ -146,8 +146,9 @@ class Restoring(OfTrainer):
         is_distributed = bool(private.ACCELERATOR_CONNECTOR.of(trainer).is_distributed)
         is_over = ended or (done is not None and done >= trainer.num_training_batches)
         values["results"] = others.results(is_distributed=is_distributed)
-        ends_here = is_over and self._val_total is None and not self._steps_are_over
-        if ends_here and self._validates(should_stop=False):
+        # Batches that these ranks would have seen by now may end with a validation, where those of the others had none.
+        is_place = is_over or bool(done and others.is_between_batches)
+        if is_place and self._val_total is None and not self._steps_are_over and self._validates(should_stop=False):
             self._val_total = self._switches.run(private.PROGRESS, lambda: progress.validate_first(trainer))
         rank_zero_info(f"lightning_spot: {others.line(trainer)}")
         for reason in dict.fromkeys(others.reasons):
