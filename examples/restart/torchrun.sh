@@ -9,5 +9,6 @@ set -eu
 export LIGHTNING_SPOT_GRACE_S=${LIGHTNING_SPOT_GRACE_S:-30}
 
 # Ranks on one host find each other at a free port. On several hosts, give --nnodes, --rdzv-backend=c10d and
-# --rdzv-endpoint instead of --standalone.
+# --rdzv-endpoint instead of --standalone. Hosts may come and go (--nnodes=1:2): see "Many GPUs, many hosts" in
+# docs/guide.md for what the script and gloo need then.
 exec torchrun --standalone --nproc-per-node "${RANKS:-2}" --max-restarts "${MAX_RESTARTS:-10}" "$@"
