@@ -180,6 +180,21 @@ def test_a_sender_that_falls_silent_holds_nothing_up(bench: Receiving, monkeypat
     assert bench.committed() == [1, 2]
 
 
+def test_what_a_killed_node_was_sending_holds_nothing_up(bench: Receiving) -> None:
+    """Its successor is of the same attempt. The durable tier waited two minutes for the rest of what was under way."""
+    upload = bench.begin(1)
+    bench.receive(upload, 0)
+    until(lambda: bench.watched().taken == 1, "the first part to be taken")
+    upload.touched_s -= 1.0
+    successors = bench.begin(2)
+    bench.receive(successors, 0, 1, 2, 3)
+    bench.commit(successors)
+    assert bench.flush() == []
+    assert bench.durable() == [2]
+    with pytest.raises(SnapshotNotFound):
+        bench.node.uploads.find(upload.id)
+
+
 def test_a_later_attempt_does_not_wait_for_what_an_earlier_one_was_sending(bench: Receiving) -> None:
     upload = bench.begin()
     bench.receive(upload, 0)

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 UPLOAD_IDLE_S = 120.0
 """An upload over the network that receives nothing for so long is given up and its slot freed."""
 
+_LEFT_S = 0.25  # less than a killed node's successor takes to begin; more than a sender takes from a part to the next
+
 
 class Uploads:
     """The uploads of a node. All methods may be called from any thread.
@@ -153,6 +155,8 @@ class Uploads:
         joint = self.shares.joint(key, shared, layout_id) if shared is not None else None
         if shared is not None and shared.by_hosts:
             self._overtake(key)
+        if manifest is not None:
+            self._give_up_left(key)
         if manifest is not None or (shared is not None and shared.by_hosts):
             self._ahead.wait(key)
         slot = lease(self._ring, key, nbytes, wait_s, cancelled=gone, reuse=bool(session), making=making)
@@ -288,6 +292,7 @@ class Uploads:
             yield
         finally:
             with self._lock:
+                upload.touched_s = time.monotonic()
                 upload.streams.discard(connection)
                 self.free_if_given_up(upload)
 
@@ -354,6 +359,19 @@ class Uploads:
             for upload in list(self._uploads.values()):
                 if upload.run == key and upload.is_gathered and not upload.sealing:
                     self.shares.fail(upload, "another one was begun")
+                    self.abort(upload.id)
+
+    def _give_up_left(self, key: str) -> None:
+        """A host sends one snapshot of a run at a time: one that nobody is connected for was left by a killed node.
+
+        The tiers below wait for the rest of it, and would take nothing newer.
+        """
+        now = time.monotonic()
+        with self._lock:
+            for upload in list(self._uploads.values()):
+                is_left = upload.coming is not None and not upload.in_use and now - upload.touched_s > _LEFT_S
+                if upload.run == key and upload.joint is None and is_left:
+                    logger.info("%s was left by its sender, and is given up for a newer one", upload.name)
                     self.abort(upload.id)
 
     def expire(self, unconnected_s: float = UPLOAD_IDLE_S) -> None:
