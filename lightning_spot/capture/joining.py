@@ -17,6 +17,7 @@ from lightning_spot.capture.portioned import Portioned, own_of, portions_of
 from lightning_spot.capture.saying import SayOnce
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, room_for
 from lightning_spot.capture.split import Number
+from lightning_spot.capture.tensors import copies_of
 from lightning_spot.errors import Fenced, LayoutUnsupported, NodeUnreachable, ShareMissing, SpotError
 from lightning_spot.image.layout import Layout, Layouter
 from lightning_spot.image.manifest import snapshot_name
@@ -174,7 +175,7 @@ class Joining(Follower[_Part | SpotError]):
         by_address = {piece.storage.data_ptr(): piece.storage for piece in image.layout.pieces}
         watched = [address for address in by_address if address in owned and address not in self._unsteady]
         others = by_address.keys() - kept.keys() - set(watched)
-        copies = {address: by_address[address].clone() for address in others}  # type: ignore[no-untyped-call] # torch's
+        copies = copies_of({address: by_address[address] for address in others})
         watches = watch(chain.from_iterable(map(owned.__getitem__, watched)))
         return _Part(checkpoint.state, own, room, image, kept, copies, watches, trusts, threading.Event())
 

@@ -11,6 +11,7 @@ import torch
 from lightning_spot.capture.contents import Known, Owners, owners_of
 from lightning_spot.capture.following import Follower, Task
 from lightning_spot.capture.split import ALIKE, Held, Number, Split, held_by, sample
+from lightning_spot.capture.tensors import copies_of
 from lightning_spot.errors import ShareMissing
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.pickling import Named
@@ -96,11 +97,9 @@ class ShareWriter(Follower[_Share]):
             versions=[
                 [tensor._version for tensor in tensors if not tensor.is_inference()] for tensors in owned.values()
             ],
-            copies={
-                address: owned[address][0].untyped_storage().clone()  # type: ignore[no-untyped-call] # torch's
-                for address in self._unsteady
-                if address in owned
-            },
+            copies=copies_of(
+                {address: owned[address][0].untyped_storage() for address in self._unsteady if address in owned}
+            ),
             state=state,
             sample=sample(owned, name),
         )

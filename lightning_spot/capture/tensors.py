@@ -3,16 +3,59 @@
 from __future__ import annotations
 
 import functools
+import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+logger = logging.getLogger(__name__)
+
+K = TypeVar("K")
+V = TypeVar("V", torch.Tensor, torch.UntypedStorage)
 
 _STRIDED = torch.strided
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _ONE_DICT = frozenset((dict,))
 _GLANCE_BYTES = 64
+
+
+def copies_of(values: Mapping[K, V]) -> dict[K, V]:
+    """Copies of what training will change: on its GPU, or in memory of the host where that has no room for them.
+
+    To have them on the GPU is faster, and training may need that memory when it computes on. So they go there only if
+    they fit beside the most that it ever had: it is not to end for the sake of a snapshot.
+
+    Args:
+        values: tensors or storages.
+    """
+    if _have_room(values.values()):
+        try:
+            return {key: value.clone() for key, value in values.items()}  # type: ignore[no-untyped-call] # torch's
+        except torch.cuda.OutOfMemoryError:  # its memory is in pieces, or another process has taken some
+            logger.debug("a GPU has no room for copies of %d tensors", len(values))
+    return {key: _copy_on_host(value) for key, value in values.items()}
+
+
+def _copy_on_host(value: V) -> V:
+    copy: V = value.clone() if value.device.type == "cpu" else value.cpu()  # type: ignore[no-untyped-call] # torch's
+    return copy
+
+
+def _have_room(values: Iterable[torch.Tensor | torch.UntypedStorage]) -> bool:
+    """Whether copies fit on each GPU beside the most that this process has had there."""
+    needed: Counter[torch.device] = Counter()
+    for value in values:
+        if value.device.type == "cuda":
+            needed[value.device] += value.nbytes() if isinstance(value, torch.UntypedStorage) else value.nbytes
+    return all(nbytes <= _spare_bytes(device) for device, nbytes in needed.items())
+
+
+def _spare_bytes(device: torch.device) -> int:
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device))
 
 
 def tensors_in(state: Any) -> Iterator[torch.Tensor]:

@@ -7,11 +7,13 @@ are in no ``state_dict``, gradients in mid-accumulation, what hooks and callback
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_spot.capture.tensors import copies_of
 from lightning_spot.exact import logged_values, loggers, private, progress, pruned, shipped
 from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.changed_values import ChangedValues
@@ -35,6 +37,8 @@ from lightning_spot.exact.unsaved import Unsaved
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+logger = logging.getLogger(__name__)
 
 
 class FitState(PerTrainer):
@@ -61,7 +65,7 @@ class FitState(PerTrainer):
         self._unsaved = Unsaved()
         self._restoring = Restoring(self._trainer, self._switches, self._hooked, self._buffers)
         self._begun = False
-        self._left_out = False
+        self._left_out = self._waits_for_gradients = False
 
     def attach(self) -> None:
         """Follow the training loaders, from ``setup`` on. A second call does nothing."""
@@ -180,7 +184,7 @@ class FitState(PerTrainer):
             "loaders": positions,
             "around_loaders": run(private.LOADERS, loaders.capture) if loaders is not None else None,
             "buffers": self._buffers.capture(module, is_first=trainer.is_global_zero, has_any=has_buffers),
-            "gradients": _gradients(trainer) if self._has_live_gradients() and not at_end else {},
+            "gradients": self._gradients() if self._has_live_gradients() and not at_end else {},
             "gradient_order": self._order.saved(),
             "should_stop": trainer.should_stop,
             "hooked": run(private.HOOKED, lambda: self._hooked.capture(trainer, modules)),
@@ -205,6 +209,23 @@ class FitState(PerTrainer):
         accumulates = self._switches.run(private.PROGRESS, lambda: bool(private.SHOULD_ACCUMULATE.of(loop)()))
         again = self._switches.run(private.AVERAGING, lambda: shipped.steps_without_backward(self._trainer))
         return accumulates is not False or bool(again)
+
+    def _gradients(self) -> State:
+        """Copies of the gradients: the next step adds to them while the snapshot is copied."""
+        named = self._trainer.lightning_module.named_parameters()
+        present = {
+            name: local_gradient(parameter.grad.detach()) for name, parameter in named if parameter.grad is not None
+        }
+        copies = copies_of(present)
+        if not self._waits_for_gradients and any(copies[name].device != present[name].device for name in present):
+            self._waits_for_gradients = True
+            logger.warning(
+                "lightning_spot: rank %d: its GPU has no room for copies of the gradients that are there when a"
+                " snapshot is taken: they go to the host at once, and training waits for that. With zero_grad() behind"
+                " step() there are none",
+                self._trainer.global_rank,
+            )
+        return copies
 
     # -- resume ---------------------------------------------------------------------------------------------------
 
@@ -255,10 +276,3 @@ def say_what_is_not_exact(trainer: pl.Trainer, reasons: list[str], unsaved: Unsa
         reasons += [*shipped.what_begins_anew(trainer), *unsaved.begin_anew()]
     for reason in dict.fromkeys(reasons):
         rank_zero_warn(f"lightning_spot: {reason}")
-
-
-def _gradients(trainer: pl.Trainer) -> State:
-    named = trainer.lightning_module.named_parameters()
-    return {
-        name: local_gradient(parameter.grad.detach()).clone() for name, parameter in named if parameter.grad is not None
-    }

@@ -1,0 +1,94 @@
+"""Copies of what training will change: on its GPU where that has room for them, else in memory of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from lightning_spot.capture import tensors
+from lightning_spot.capture.tensors import copies_of
+from lightning_spot.exact import fit_state
+from lightning_spot.exact.fit_state import FitState
+
+GPU = torch.device("cuda:0")
+NBYTES = 400
+
+
+class OnGpu:
+    """As far as a copy sees it, a tensor of a GPU; ``room`` is that of the GPU for clones."""
+
+    device, nbytes = GPU, NBYTES
+
+    def __init__(self, value: float, room: list[int]) -> None:
+        self.value, self._room = torch.full((100,), value), room
+
+    def clone(self) -> Any:
+        if self._room[0] < NBYTES:
+            raise torch.cuda.OutOfMemoryError("no room")
+        self._room[0] -= NBYTES
+        return SimpleNamespace(device=GPU, value=self.value.clone())
+
+    def cpu(self) -> torch.Tensor:
+        return self.value.clone()
+
+
+@pytest.mark.parametrize(
+    ("spare", "room", "is_there", "cloned"),
+    [
+        pytest.param(2 * NBYTES, 2 * NBYTES, GPU, 2, id="room"),
+        pytest.param(2 * NBYTES - 1, 2 * NBYTES, torch.device("cpu"), 0, id="training needs it"),
+        pytest.param(2 * NBYTES, NBYTES, torch.device("cpu"), 1, id="memory is in pieces"),
+    ],
+)
+def test_what_a_gpu_has_no_room_for_is_copied_to_the_host(
+    monkeypatch: pytest.MonkeyPatch, spare: int, room: int, is_there: torch.device, cloned: int
+) -> None:
+    monkeypatch.setattr(tensors, "_spare_bytes", lambda device: spare if device == GPU else 0)
+    left, here = [room], torch.full((3,), 7.0)
+    copies = copies_of(cast(dict[str, torch.Tensor], {"a": OnGpu(1.0, left), "b": OnGpu(2.0, left), "c": here}))
+    assert {copies[name].device for name in "ab"} == {is_there}
+    assert (room - left[0]) // NBYTES == cloned
+    here.zero_()
+    assert copies["c"].tolist() == [7.0] * 3  # a copy on the host, too
+    if is_there.type == "cpu":
+        assert [copies[name][0].item() for name in "ab"] == [1.0, 2.0]
+
+
+def test_what_is_spare_is_what_training_at_its_most_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts: dict[str, Callable[..., Any]] = {
+        "mem_get_info": lambda _device: (300, 1000),
+        "memory_reserved": lambda _device: 600,
+        "max_memory_allocated": lambda _device: 550,
+    }
+    for name, fact in facts.items():
+        monkeypatch.setattr(torch.cuda, name, fact)
+    assert tensors._spare_bytes(GPU) == 350
+
+
+def test_storages_are_copied_likewise() -> None:
+    storage = torch.arange(4.0).untyped_storage()
+    copy = copies_of({0: storage})[0]
+    assert copy.data_ptr() != storage.data_ptr()
+    assert copy.tolist() == storage.tolist()
+
+
+def test_training_that_waits_for_its_gradients_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = torch.nn.Linear(2, 2)
+    trainer = SimpleNamespace(lightning_module=module, global_rank=3)
+    state: Any = SimpleNamespace(_trainer=trainer, _waits_for_gradients=False)
+    assert FitState._gradients(state) == {}
+    module(torch.ones(1, 2)).sum().backward()
+    copies = FitState._gradients(state)
+    assert torch.equal(copies["weight"], cast(torch.Tensor, module.weight.grad))
+    assert copies["weight"] is not module.weight.grad
+    assert not caplog.records
+    monkeypatch.setattr(fit_state, "copies_of", lambda found: {name: value.to("meta") for name, value in found.items()})
+    for _ in range(3):
+        FitState._gradients(state)
+    assert caplog.text.count("rank 3: its GPU has no room for copies of the gradients") == 1
