@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -84,6 +85,22 @@ def test_pull(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "no directory" in capsys.readouterr().err
     assert main(["pull", str(run_dir), str(target)]) == 2
     assert f"--to {target}" in capsys.readouterr().err
+
+
+def test_what_is_good_nowhere_is_said_once_and_leaves_nothing(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its only copy was passed over, and then named once more, as the error."""
+    shutil.copytree(run_dir, copied := tmp_path / "copied")  # of which no node has anything
+    (data,) = copied.glob("step-000000025-*/model.ckpt")
+    data.write_bytes(data.read_bytes()[:-1])
+    (target := tmp_path / "pulled").mkdir()
+    capsys.readouterr()
+    assert main(["pull", str(copied), "25", "--to", str(target)]) != 0
+    said = capsys.readouterr()
+    assert "is passed over" not in said.out
+    assert said.err.count("is cut short") == 1
+    assert not list(target.iterdir())
 
 
 def test_a_sharded_snapshot_is_pulled_into_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

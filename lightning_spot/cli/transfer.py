@@ -78,13 +78,16 @@ def verify(arguments: argparse.Namespace) -> int:
 def _open_somewhere(found: Found, name: str) -> OpenSnapshot:
     """Open a snapshot at the first tier whose copy is good."""
     problem: SpotError | None = None
+    tier = ""
     for entry in found.entries:
-        if entry.manifest.name == name:
-            try:
-                return _open(entry)
-            except SpotError as error:
-                print(f"{entry.source.tier} is passed over: {error}")
-                problem = error
+        if entry.manifest.name != name:
+            continue
+        if problem is not None:  # that of the last tier is the error
+            print(f"{tier} is passed over: {problem}")
+        try:
+            return _open(entry)
+        except SpotError as error:
+            problem, tier = error, entry.source.tier
     raise problem or CorruptSnapshot(f"{name} is at no tier any more")
 
 
