@@ -63,6 +63,24 @@ def test_what_training_changed_and_no_checkpoint_holds_is_named_before_it_goes_o
         told.clear()
 
 
+@pytest.mark.parametrize(
+    ("now", "what"), [(6, "6 of its samples are passed over"), (2, "6 of its samples are seen twice")]
+)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_another_batch_size_in_the_middle_of_an_epoch_is_named(
+    tmp_path: Path, now: int, what: str, workers: int
+) -> None:
+    def case(batch: int) -> Case:
+        return Case(loaders=lambda: m.rows(batch_size=batch, num_workers=workers), val=None)
+
+    with pytest.raises(Stop):
+        train(case(4), tmp_path, StopAt(4), seed=11, every=3)
+    said = [text for text in train(case(now), tmp_path, seed=12) if "batch size" in text]
+    assert len(said) == 1, said
+    assert f"was 4 when the snapshot was taken and is {now} now" in said[0]
+    assert what in said[0]
+
+
 def test_no_loader_of_ours_stays(tmp_path: Path) -> None:
     combined = m.combined("min_size")()
     train(Case(model=m.Several, loaders=lambda: combined, settings={"max_epochs": 1}), tmp_path, seed=11)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,13 @@ def short_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact_cases, "SAMPLES", 64)
 
 
-def fit(root: Path, logger: Any, *callbacks: pl.Callback, seed: int, **more: Any) -> pl.Trainer:
+def fit(
+    root: Path, logger: Any, *callbacks: pl.Callback, seed: int, ckpt_path: str | None = None, **more: Any
+) -> pl.Trainer:
     spot = SpotCheckpoint(str(root / "run"), memory=None, interval=EverySteps(5), on_full="wait", notices=None)
     pl.seed_everything(seed, verbose=False)
     made = trainer(*callbacks, spot, logger=logger, log_every_n_steps=1, val_check_interval=7, **more)
-    made.fit(Model(), loader(), DataLoader(Augmented(), 16))
+    made.fit(Model(), loader(), DataLoader(Augmented(), 16), ckpt_path=ckpt_path)
     return made
 
 
@@ -71,6 +74,26 @@ def test_csv(tmp_path: Path, version: int | str | None, stop: StopAt, accumulate
     assert len(rows(folder)) == len({tuple(row.items()) for row in rows(folder)})
 
 
+class Saves(pl.Callback):
+    """As LightningCLI's callback, it writes a file into the logger's directory at each start."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        folder = Path(str(trainer.log_dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(self._text)
+
+
+def test_a_version_that_has_only_the_same_configuration_does_not_stay(tmp_path: Path) -> None:
+    for stop, text in ((13, "a: 1"), (4, "a: 1"), (4, "a: 2")):
+        with pytest.raises(Stop):
+            fit(tmp_path, CSVLogger(str(tmp_path), "logs"), Saves(text), StopAt(stop), seed=1)
+    found = {path.parent.name: path.read_text() for path in (tmp_path / "logs").glob("*/config.yaml")}
+    assert found == {"version_0": "a: 1", "version_1": "a: 2"}
+
+
 def test_checkpoints_below_the_logger_stay_where_they_were(tmp_path: Path) -> None:
     def checkpoint() -> ModelCheckpoint:
         return ModelCheckpoint(monitor="val_loss", save_top_k=1)
@@ -94,6 +117,38 @@ def test_another_version_that_the_user_names_is_left_alone(tmp_path: Path) -> No
     fit(tmp_path, CSVLogger(str(tmp_path), "logs", "two"), seed=1)
     assert rows(tmp_path / "logs" / "one") == before
     assert rows(tmp_path / "logs" / "two")[0]["step"] == "10"
+
+
+@pytest.mark.parametrize("how", ["copied", "ckpt_path"])
+def test_the_log_of_a_run_stays_when_another_is_made_from_it(tmp_path: Path, how: str) -> None:
+    def logger() -> CSVLogger:
+        return CSVLogger(str(tmp_path), "logs")
+
+    with pytest.raises(Stop):
+        fit(tmp_path / "a", logger(), StopAt(22), seed=1)
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    (file,) = (tmp_path / "copy" / "run").glob("step-000000020-*/model.ckpt")
+    fit(tmp_path / "a", logger(), seed=1)
+    first, second = tmp_path / "logs" / "version_0", tmp_path / "logs" / "version_1"
+    whole = (first / "metrics.csv").read_bytes()
+
+    if how == "copied":
+        fit(tmp_path / "copy", logger(), seed=1)
+    else:
+        fit(tmp_path / "b", logger(), seed=1, ckpt_path=str(file))
+    assert (first / "metrics.csv").read_bytes() == whole
+    assert rows(second) == rows(first)
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [first.name, second.name]
+
+
+def test_a_log_that_was_copied_with_its_run_goes_on(tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        fit(tmp_path / "a", CSVLogger(str(tmp_path / "a"), "logs"), StopAt(22), seed=1)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    fit(tmp_path / "a", CSVLogger(str(tmp_path / "a"), "logs"), seed=1)
+    fit(tmp_path / "b", CSVLogger(str(tmp_path / "b"), "logs"), seed=1)
+    (there,) = (tmp_path / "b" / "logs").iterdir()
+    assert rows(there) == rows(tmp_path / "a" / "logs" / "version_0")
 
 
 class Events:
@@ -129,11 +184,17 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(Stop):
         fit(tmp_path, Logger(str(tmp_path), "logs"), StopAt(13), seed=1)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy" / "run")
     fit(tmp_path, Logger(str(tmp_path), "logs"), seed=1)
     (folder,) = (tmp_path / "logs").iterdir()
     assert folder.name == "version_0"
     steps = [int(step) for step in (folder / "events.out.tfevents.10").read_text().split()]
     assert min(steps) == 10
+
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    fit(tmp_path / "copy", Logger(str(tmp_path), "logs"), seed=1)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert {path.name for path in folder.with_name("version_1").iterdir()} >= set(before)
 
 
 def test_others_are_told_what_to_do(tmp_path: Path) -> None:

@@ -129,6 +129,11 @@ class Attempt:
         """Number of the attempt, from 1."""
         return self.info.attempt
 
+    @property
+    def origin(self) -> dict[str, str]:
+        """What a checkpoint has of where it comes from."""
+        return {"lineage": self.lineage, "run_id": self.info.id}
+
     def warm(self, state: Any) -> None:
         """Have slots made in the background, large enough for the tensors of ``state`` and what goes with them."""
         gpus = (tensor.device.index for tensor in tensors_in(state) if tensor.device.type == "cuda")

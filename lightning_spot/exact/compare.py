@@ -26,6 +26,7 @@ IGNORED = (
     "lightning_spot.unsaved",
     "lightning_spot.interval",
     "lightning_spot.lineage",
+    "lightning_spot.run_id",
     "pytorch-lightning_version",
 )
 """Parts of a path that mark what is never equal in two runs: what this package measures, versions of loggers."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from lightning_spot.exact.indices import Indices, draws_at_once, is_known, is_stateful, replacing, sampler_name
-from lightning_spot.exact.order import dealt, order_of
+from lightning_spot.exact.order import batch_of, dealt, order_of
 from lightning_spot.exact.own_state import OwnState
 from lightning_spot.exact.randomness import State, capture_random, restore_random
 from lightning_spot.exact.workers import LastingWorkers
@@ -78,7 +78,8 @@ class Epoch:
         lost = self.workers is not None and self.workers.is_lost
         flags = {"exhausted": done, "draws_along": along, "workers_lost": lost}
         order = self.dealt or order_of(self.loader, self.at_iter, self.at_first)
-        return {**state, **position, **flags, "order": order, "dealt": self.dealt is not None}
+        dealing = {"order": order, "dealt": self.dealt is not None, "batch": batch_of(self.loader)}
+        return {**state, **position, **flags, **dealing}
 
     def _state(self) -> State:
         state: State = {"yielded": self.yielded, "exhausted": self.exhausted, "own": self.own.capture()}

@@ -229,8 +229,13 @@ class FitState(PerTrainer):
 
     # -- resume ---------------------------------------------------------------------------------------------------
 
-    def load(self, checkpoint: dict[str, Any]) -> None:
-        """Take the exact state of a checkpoint, if it has one; it is put back when training reaches its place."""
+    def load(self, checkpoint: dict[str, Any], *, of_another_run: bool = False) -> None:
+        """Take the exact state of a checkpoint, if it has one; it is put back when training reaches its place.
+
+        Args:
+            checkpoint: that Lightning loads.
+            of_another_run: whether another run took it, whose logs stay its own.
+        """
         if not self._undo:  # a fit whose state is not kept
             return
         if (shared := checkpoint.get(KEY)) is not None:
@@ -238,7 +243,7 @@ class FitState(PerTrainer):
             found = shared["ranks"][0]["shipped"].get("found")
             rest = self._switches.run(private.TUNERS, lambda: shipped.rest_tuners(self._trainer, found))
             self._undo += rest or []
-        self._restoring.load(checkpoint)
+        self._restoring.load(checkpoint, of_another_run=of_another_run)
         undo = self._switches.run(private.PROGRESS, lambda: self._restoring.enter_stopped(checkpoint))
         self._undo += [undo] if undo is not None else []
 

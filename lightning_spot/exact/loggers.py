@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,15 +44,24 @@ def logged_step(trainer: pl.Trainer) -> int:
     return int(getattr(trainer.fit_loop.epoch_loop, private.BATCHES_THAT_STEPPED.name, trainer.global_step))
 
 
-def continue_in(trainer: pl.Trainer, places: list[dict[str, Any]]) -> None:
-    """Point the loggers back to where they were. Called by every rank, before callbacks get their state."""
+def continue_in(trainer: pl.Trainer, places: list[dict[str, Any]], *, of_another_run: bool = False) -> None:
+    """Point the loggers back to where they were. Called by every rank, before callbacks get their state.
+
+    Args:
+        trainer: whose loggers.
+        places: what :func:`places_of` gave.
+        of_another_run: whether another run has logged there: what it logged later is not taken out.
+    """
     for logger, place in zip(trainer.loggers, places, strict=False):
         if type(logger).__name__ != place["kind"] or logger.name != place["name"]:
             continue  # the user has chosen another one
-        new_dir = str(logger.log_dir) if _is(logger, "CSVLogger", "TensorBoardLogger") else None
         if _is(logger, "CSVLogger", "TensorBoardLogger"):
+            if of_another_run and (former := _of_another_run(logger, place)) is not None:
+                _begin_with(logger, place, former)
+                continue
+            new_dir = str(logger.log_dir)
             _go_back(logger, place)
-            _move_checkpoints(trainer, str(new_dir), str(logger.log_dir))
+            _move_checkpoints(trainer, new_dir, str(logger.log_dir))
         elif logger.version != place["version"]:
             hint = " (WANDB_RUN_ID and WANDB_RESUME=allow)" if "Wandb" in place["kind"] else ""
             rank_zero_warn(
@@ -68,6 +78,8 @@ def _place(logger: Any, step: int, at_end: bool) -> dict[str, Any]:
         "version": version if isinstance(version, (int, str)) else None,
         "step": step,
     }
+    if _is(logger, "CSVLogger", "TensorBoardLogger"):
+        place["dir"] = os.path.abspath(logger.log_dir)
     if _is(logger, "CSVLogger"):
         logger.save()
         file = Path(logger.log_dir) / "metrics.csv"
@@ -102,19 +114,56 @@ def _go_back(logger: Any, place: dict[str, Any]) -> None:
         private.VERSION.set(logger, place["version"])
         private.EXPERIMENT.set(logger, None)
         if writes:
-            _remove_if_unused(Path(fresh))
+            _remove_if_unused(Path(fresh), Path(logger.log_dir))
     if writes and _is(logger, "CSVLogger"):
-        _truncate(logger, place["rows"])
+        _truncate(logger, place["rows"], Path(logger.log_dir))
     elif writes and _is(logger, "TensorBoardLogger"):
-        private.EXPERIMENT.set(logger, None)
-        private.TENSORBOARD_OPTIONS.of(logger)["purge_step"] = place["step"]  # what TensorBoard is to forget
+        _forget_from(logger, place["step"])
     rank_zero_info(f"lightning_spot: {place['kind']} goes on in {logger.log_dir}")
 
 
-def _truncate(logger: Any, rows: int) -> None:
-    """Keep the first rows of the file. Lightning deletes it when it makes its writer: it is written again then."""
+def _of_another_run(logger: Any, place: dict[str, Any]) -> Path | None:
+    """Where another run has logged, if this one began a version of its own beside it.
+
+    Where the log was copied along with the run, the copy is this run's. A version that the user has named is used as
+    it is.
+    """
+    own, version = logger.version, place["version"]
+    if not (isinstance(own, int) and isinstance(version, int)) or own == version:
+        return None
+    private.VERSION.set(logger, version)
+    former = str(logger.log_dir)
+    private.VERSION.set(logger, own)
+    return Path(former) if os.path.abspath(former) == place.get("dir") else None
+
+
+def _begin_with(logger: Any, place: dict[str, Any], former: Path) -> None:
+    """Begin a log of its own with what another run, from which this one goes on, had logged up to there."""
+    if private.EXPERIMENT.of(logger) is not None:  # on rank 0 only
+        if _is(logger, "CSVLogger"):
+            _truncate(logger, place["rows"], former)
+        else:
+            logger.experiment.close()
+            for events in former.glob("events.out.tfevents.*"):
+                shutil.copy2(events, logger.log_dir)
+            _forget_from(logger, place["step"])
+    rank_zero_info(
+        f"lightning_spot: {former} is the log of the run that this one was made from, and stays as it is:"
+        f" {place['kind']} goes on in {logger.log_dir}, which begins with what was logged up to the snapshot"
+    )
+
+
+def _forget_from(logger: Any, step: int) -> None:
+    """What TensorBoard reads of this log is to end there; the next writer says so."""
+    private.EXPERIMENT.set(logger, None)
+    private.TENSORBOARD_OPTIONS.of(logger)["purge_step"] = step
+
+
+def _truncate(logger: Any, rows: int, former: Path) -> None:
+    """Keep the first rows of a file. Lightning deletes it when it makes its writer: it is written again then."""
     file = Path(logger.log_dir) / "metrics.csv"
-    keys, found = _rows(file if file.exists() else file.with_name(_KEPT))
+    source = former / file.name
+    keys, found = _rows(source if source.exists() else source.with_name(_KEPT))
     kept = file.with_name(_KEPT)
     if file.exists() and not kept.exists():
         with contextlib.suppress(OSError):
@@ -144,12 +193,19 @@ def _rows(file: Path) -> tuple[list[str], list[dict[str, str]]]:
         return [], []
 
 
-def _remove_if_unused(folder: Path) -> None:
-    """Remove the directory that a logger has just made for a version that is not needed."""
+def _remove_if_unused(folder: Path, former: Path) -> None:
+    """Remove the directory of a version that is not needed, in which there is nothing that the former one has not.
+
+    LightningCLI has written its configuration there by now.
+    """
     with contextlib.suppress(OSError):  # there is something else in it
         for file in folder.glob("events.out.tfevents.*"):
             file.unlink()
-        folder.rmdir()
+        files = list(folder.iterdir())
+        if all((former / file.name).read_bytes() == file.read_bytes() for file in files):
+            for file in files:
+                file.unlink()
+            folder.rmdir()
 
 
 def _move_checkpoints(trainer: pl.Trainer, fresh: str, former: str) -> None:

@@ -25,7 +25,7 @@ def order_of(loader: Any, at_iter: State, at_first: State | None) -> State | Non
         at_iter: the generators when the epoch began.
         at_first: the generators when its first batch was asked for, if it was.
     """
-    batch = _batch_of(loader)
+    batch = batch_of(loader)
     sampler = getattr(loader, "sampler", None)
     if batch is None or sampler is None:
         return None
@@ -59,7 +59,7 @@ def _seed_from(generator: torch.Generator) -> int:
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
-def _batch_of(loader: Any) -> int | None:
+def batch_of(loader: Any) -> int | None:
     """Samples in a batch of a loader whose batches are consecutive samples of a sampler; ``None`` for others."""
     if not draws_at_once(loader):
         return None
@@ -71,7 +71,7 @@ def _batch_of(loader: Any) -> int | None:
 def is_dealt_to(loader: Any, order: State, world: int) -> bool:
     """Whether an order can be dealt in ``world`` shares through such a loader."""
     sampler = getattr(loader, "sampler", None)
-    if _batch_of(loader) is None or len(loader.dataset) != order["length"]:
+    if batch_of(loader) is None or len(loader.dataset) != order["length"]:
         return False
     if type(sampler) is DistributedSampler:
         return sampler.num_replicas == world
@@ -93,7 +93,7 @@ def rest_of(order: State, batches: int, loader: DataLoader[Any], rank: int, worl
         rank: number of the share that goes through it.
         world: number of shares now.
     """
-    return {**order, "first": seen(order, batches), "world": world, "rank": rank, "batch": _batch_of(loader)}
+    return {**order, "first": seen(order, batches), "world": world, "rank": rank, "batch": batch_of(loader)}
 
 
 def dealt(order: State, loader: DataLoader[Any]) -> list[Any]:

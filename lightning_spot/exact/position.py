@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_spot.exact.epochs import Epoch, ResumedEpoch, Rewind, begin_epoch, has_length
 from lightning_spot.exact.indices import is_stateful, sampler_name
-from lightning_spot.exact.order import dealt
+from lightning_spot.exact.order import batch_of, dealt
 from lightning_spot.exact.own_state import OwnState
 from lightning_spot.exact.randomness import State
 from lightning_spot.exact.workers import LastingWorkers, are_made, make_unnoticed, why_not_asked
@@ -140,6 +140,22 @@ def batches_done(loader: Any) -> int | None:
         return int(epoch.yielded)
     left = len(dealt(epoch.dealt, epoch.loader)) - epoch.yielded if epoch.dealt is not None else 0
     return max(0, len(loader) - (0 if epoch.exhausted else left))
+
+
+def other_batches(loader: Any, position: State | None) -> str:
+    """What to say where a loader goes on in the middle of its epoch with larger or smaller batches than before."""
+    if position is None or "at_iter" not in position or position["exhausted"]:
+        return ""
+    was, now = position.get("batch"), batch_of(loader_itself(loader))
+    passed = position["yielded"]
+    if was is None or now is None or was == now or not passed or "state" in position:
+        return ""
+    what = "passed over" if now > was else "seen twice"
+    return (
+        f"the batch size was {was} when the snapshot was taken and is {now} now: this epoch goes on after as many"
+        f" batches as were trained on ({passed}), and {passed * abs(now - was)} of its samples are {what}, on each"
+        " rank. The next epoch is a whole one"
+    )
 
 
 def loader_itself(loader: Any) -> Any:

@@ -24,7 +24,7 @@ from lightning_spot.exact.flat import live_state
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.other_ranks import OtherRanks
 from lightning_spot.exact.per_trainer import OfTrainer
-from lightning_spot.exact.position import PositionedLoader, batches_done
+from lightning_spot.exact.position import PositionedLoader, batches_done, other_batches
 from lightning_spot.exact.randomness import State, restore_random
 from lightning_spot.exact.sharded import gradient_like
 from lightning_spot.exact.switches import Switches
@@ -73,13 +73,14 @@ class Restoring(OfTrainer):
         """The order of gradients that was saved, until the first step."""
         return self._values["gradient_order"] if self._values is not None else []
 
-    def load(self, checkpoint: dict[str, Any]) -> None:
-        """Take the exact state of a checkpoint, if it has one that fits."""
+    def load(self, checkpoint: dict[str, Any], *, of_another_run: bool = False) -> None:
+        """Take the exact state of a checkpoint, if it has one that fits; see :meth:`FitState.load`."""
         shared, trainer = checkpoint.get(KEY), self._trainer
         if shared is None:
             rank_zero_warn(f"lightning_spot: {shipped.why_without_exact_state(trainer)}")
             return
-        self._switches.run(private.LOGGERS, lambda: loggers.continue_in(trainer, shared["loggers"]))
+        places = shared["loggers"]
+        self._switches.run(private.LOGGERS, lambda: loggers.continue_in(trainer, places, of_another_run=of_another_run))
         if shared["version"] != VERSION:
             rank_zero_warn(
                 f"lightning_spot: the snapshot has its exact state in form {shared['version']}, this version of"
@@ -189,6 +190,8 @@ class Restoring(OfTrainer):
             return None
         if self._others is not None:
             return self._others.position(loader, index)
+        if said := other_batches(loader, positions[index]):
+            rank_zero_warn(f"lightning_spot: {said}")
         return positions[index]  # type: ignore[no-any-return]
 
     def before_step(self, has_batch: bool = True) -> bool:

@@ -240,7 +240,7 @@ class InShards(OfTrainer):
                 attempt.miss_end()  # else the run would end as if there were a snapshot of its end
             return
         if attempt is not None and not attempt.fenced:
-            checkpoint.rest[KEY].update(interval=interval, lineage=attempt.lineage)
+            checkpoint.rest[KEY].update(interval=interval, **attempt.origin)
         name = (self._trainer.global_step, complete)
         again, self._begun = name == self._begun, name
         begin = functools.partial(self._begin, attempt, checkpoint, complete=complete, still=is_last)

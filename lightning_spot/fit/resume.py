@@ -55,6 +55,7 @@ class Resume(OfTrainer):
         fingerprint: of this training, on rank 0.
         chosen: the snapshot it goes on from; ``None`` before the choice, for a fresh start, or with a ``ckpt_path``.
         attempt: number of the attempt that goes on, 0 while it is not known.
+        run_id: identity of the run; ``""`` while it is not known, or where no snapshots are taken.
         snapshots: what the tiers had of the run when this ``fit`` began, newest first; on rank 0.
         took_s: seconds that finding and reading the snapshot took; 0 for a fresh start.
         lineage: of the training state that was loaded, ``None`` for a fresh start.
@@ -68,6 +69,7 @@ class Resume(OfTrainer):
         self.fingerprint: Fingerprint | None = None
         self.chosen: ResumedFrom | None = None
         self.attempt = 0
+        self.run_id = ""
         self.snapshots: list[Manifest] = []
         self.took_s = 0.0
         self.lineage: str | None = None
@@ -273,6 +275,7 @@ class Resume(OfTrainer):
         selected = self._selected.get(self.named) if self.named is not None else None
         if selected is None or not selected.drawn_anew:
             had = f"the snapshot that this fit goes on from had other hyperparameters: {format_names(others)}"
+            had += ". Optimizers and schedulers go on with the settings that they had"
             return f"{had}. {LEAVE_OUT}. If it is of another training, give each a dirpath of its own" if others else ""
         names = f" ({format_names(others)})" if others else ""
         wrong = "the weights are not its own" if self._has_more(chosen) else "nothing of it is trained"
@@ -294,7 +297,9 @@ class Resume(OfTrainer):
         self._is_loaded = True
         shared = checkpoint.get(KEY, {})
         self.lineage, self.interval = shared.get("lineage"), shared.get("interval")
-        FitState.of(self._trainer).load(checkpoint)
+        origin = shared.get("run_id")  # older versions did not say it
+        is_another = bool(origin and self.run_id and origin != self.run_id)
+        FitState.of(self._trainer).load(checkpoint, of_another_run=is_another)
 
     def say_where(self) -> None:
         """Say where the run goes on; there is something to train."""

@@ -110,8 +110,8 @@ class Snapshotter(OfTrainer):
             self.iterations = Iterations(trainer, self.settings.partitions)
         schedule = self.iterations.schedule if self.iterations is not None else None
         self.attempt = attempt = Agreement(trainer).on_rank_zero(partial(self._beginning.attempt, schedule))
-        named = (attempt.number, attempt.info.text) if attempt is not None else (0, "")
-        self.number, run = trainer.strategy.broadcast(named)
+        named = (attempt.number, attempt.info.text, attempt.info.id) if attempt is not None else (0, "", "")
+        self.number, run, self._resume.run_id = trainer.strategy.broadcast(named)
         self._resume.attempt = self.number
         if self.together.begin(attempt, self.location, run, self.number):
             self.iterations = Iterations(trainer, self.settings.partitions)
@@ -281,7 +281,7 @@ class Snapshotter(OfTrainer):
             return
         checkpoint = self.together.checkpoint(dump, how)
         if self.attempt is not None:
-            checkpoint[KEY] |= {"interval": self.pacing.state_dict(), "lineage": self.attempt.lineage}
+            checkpoint[KEY] |= {"interval": self.pacing.state_dict(), **self.attempt.origin}
             self.store(checkpoint, complete=complete, wait_s=wait_s, ranks=self.together.ranks(how))
         elif how != ALONE:
             name = snapshot_name(trainer.global_step, self.number, complete=complete)
