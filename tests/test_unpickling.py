@@ -485,7 +485,7 @@ def put_in(before: Net, after: Net, **more: Any) -> None:
     """Give ``after`` what ``before`` has saved, and ``more`` with it."""
     checkpoint: dict[str, Any] = dict(more)
     before.on_save_checkpoint(checkpoint)
-    run: Any = types.SimpleNamespace(lightning_module=after)
+    run: Any = types.SimpleNamespace(lightning_module=after, datamodule=None)
     put_in_own_objects(run, read_checkpoint(saved(checkpoint)))
 
 
