@@ -71,6 +71,14 @@ def test_a_child_that_leaves_through_fit_ends_nothing_of_its_parents(tmp_path: P
     assert [record["end"] for record in read_records(str(tmp_path / "run"))] == ["complete"]
 
 
+def test_a_callback_of_a_users_own_needs_no_hash() -> None:
+    class Equal(SpotCheckpoint):
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Equal)
+
+    assert Equal("run") == Equal("run")
+
+
 def test_a_child_can_be_told_to_end(tmp_path: Path) -> None:
     """The handlers of the training were the child's, too: it noted the signal, and ``join`` waited for ever."""
     spot = SpotCheckpoint(str(tmp_path / "run"), memory=None, interval=EverySteps(3), notices="signal")

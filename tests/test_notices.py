@@ -286,6 +286,20 @@ def test_a_worker_may_hear_of_a_signal_to_the_whole_group_before_this_process_do
     assert signal.getsignal(signal.SIGCHLD) is torch_raises
 
 
+def test_workers_that_end_by_a_signal_at_the_end_do_not_break_off_what_it_waits_for(source: SignalSource) -> None:
+    """The signal is kept until the last snapshot is safe; torch's error of a worker came in the middle of that."""
+    source.hold()
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        signal.raise_signal(signal.SIGCHLD)
+    late = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGUSR2))
+    late.start()
+    signal.raise_signal(signal.SIGCHLD)
+    late.join()
+    signal.raise_signal(signal.SIGCHLD)
+    source.restore()
+    assert signal.getsignal(signal.SIGCHLD) is torch_raises
+
+
 def test_what_torch_raises_of_workers_is_heard_again_later_also_by_who_has_wrapped_our_handler(
     source: SignalSource,
 ) -> None:

@@ -329,6 +329,43 @@ def test_a_signal_at_the_end_waits_until_the_last_snapshot_is_safe(
     assert there == [[True]] if signals == 1 else there == [[]]  # of two, the second does not wait
 
 
+class AtEnd(pl.Callback):
+    """Told to end, once the last step is done."""
+
+    def on_train_end(self, *_: Any) -> None:
+        term()
+
+
+@pytest.mark.parametrize("more", [[AtEnd()], []])
+def test_a_signal_at_the_end_ends_no_rank_before_the_first_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[pl.Callback]
+) -> None:
+    """Launchers end all ranks once one has ended, and the first one was still bringing the snapshot to safety."""
+    came: list[str] = []
+    monkeypatch.setattr(Ranks, "part", lambda *_: came.append("the first rank is done"))
+    former = signal.signal(signal.SIGTERM, lambda *_: came.append("the signal goes on"))
+    try:
+        trainer(*more, stopping(tmp_path, memory=None), max_epochs=1).fit(Net(), data(3))
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert came == (["the first rank is done", "the signal goes on"] if more else [])
+
+
+def test_a_signal_behind_the_last_place_to_stop_at_is_passed_on(tmp_path: Path) -> None:
+    """It was noted, and nobody asked for it any more: the program went on until it was killed."""
+    there = []
+
+    def passed_on(*_: Any) -> None:
+        there.append([manifest.complete for manifest in LocalStore(tmp_path / "run").survey().manifests])
+
+    former = signal.signal(signal.SIGTERM, passed_on)
+    try:
+        trainer(AtEnd(), stopping(tmp_path, memory=None), max_epochs=1).fit(Net(), data(3))
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert there == [[True]]
+
+
 def test_a_second_signal_cuts_the_waiting_short(tmp_path: Path) -> None:
     class Twice(Exception):
         pass

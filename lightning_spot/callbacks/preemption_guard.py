@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _CHECK_GRACE_EVERY = 100
+_FIRST_RANK_S = 3600.0  # for the first rank to bring the last snapshot to safety, before a signal ends another one
 
 
 class PreemptionGuard(Part):
@@ -218,6 +219,8 @@ class PreemptionGuard(Part):
             watcher.restore_signals()
             watcher.stop()
         if self._ranks is not None:
+            if over and watcher is not None and watcher.holds_signal:
+                self._ranks.part(_FIRST_RANK_S)  # launchers end all ranks once one has ended
             self._ranks.close() if leaving else self._ranks.end(over=over)
         self._ranks = self._stop = None
         if watcher is not None:

@@ -119,7 +119,7 @@ class SpotCallback(Copied, Callback):
         """Belong to what was imported since."""
         join_namespaces()
         made = super().__new__(cls)
-        _made.add(made)
+        _made[id(made)] = made
         return made
 
     def __init_subclass__(cls, **named: Any) -> None:
@@ -148,7 +148,7 @@ class SpotIO(Copied, TorchCheckpointIO):
         """Belong to what was imported since."""
         join_namespaces()
         made = super().__new__(cls)
-        _made.add(made)
+        _made[id(made)] = made
         return made
 
 
@@ -162,11 +162,12 @@ def join_namespaces() -> None:
             base.register(SpotIO)  # an abstract class: it can take others in
 
 
-_made: weakref.WeakSet[Copied] = weakref.WeakSet()
+_made: weakref.WeakValueDictionary[int, Copied] = weakref.WeakValueDictionary()
+"""By their ids: a user's own callback may have no hash, or none before it is made."""
 
 
 def _leave_fits() -> None:
-    for item in list(_made):
+    for item in list(_made.values()):
         item.leave_fit()
 
 

@@ -55,6 +55,7 @@ class SignalSource:
         self._first: dict[signal.Signals, Any] = {}
         self._of_children: Callable[[int, FrameType | None], Any] | None = None
         self._is_over = False
+        self._came: int | None = None
         self._held: int | None = None
 
     def install(self) -> None:
@@ -92,12 +93,19 @@ class SignalSource:
     def hold(self) -> None:
         """Training is over: keep a signal until :meth:`pass_on`. A second one goes on at once.
 
-        Called where Lightning has put back the handlers that were there before training.
+        Called where Lightning has put back the handlers that were there before training. One that came after the last
+        place to stop at is kept, too: nobody has stopped for it.
         """
         if self._previous:
             self.restore()
-            self._is_over = True
+            self._is_over, self._held = True, self._came
             self.install()
+            self._expect_ends_of_children()  # loaders may keep their workers, and torch's error would break it off
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a signal is kept, see :meth:`hold`."""
+        return self._held is not None
 
     def pass_on(self) -> None:
         """Send this process the signal that was kept, if one was; after :meth:`restore`."""
@@ -129,6 +137,7 @@ class SignalSource:
                 self.pass_on()
             return
         self.received += 1
+        self._came = number
         if self.notice is None:
             name = signal.Signals(number).name
             self.notice = Notice(
@@ -163,9 +172,9 @@ class SignalSource:
     def _is_told_to_end(self) -> bool:
         """Whether a signal has come, or comes at once: its handler runs while this one waits."""
         deadline_s = time.monotonic() + _GROUP_S
-        while self.notice is None and time.monotonic() < deadline_s:
+        while self.notice is None and not self.is_held and time.monotonic() < deadline_s:
             time.sleep(0.01)
-        return self.notice is not None
+        return self.notice is not None or self.is_held
 
 
 _installed: weakref.WeakSet[SignalSource] = weakref.WeakSet()

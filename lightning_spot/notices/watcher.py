@@ -98,6 +98,11 @@ class Watcher:
         for source in self._signals:
             source.hold()
 
+    @property
+    def holds_signal(self) -> bool:
+        """Whether a signal is kept, see :meth:`SignalSource.hold`."""
+        return any(source.is_held for source in self._signals)
+
     def pass_signals_on(self) -> None:
         """See :meth:`SignalSource.pass_on`."""
         for source in self._signals:
