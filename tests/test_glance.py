@@ -66,3 +66,28 @@ def test_values_that_may_change_by_themselves_are_not_glanced_at() -> None:
         module = nn.Linear(2, 2)
         module.held = value  # type: ignore[assignment]
         assert glance_at(module) is None
+
+
+class Own(nn.Module):
+    """A module of the user's, with nothing that may change by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.act, self.sizes = 2.0, torch.relu, (3, 4)
+        self.below = nn.Linear(2, 2)
+
+
+def test_modules_of_the_user_are_glanced_at_too() -> None:
+    module: Any = Own()
+    trainer: Any = SimpleNamespace(lightning_module=module)
+    changed = ChangedValues()
+    changed.begin(trainer)
+    assert not changed._glances.closer(list(module.named_modules()))
+    module.factor, module.below.training = 3.0, False
+    found = changed.capture(trainer, list(module.named_modules()))["attributes"]
+    assert found == {"": {"factor": 3.0}, "below": {"training": False}}
+    module.factor, module.act = 2.0, torch.tanh  # that is nothing plain: all of it is the module's affair
+    assert changed.capture(trainer, list(module.named_modules()))["attributes"] == {"below": {"training": False}}
+    changed.before.attributes[""] = {"factor"}
+    module.act = torch.relu
+    assert changed.capture(trainer, list(module.named_modules()))["attributes"][""] == {"factor": 2.0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import mmap
 from collections.abc import Callable
 from random import Random
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lightning_spot.capture.contents import Unchanged
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.errors import NotSerialisable
+from lightning_spot.image import whereabouts
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.sharded import layout, plan
 from lightning_spot.sharded.flat import FlatShard
@@ -157,8 +159,13 @@ CHANGES: list[Callable[[Any], None]] = [
 ]
 
 
+@pytest.mark.parametrize("asks", ["C", "torch"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_whatever_changes_it_is_what_who_sees_it_for_the_first_time_lays_out(change: Callable[[Any], None]) -> None:
+def test_whatever_changes_it_is_what_who_sees_it_for_the_first_time_lays_out(
+    change: Callable[[Any], None], asks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if asks == "torch":
+        monkeypatch.setattr(whereabouts, "_compiled", None)
     with as_rank(0, (2,)) as mesh:
         state = on_rank(new_state(), mesh)
         layouter = ShardedLayouter(0, 2)
@@ -169,6 +176,58 @@ def test_whatever_changes_it_is_what_who_sees_it_for_the_first_time_lays_out(cha
         assert after == image_of(ShardedLayouter(0, 2), state)
         assert after != before
     assert image_of(layouter, state) == after  # kept in turn
+
+
+def test_a_key_that_passes_from_one_dict_to_the_next_has_another_path() -> None:
+    items, found = Items(), []
+    for keys in (("a", "b"), ("c",)), (("a", "b"), ("c",)), (("a",), ("b", "c")), (("a",), ("b", "d")):
+        values = iter(range(3))
+        state = {"state": {name: {key: next(values) for key in some} for name, some in zip("xy", keys, strict=True)}}
+        assert items.of(state) == [0, 1, 2]
+        found.append(items.paths)
+    assert found[0] is found[1]
+    assert found[1:] == [
+        (("state", "x", "a"), ("state", "x", "b"), ("state", "y", "c")),
+        (("state", "x", "a"), ("state", "y", "b"), ("state", "y", "c")),
+        (("state", "x", "a"), ("state", "y", "b"), ("state", "y", "d")),
+    ]
+
+
+def test_values_that_stay_are_one_file_and_others_have_their_own_places() -> None:
+    with as_rank(0, (1,)):
+        layouter, laid_out = ShardedLayouter(0, 1), []
+        for name in ("short", "short", "other", "so long that it takes more room " * 9):
+            state = {"w": torch.ones(2), "groups": [{"name": name, "last": 1}]}
+            written = layouter.lay_out(state, OWN, [4096], {})
+            entries = {entry[0]: entry for entry in written.layout.frame}
+            laid_out.append({file.name: entries.get(file.offset) for file in written.files})
+            image = bytearray(written.layout.nbytes)
+            fill(image, written)
+            fresh = ShardedLayouter(0, 1).lay_out(state, OWN, [4096], {})
+            other = bytearray(fresh.layout.nbytes)
+            fill(other, fresh)
+            assert image == other
+    names = ("__0_1.distcp", "shards.json", ".metadata")
+    are_same = [[old[name] is new[name] for name in names] for old, new in itertools.pairwise(laid_out)]
+    assert are_same == [[True, True, True], [False, True, True], [False, False, False]]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["laid out", "as torch saves it"])
+def test_the_rest_of_a_checkpoint_is_read_by_torch(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rest = {"epoch": 3, "callbacks": {"average": torch.arange(5.0), "same": [torch.ones(2)] * 2}}
+    with as_rank(0, (1,)):
+        layouter = ShardedLayouter(0, 1)
+        if fails:
+            monkeypatch.setattr(layouter._rest_layouter, "lay_out", lambda _: 1 / 0)
+        for step in range(3):
+            written = layouter.lay_out({"w": torch.ones(2)}, OWN, [4096], rest | {"step": step})
+            (file,) = [file for file in written.files if file.name == "meta.pt"]
+            data = next(data for at, data in written.layout.frame if at == file.offset)
+            read = torch.load(io.BytesIO(data), weights_only=True)
+            assert (read["epoch"], read["step"]) == (3, step)
+            assert torch.equal(read["callbacks"]["average"], torch.arange(5.0))
+        with pytest.raises(NotSerialisable, match="the checkpoint cannot be serialised"):
+            layouter.lay_out({"w": torch.ones(2)}, OWN, [4096], {"bad": lambda: 0})
 
 
 def test_tensors_that_are_sharded_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

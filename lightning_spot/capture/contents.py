@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_spot.capture.tensors import local_of
-from lightning_spot.image.layout import Layout
+from lightning_spot.image.layout import Entry, Layout
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece, nbytes_of
 from lightning_spot.image.written import Ranges, in_order
@@ -66,7 +66,7 @@ class Known:
     """
 
     upload: str
-    frame: tuple[tuple[int, bytes], ...]
+    frame: tuple[Entry, ...]
     marks: dict[Named, _Mark]
 
 
@@ -120,7 +120,7 @@ class Plan:
         marks: see :class:`Known`.
     """
 
-    frame: list[tuple[int, bytes]]
+    frame: list[Entry]
     pieces: Sequence[Piece]
     marks: dict[Named, _Mark]
     past_counts: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
-from lightning_spot.image.layout import Layout
+from lightning_spot.image.layout import Entry, Layout
 from lightning_spot.image.notes import Own
 from lightning_spot.image.portion import Portion, Portions, joined
 from lightning_spot.image.written import in_order
@@ -48,7 +48,7 @@ class Portioned:
 
     def __init__(self) -> None:
         self._portion = Portion(())
-        self._frame: dict[int, tuple[tuple[int, bytes], tuple[int, bytes]]] = {}
+        self._frame: dict[int, tuple[Entry, Entry]] = {}
 
     def moved(self, layout: Layout, told: str, nbytes: int, host: int) -> Layout:
         """The same content in the slot. Entries of the frame that stay the same objects do so here, too.

@@ -132,14 +132,15 @@ class ShardedWriter(SnapshotWriter):
 
     def _tell(self, image: ShardedImage, state_bytes: list[int]) -> str:
         """What the other ranks, and the node of this host, have to know of an image; the same text while it is."""
-        key = (image.plan, state_bytes, self._at)
+        key, text = (image.plan, state_bytes, self._at), self._told[1]
         if self._told[0] != key:
             told: dict[str, Any] = {"state_bytes": state_bytes, "items": image.plan.lines()}
             told |= portions_of(image.files, self.across.hosts).to_dict() if self._at else {}
             if self._is_by_itself:
                 told |= own_of(image.places, self.across.hosts[0]).to_dict()
-            self._told = (key, json.dumps(told))
-        return self._told[1]
+            text = json.dumps(told)
+        self._told = (key, text)  # with this plan: one that is equal only would be compared tensor by tensor
+        return text
 
     def _laid_out(self, checkpoint: ShardedCheckpoint) -> tuple[ShardedImage, list[int]]:
         """The image with room for the ranks' own states: twice what the longest needed."""

@@ -72,7 +72,10 @@ def _in_order(layout: Layout) -> Iterator[memoryview]:
             for chunk in _bytes_of(piece):
                 crc = zlib.crc32(chunk, crc)
             crcs.update(dict.fromkeys(piece.crc_at, crc))
-    items: list[tuple[int, bytes | Piece]] = [*layout.frame, *((piece.offset, piece) for piece in layout.pieces)]
+    items: list[tuple[int, bytes | bytearray | Piece]] = [
+        *layout.frame,
+        *((piece.offset, piece) for piece in layout.pieces),
+    ]
     for offset, item in sorted(items, key=lambda found: found[0]):
         if isinstance(item, Piece):
             crc = 0
@@ -89,7 +92,7 @@ def _behind(piece: Piece) -> bool:
     return all(place >= piece.offset + piece.nbytes for place in piece.crc_at)
 
 
-def _patched(offset: int, data: bytes, crcs: dict[int, int]) -> memoryview:
+def _patched(offset: int, data: bytes | bytearray, crcs: dict[int, int]) -> memoryview:
     inside = {place: crc for place, crc in crcs.items() if offset <= place < offset + len(data)}
     if not inside:
         return memoryview(data)

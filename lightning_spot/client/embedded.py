@@ -96,7 +96,7 @@ class EmbeddedHost:
             body |= {"image_nbytes": shared.image_nbytes, **self._layout.to_send(shared.layout)}
         try:
             leased = self._wait_for_slot(upload, body, wait_s, limit_s or self.max_stall_s)
-            if shared is not None:
+            if shared is not None and shared.layout is not self._layout.text:  # it is long
                 self._layout = KnownLayout.of(shared.layout)
             return self._mapped(leased, nbytes, 0, shared)
         except BaseException as error:

@@ -228,7 +228,7 @@ class _Attributes:
         self._scalars = _of_kind(own, SCALARS)
         self._marks = {} if self._is_torchs else {name: mark(value) for name, value in _of_kind(own, KEPT).items()}
         self._others = {} if self._is_torchs else _not_plain(part, own)
-        self.glance = Glance.of(part, list(own)) if self._is_torchs else None
+        self.glance = Glance.of(part, list(own))
 
     def changed(self, part: nn.Module, before: Collection[str] = ()) -> State:
         """Copies of what has changed; of ``training`` only, where not all of it is plain.

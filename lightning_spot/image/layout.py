@@ -7,6 +7,8 @@ storage keeps its place from one snapshot to the next, as long as those before i
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import io
 import itertools
 import logging
@@ -42,9 +44,13 @@ _FOLDER = "model"
 _RECORDS = (
     # What torch wants to know of the file. It is not told '.format_version': from 1 on torch computes the places of
     # records instead of looking them up, in the order in which torch.save would have written them.
-    ("version", b"3\n"),
-    ("byteorder", sys.byteorder.encode()),
+    ("version", b"3\n", crc32(b"3\n")),
+    ("byteorder", sys.byteorder.encode(), crc32(sys.byteorder.encode())),
 )
+
+
+Entry = tuple[int, bytes | bytearray]
+"""Some bytes of a file that are no tensor's, and where they begin. Nobody changes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,7 @@ class Layout:
     """
 
     nbytes: int
-    frame: tuple[tuple[int, bytes], ...]
+    frame: tuple[Entry, ...]
     pieces: Sequence[Piece]
 
 
@@ -207,21 +213,32 @@ def filled(layout: Layout) -> bytearray:
     data = bytearray(layout.nbytes)
     for offset, entry in layout.frame:
         data[offset : offset + len(entry)] = entry
-    for piece, elements in zip(layout.pieces, _on_cpu(layout.pieces), strict=True):
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(data)) if data else 0
+    away = []
+    for piece in layout.pieces:
+        if not _is_here(piece.storage):
+            away.append(piece)
+        elif piece.storage.nbytes() < piece.nbytes:
+            raise RuntimeError("a tensor's storage was resized while its checkpoint was written")
+        else:  # for torch, each is some ten calls
+            ctypes.memmove(begin + piece.offset, piece.storage.data_ptr(), piece.nbytes)
+    for piece, elements in zip(away, _fetched_all(away), strict=True):
         place = memoryview(data)[piece.offset : piece.offset + piece.nbytes]
         torch.frombuffer(place, dtype=torch.uint8).copy_(elements)
+    for piece in layout.pieces:
+        crc = crc32(memoryview(data)[piece.offset : piece.offset + piece.nbytes])
         for at in piece.crc_at:
-            struct.pack_into("<L", data, at, crc32(place))
+            struct.pack_into("<L", data, at, crc)
     return data
 
 
-def _on_cpu(pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    """The bytes of each; small ones of a device come together, in as few copies as that takes little of its memory."""
+def _fetched_all(pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    """Bytes of devices; small ones of one come together, in as few copies as that takes little of its memory."""
     found = [
         torch.empty(0, dtype=torch.uint8, device=piece.storage.device).set_(piece.storage)[: piece.nbytes]
         for piece in pieces
     ]
-    for device in {piece.storage.device for piece in pieces if not _is_here(piece.storage)}:
+    for device in {piece.storage.device for piece in pieces}:
         there = [number for number, piece in enumerate(pieces) if piece.storage.device == device]
         for numbers in _batches(there, pieces):
             for number, part in zip(numbers, _fetched([found[number] for number in numbers]), strict=True):
@@ -259,10 +276,23 @@ def _is_here(storage: torch.UntypedStorage) -> bool:
 
 def _filled_up(pickled: bytes, entries: list[bytes], last_nbytes: int, start: int, stop: int) -> tuple[bytes, int]:
     """What follows the last storage, as :func:`_tail`, of a file that ends at ``stop``."""
-    least = start + len(_tail(pickled, entries, last_nbytes, start, 1)[0])
+    least = start + _least_tail(len(pickled), sum(map(len, entries)), last_nbytes, start)
     if least > stop:
         raise LayoutUnsupported(f"a file of {least} bytes does not fit into {stop}")
     return _tail(pickled, entries, last_nbytes, start, 1 + stop - least)
+
+
+@functools.lru_cache(maxsize=64)  # what varies from one snapshot to the next seldom takes more bytes
+def _least_tail(pickled_nbytes: int, entries_nbytes: int, last_nbytes: int, start: int) -> int:
+    """Length of what follows the last storage, filled up by one byte; that depends on lengths and places only."""
+    return len(_tail(bytes(pickled_nbytes), [bytes(entries_nbytes)], last_nbytes, start, 1)[0])
+
+
+@functools.lru_cache(maxsize=4)
+def _zeros(nbytes: int) -> tuple[bytes, int]:
+    """So many zeros, and their CRC."""
+    zeros = bytes(nbytes)
+    return zeros, crc32(zeros)
 
 
 def _tail(pickled: bytes, entries: list[bytes], last_nbytes: int, start: int, filling: int = 0) -> tuple[bytes, int]:
@@ -278,9 +308,9 @@ def _tail(pickled: bytes, entries: list[bytes], last_nbytes: int, start: int, fi
     parts = [descriptor(last_nbytes)]
     at = start + len(parts[0])
     own = []
-    records = [("data.pkl", pickled), *_RECORDS, *([("filling", bytes(filling))] if filling else [])]
-    for name, data in records:
-        path, crc = f"{_FOLDER}/{name}", crc32(data)
+    records = [("data.pkl", pickled, crc32(pickled)), *_RECORDS, *([("filling", *_zeros(filling))] if filling else [])]
+    for name, data, crc in records:
+        path = f"{_FOLDER}/{name}"
         record = [header(path, len(data), at), data, descriptor(len(data), crc)]
         own.append(directory_entry(path, len(data), at, crc))
         parts += record

@@ -5,9 +5,9 @@ A training state has the same keys each time, so its paths are made once, and it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import chain, repeat
-from typing import Any
+from collections.abc import Iterator, Mapping
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,20 @@ from lightning_spot.image.shards import Path
 _LEAF, _MAPPING, _LIST = range(3)
 _ONE_DICT = frozenset((dict,))
 
-_Form = tuple[Any, list[tuple[int, Any]]]
+
+class _Dicts(NamedTuple):
+    """The form of hundreds of dicts that hold nothing that is taken apart.
+
+    Attributes:
+        lengths: of each.
+        keys: of all, one after the other.
+    """
+
+    lengths: list[int]
+    keys: list[Any]
+
+
+_Form = tuple[Any, list[tuple[int, Any]] | _Dicts]
 """Keys of a mapping, or length of a list; and the form of each mapping and list in it, with its number among them."""
 
 
@@ -55,6 +68,9 @@ class Items:
         """
         found: list[Any] = []
         form = self._collect(state, found, is_list=False)
+        if form != self._form:  # it may be told in another way, too, as long as not all kinds of leaves were met
+            found.clear()
+            form = self._collect(state, found, is_list=False)
         if form != self._form:
             paths: list[Path] = []
             _name(form, (), paths)
@@ -74,8 +90,8 @@ class Items:
             below = list(chain.from_iterable(map(dict.values, items)))
             if self._leaves.issuperset(map(type, below)):  # so it is of an optimizer, which has one for each parameter
                 found += below
-                inner = list(enumerate(zip(map(tuple, items), repeat([]))))
-                return len(value) if is_list else tuple(value), inner
+                dicts = _Dicts(list(map(len, items)), list(chain.from_iterable(items)))
+                return len(value) if is_list else tuple(value), dicts
         for number, item in enumerate(items):
             kind = kinds.get(type(item))
             if kind is None:
@@ -105,13 +121,20 @@ def _is_one_item(values: list[Any]) -> bool:
 
 def _name(form: _Form, path: Path, paths: list[Path]) -> None:
     keys, inner = form
-    below = dict(inner)
+    below = dict(_apart(inner) if isinstance(inner, _Dicts) else inner)
     names: list[str | int] = [*range(keys)] if isinstance(keys, int) else [str(key) for key in keys]
     for number, key in enumerate(names):
         if number in below:
             _name(below[number], (*path, key), paths)
         else:
             paths.append((*path, key))
+
+
+def _apart(dicts: _Dicts) -> Iterator[tuple[int, _Form]]:
+    """The form of each dict, with its number."""
+    keys = iter(dicts.keys)
+    for number, length in enumerate(dicts.lengths):
+        yield number, (tuple(islice(keys, length)), [])
 
 
 def _check_names(paths: list[Path]) -> None:

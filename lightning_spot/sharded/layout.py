@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import io
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, NotSerialisable
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
-from lightning_spot.image.layout import Layout, Layouter, filled, lay_out_plain
+from lightning_spot.image.layout import Entry, Layout, Layouter, filled, lay_out_plain
 from lightning_spot.image.parts import checksum
 from lightning_spot.image.shards import SHARDS_FILE, Archived, Path, Shards, StoredValue
 from lightning_spot.sharded import metadata
@@ -27,7 +28,9 @@ from lightning_spot.sharded.sources import Source, Sources
 
 _VALUES_FILE = "__0_1.distcp"
 
-Frame = list[tuple[int, bytes]]
+Frame = list[Entry]
+
+_SCALARS = frozenset((type(None), bool, int, float, str))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,8 @@ class ShardedLayouter:
         self._sources = Sources()
         self._numbers = itertools.count(1)
         self._values = _Values()
-        self._index: tuple[tuple[Any, ...], tuple[tuple[str, bytes], ...]] = ((), ())
+        self._rest_layouter = Layouter()
+        self._last_behind: _Behind | None = None
 
     @property
     def unreadable(self) -> str:
@@ -95,7 +99,7 @@ class ShardedLayouter:
         pieces = self._sources.pieces(tensors)
         frame = list(self._frame)
         span = places.state_of(self._rank)
-        frame.append((span.offset, _padded(bytes(own), span)))
+        frame.append(_entry(span, own))
         files, end = list(places.files), places.end
         if self._rank == 0:
             end = self._behind(places, values, rest, frame, files)
@@ -119,20 +123,73 @@ class ShardedLayouter:
 
     def _behind(self, places: Places, found: list[Any], rest: Any, frame: Frame, files: list[FileSpan]) -> int:
         """Lay out what varies in length; the end of the image."""
-        values, data = self._values.archive(places.plan.values, found)
-        key = (places, tuple(value.at for value in values))  # not its id: another one may come to lie there
-        if self._index[0] != key:
-            shards = Shards(places.plan.world_size, places.tensors, values)
-            index = ((SHARDS_FILE, shards.to_json()), (metadata.METADATA_FILE, metadata.pickled(shards)))
-            self._index = (key, index)
-        end = places.end
-        last = (metadata.REST_FILE, serialised(rest, "the checkpoint"))
-        for name, content in (*([(_VALUES_FILE, data)] if values else []), *self._index[1], last):
-            span = FileSpan(name, end, len(content))
-            files.append(span)
-            frame.append((end, _padded(content, span)))
-            end = aligned(end + len(content), FILE_ALIGNMENT_BYTES)
-        return end
+        archives = self._values.archive(places.plan.values, found)
+        behind = self._last_behind
+        if behind is None or behind.places is not places or behind.archives is not archives:
+            behind = self._last_behind = _put_behind(places, archives, behind)
+        last = FileSpan(metadata.REST_FILE, behind.end, len(content := self._rest_of(rest)))
+        files += [*behind.files, last]
+        frame += [*behind.frame, _entry(last, content)]
+        return aligned(last.stop, FILE_ALIGNMENT_BYTES)
+
+    def _rest_of(self, rest: Any) -> bytes | bytearray:
+        """The file with the rest of the checkpoint; ``torch.save`` takes three times as long."""
+        try:
+            return filled(self._rest_layouter.lay_out(rest))
+        except Exception:  # pickling runs the user's code, which may raise anything; what is really wrong is said below
+            return serialised(rest, "the checkpoint")
+
+
+class _Archives(NamedTuple):
+    """Values that are no tensors, in one file.
+
+    Attributes:
+        values: where each lies in it.
+        data: the file.
+    """
+
+    values: tuple[StoredValue, ...]
+    data: bytes
+
+
+class _Behind(NamedTuple):
+    """What comes behind all that is of fixed size, but for the rest of the checkpoint.
+
+    Attributes:
+        places: of what is of fixed size.
+        archives: of the values.
+        files: of the values, if there are any, and two that say what lies where.
+        frame: with each file; where one has stayed as it was, it is the same entry.
+        end: where the last one ends.
+    """
+
+    places: Places
+    archives: _Archives
+    files: list[FileSpan]
+    frame: Frame
+    end: int
+
+
+def _put_behind(places: Places, archives: _Archives, before: _Behind | None) -> _Behind:
+    """Lay values out, and what says where all lies: that is long, and stays until a value takes another length."""
+    files: list[FileSpan] = []
+    frame: Frame = []
+    end = places.end
+
+    def put(name: str, content: bytes) -> None:
+        nonlocal end
+        files.append(FileSpan(name, end, len(content)))
+        frame.append(_entry(files[-1], content))
+        end = aligned(files[-1].stop, FILE_ALIGNMENT_BYTES)
+
+    if archives.values:
+        put(_VALUES_FILE, archives.data)
+    if before is not None and before.places is places and before.archives.values == archives.values:
+        return _Behind(places, archives, before.files, [*frame, *before.frame[len(frame) :]], before.end)
+    shards = Shards(places.plan.world_size, places.tensors, archives.values)
+    put(SHARDS_FILE, shards.to_json())
+    put(metadata.METADATA_FILE, metadata.pickled(shards))
+    return _Behind(places, archives, files, frame, end)
 
 
 class _Values:
@@ -144,21 +201,27 @@ class _Values:
 
     def __init__(self) -> None:
         self.unreadable = ""
-        self._known: dict[Path, tuple[str, bytes]] = {}
+        self._last: tuple[Sequence[Path], list[bytes | bytearray], _Archives] = ((), [], _Archives((), b""))
+        self._known: dict[Path, tuple[str, bytes | bytearray]] = {}
         self._tried: set[tuple[Path, type]] = set()
 
-    def archive(self, paths: Sequence[Path], found: Sequence[Any]) -> tuple[tuple[StoredValue, ...], bytes]:
-        """The file with all of them, and where each lies in it."""
+    def archive(self, paths: Sequence[Path], found: Sequence[Any]) -> _Archives:
+        """The file with all of them, and where each lies in it; the same object where nothing has changed."""
+        made = [self._archived(path, value) for path, value in zip(paths, found, strict=True)]
+        of_paths, before, archives = self._last
+        if of_paths is paths and all(map(operator.is_, made, before)):
+            return archives
         data = bytearray()
         values = []
-        for path, value in zip(paths, found, strict=True):
-            archive = self._archived(path, value)
+        for path, archive in zip(paths, made, strict=True):
             data += bytes(-len(data) % ALIGNMENT)
             values.append(StoredValue(path, Archived(_VALUES_FILE, len(data), len(archive))))
             data += archive
-        return tuple(values), bytes(data)
+        archives = _Archives(tuple(values), bytes(data))
+        self._last = (paths, made, archives)
+        return archives
 
-    def _archived(self, path: Path, value: Any) -> bytes:
+    def _archived(self, path: Path, value: Any) -> bytes | bytearray:
         told = repr(value) if _is_plain(value) else None
         known = self._known.get(path)
         if told is None or known is None or known[0] != told:
@@ -170,7 +233,7 @@ class _Values:
                 self._try(path, known[1])
         return known[1]
 
-    def _try(self, path: Path, archive: bytes) -> None:
+    def _try(self, path: Path, archive: bytes | bytearray) -> None:
         try:
             load_value(io.BytesIO(archive), metadata.name_of(path))
         except CorruptSnapshot as error:
@@ -208,7 +271,7 @@ def state_archive(state: Any, nbytes: int | None = None, layouter: Layouter | No
         raise _cannot("the state of this rank", error) from error
 
 
-def serialised(value: Any, what: str) -> bytes:
+def serialised(value: Any, what: str) -> bytes | bytearray:
     """``torch.save`` of a value.
 
     Raises:
@@ -234,11 +297,12 @@ def _cannot(what: str, error: Exception) -> NotSerialisable:
 
 def _is_plain(value: Any) -> bool:
     """Whether ``repr`` tells all of a value."""
-    if type(value) in (tuple, list):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)
+    if type(value) in (tuple, list):  # as the names of thousands of parameters
+        return _SCALARS.issuperset(map(type, value)) or all(map(_is_plain, value))
+    return type(value) in _SCALARS
 
 
-def _padded(data: bytes, span: FileSpan) -> bytes:
-    """With zeros up to the next file: the slot may hold anything there."""
-    return data + bytes(aligned(span.stop, FILE_ALIGNMENT_BYTES) - span.stop)
+def _entry(span: FileSpan, data: bytes | bytearray) -> Entry:
+    """A file in the frame, with zeros up to the next one: the slot may hold anything there."""
+    padding = aligned(span.stop, FILE_ALIGNMENT_BYTES) - span.stop
+    return span.offset, data + bytes(padding) if padding else data

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
-from lightning_spot.image.layout import lay_out
+from lightning_spot.image.layout import Entry, lay_out
 from lightning_spot.image.shards import Archived, Shard, ShardedTensor
 from lightning_spot.sharded.plan import Chunk, Plan
 
@@ -33,7 +33,7 @@ class Form:
         nbytes: length of the archive.
     """
 
-    frame: tuple[tuple[int, bytes], ...]
+    frame: tuple[Entry, ...]
     data: int
     data_nbytes: int
     crc_at: tuple[int, ...]

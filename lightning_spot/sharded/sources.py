@@ -16,12 +16,12 @@ from lightning_spot.errors import NotSerialisable
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece, Pieces, Places, places_of
 from lightning_spot.image.shards import Path
+from lightning_spot.image.whereabouts import whereabouts
 from lightning_spot.sharded import metadata
 from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.places import Placed
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-_shape = operator.attrgetter("shape")
 
 
 class Sources:
@@ -34,9 +34,8 @@ class Sources:
     def __init__(self, sources: Sequence[tuple[int, Source]] = ()) -> None:
         self._numbers = [number for number, _ in sources]
         self._sources = [source for _, source in sources]
-        self._sizes = [source.sizes for source in self._sources]
         self._known: list[Callable[[], torch.Tensor | None]] = []
-        self._addresses: list[int] = []
+        self._whereabouts: object = None
         self._places: Places | None = None
 
     def pieces(self, tensors: Sequence[torch.Tensor | FlatShard]) -> Pieces:
@@ -56,19 +55,16 @@ class Sources:
             return Pieces([tensor.untyped_storage() for tensor in local], self._places, local)
         self._places = None
         pieces = [source.piece(tensor) for source, tensor in zip(self._sources, found, strict=True)]
+        places = places_of(pieces)
         self._known = [source.local for source in self._sources]
-        self._addresses = [source.address for source in self._sources]
-        self._places = places_of(pieces)
-        return Pieces([piece.storage for piece in pieces], self._places)
+        if all(map(operator.is_, [known() for known in self._known], local)):  # none had to be put in order
+            self._whereabouts, self._places = whereabouts(local), places
+        return Pieces([piece.storage for piece in pieces], places)
 
     def _are_where_they_were(self, local: list[Any]) -> bool:
         """Whether what this rank has of each tensor is the same object, with the same elements; if not, look closer."""
-        return (
-            all(map(operator.is_, [known() for known in self._known], local))
-            and [tensor.data_ptr() for tensor in local] == self._addresses
-            and list(map(_shape, local)) == self._sizes
-            and all([tensor.is_contiguous() for tensor in local])
-        )
+        known = [known() for known in self._known]
+        return all(map(operator.is_, known, local)) and whereabouts(local) == self._whereabouts
 
 
 class Source:

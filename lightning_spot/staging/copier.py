@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import compress
+from operator import methodcaller
 from typing import TYPE_CHECKING
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from lightning_spot.image.pieces import Piece, nbytes_of
+from lightning_spot.image.pieces import Piece, Pieces, Places, nbytes_of
 from lightning_spot.staging.alone import LoneThread
 from lightning_spot.staging.batch import NEVER, NOW, Batch, SlotView, batches_of
 from lightning_spot.staging.cuda import CudaCopier, Marks
@@ -18,7 +19,7 @@ from lightning_spot.staging.job import CopyJob
 from lightning_spot.staging.lane import Held
 from lightning_spot.staging.moving import goes_past_caches
 from lightning_spot.staging.samples import Sampler
-from lightning_spot.staging.spans import SlotSpan, sizes_of, some, storages_of, whole
+from lightning_spot.staging.spans import SlotSpan, Spans, sizes_of, some, storages_of, whole
 from lightning_spot.staging.watches import Watches, watch
 
 if TYPE_CHECKING:
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Copier", "CopyJob", "Marks", "SlotView", "Watches", "watch"]
 
-
 _HELD_S = 1.0
 """So long, at most, what would leave a GPU while its optimizer steps is held where iterations are not measured."""
+
+_CPU_ONLY = frozenset(("cpu",))
+_address = methodcaller("data_ptr")
 
 
 class Copier:
@@ -56,6 +59,7 @@ class Copier:
         self._clock = clock
         self._sampler = Sampler()
         self._cuda = CudaCopier(buffer_bytes, device)
+        self._known: tuple[Places | None, Sequence[str]] = (None, ())  # places met last, and what they lie on
         self._threads = [LoneThread(target=self._work, name=f"spot-copier-{index}") for index in range(threads)]
         for thread in self._threads:
             thread.start()
@@ -84,7 +88,7 @@ class Copier:
         """
         spans, timetable = whole(pieces), None
         if schedule is not None:
-            timetable = schedule.timetable([storage.data_ptr() for storage in storages_of(spans)], sizes_of(spans))
+            timetable = schedule.timetable(map(_address, storages_of(spans)), sizes_of(spans))
         job = CopyJob(pieces, watches or Watches(), self._notify, self._clock, trains, self._sampler)
         with self._wake:
             self._slots[job] = ref(slot)  # before anything goes there
@@ -164,14 +168,12 @@ class Copier:
         parts = [(0, 0.0, spans)]
         if timetable is not None:
             parts = [(part.point, part.after_s, some(pieces, part.spans)) for part in timetable.partitions]
-        kinds_of = self._cuda.device.kinds
         past_caches = goes_past_caches(nbytes_of(pieces))
         batches: list[Batch] = []
         on_gpu: list[Held] = []
         for place, after_s, spans in parts:
-            kinds = kinds_of(storages_of(spans))
-            are_on_cpu = list(map("cpu".__eq__, kinds))
-            on_cpu = spans if all(are_on_cpu) else list(compress(spans, are_on_cpu))
+            kinds = self._kinds_of(pieces, spans)
+            on_cpu = spans if _CPU_ONLY.issuperset(kinds) else list(compress(spans, map("cpu".__eq__, kinds)))
             for span, kind in zip(spans, kinds, strict=True) if on_cpu is not spans else ():
                 if kind == "cpu":
                     continue
@@ -182,6 +184,16 @@ class Copier:
             batches += batches_of(on_cpu, slot, place, after_s, latest_s, past_caches)
         cuda = self._cuda.begin(on_gpu, slot.tensor, buffered=buffered, after=after) if on_gpu else None
         job.hold(batches, cuda, latest_s if timetable is not None else self._clock() + _HELD_S)
+
+    def _kinds_of(self, pieces: Sequence[Piece], spans: Sequence[SlotSpan]) -> Sequence[str]:
+        """What each span lies on; of pieces that lie where they lay, it is known."""
+        if not (isinstance(pieces, Pieces) and isinstance(spans, Spans)):
+            return self._cuda.device.kinds(storages_of(spans))
+        places, kinds = self._known
+        if places is not pieces.places:
+            kinds = self._cuda.device.kinds(spans.storages)
+            self._known = (pieces.places, kinds)
+        return kinds
 
     def _notify(self) -> None:
         with self._wake:

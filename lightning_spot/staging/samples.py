@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -58,4 +59,9 @@ class Sampler:
         """Note bytes of some of the storages."""
         if self.is_wary:
             return Samples(pieces, _WARY_BYTES)
-        return Samples(pieces if len(pieces) <= STORAGES else _dice.sample(pieces, STORAGES), _BYTES)
+        if len(pieces) <= STORAGES:
+            return Samples(pieces, _BYTES)
+        # One of each share of them: to draw from all takes four times as long.
+        ends = [len(pieces) * number // STORAGES for number in range(STORAGES + 1)]
+        drawn = [first + int(_dice.random() * (end - first)) for first, end in itertools.pairwise(ends)]
+        return Samples([pieces[number] for number in drawn], _BYTES)

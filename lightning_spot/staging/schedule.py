@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -182,11 +182,11 @@ class Schedule:
 
     # -- asked by whoever copies ------------------------------------------------------------------------------------
 
-    def timetable(self, addresses: Sequence[int], sizes: Sequence[int]) -> Timetable | None:
+    def timetable(self, addresses: Iterable[int], sizes: Sequence[int]) -> Timetable | None:
         """When each of some pieces is to be copied; ``None`` for all of them at once.
 
         Args:
-            addresses: of the storages.
+            addresses: of the storages; looked at only where they are needed.
             sizes: of the pieces, in bytes.
         """
         profile = self._profile
@@ -197,6 +197,7 @@ class Schedule:
             return _STILL
         if mode in ("eager", "still") or profile is None:
             return None
+        addresses = list(addresses)
         key = (mode, *addresses, *sizes)
         if self._last is None or self._last[0] != key:
             self._last = (key, tuple(self._partitions(profile, mode, addresses, sizes)))

@@ -1,0 +1,3 @@
+import torch
+
+def whereabouts(exchange: object, first: type, second: type, tensors: list[torch.Tensor], /) -> bytes: ...
