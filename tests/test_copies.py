@@ -21,7 +21,7 @@ NBYTES = 400
 class OnGpu:
     """As far as a copy sees it, a tensor of a GPU; ``room`` is that of the GPU for clones."""
 
-    device, nbytes = GPU, NBYTES
+    device, nbytes, is_sparse = GPU, NBYTES, False
 
     def __init__(self, value: float, room: list[int]) -> None:
         self.value, self._room = torch.full((100,), value), room
@@ -56,6 +56,21 @@ def test_what_a_gpu_has_no_room_for_is_copied_to_the_host(
     assert copies["c"].tolist() == [7.0] * 3  # a copy on the host, too
     if is_there.type == "cpu":
         assert [copies[name][0].item() for name in "ab"] == [1.0, 2.0]
+
+
+def test_a_sparse_gradient_of_a_gpu_counts_by_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch raises where such a tensor is asked for its bytes: training ended with the first snapshot."""
+    gradient = torch.sparse_coo_tensor(torch.tensor([[1, 5]]), torch.ones(2, 3), (1000, 3), check_invariants=True)
+
+    class Sparse:
+        device = GPU
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(gradient, name)
+
+    for spare, is_there in ((40, True), (39, False)):  # two indices of 8 bytes, six numbers of 4
+        monkeypatch.setattr(tensors, "_spare_bytes", lambda _device, spare=spare: spare)
+        assert tensors._have_room([cast(torch.Tensor, Sparse())]) is is_there
 
 
 def test_what_is_spare_is_what_training_at_its_most_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,8 +49,16 @@ def _have_room(values: Iterable[torch.Tensor | torch.UntypedStorage]) -> bool:
     needed: Counter[torch.device] = Counter()
     for value in values:
         if value.device.type == "cuda":
-            needed[value.device] += value.nbytes() if isinstance(value, torch.UntypedStorage) else value.nbytes
+            needed[value.device] += _nbytes_of(value)
     return all(nbytes <= _spare_bytes(device) for device, nbytes in needed.items())
+
+
+def _nbytes_of(value: torch.Tensor | torch.UntypedStorage) -> int:
+    if isinstance(value, torch.UntypedStorage):
+        return value.nbytes()
+    if value.is_sparse:  # torch tells no size of such a gradient, which an embedding may have
+        return int(value._indices().nbytes + value._values().nbytes)
+    return value.nbytes
 
 
 def _spare_bytes(device: torch.device) -> int:
