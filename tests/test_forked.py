@@ -15,6 +15,7 @@ import pytest
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.goodput.records import read_records
+from lightning_spot.notices.signals import SignalSource
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.models import Net, data, trainer
@@ -95,3 +96,22 @@ def test_a_child_can_be_told_to_end(tmp_path: Path) -> None:
     finally:
         child.kill()
     assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_a_child_that_hears_of_its_end_before_it_has_left_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the fork and the first thing that the child does."""
+    leave, leaving = SignalSource.leave, [True]
+    monkeypatch.setattr(SignalSource, "leave", lambda source: None if leaving else leave(source))
+    source = SignalSource(["SIGTERM"])
+    source.install()
+    try:
+        child = os.fork()
+        if child == 0:
+            leaving.clear()
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        ended = until(lambda: (found := os.waitpid(child, os.WNOHANG))[0] and found, "the child to end")
+    finally:
+        source.restore()
+    assert os.waitstatus_to_exitcode(ended[1]) == -signal.SIGTERM
+    assert source.notice is None

@@ -54,6 +54,7 @@ class SignalSource:
         self._previous: dict[signal.Signals, Any] = {}
         self._first: dict[signal.Signals, Any] = {}
         self._of_children: Callable[[int, FrameType | None], Any] | None = None
+        self._pid = 0
         self._is_over = False
         self._came: int | None = None
         self._held: int | None = None
@@ -68,6 +69,7 @@ class SignalSource:
         for number in self._signals:
             self._previous[number] = former = signal.signal(number, self._handle)
             self._first.setdefault(number, former)
+        self._pid = os.getpid()
         _installed.add(self)
 
     def expect_workers(self) -> None:
@@ -130,6 +132,10 @@ class SignalSource:
         """See :meth:`NoticeSource.close`; handlers are put back by :meth:`restore`."""
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a forked child that was told to end before it had left
+            self.leave()
+            signal.raise_signal(number)
+            return
         if self._is_over:
             is_second, self._held = self._held is not None, number
             if is_second:
