@@ -18,7 +18,7 @@ from botocore import retryhandler
 from botocore.retries import standard
 
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import Fenced, SettingsError, SpotError, TierError
+from lightning_spot.errors import CorruptSnapshot, Fenced, SettingsError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.run.location import Location
 from lightning_spot.run.patience import Patience
@@ -354,3 +354,25 @@ def test_a_name_server_that_does_not_answer_keeps_no_process_from_ending(monkeyp
         go_on.set()
         asking.join()
         s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_part_that_comes_damaged_is_read_once_more(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """A line that flips a bit cost the newest snapshot: it was passed over, as one that is damaged there."""
+    store = open_store(f"memory://damaged-{times}/run")
+    assert isinstance(store, ObjectStore)
+    manifest, left, read = put(store, 1), [times], store._range
+
+    def flipped(*arguments: Any) -> bytes:
+        data = bytearray(read(*arguments))
+        if left[0]:
+            left[0] -= 1
+            data[7] ^= 1
+        return bytes(data)
+
+    monkeypatch.setattr(store, "_range", flipped)
+    if times == 1:
+        assert fetched(store, manifest) == sealed(1, 1000)[1]
+    else:
+        with pytest.raises(CorruptSnapshot, match="do not have the checksum"):
+            fetched(store, manifest)

@@ -91,10 +91,17 @@ class ObjectStore:
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`; by several requests at once."""
 
-        def read(start: int, stop: int) -> None:
+        def fill(start: int, stop: int) -> None:
             for span, first, last in pieces(manifest.spans, start, stop):
                 into[first:last] = bytes(last - first) if span is None else self._range(manifest, span, first, last)
             manifest.verify_range(start, into[start:stop], self.url)
+
+        def read(start: int, stop: int) -> None:
+            try:
+                fill(start, stop)
+            except CorruptSnapshot as error:  # there, or only on its way: what comes now tells
+                logger.info("read once more: %s", error)
+                fill(start, stop)
             if progress is not None:
                 progress(stop - start)
 
