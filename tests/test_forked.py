@@ -115,3 +115,23 @@ def test_a_child_that_hears_of_its_end_before_it_has_left_ends(monkeypatch: pyte
         source.restore()
     assert os.waitstatus_to_exitcode(ended[1]) == -signal.SIGTERM
     assert source.notice is None
+
+
+def test_a_child_ends_also_where_somebody_has_wrapped_our_handler() -> None:
+    """Ours was called again and again, since it was not there to be put back."""
+    source = SignalSource(["SIGTERM"])
+    source.install()
+    ours: Any = signal.getsignal(signal.SIGTERM)
+    former = signal.signal(signal.SIGTERM, lambda number, frame: ours(number, frame))
+    try:
+        child = os.fork()
+        if child == 0:
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            finally:
+                os._exit(0)
+        ended = until(lambda: (found := os.waitpid(child, os.WNOHANG))[0] and found, "the child to end")
+    finally:
+        signal.signal(signal.SIGTERM, former)
+        source.restore()
+    assert os.waitstatus_to_exitcode(ended[1]) == -signal.SIGTERM

@@ -131,10 +131,12 @@ class SignalSource:
     def close(self) -> None:
         """See :meth:`NoticeSource.close`; handlers are put back by :meth:`restore`."""
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a forked child that was told to end before it had left
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if (
+            os.getpid() != self._pid
+        ):  # a forked child that was told to end before it had left, or by who has wrapped this
             self.leave()
-            signal.raise_signal(number)
+            self._do_as_before(number, frame)
             return
         if self._is_over:
             is_second, self._held = self._held is not None, number
@@ -154,6 +156,15 @@ class SignalSource:
                 grace_s=self.grace_s,
             )
             self._expect_ends_of_children()
+
+    def _do_as_before(self, number: int, frame: FrameType | None) -> None:
+        """Do what a signal did before training."""
+        former = self._first[signal.Signals(number)]
+        if callable(former):
+            former(number, frame)
+        elif former != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     def _expect_ends_of_children(self) -> None:
         """Have torch say nothing of workers that end: the signal may have been for all processes of the group.
