@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
+from types import FrameType
 
 LONGEST_S = 2.0
 """An operation that takes longer is not waited for: nothing that writes to one tensor does."""
 
 _FIRST_LOOK_S, _LATER_LOOKS_S = 0.001, 0.05
+
+_MAY_STOP_FOR_EVER = (3, 11) <= sys.version_info < (3, 11, 9)
+"""Whether to collect garbage while Python lists its frames can hang the process (python/cpython issue 106883)."""
 
 
 class Operation:
@@ -21,7 +26,7 @@ class Operation:
 
     def __init__(self, thread: int) -> None:
         self._thread = thread
-        frame = sys._current_frames().get(thread)
+        frame = _frame_of(thread)
         # No frame is kept: it would keep all tensors alive that its function has.
         self._place = (id(frame), frame.f_lasti) if frame is not None else None
         if frame is not None and frame.f_code.co_filename == threading.__file__:
@@ -32,7 +37,7 @@ class Operation:
         """Whether the thread has gone on, or has ended, since."""
         if self._place is None:
             return True
-        frame = sys._current_frames().get(self._thread)
+        frame = _frame_of(self._thread)
         while frame is not None:  # what it was doing may call back into Python
             if (id(frame), frame.f_lasti) == self._place:
                 return False
@@ -44,3 +49,14 @@ class Operation:
         deadline_s, look_s = time.monotonic() + LONGEST_S, _FIRST_LOOK_S
         while not self.is_over and time.monotonic() < deadline_s and not told.wait(look_s):
             look_s = min(2 * look_s, _LATER_LOOKS_S)
+
+
+def _frame_of(thread: int) -> FrameType | None:
+    """What a thread is in, as far as Python sees it; ``None`` if it has ended."""
+    if not (_MAY_STOP_FOR_EVER and gc.isenabled()):
+        return sys._current_frames().get(thread)
+    gc.disable()  # it holds a lock that a thread needs in order to end, and garbage may let other threads run
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        gc.enable()

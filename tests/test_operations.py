@@ -1,0 +1,51 @@
+"""What a thread is at, as Python sees it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+
+from lightning_spot.staging import operations
+from lightning_spot.staging.operations import Operation
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_while_frames_are_listed_where_that_may_hang(
+    monkeypatch: pytest.MonkeyPatch, collects: bool
+) -> None:
+    seen: list[bool] = []
+    frames = sys._current_frames
+
+    def listed() -> dict[int, FrameType]:
+        seen.append(gc.isenabled())
+        return frames()
+
+    monkeypatch.setattr(sys, "_current_frames", listed)
+    monkeypatch.setattr(operations, "_MAY_STOP_FOR_EVER", True)
+    if not collects:
+        gc.disable()
+    assert Operation(threading.get_ident()).is_over  # this thread has gone on since
+    assert seen == [False, False]
+    assert gc.isenabled() is collects
+
+
+def test_garbage_is_collected_again_where_the_frames_could_not_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> dict[int, FrameType]:
+        raise MemoryError
+
+    monkeypatch.setattr(sys, "_current_frames", fails)
+    monkeypatch.setattr(operations, "_MAY_STOP_FOR_EVER", True)
+    with pytest.raises(MemoryError):
+        Operation(threading.get_ident())
+    assert gc.isenabled()
