@@ -27,6 +27,7 @@ ALLOWED = {
     "_replace",  # of named tuples
     "_get_kwargs_from_urls",  # of our own file system, as fsspec calls it
     "_version",  # the page of torch on autograd has it
+    *("_indices", "_values"),  # the page of torch on sparse tensors has them, for such as are not coalesced
     "_foreach_copy_",  # copied one by one without it: test_copier
 }
 IN_DDP = {private.BUCKETS, private.FLAT}  # nothing has the names of these parts here
