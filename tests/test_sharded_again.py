@@ -21,6 +21,7 @@ from lightning_spot.capture.tensors import by_storage
 from lightning_spot.errors import NotSerialisable
 from lightning_spot.image import whereabouts
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.pieces import Pieces
 from lightning_spot.sharded import layout, plan
 from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.items import Items
@@ -268,6 +269,76 @@ def test_another_storage_at_the_same_address_is_another() -> None:
             for _ in range(3):
                 pieces = layouter.lay_out(state, OWN, [4096, 4096], {}).layout.pieces
                 assert all(piece.named is not None and piece.named.is_of(piece.storage) for piece in pieces)
+
+
+@pytest.mark.parametrize("asks", ["C", "torch"])
+def test_other_memory_around_the_same_address_is_read_where_the_tensor_is(
+    asks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As parameters that are put into one buffer come to lie: the bytes before them were taken for theirs."""
+    if asks == "torch":
+        monkeypatch.setattr(whereabouts, "_compiled", None)
+    memory = np.arange(48, dtype=np.float32)
+    weight = torch.from_numpy(memory[16:32])
+    state = {"weight": weight, "other": torch.ones(3)}
+    with as_rank(0, (1,)):
+        layouter = ShardedLayouter(0, 2)
+        images = [image_of(layouter, state) for _ in range(2)]
+        weight.data = torch.from_numpy(memory)[16:32]
+        images += [image_of(layouter, state) for _ in range(2)]
+        assert images == [image_of(ShardedLayouter(0, 2), state)] * 4
+        pieces = layouter.lay_out(state, OWN, [4096, 4096], {}).layout.pieces
+    assert all(piece.named is not None and piece.named.is_of(piece.storage) for piece in pieces)
+
+
+def test_places_are_the_same_object_only_as_long_as_the_tensors_are() -> None:
+    """Who parts and copies pieces keeps what is known of their tensors for as long: where else these have gone to."""
+    state = {"weight": torch.ones(4), "other": torch.ones(3)}
+    with as_rank(0, (1,)):
+        layouter, met = ShardedLayouter(0, 2), []
+        for alias in (False, False, True, False):
+            if alias:
+                state["weight"] = state["weight"].detach()  # in the same memory
+            pieces = layouter.lay_out(state, OWN, [4096, 4096], {}).layout.pieces
+            assert isinstance(pieces, Pieces)
+            met.append(pieces.places)
+    assert [old is new for old, new in itertools.pairwise(met)] == [True, False, True]
+
+
+def test_what_torch_only_marks_as_conjugated_is_conjugated() -> None:
+    state = {"weight": torch.tensor([1 + 2j, 3 - 4j]), "other": torch.ones(3)}
+    with as_rank(0, (1,)):
+        layouter, images = ShardedLayouter(0, 2), []
+        for _ in range(2):
+            images += [image_of(layouter, state), image_of(layouter, state)]
+            assert images[-2:] == [image_of(ShardedLayouter(0, 2), state)] * 2
+            state["weight"].data = state["weight"].data.conj()
+    assert images[0] != images[-1]
+
+
+def test_flat_shards_are_looked_at_each_time() -> None:
+    """What a shard has of a tensor is cut anew: nothing is known of it that could be compared."""
+    elements = torch.arange(4.0)
+    with as_rank(0, (1,)):
+        layouter = ShardedLayouter(0, 2)
+        for _ in range(3):
+            state = {"weight": FlatShard(elements, (4, 2), ((0, 4), (4, 8)), 0)}
+            assert image_of(layouter, state) == image_of(ShardedLayouter(0, 2), state)
+            elements += 1
+
+
+@pytest.mark.parametrize("state_bytes", [[8192, 4096], [4096, 8192], [8192, 8192]])
+def test_what_comes_behind_moves_with_the_room_for_the_ranks_states(state_bytes: list[int]) -> None:
+    with as_rank(0, (1,)):
+        state = {"w": torch.ones(2), "groups": [{"lr": 0.1}]}
+        layouter = ShardedLayouter(0, 2)
+        for room in ([4096, 4096], state_bytes, state_bytes):
+            images = []
+            for one in (layouter, ShardedLayouter(0, 2)):
+                written = one.lay_out(state, state_archive({}, room[0]), room, {})
+                images.append((bytearray(written.layout.nbytes), written.files))
+                fill(images[-1][0], written)
+            assert images[0] == images[1]
 
 
 def test_flat_shards_of_another_shape_are_planned_anew() -> None:

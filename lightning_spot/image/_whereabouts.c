@@ -45,6 +45,10 @@ static Py_ssize_t describe(const Exchange *exchange, PyObject *object, int64_t *
         PyErr_SetString(PyExc_ValueError, "a tensor has too many dimensions");
         return -1;
     }
+    if (found.ndim && (found.shape == NULL || found.strides == NULL)) { /* until 1.2 they may be left out */
+        PyErr_SetString(PyExc_ValueError, "a tensor says no strides");
+        return -1;
+    }
     target[0] = (int64_t)((uintptr_t)found.data + (uintptr_t)found.byte_offset);
     target[1] = found.ndim;
     if (found.ndim) {

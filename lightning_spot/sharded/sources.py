@@ -22,6 +22,7 @@ from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.places import Placed
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_identity, _is_complex = operator.attrgetter("_cdata"), operator.methodcaller("is_complex")
 
 
 class Sources:
@@ -36,6 +37,7 @@ class Sources:
         self._sources = [source for _, source in sources]
         self._known: list[Callable[[], torch.Tensor | None]] = []
         self._whereabouts: object = None
+        self._identities: list[int] = []
         self._places: Places | None = None
 
     def pieces(self, tensors: Sequence[torch.Tensor | FlatShard]) -> Pieces:
@@ -52,13 +54,17 @@ class Sources:
             tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor) for tensor in found
         ]
         if self._places is not None and self._are_where_they_were(local):
-            return Pieces([tensor.untyped_storage() for tensor in local], self._places, local)
+            storages = [tensor.untyped_storage() for tensor in local]
+            if list(map(_identity, storages)) == self._identities:  # not one at the same address, which begins earlier
+                return Pieces(storages, self._places, local)
         self._places = None
         pieces = [source.piece(tensor) for source, tensor in zip(self._sources, found, strict=True)]
         places = places_of(pieces)
         self._known = [source.local for source in self._sources]
-        if all(map(operator.is_, [known() for known in self._known], local)):  # none had to be put in order
+        # None had to be put in order; nor will one that torch conjugates by a mark, which moves nothing.
+        if all(map(operator.is_, [known() for known in self._known], local)) and not any(map(_is_complex, local)):
             self._whereabouts, self._places = whereabouts(local), places
+            self._identities = [piece.storage._cdata for piece in pieces]
         return Pieces([piece.storage for piece in pieces], places)
 
     def _are_where_they_were(self, local: list[Any]) -> bool:
@@ -106,7 +112,9 @@ class Source:
             self.local() is not local
             or local.data_ptr() != self.address
             or local.shape != self.sizes
-            or not local.is_contiguous()
+            or not _is_in_order(local)
+            or self._named is None
+            or not self._named.is_of(local.untyped_storage())
         ):
             local = self._look(local)
         return Piece(local.untyped_storage(), *self._place)
@@ -118,7 +126,7 @@ class Source:
                 f"{metadata.name_of(self._path)} has {tuple(local.shape)} elements on rank {self._chunk.rank}, and"
                 f" {tuple(self.sizes)} by its placements: it cannot be saved in shards"
             )
-        if not local.is_contiguous() or local.is_conj() or local.is_neg():
+        if not _is_in_order(local):
             local = local.detach().resolve_conj().resolve_neg().contiguous()
         storage = local.untyped_storage()
         if self._named is None or not self._named.is_of(storage):
@@ -127,3 +135,8 @@ class Source:
         self._place = (*self._place[:3], self._named, start)
         self.local, self.address = weakref.ref(local), local.data_ptr()
         return local
+
+
+def _is_in_order(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of a tensor are its elements, one after the other."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
