@@ -54,6 +54,7 @@ def on_rank(strategy: Any, mesh: Any, *layers: nn.Module) -> Any:
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)  # type: ignore[arg-type]
     else:
         fully_shard(model, mesh=mesh)
+        strategy._device_mesh = {"data_parallel": mesh}
     strategy.model, strategy.optimizers = model, []
     return SimpleNamespace(
         strategy=strategy,

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -381,11 +381,12 @@ def test_one_ping_that_is_lost_gives_no_snapshot_up_and_two_in_a_row_do(
         if len(pings) in range(2, 2 + lost):
             raise NodeUnreachable("no memory node answers") from TimeoutError()
 
-    monkeypatch.setattr(NodeClient, "ping", ping)
-    monkeypatch.setattr(connection, "_PULSE_S", 0.02)
     checkpoint = Checkpoint(1)
     upload = team.lead(1, checkpoint)
     team.fill(upload, checkpoint)
+    wait(team.first.uploads.abroad._beginning(team.at, ""), LAST_S)  # which asks for itself where it takes long
+    monkeypatch.setattr(NodeClient, "ping", ping)
+    monkeypatch.setattr(connection, "_PULSE_S", 0.02)
     sealing = team.pool.submit(team.seal, upload, 1)
     if lost == 2:
         with pytest.raises(SpotError, match="no memory node answers"):

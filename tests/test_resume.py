@@ -200,10 +200,9 @@ def test_a_full_disk_where_nodes_leave_their_records_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What the memory of this host has is not read then; what is durable is."""
+    callback = SpotCheckpoint(str(tmp_path), interval=EverySteps(3), run="run-1", on_full="wait", notices=None)
     with pytest.raises(Stop):
-        trainer(SpotCheckpoint(str(tmp_path), interval=EverySteps(3), run="run-1", notices=None), StopAt(10)).fit(
-            Net(), data()
-        )
+        trainer(callback, StopAt(10)).fit(Net(), data())
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -450,10 +450,9 @@ def test_a_file_that_leaves_memory_while_it_is_listed_is_listed(monkeypatch: pyt
             return []
 
     node = SimpleNamespace(
-        key=lambda text: text,
         below=lambda text: "file:///below",
         ring=None,
-        registry=SimpleNamespace(runs={}),
+        registry=SimpleNamespace(key=lambda text: text, runs={}),
         flusher=SimpleNamespace(deletions=lambda key: []),
     )
     monkeypatch.setattr(files, "committed", lambda ring, key: list(in_memory))

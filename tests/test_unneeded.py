@@ -18,7 +18,7 @@ class Asked:
 
     def __init__(self) -> None:
         self.is_busy, self.finished = True, False
-        self.asked = 0
+        self.asked, self.ring = 0, self
         self.changed: Callable[[], None] = lambda: None
         self.watched = threading.Event()
 
