@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -193,6 +195,30 @@ def test_what_a_killed_node_was_sending_holds_nothing_up(bench: Receiving) -> No
     assert bench.durable() == [2]
     with pytest.raises(SnapshotNotFound):
         bench.node.uploads.find(upload.id)
+
+
+@pytest.mark.parametrize("why", ["it is connected", "it has just hung up", "it is of another run"])
+def test_a_sender_that_may_go_on_is_not_taken_for_one_that_was_killed(bench: Receiving, why: str) -> None:
+    """Between two connections, and in front of its commit, nobody is connected for a moment."""
+    upload = bench.begin(1)
+    manifest, image = bench.manifest, bench.image
+    upload.touched_s -= 1.0
+    with contextlib.ExitStack() as connected, socket.socket() as connection:
+        connected.enter_context(bench.node.uploads.streaming(upload, connection))
+        upload.touched_s -= 1.0
+        if why == "it has just hung up":
+            connected.close()
+        elif why == "it is of another run":
+            connected.close()
+            upload.touched_s -= 1.0
+            upload.run = f"other@{RUN_ID}"
+        newer = bench.begin(2)
+        upload.run = newer.run
+        assert bench.node.uploads.find(upload.id) is upload
+        bench.manifest, bench.image = manifest, image
+        bench.receive(upload, 0, 1, 2, 3)
+    bench.commit(upload)
+    assert bench.committed() == [1]
 
 
 def test_a_later_attempt_does_not_wait_for_what_an_earlier_one_was_sending(bench: Receiving) -> None:

@@ -26,7 +26,7 @@ from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.joint import KnownLayout
 from lightning_spot.memory.slots import Making
-from lightning_spot.staging.slot import SlotMemory
+from lightning_spot.staging.slot import SlotMemory, slot_capacity
 from tests.conftest import named_run, until
 from tests.gated import MIB, GatedStore, image_of, manifest_of
 from tests.test_writer import Desk
@@ -90,6 +90,37 @@ def test_a_spare_slot_is_made_only_if_one_is_wanted(here: Here) -> None:
     with pytest.raises(RingFull):
         here.host.lease(NBYTES, 0.0, making=Making.SPARE)
     assert here.host.lease(NBYTES, 0.0).slot == spare.slot
+
+
+def test_a_larger_slot_that_is_made_ahead_costs_only_what_is_superseded(tmp_path: Path) -> None:
+    """The newest snapshot is there until the next one is: what is made ahead of that never takes its place."""
+    store = GatedStore(str(tmp_path / "tier"))
+    host = InProcessHost(slots=2, memory_bytes=2**26, open_store=lambda _url: store)
+    host.open_run(named_run("run", store.url, keep=100))
+    larger = 4 * slot_capacity(NBYTES)
+
+    def there() -> list[int]:
+        return sorted(slot.snapshot.step for slot in host._node.ring.slots if slot.snapshot is not None)
+
+    def save(step: int) -> None:
+        lease = host.lease(NBYTES, 0.0)
+        lease.map[:NBYTES] = image_of(step, NBYTES)
+        host.seal(lease, manifest_of(step, run_id=""))
+        assert host.flush(30) == []
+
+    try:
+        save(1)
+        filled = host.lease(NBYTES, 0.0)  # so the newest is all that could make room
+        with pytest.raises(RingFull):
+            host.lease(larger, 0.0, making=Making.SPARE)
+        assert there() == [1]
+        host.abort(filled)
+        save(2)
+        assert there() == [1, 2]
+        host.abort(host.lease(larger, 0.0, making=Making.SPARE))
+        assert there() == [2]
+    finally:
+        host.leave(complete=True)
 
 
 def test_who_needs_the_slot_that_is_being_made_waits_for_it(here: Here) -> None:
