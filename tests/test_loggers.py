@@ -197,6 +197,18 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {path.name for path in folder.with_name("version_1").iterdir()} >= set(before)
 
 
+def test_a_log_that_is_not_there_is_not_said_to_be_gone_on_with(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(Stop):
+        fit(tmp_path / "a", CSVLogger(str(tmp_path), "logs", version=3), StopAt(13), seed=1)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.rmtree(tmp_path / "logs")
+    fit(tmp_path / "b", CSVLogger(str(tmp_path), "logs"), seed=1)
+    assert "begins at the snapshot: nothing is there" in caplog.text
+    assert rows(tmp_path / "logs" / "version_0")[0]["step"] == "10"
+
+
 def test_others_are_told_what_to_do(tmp_path: Path) -> None:
     class WandbLikeLogger(DummyLogger):
         runs = 0

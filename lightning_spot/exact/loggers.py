@@ -139,17 +139,20 @@ def _of_another_run(logger: Any, place: dict[str, Any]) -> Path | None:
 
 def _begin_with(logger: Any, place: dict[str, Any], former: Path) -> None:
     """Begin a log of its own with what another run, from which this one goes on, had logged up to there."""
+    found = False
     if private.EXPERIMENT.of(logger) is not None:  # on rank 0 only
         if _is(logger, "CSVLogger"):
-            _truncate(logger, place["rows"], former)
+            found = _truncate(logger, place["rows"], former)
         else:
             logger.experiment.close()
-            for events in former.glob("events.out.tfevents.*"):
+            for events in former.glob("events.out.tfevents.*"):  # of a log at a URL, or on another machine, none
                 shutil.copy2(events, logger.log_dir)
+                found = True
             _forget_from(logger, place["step"])
+    begins = "begins with what was logged up to the snapshot" if found else "begins at the snapshot: nothing is there"
     rank_zero_info(
         f"lightning_spot: {former} is the log of the run that this one was made from, and stays as it is:"
-        f" {place['kind']} goes on in {logger.log_dir}, which begins with what was logged up to the snapshot"
+        f" {place['kind']} goes on in {logger.log_dir}, which {begins}"
     )
 
 
@@ -159,8 +162,12 @@ def _forget_from(logger: Any, step: int) -> None:
     private.TENSORBOARD_OPTIONS.of(logger)["purge_step"] = step
 
 
-def _truncate(logger: Any, rows: int, former: Path) -> None:
-    """Keep the first rows of a file. Lightning deletes it when it makes its writer: it is written again then."""
+def _truncate(logger: Any, rows: int, former: Path) -> bool:
+    """Keep the first rows of a file. Lightning deletes it when it makes its writer: it is written again then.
+
+    Returns:
+        Whether there is any.
+    """
     file = Path(logger.log_dir) / "metrics.csv"
     source = former / file.name
     keys, found = _rows(source if source.exists() else source.with_name(_KEPT))
@@ -180,6 +187,7 @@ def _truncate(logger: Any, rows: int, former: Path) -> None:
         os.replace(temporary, file)
         writer.metrics_keys = list(keys)
     _keep(file, at_end=False)
+    return bool(keys)
 
 
 def _rows(file: Path) -> tuple[list[str], list[dict[str, str]]]:
