@@ -271,15 +271,20 @@ def test_a_signal_to_the_whole_group_ends_workers_and_raises_nothing_of_them(sou
     assert signal.getsignal(signal.SIGCHLD) is torch_raises
 
 
-def test_a_worker_may_hear_of_a_signal_to_the_whole_group_before_this_process_does(source: SignalSource) -> None:
-    """Of one that was killed alone, torch's error comes a moment later."""
-    source.expect_workers()
+def hear_of_a_worker_first() -> None:
+    """One ends by itself, and then one by a signal to the whole group, which comes here a moment later."""
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         signal.raise_signal(signal.SIGCHLD)
     late = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGUSR2))
     late.start()
     signal.raise_signal(signal.SIGCHLD)
     late.join()
+
+
+def test_a_worker_may_hear_of_a_signal_to_the_whole_group_before_this_process_does(source: SignalSource) -> None:
+    """Of one that was killed alone, torch's error comes a moment later."""
+    source.expect_workers()
+    hear_of_a_worker_first()
     assert source.notice is not None
     source.restore()
     source.expect_workers()  # nothing: signals are watched no more
@@ -289,12 +294,7 @@ def test_a_worker_may_hear_of_a_signal_to_the_whole_group_before_this_process_do
 def test_workers_that_end_by_a_signal_at_the_end_do_not_break_off_what_it_waits_for(source: SignalSource) -> None:
     """The signal is kept until the last snapshot is safe; torch's error of a worker came in the middle of that."""
     source.hold()
-    with pytest.raises(RuntimeError, match="DataLoader worker"):
-        signal.raise_signal(signal.SIGCHLD)
-    late = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGUSR2))
-    late.start()
-    signal.raise_signal(signal.SIGCHLD)
-    late.join()
+    hear_of_a_worker_first()
     signal.raise_signal(signal.SIGCHLD)
     source.restore()
     assert signal.getsignal(signal.SIGCHLD) is torch_raises

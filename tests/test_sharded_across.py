@@ -219,15 +219,22 @@ def test_shards_of_ranks_that_are_no_neighbours_come_together_whichever_of_them_
         assert 6 * share < nbytes < 13 * share
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_with_replicas_each_host_brings_its_part_to_both_nodes_or_to_the_one_that_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int
-) -> None:
+@contextlib.contextmanager
+def at_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AtNodes]:
+    """Hosts that bring each snapshot to both."""
     nodes = [node_for(tmp_path) for _ in range(2)]
     with served(nodes[0]) as one, served(nodes[1]) as other, contextlib.ExitStack() as ends:
         at = {f"spot://127.0.0.1:{port}": node for port, node in zip((one, other), nodes, strict=True)}
         made = AtNodes(tmp_path, at, monkeypatch)
         ends.callback(made.close)
+        yield made
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_with_replicas_each_host_brings_its_part_to_both_nodes_or_to_the_one_that_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    with at_two_nodes(tmp_path, monkeypatch) as made:
         urls = made.at.split()
         left, nobody = urls[1 - lost], f"spot://127.0.0.1:1/run@{RUN_ID}"
         for step in (1, 2, 3):
@@ -247,11 +254,7 @@ def test_a_replica_that_has_a_snapshot_a_moment_after_the_other_has_the_next_one
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the next one goes is asked when the first node has this one: the other one then counted as late."""
-    nodes = [node_for(tmp_path) for _ in range(2)]
-    with served(nodes[0]) as one, served(nodes[1]) as other, contextlib.ExitStack() as ends:
-        at = {f"spot://127.0.0.1:{port}": node for port, node in zip((one, other), nodes, strict=True)}
-        made = AtNodes(tmp_path, at, monkeypatch)
-        ends.callback(made.close)
+    with at_two_nodes(tmp_path, monkeypatch) as made:
         urls, go_on = made.at.split(), threading.Event()
         second = made.memories[urls[1].rpartition("/")[0]]
         seal = second.seal
