@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 _RENEWED_SHARE = 4  # where a fourth of the tensors are others each time, to compare rows of them saves nothing
 
-_identity = operator.attrgetter("_cdata")
+identity_of = operator.attrgetter("_cdata")
+"""Which storage it is, whatever object Python has for it; another one may have the same once it is gone."""
 _shape, _dtype, _trains = map(operator.attrgetter, ("shape", "dtype", "requires_grad"))
 
 
@@ -78,7 +79,7 @@ class Forms:
     @staticmethod
     def _plain_of(tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> list[list[int]]:
         return [
-            list(map(_identity, storages)),
+            list(map(identity_of, storages)),
             [storage.nbytes() for storage in storages],
             [tensor.storage_offset() for tensor in tensors],
             list(map(_trains, tensors)),

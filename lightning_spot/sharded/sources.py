@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lightning_spot.errors import NotSerialisable
+from lightning_spot.image.forms import identity_of
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece, Pieces, Places, places_of
 from lightning_spot.image.shards import Path
@@ -22,7 +23,7 @@ from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.places import Placed
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-_identity, _is_complex = operator.attrgetter("_cdata"), operator.methodcaller("is_complex")
+_is_complex = operator.methodcaller("is_complex")
 
 
 class Sources:
@@ -55,7 +56,7 @@ class Sources:
         ]
         if self._places is not None and self._are_where_they_were(local):
             storages = [tensor.untyped_storage() for tensor in local]
-            if list(map(_identity, storages)) == self._identities:  # not one at the same address, which begins earlier
+            if list(map(identity_of, storages)) == self._identities:  # not one that begins earlier
                 return Pieces(storages, self._places, local)
         self._places = None
         pieces = [source.piece(tensor) for source, tensor in zip(self._sources, found, strict=True)]
@@ -64,7 +65,7 @@ class Sources:
         # None had to be put in order; nor will one that torch conjugates by a mark, which moves nothing.
         if all(map(operator.is_, [known() for known in self._known], local)) and not any(map(_is_complex, local)):
             self._whereabouts, self._places = whereabouts(local), places
-            self._identities = [piece.storage._cdata for piece in pieces]
+            self._identities = [identity_of(piece.storage) for piece in pieces]
         return Pieces([piece.storage for piece in pieces], places)
 
     def _are_where_they_were(self, local: list[Any]) -> bool:
