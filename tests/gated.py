@@ -101,12 +101,14 @@ class Bench:
         wait_s: float = 0.0,
         run_id: str = RUN_ID,
         destinations: list[str] | None = None,
+        followed: bool = False,
         **fields: Any,
     ) -> Manifest:
         upload = self.node.lease(f"run@{run_id}", attempt, nbytes, wait_s=wait_s)
         with upload.slot.view(nbytes) as view:
             view[:] = image_of(step, nbytes)
-        return self.node.seal(upload.id, manifest_of(step, attempt, nbytes, run_id, **fields), destinations)
+        manifest = manifest_of(step, attempt, nbytes, run_id, **fields)
+        return self.node.seal(upload.id, manifest, destinations, followed=followed)
 
     def file(self, name: str, step: int, **more: Any) -> Manifest:
         """Commit a user's file."""
@@ -124,6 +126,7 @@ class Bench:
         assert area is not None
         self.node.routes.close()
         self.node.flusher.close()
+        self.node._unsealed.close()
         area._lock_file.close()
 
     def close(self) -> None:

@@ -99,7 +99,8 @@ def trainer(*callbacks: pl.Callback, **more: Any) -> pl.Trainer:
 class EachDurable(pl.Callback):
     """Trains on only once the snapshot of every ``every``-th step is at ``url``: so none is superseded on its way.
 
-    A tier takes the newest snapshot when it is free. Which ones a slow one takes depends on the machine otherwise.
+    A tier takes the newest snapshot when it is free. Which ones a slow one takes depends on the machine otherwise. Give
+    the callback that takes them ``durable_every_s=0``: of those that follow each other in moments it gets only some.
     """
 
     def __init__(self, url: object, every: int) -> None:

@@ -63,11 +63,12 @@ def fill(lease: Lease, step: int) -> None:
     lease.map[: lease.nbytes] = image_of(step, lease.nbytes)
 
 
-def take(host: EmbeddedHost, step: int, nbytes: int) -> None:
+def take(host: EmbeddedHost, step: int, nbytes: int, *, followed: bool = False) -> Manifest:
     """Commit the snapshot of a step."""
-    lease = host.lease(nbytes, 10.0)
+    lease, manifest = host.lease(nbytes, 10.0), manifest_of(step, host.attempt, nbytes)
     fill(lease, step)
-    host.seal(lease, manifest_of(step, host.attempt, nbytes))
+    host.seal(lease, manifest, followed=followed)
+    return manifest
 
 
 def reach(host: EmbeddedHost, phase: str, step: int, nbytes: int) -> list[threading.Thread]:
@@ -112,7 +113,7 @@ def main() -> None:
     )
     host.open_run(info_of(wish["dirpath"], wish["attempt"]))
     for step in range(1, wish["committed"] + 1):
-        take(host, step, wish["nbytes"])
+        take(host, step, wish["nbytes"], followed=True)
     threads = reach(host, wish["phase"], wish["committed"] + 1, wish["nbytes"])
     worker = 0
     if wish["worker"]:

@@ -27,7 +27,7 @@ from tests.test_stores import sharded
 def run_dir(tmp_path: Path) -> Path:
     """A run that was interrupted: snapshots in memory and on disk."""
     path = tmp_path / "run-1"
-    callback = SpotCheckpoint(str(path), interval=EverySteps(5), on_full="wait")
+    callback = SpotCheckpoint(str(path), interval=EverySteps(5), on_full="wait", durable_every_s=0.0)
     with pytest.raises(Stop):
         trainer(callback, EachDurable(path, 5), StopAt(31)).fit(Net(), data())
     return path

@@ -149,7 +149,8 @@ class Witness(pl.Callback):
 def check(root: Path, steps: int, model: pl.LightningModule, *callbacks: pl.Callback) -> Witness:
     """Train with a snapshot at every step, each of which becomes durable, and compare them."""
     witness = Witness(root / "run")
-    snapshots = RemoteSnapshot(str(root / "run"), memory=None, interval=EverySteps(1), keep=2, on_full="wait")
+    each: dict[str, Any] = {"interval": EverySteps(1), "on_full": "wait", "durable_every_s": 0.0}
+    snapshots = RemoteSnapshot(str(root / "run"), memory=None, keep=2, **each)
     fit = trainer(*callbacks, snapshots, EachDurable(root / "run", 1), witness, max_epochs=1)
     fit.fit(model, data(steps), data(2))
     assert witness.compared == steps - 1

@@ -59,7 +59,8 @@ class StopAt(pl.Callback):
 
 
 def spot(root: Path, **more: Any) -> SpotCheckpoint:
-    return SpotCheckpoint(str(root / "run-1"), **{"interval": EverySteps(3), "keep": 1000, "on_full": "wait", **more})
+    usual = {"interval": EverySteps(3), "keep": 1000, "on_full": "wait", "durable_every_s": 0.0}
+    return SpotCheckpoint(str(root / "run-1"), **{**usual, **more})
 
 
 def manifests(root: Path) -> list[Manifest]:
@@ -419,7 +420,7 @@ def test_auto_resume_and_remote_snapshot_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("memory", ["auto", None])
 def test_s3(tmp_path: Path, s3: str, memory: str | None) -> None:
     def callback() -> SpotCheckpoint:
-        return SpotCheckpoint(f"{s3}/run-1", interval=EverySteps(5), memory=memory, on_full="wait")
+        return SpotCheckpoint(f"{s3}/run-1", interval=EverySteps(5), memory=memory, on_full="wait", durable_every_s=0.0)
 
     with pytest.raises(Stop):
         trainer(callback(), StopAt(16), EachDurable(f"{s3}/run-1", 5)).fit(Net(), data())

@@ -52,10 +52,10 @@ class Pipeline:
         self.writer.warm(sum(weight.nbytes for weight in self.weights), gpu=0 if gpu else None, beyond=beyond)
         self.idle()
 
-    def _sealed_late(self, lease: Any, manifest: Manifest, *more: Any) -> bool:
+    def _sealed_late(self, lease: Any, manifest: Manifest, *more: Any, **how: Any) -> bool:
         with self._changed:
             assert self._changed.wait_for(lambda: self._now >= manifest.step + self._lag, 30)
-        return self._seal(lease, manifest, *more)
+        return self._seal(lease, manifest, *more, **how)
 
     def idle(self) -> None:
         until(lambda: self.writer.ready and self.writer._maker._thread is None, "nothing is being made")

@@ -47,7 +47,8 @@ EIO = Path("/proc/self/mem")  # reading its first byte fails with EIO, also for 
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was interrupted after step 9: snapshots of steps 3, 6 and 9."""
     path = tmp_path_factory.mktemp("trained") / "run-1"
-    callback = SpotCheckpoint(str(path), interval=EverySteps(3), memory=None, on_full="wait", keep=3, notices=None)
+    each: dict[str, Any] = {"interval": EverySteps(3), "on_full": "wait", "durable_every_s": 0.0}
+    callback = SpotCheckpoint(str(path), memory=None, keep=3, notices=None, **each)
     with pytest.raises(Stop):
         trainer(callback, StopAt(10), EachDurable(path, 3)).fit(Net(), data())
     assert [manifest.step for manifest in LocalStore(path).survey().manifests] == [9, 6, 3]

@@ -451,7 +451,7 @@ def test_a_file_that_leaves_memory_while_it_is_listed_is_listed(monkeypatch: pyt
 
     node = SimpleNamespace(
         below=lambda text: "file:///below",
-        ring=None,
+        ring=SimpleNamespace(committed=lambda key: []),
         registry=SimpleNamespace(key=lambda text: text, runs={}),
         flusher=SimpleNamespace(deletions=lambda key: []),
     )

@@ -58,7 +58,9 @@ class RemoteSnapshot(Part):
         memory_limit: most memory for slots, such as ``"64GiB"``; default half of the host's.
         on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for the flusher.
         durable_every_s: at least so many seconds lie between two snapshots that are brought to the durable tier; 0
-            brings it the newest one whenever it is free. The last one is brought there in any case.
+            brings it the newest one whenever it is free. So does ``None``, but for steps of which several are saved
+            within 5 s: of these it gets one in 40 times as long as it takes to write, at least one in 30 s if it can be
+            written in that time. The last one is brought there in any case, and what is there at a notice.
         compression: how what changed since the last snapshot goes to a memory node on another host: ``"auto"``
             compresses it (without loss) where that was measured to be faster, ``"delta"`` always, ``None`` never.
             What has not changed is not sent in any case; what lies there is always the plain, whole file.
@@ -101,7 +103,7 @@ class RemoteSnapshot(Part):
         slots: int | None = None,
         memory_limit: str | float | None = None,
         on_full: Literal["skip", "wait"] = "skip",
-        durable_every_s: float = 0.0,
+        durable_every_s: float | None = None,
         compression: Compression = "auto",
         flush_timeout_s: float = FLUSH_TIMEOUT_S,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
@@ -117,7 +119,8 @@ class RemoteSnapshot(Part):
         if on_full not in ("skip", "wait"):
             raise SettingsError(f"on_full={on_full!r}: it is 'skip' or 'wait'")
         check_compression(compression)
-        check_number("durable_every_s", durable_every_s, 0)
+        if durable_every_s is not None:
+            check_number("durable_every_s", durable_every_s, 0)
         check_number("flush_timeout_s", flush_timeout_s, 0)
         check_number("idle_timeout_s", idle_timeout_s, 0)
         check_number("max_stall_s", max_stall_s, 0, above=True)
@@ -141,7 +144,7 @@ class RemoteSnapshot(Part):
             idle_timeout_s=float(idle_timeout_s),
             keep=int(keep),
             strict=bool(strict),
-            durable_every_s=float(durable_every_s),
+            durable_every_s=float(durable_every_s) if durable_every_s is not None else None,
             compression=compression,
             replicas=int(replicas),
             max_stall_s=float(max_stall_s),

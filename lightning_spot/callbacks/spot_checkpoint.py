@@ -49,7 +49,9 @@ class SpotCheckpoint(SpotCallback):
         memory_limit: most memory for slots, such as ``"64GiB"``; default half of the host's.
         on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for the flusher.
         durable_every_s: at least so many seconds lie between two snapshots that are brought to the durable tier; 0
-            brings it the newest one whenever it is free. The last one is brought there in any case.
+            brings it the newest one whenever it is free. So does ``None``, but for steps of which several are saved
+            within 5 s: of these it gets one in 40 times as long as it takes to write, at least one in 30 s if it can be
+            written in that time. The last one is brought there in any case, and what is there at a notice.
         compression: how what changed goes to a memory node on another host, ``"auto"``, ``"delta"``, ``None`` or, not
             exact, ``"topk"``; see :class:`RemoteSnapshot`.
         flush_timeout_s: how long ``fit`` waits at its end until all is durable, seconds.
@@ -92,7 +94,7 @@ class SpotCheckpoint(SpotCallback):
         slots: int | None = None,
         memory_limit: str | float | None = None,
         on_full: Literal["skip", "wait"] = "skip",
-        durable_every_s: float = 0.0,
+        durable_every_s: float | None = None,
         compression: Compression = "auto",
         flush_timeout_s: float = FLUSH_TIMEOUT_S,
         idle_timeout_s: float = IDLE_TIMEOUT_S,

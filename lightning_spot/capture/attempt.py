@@ -122,7 +122,7 @@ class Attempt:
             else SnapshotWriter(host, reopen, look, copier, schedule, approximates=topk)
         )
         self._past_memory = PastMemory(self.writer, self.location.url, self.info)
-        self.safety = Safety(self.writer, settings.durable_every_s)
+        self.safety = Safety(self.writer, settings.durable_every_s or 0.0)
 
     @property
     def number(self) -> int:
@@ -153,6 +153,7 @@ class Attempt:
         wait_s: float,
         ranks: Ranks | None = None,
         again: bool = False,
+        followed: bool = False,
     ) -> None:
         """Begin a snapshot. What keeps it from being taken is said once, or raised with ``strict``.
 
@@ -167,6 +168,7 @@ class Attempt:
             wait_s: how long to wait for a clean slot.
             ranks: that fill it together with this one.
             again: whether that of the same step was begun before.
+            followed: whether another one is to follow in a moment, see :meth:`Host.seal`.
         """
         manifest = Manifest(
             run=self.info.name,
@@ -187,7 +189,8 @@ class Attempt:
             self._ended = True
             self._last = LastState.of(checkpoint, manifest)
         try:
-            self._begun = self.writer.begin(checkpoint, manifest, owned=owned, kept=kept, wait_s=wait_s, ranks=ranks)
+            how: dict[str, Any] = {"owned": owned, "kept": kept, "ranks": ranks, "followed": followed}
+            self._begun = self.writer.begin(checkpoint, manifest, wait_s=wait_s, **how)
         except SpotError as error:
             self._begun = Future()
             self._begun.set_exception(error)

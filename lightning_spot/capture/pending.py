@@ -49,6 +49,7 @@ class Pending:
         view: its slot, as the writer sees it.
         sent: first byte and length of the room for what other ranks send, by rank.
         floats: where in it numbers lie that may be approximated on their way to a memory node.
+        followed: whether another one is to follow in a moment, see :meth:`Host.seal`.
     """
 
     manifest: Manifest
@@ -61,6 +62,7 @@ class Pending:
     view: SlotView
     sent: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     floats: tuple[Floats, ...] = ()
+    followed: bool = False
 
     @contextlib.contextmanager
     def rooms(self) -> Iterator[dict[int, memoryview]]:

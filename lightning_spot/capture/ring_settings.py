@@ -21,7 +21,7 @@ class RingSettings:
         idle_timeout_s: its node ends when no trainer came for so long.
         keep: snapshots that each tier keeps.
         strict: whether to raise where a warning would do.
-        durable_every_s: least seconds between two snapshots brought to the durable tier; 0 for as often as it can.
+        durable_every_s: least seconds between two snapshots brought to the durable tier, see :class:`RunInfo`.
         compression: how what changed goes to memory nodes behind, see :class:`RunInfo`.
         replicas: how many of them each snapshot is kept at.
         max_stall_s: how long a call to the ring may keep the training thread.
@@ -33,7 +33,7 @@ class RingSettings:
     idle_timeout_s: float
     keep: int
     strict: bool
-    durable_every_s: float = 0.0
+    durable_every_s: float | None = None
     compression: Compression = "auto"
     replicas: int = 1
     max_stall_s: float = MAX_STALL_S

@@ -149,6 +149,7 @@ class SnapshotWriter:
         wait_s: float = 0.0,
         destinations: list[str] | None = None,
         ranks: Ranks | None = None,
+        followed: bool = False,
     ) -> Future[Manifest]:
         """Begin a snapshot. What is not in ``owned`` is copied before this returns.
 
@@ -160,6 +161,7 @@ class SnapshotWriter:
             wait_s: how long to wait for a clean slot, in all.
             destinations: tiers below, if not the run's.
             ranks: that fill it together with this one; each of them begins its share by itself.
+            followed: whether another one is to follow in a moment, see :meth:`Host.seal`.
 
         Returns:
             a future that becomes the manifest once the snapshot is committed in memory.
@@ -192,7 +194,10 @@ class SnapshotWriter:
             job = self._copy(plan, view, owned)
             floats = floats_of(opened.whole, owned) if self._approximates else ()
             outline = outline_of(layout)
-            pending = Pending(manifest, lease, job, done, destinations, outline, plan, view, opened.sent, floats)
+            sent, alone = opened.sent, ranks is None
+            pending = Pending(
+                manifest, lease, job, done, destinations, outline, plan, view, sent, floats, followed and alone
+            )
             self._forget_done()
             self._pending.append(pending)
             self.across.begun(pending)
@@ -300,7 +305,8 @@ class SnapshotWriter:
 
     def _commit(self, host: Host, pending: Pending) -> bool:
         """All bytes are in place: make it a snapshot; whether the next one needs a slot that is still to be made."""
-        return host.seal(pending.lease, pending.manifest, pending.destinations, pending.floats, pending.plan.written)
+        manifest, written, followed = pending.manifest, pending.plan.written, pending.followed
+        return host.seal(pending.lease, manifest, pending.destinations, pending.floats, written, followed=followed)
 
     def _give_up(self, host: Host, lease: Lease, error: BaseException) -> None:
         """There will be no snapshot: give its slot back."""

@@ -165,6 +165,8 @@ class EmbeddedHost:
         destinations: list[str] | None = None,
         floats: tuple[Floats, ...] = (),
         written: Ranges | None = None,
+        *,
+        followed: bool = False,
     ) -> bool:
         """See :meth:`Host.seal`."""
         body = {
@@ -172,6 +174,7 @@ class EmbeddedHost:
             "destinations": destinations,
             "floats": floats,
             "written": written,
+            "followed": followed,
         }
         sealed = self._call("POST", f"/v1/uploads/{lease.id}/seal", body, limit_s=_SEAL_TIMEOUT_S)
         return sealed["short"] is True

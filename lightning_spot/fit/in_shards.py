@@ -155,7 +155,7 @@ class InShards(OfTrainer):
                 return ""
             if not self._location.nodes:
                 now_s = time.monotonic()
-                if now_s - self._brought_s < self._ring.durable_every_s:
+                if now_s - self._brought_s < (self._ring.durable_every_s or 0.0):
                     return ""
                 self._brought_s = now_s
             if not (at := self._carrier(attempt, anew=missed)):

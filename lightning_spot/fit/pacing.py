@@ -198,19 +198,22 @@ class Pacing:
             # A validation, or what the first step compiles, makes one step long, and all of them on the average.
             self._say(trainer, step + self._stride, now_s + self._stride * min(self._laps_s), can_begin)
 
-    def next_within(self, trainer: pl.Trainer, most_s: float) -> bool:
-        """Whether a snapshot is due at the next seam, and that comes in time; known of intervals in steps only.
+    def next_within(self, trainer: pl.Trainer, most_s: float, *, seams: int = 1) -> bool:
+        """Whether a snapshot is due at one of the next seams, and that comes in time; known of intervals in steps only.
 
         Args:
             trainer: that is at a seam, on rank 0.
             most_s: what counts as in time, seconds.
+            seams: how many are looked at.
         """
-        step, lap_s = trainer.global_step, self._stride * max(self._laps_s)
-        return (
-            self.policy.by_step
-            and lap_s < most_s
-            and self.policy.due(step + self._stride, time.monotonic())
-            and time.monotonic() + lap_s - self._taken_s >= self.policy.shortest_s()
+        if not self.policy.by_step:
+            return False
+        now_s, lap_s = time.monotonic(), self._stride * max(self._laps_s)
+        return any(
+            number * lap_s < most_s
+            and self.policy.due(trainer.global_step + number * self._stride, now_s)
+            and now_s + number * lap_s - self._taken_s >= self.policy.shortest_s()
+            for number in range(1, seams + 1)
         )
 
     def _note_step(self, step: int, now_s: float) -> None:

@@ -28,6 +28,7 @@ from lightning_spot.fit.together import ALONE, Together, checked
 from lightning_spot.fit.train_end import after_train_end
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.interval.costs import TierPace
+from lightning_spot.memory.unsealed import FOLLOWED_S
 from lightning_spot.run.choice import say_what_is_left
 from lightning_spot.run.location import Location
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 WAIT_FOR_SLOT_S = 600.0
+_SEAMS = 64  # that are looked ahead at for another snapshot: of steps of a tenth of a second as many as count
 
 
 class Snapshotter(OfTrainer):
@@ -258,10 +260,18 @@ class Snapshotter(OfTrainer):
             dump = FitState.of(trainer).dump(before_validation=before_validation, at_end=complete)
             wait_s = WAIT_FOR_SLOT_S if self.settings.on_full == "wait" or complete else 0.0
             how = self.together.how_last(self.attempt) if complete else how
-            self.write(dump, complete=complete, wait_s=wait_s, how=how)
+            followed = how == ALONE and not complete and self.pacing.next_within(trainer, FOLLOWED_S, seams=_SEAMS)
+            self.write(dump, complete=complete, wait_s=wait_s, how=how, followed=followed)
 
     def write(
-        self, dump: Dump, *, complete: bool = False, urgent: bool = False, wait_s: float, how: str = ALONE
+        self,
+        dump: Dump,
+        *,
+        complete: bool = False,
+        urgent: bool = False,
+        wait_s: float,
+        how: str = ALONE,
+        followed: bool = False,
     ) -> None:
         """Have a state written, by all ranks as they have agreed.
 
@@ -271,6 +281,7 @@ class Snapshotter(OfTrainer):
             urgent: whether training ends with it, for now.
             wait_s: how long to wait for a slot, seconds.
             how: the ranks write it together; :data:`~lightning_spot.fit.together.ALONE` where rank 0 writes all of it.
+            followed: whether another one is to follow in a moment.
         """
         trainer = self._trainer
         self.begun_step = trainer.global_step
@@ -282,12 +293,21 @@ class Snapshotter(OfTrainer):
         checkpoint = self.together.checkpoint(dump, how)
         if self.attempt is not None:
             checkpoint[KEY] |= {"interval": self.pacing.state_dict(), **self.attempt.origin}
-            self.store(checkpoint, complete=complete, wait_s=wait_s, ranks=self.together.ranks(how))
+            ranks = self.together.ranks(how)
+            self.store(checkpoint, complete=complete, wait_s=wait_s, ranks=ranks, followed=followed)
         elif how != ALONE:
             name = snapshot_name(trainer.global_step, self.number, complete=complete)
             self.together.share(dump, how, optimizer_owned(trainer.optimizers), name, wait_s)
 
-    def store(self, checkpoint: dict[str, Any], *, complete: bool = False, wait_s: float, ranks: Ranks | None) -> None:
+    def store(
+        self,
+        checkpoint: dict[str, Any],
+        *,
+        complete: bool = False,
+        wait_s: float,
+        ranks: Ranks | None,
+        followed: bool = False,
+    ) -> None:
         """Begin a snapshot on rank 0; on the others nothing happens. See :meth:`Attempt.write`."""
         trainer = self._trainer
         if self.attempt is not None and not self.attempt.fenced:
@@ -301,6 +321,7 @@ class Snapshotter(OfTrainer):
                 complete=complete,
                 wait_s=wait_s,
                 ranks=ranks,
+                followed=followed,
             )
 
     # -- end ------------------------------------------------------------------------------------------------------

@@ -22,8 +22,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lightning_spot.errors import CorruptSnapshot, TierError
+from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, TierError
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.sealing import Sealing, sealing_threads
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.slots import Slot, SlotState, file_order
 from lightning_spot.staging.slot import SlotMemory
@@ -121,7 +122,7 @@ class SlotArea:
                 logger.warning("%s is left out: %s", path, error)
 
     def adopt(self) -> list[Slot]:
-        """Slots that earlier nodes committed, checked byte by byte; whatever else is here is removed.
+        """Slots that earlier nodes committed, checked byte by byte (or sealed); whatever else is here is removed.
 
         Those in the directories beside this one, which nobody holds any more, are brought here first.
         """
@@ -198,17 +199,21 @@ class SlotArea:
             if manifest.nbytes > slot.capacity:
                 raise CorruptSnapshot(f"{self.image(slot)} is shorter than its manifest says")
             with slot.view(manifest.nbytes) as view:
-                manifest.verify(view, str(self.image(slot)))
+                if manifest.is_sealed:
+                    manifest.verify(view, str(self.image(slot)))
+                sealed = manifest if manifest.is_sealed else Sealing(manifest, view).run(sealing_threads())
             slot.places = tuple(record["places"]) if record["places"] is not None else None
             slot.safe, slot.refused = list(record["safe"]), list(record["refused"])
             slot.settled, slot.given = bool(record.get("settled")), bool(record.get("given"))
             slot.sequence, slot.generation = int(record["sequence"]), 1
-        except (OSError, ValueError, KeyError, TypeError, CorruptSnapshot) as error:
+        except (OSError, ValueError, KeyError, TypeError, CorruptSnapshot, LayoutUnsupported) as error:
             logger.warning("a slot left by an earlier node is dropped: %s", error)
             if slot.memory is not None:
                 slot.memory.close()
             return None
-        slot.manifest, slot.run, slot.state = manifest, key_of(manifest), SlotState.COMMITTED
+        slot.manifest, slot.run, slot.state = sealed, key_of(manifest), SlotState.COMMITTED
+        if not manifest.is_sealed:  # that node was killed before anybody needed the checksums
+            self.record(slot)
         logger.info("took over snapshot %s of run %s from an earlier node", manifest.name, manifest.run)
         return slot
 

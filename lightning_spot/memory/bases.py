@@ -37,7 +37,7 @@ class Base:
         """Pin the snapshot of a run that was committed last; ``None`` if there is none."""
         with ring.changed:
             for slot in ring.committed(run):
-                if (manifest := slot.snapshot) is not None:
+                if (manifest := slot.snapshot) is not None and not slot.unsealed:
                     slot.readers += 1
                     return cls(ring, slot, manifest)
         return None
@@ -94,6 +94,6 @@ def glance(ring: Ring, run: str, name: str) -> Glance | None:
     with ring.changed:
         slot = ring.find(run, name)
         manifest = slot.snapshot if slot is not None else None
-        if slot is None or manifest is None:
+        if slot is None or manifest is None or slot.unsealed:
             return None
         return Glance(manifest, slot.view(manifest.nbytes), lambda: slot.manifest is manifest)

@@ -31,13 +31,19 @@ class Commits:
         ring: holds what is committed.
         registry: tells who may write.
         committed: called with each snapshot that was committed.
+        wants: whether a tier takes a run's newest snapshot (its key is given) as soon as that is there.
     """
 
     def __init__(
-        self, uploads: Uploads, ring: Ring, registry: Registry, committed: Callable[[str, Manifest], None]
+        self,
+        uploads: Uploads,
+        ring: Ring,
+        registry: Registry,
+        committed: Callable[[str, Manifest], None],
+        wants: Callable[[str], bool],
     ) -> None:
         self._uploads, self._ring, self._registry = uploads, ring, registry
-        self._committed = committed
+        self._committed, self._wants = committed, wants
         self._lock = registry.lock
 
     def seal(
@@ -47,10 +53,13 @@ class Commits:
         destinations: list[str] | None = None,
         floats: tuple[Floats, ...] = (),
         written: Ranges | None = None,
+        *,
+        followed: bool = False,
     ) -> Manifest:
         """Commit a slot that was filled on this host: write the zip's CRCs, checksum every part, commit.
 
         Its parts go on to the next node as they are sealed. Where several ranks fill it, all are waited for first.
+        One that another one is to follow, and that no tier takes now, is committed unsealed.
 
         Args:
             upload_id: the lease.
@@ -58,9 +67,10 @@ class Commits:
             destinations: URLs of the directories that a user's file goes to, instead of the run's tiers.
             floats: where in it numbers lie that may be approximated on their way to a node behind.
             written: what was written since the slot was filled as :attr:`Upload.held`, ``None`` for all.
+            followed: whether another snapshot is to follow in a moment, see ``unsealed``.
 
         Returns:
-            the sealed manifest.
+            the manifest; without checksums if it is not sealed yet.
 
         Raises:
             ShareMissing: if a rank's bytes are not there in the end; the slot is freed.
@@ -81,6 +91,14 @@ class Commits:
             upload.sealing, upload.slot.floats = True, floats
         # The view lives as long as the sealing: who sends its parts on may be at it when this call is done.
         before = upload.before(manifest, written)
+        followed = followed and not (manifest.complete or manifest.is_file or upload.joint is not None)
+        if followed and before is None and not self._wants(upload.run):  # what is sealed in part costs next to nothing
+            try:
+                return self._commit(upload, replace(manifest, checksums=()), None, followed=True)
+            finally:
+                with self._lock:
+                    upload.sealing = False
+                    self._uploads.free_if_given_up(upload)
         sealing = Sealing(replace(manifest, checksums=()), upload.slot.view(manifest.nbytes), before)
         try:
             if upload.is_gathered:
@@ -90,7 +108,8 @@ class Commits:
             began_s = time.monotonic()
             sealed = sealing.run(sealing_threads())
             upload.slot.checked_s = began_s if before is None else float("-inf")
-            committed = self._commit(upload, sealed, tuple(destinations) if destinations is not None else None)
+            places = tuple(destinations) if destinations is not None else None
+            committed = self._commit(upload, sealed, places, followed=followed)
             sealing.commit(committed)
         except BaseException:
             if upload.is_gathered:  # nobody can mend it
@@ -135,12 +154,20 @@ class Commits:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _commit(self, upload: Upload, manifest: Manifest, places: tuple[str, ...] | None) -> Manifest:
+    def _commit(
+        self,
+        upload: Upload,
+        manifest: Manifest,
+        places: tuple[str, ...] | None,
+        *,
+        followed: bool = False,
+    ) -> Manifest:
         with self._lock:
             self._uploads.find(upload.id)  # its trainer may have been killed meanwhile
             self._check(upload, manifest)
             try:
                 with self._ring.changed:  # who leases the slot next learns what is in it, and nothing of before
+                    upload.slot.followed = followed
                     self._ring.commit(upload.slot, manifest, places)
                     upload.slot.held, upload.slot.held_as = upload.id, manifest
             except BaseException:

@@ -57,6 +57,7 @@ class Flusher:
         self._threads: dict[str, threading.Thread] = {}
         self._wakes: dict[str, threading.Condition] = {}  # of each thread: one change wakes one, and not hundreds
         self._delayed: set[str] = set()  # tiers whose next job is to be done later
+        self._busy: set[str] = set()  # tiers at which something is being done
         self._stores: dict[str, Store] = {}
         self._refused: dict[str, dict[str, Manifest]] = {}
         self._unseen: dict[str, set[str]] = {}  # what was said, of each run
@@ -121,6 +122,21 @@ class Flusher:
         """Whether somebody waits for a run to be safe."""
         with self._ring.changed:
             return self.work.is_urgent(run)
+
+    def wants(self, run: str, *, by_itself: bool = False) -> bool:
+        """Whether a tier would take a new snapshot of a run (its key) at once.
+
+        Args:
+            run: key of the run.
+            by_itself: whether one counts only if it takes each as soon as it can, whether or not others follow.
+        """
+        with self._ring.changed:
+            tiers, now_s = self._ring.tiers(run), time.monotonic()
+            return any(
+                self.work.takes(url, run, now_s, followed=True)
+                for url in tiers.own
+                if url not in self._busy and url not in tiers.carried and not (by_itself and self.work.rests(url, run))
+            )
 
     def owed(self) -> set[str]:
         """Tiers that wait for something, see :meth:`Work.owed`."""
@@ -196,8 +212,10 @@ class Flusher:
                     logger.exception("flushing to %s failed unexpectedly", url)
                 self._failed(url, job, error)
             finally:
-                if job.slot is not None:
-                    self._ring.unpin(job.slot)
+                with self._ring.changed:
+                    self._busy.discard(url)
+                    if job.slot is not None:
+                        self._ring.unpin(job.slot)
 
     def _next(self, url: str) -> Job | None:
         """The next thing to do at a tier, its slot pinned; ``None`` when this thread is not needed any more."""
@@ -209,6 +227,7 @@ class Flusher:
                 job, due_s = self.work.next(url, now)
                 self._delayed.discard(url)
                 if job is not None:
+                    self._busy.add(url)
                     if job.slot is not None:
                         job.slot.readers += 1
                     return job
@@ -244,7 +263,9 @@ class Flusher:
                     self.work.dropped(url, job)
                     return
                 sent = store.sent if isinstance(store, NodeTier) else None
-                self.health[url].took(put, time.monotonic() - started, sent)
+                seconds = time.monotonic() - started
+                self.health[url].took(put, seconds, sent)
+                self.work.took(url, job.run, seconds)
         with self._ring.changed:
             self.work.done(url, job)
             self._succeeded(url, job)

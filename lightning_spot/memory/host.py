@@ -143,6 +143,8 @@ class Host(Protocol):
         destinations: list[str] | None = None,
         floats: tuple[Floats, ...] = (),
         written: Ranges | None = None,
+        *,
+        followed: bool = False,
     ) -> bool:
         """Commit a filled slot in memory; when this returns the snapshot counts.
 
@@ -152,6 +154,8 @@ class Host(Protocol):
             destinations: tiers of a user's file, instead of the run's.
             floats: where in it numbers lie that may be approximated on their way to a memory node.
             written: what was written since the slot was filled as ``lease.held``, ``None`` for all.
+            followed: whether another snapshot is to follow within :data:`~lightning_spot.memory.unsealed.FOLLOWED_S`:
+                it is sealed then if somebody needs it.
 
         Returns:
             whether the next snapshot would need a slot that is still to be made.
@@ -279,9 +283,11 @@ class InProcessHost:
         destinations: list[str] | None = None,
         floats: tuple[Floats, ...] = (),
         written: Ranges | None = None,
+        *,
+        followed: bool = False,
     ) -> bool:
         """See :meth:`Host.seal`."""
-        self._node.seal(lease.id, manifest, destinations, floats, written)
+        self._node.seal(lease.id, manifest, destinations, floats, written, followed=followed)
         return self._node.ring.is_short(self._node.registry.key(self.run), lease.nbytes)
 
     def abort(self, lease: Lease, *, untouched: bool = False) -> None:

@@ -29,6 +29,7 @@ from lightning_spot.memory.route import Routes
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.tier import NodeTier, Sent
+from lightning_spot.memory.unsealed import Unsealed
 from lightning_spot.memory.uploads import Uploads
 from lightning_spot.tiers.claims import check_fence
 from lightning_spot.tiers.store import Store
@@ -81,11 +82,13 @@ class Node:
         self.uploads = Uploads(self.ring, self.registry, open_store, self._brought, below)
         # Uploads are part of what a node does; see the methods of Uploads.
         self.lease, self.find_upload = self.uploads.lease, self.uploads.find
-        commits = Commits(self.uploads, self.ring, self.registry, self._committed)
+        self.flusher = flusher = Flusher(self.ring, open_store, self.registry.info, self._heard)
+        self._unsealed = Unsealed(self.ring, self._expects, lambda run: flusher.wants(run, by_itself=True))
+        self.seal_committed = self._unsealed.seal
+        commits = Commits(self.uploads, self.ring, self.registry, self._committed, flusher.wants)
         self.seal, self.commit, self.abort = commits.seal, commits.commit, self.uploads.abort
         self.streaming = self.uploads.streaming
         self._lock = self.registry.lock
-        self.flusher = Flusher(self.ring, open_store, self.registry.info, self._heard)
         self.routes = Routes(self.ring, self.flusher, open_store, flush_to=flush_to, allow=allow)
         self._remembered = Remembered(self.ring.area, self.registry, self.flusher, self.routes)
         self._remembered.take_over()
@@ -280,12 +283,14 @@ class Node:
         if key is not None:
             self.routes.ask_soon(key)
         deadline_s = time.monotonic() + wait_s
+        self._unsealed.seal(key)
         late = self.uploads.abroad.wait_brought(key, wait_s)
         return [*late, *self.flusher.wait_clean(key, max(0.0, deadline_s - time.monotonic()))]
 
     def close(self, *, keep_unsafe: bool = False) -> None:
         """Stop flushing and give the memory back."""
         self.uploads.close()
+        self._unsealed.close()
         self.routes.close()
         self.flusher.close()
         self.ring.close(keep_unsafe=keep_unsafe)
@@ -327,6 +332,11 @@ class Node:
         """A trainer has gone: what nodes have of its run approximately is to be there exactly now."""
         with self.ring.changed:
             self.ring.notify()
+
+    def _expects(self, run: str) -> bool:
+        """Whether a run may go on to another snapshot, and nobody waits for what is there."""
+        info = self.registry.info(run)
+        return info is not None and bool(info.session) and not self.flusher.is_urgent(run)
 
     def _committed(self, key: str, manifest: Manifest) -> None:
         self.flusher.keep(key, manifest.name)  # a file of that name may have been removed just before

@@ -26,8 +26,9 @@ def resolve(ring: Ring, run: str, path: str) -> tuple[Slot, Manifest]:
 
 
 def committed(ring: Ring, run: str) -> list[tuple[Slot, Manifest]]:
-    """The slots of a run that are committed, with their manifests."""
-    return [(slot, manifest) for slot in ring.committed(run) if (manifest := slot.manifest) is not None]
+    """The slots of a run that are committed and sealed, with their manifests."""
+    found = [slot for slot in ring.committed(run) if not slot.unsealed]
+    return [(slot, manifest) for slot in found if (manifest := slot.manifest) is not None]
 
 
 def file_name(path: str) -> str:

@@ -14,6 +14,7 @@ Memory is made, checked and given back outside the lock: gigabytes take seconds.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,9 +161,11 @@ class Ring(SlotTable):
     def commit(self, slot: Slot, manifest: Manifest, places: tuple[str, ...] | None = None) -> None:
         """Make the filled slot a committed snapshot; an older one of the same run and name is dropped.
 
+        So is an older one that was never sealed, since nobody has needed it.
+
         Args:
             slot: a leased slot whose bytes fit ``manifest``.
-            manifest: sealed.
+            manifest: without checksums if it is sealed later, see :meth:`sealed`.
             places: URLs of the directories that a user's file goes to instead of the run's tiers.
 
         Raises:
@@ -184,12 +187,32 @@ class Ring(SlotTable):
             self._sequence += 1
             slot.safe = list(safe)
             slot.manifest, slot.sequence, slot.places = manifest, self._sequence, places
-            slot.state = SlotState.COMMITTED
+            slot.state, slot.committed_s = SlotState.COMMITTED, time.monotonic()
             if self.area is not None:
                 self.area.record(slot)
-            for other in older:  # only now: killed between the two, both are left, never none
+            # Only now: killed between the two, both are left, never none.
+            for other in [*older, *self._never_sealed(slot.run, manifest)]:
                 self._forget(other)
             self.refresh(slot.run)
+            self.notify()
+
+    def sealed(self, slot: Slot, unsealed: Manifest, sealed: Manifest, checked_s: float) -> None:
+        """Note that a snapshot that was committed unsealed is sealed now; nothing happens if it was removed.
+
+        Args:
+            slot: that holds it, pinned.
+            unsealed: as it was committed.
+            sealed: with its checksums.
+            checked_s: when its bytes were read for them (monotonic).
+        """
+        with self.changed:
+            if slot.manifest is not unsealed:
+                return
+            slot.manifest, slot.checked_s = sealed, checked_s
+            if slot.held_as is unsealed:
+                slot.held_as = sealed
+            if self.area is not None:
+                self.area.record(slot)
             self.notify()
 
     def abort(self, slot: Slot) -> None:
@@ -270,6 +293,19 @@ class Ring(SlotTable):
         if full is None or self._limits.run_memory_bytes is not None:
             return None
         return full if (full.changes, full.nbytes) == (self.changes, min(full.nbytes, nbytes)) else None
+
+    def _never_sealed(self, run: str, newer: Manifest) -> list[Slot]:
+        """Slots with snapshots that were committed unsealed, and that nobody will need."""
+        return [
+            slot
+            for slot in self.slots
+            if slot.unsealed
+            and slot.run == run
+            and not slot.readers
+            and slot.manifest is not None
+            and slot.manifest.lineage == newer.lineage
+            and slot.manifest.order < newer.order
+        ]
 
     def _new_slot(self) -> Slot:
         taken = {slot.index for slot in self.slots}

@@ -47,7 +47,8 @@ class RunInfo:
         token: of the attempt.
         keep: snapshots each tier keeps.
         durable_url: durable directory as a store's URL; ``None`` if the node is not to write there.
-        durable_every_s: least seconds between two snapshots brought to the durable tier; 0 for as often as it can.
+        durable_every_s: least seconds between two snapshots brought to the durable tier; 0 for as often as it can;
+            ``None`` likewise, but for those that follow each other in moments, see :data:`work.MOST_APART_S`.
         compression: how what changed goes to the nodes behind: ``"auto"`` packs it where that is faster, ``"delta"``
             always, ``None`` never.
         nodes: ``spot://host:port`` of the memory nodes behind this one, in order of preference.
@@ -65,7 +66,7 @@ class RunInfo:
     token: str
     keep: int = KEEP
     durable_url: str | None = None
-    durable_every_s: float = 0.0
+    durable_every_s: float | None = None
     compression: Compression = "auto"
     nodes: tuple[str, ...] = ()
     replicas: int = 1

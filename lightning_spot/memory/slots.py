@@ -99,6 +99,8 @@ class Slot:
         sent_crcs: place and content of the CRC fields as they came, if several hosts sent the snapshot.
         given: whether other processes look at its memory for as long as they like: nothing is written to that any more.
         spare: whether it is made ready before anybody needs it: who does waits for it, and makes no other.
+        followed: whether another snapshot is to follow in a moment.
+        committed_s: when the snapshot was committed (monotonic).
     """
 
     index: int
@@ -127,10 +129,17 @@ class Slot:
     sent_crcs: tuple[tuple[int, bytes], ...] = ()
     given: bool = False
     spare: bool = False
+    followed: bool = False
+    committed_s: float = 0.0
 
     def takes(self, nbytes: int) -> bool:
         """Whether a snapshot of ``nbytes`` can be written to its memory."""
         return self.capacity >= nbytes and not self.given
+
+    @property
+    def unsealed(self) -> bool:
+        """Whether it holds a snapshot that has neither checksums nor CRCs yet: nobody may read it."""
+        return self.manifest is not None and not self.manifest.is_sealed
 
     @property
     def capacity(self) -> int:
@@ -165,7 +174,7 @@ class Slot:
         self.state, self.run, self.manifest, self.places = SlotState.FREE, "", None, None
         self.dirty, self.safe, self.refused, self.settled = [], [], [], False
         self.floats, self.inexact_at, self.surpassed, self.sent_crcs = (), [], None, ()
-        self.spare = False
+        self.spare = self.followed = False
 
 
 def newest_of_lineages(slots: Iterable[Slot]) -> set[Slot]:

@@ -16,6 +16,12 @@ from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.slots import Slot
 
+MOST_APART_S = 30.0
+"""The durable tier takes one of the snapshots that follow each other in moments at least so often, if it is as fast."""
+
+_APART = 40  # times as long as it takes one: so much less does it cost training
+_LOOK_S = 1.0
+
 
 class Kind(enum.Enum):
     """What is to be done at a tier."""
@@ -80,6 +86,7 @@ class Work:
         self._backoffs: dict[str, BackOff] = {}
         self._errors: dict[str, dict[tuple[str, str, str], str]] = {}
         self._begun: dict[tuple[str, str], float] = {}  # when a tier last took a snapshot of a run
+        self._took_s: dict[tuple[str, str], float] = {}  # and for how long it was busy with it
         self._waited_for: Counter[str | None] = Counter()  # runs (None: all) that somebody waits for
 
     def urls(self) -> set[str]:
@@ -111,6 +118,9 @@ class Work:
                     self._begun[url, job.run] = now_s
                 return job, None
             soonest = due_s if soonest is None else min(soonest, due_s)
+        for key in self._unsealed(url):
+            wanted.add(key)
+            soonest = min(now_s + _LOOK_S, soonest if soonest is not None else float("inf"))
         # Nothing is due: what failed and is not wanted any more (superseded, dropped) is forgotten.
         backoff.forget(set(wanted))
         self._errors[url] = {key: text for key, text in self._errors.get(url, {}).items() if key in wanted}
@@ -150,6 +160,27 @@ class Work:
                     del each.behind[job.manifest.name]
         if job.kind is Kind.RETAIN and self._retentions.get(url, {}).get(job.run) is job.manifest:
             del self._retentions[url][job.run]
+
+    def took(self, url: str, run: str, seconds: float) -> None:
+        """A tier was busy with a snapshot of a run for so long."""
+        self._took_s[url, run] = seconds
+
+    def takes(self, url: str, run: str, now_s: float, *, followed: bool) -> bool:
+        """Whether a tier, which is free, would take a new snapshot of a run at once.
+
+        Args:
+            url: of the tier.
+            run: key of the run.
+            now_s: the time (monotonic).
+            followed: whether another one is to follow that in a moment.
+        """
+        failed_s = self.backoff(url).due_s((Kind.PUT.value, run, ""))
+        return max(failed_s, self._free_s(url, run, followed=followed)) <= now_s
+
+    def rests(self, url: str, run: str) -> bool:
+        """Whether a tier leaves out some of the snapshots of a run that follow each other in moments."""
+        info = self._run(run)
+        return not url.startswith("spot://") and info is not None and info.durable_every_s is None
 
     def failed(self, url: str, job: Job, text: str) -> None:
         """A job failed. A put that did is not counted as taken: it is tried again with back-off, not at its pace."""
@@ -226,7 +257,7 @@ class Work:
         slots = [
             slot
             for slot in self._ring.slots  # of hundreds, most are other runs', and owe this tier nothing
-            if (url in slot.dirty or slot.coming is not None) and url in self._own(slot)
+            if (url in slot.dirty or slot.coming is not None) and not slot.unsealed and url in self._own(slot)
         ]
         coming = [slot for slot in slots if slot.manifest is None]
         soon_old = {slot.run for slot in coming if isinstance(slot.coming, Sealing)}
@@ -250,21 +281,28 @@ class Work:
             if not each.behind or each.behind.keys().isdisjoint(self._owed_of(key_of(each.manifest), url)):
                 yield each.manifest
 
+    def _unsealed(self, url: str) -> Iterator[tuple[str, str, str]]:
+        """Keys of what a tier is owed, and can take once it is sealed."""
+        for slot in self._ring.slots:
+            if slot.manifest is not None and slot.unsealed and url in slot.dirty and url in self._own(slot):
+                yield Job(Kind.PUT, slot.run, slot.manifest).key
+
     def _paced(self, run: str) -> bool:
         """Whether a run's snapshots are to be some time apart at its durable tier."""
         info = self._run(run)
-        return info is not None and info.durable_every_s > 0
+        return info is not None and info.durable_every_s != 0.0
 
     def _paced_s(self, url: str, job: Job) -> float:
-        """When a tier may take a snapshot at the soonest, so that two are ``durable_every_s`` apart; 0 for at once."""
-        info = self._run(job.run)
-        if (
-            job.kind is not Kind.PUT
-            or job.manifest.is_file
-            or job.manifest.complete
-            or info is None
-            or url.startswith("spot://")
-            or self.is_urgent(job.run)
-        ):
+        """When a tier may take a snapshot at the soonest, so that two are far enough apart; 0 for at once."""
+        if job.kind is not Kind.PUT or job.slot is None or job.manifest.is_file or job.manifest.complete:
             return 0.0
-        return self._begun.get((url, job.run), -info.durable_every_s) + info.durable_every_s
+        return self._free_s(url, job.run, followed=job.slot.followed)
+
+    def _free_s(self, url: str, run: str, *, followed: bool) -> float:
+        """When a tier may take the next snapshot of a run at the soonest, 0 for at once."""
+        info, begun_s = self._run(run), self._begun.get((url, run))
+        if info is None or begun_s is None or url.startswith("spot://") or self.is_urgent(run):
+            return 0.0
+        if info.durable_every_s is not None:
+            return begun_s + info.durable_every_s
+        return begun_s + min(self._took_s.get((url, run), 0.0) * _APART, MOST_APART_S) if followed else 0.0

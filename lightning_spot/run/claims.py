@@ -36,7 +36,7 @@ def begin_attempt(
     host: Host,
     *,
     keep: int,
-    durable_every_s: float,
+    durable_every_s: float | None,
     compression: Compression,
     replicas: int,
 ) -> tuple[RunInfo, LateClaim | None]:
@@ -48,7 +48,7 @@ def begin_attempt(
         found: what the tiers hold; its durable tier may be unreadable, then the number leaves room for it.
         host: ring on this host.
         keep: snapshots each tier keeps.
-        durable_every_s: least seconds between two snapshots brought to the durable tier; 0 for as often as it can.
+        durable_every_s: least seconds between two snapshots brought to the durable tier, see :class:`RunInfo`.
         compression: how what changed goes to memory nodes behind, see :class:`RunInfo`.
         replicas: how many of them each snapshot is kept at.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 from aiohttp import web
 
@@ -20,6 +22,7 @@ from lightning_spot.service.fields import (
     text,
     texts,
 )
+from lightning_spot.service.sealed import have_sealed
 
 _MOST_KEPT = 10**6
 _MOST_PID = 2**31
@@ -62,7 +65,7 @@ class RunRequests:
             token=text(body, "token"),
             keep=integer(body, "keep", 2, 0, _MOST_KEPT),
             durable_url=text(body, "durable_url") if body.get("durable_url") is not None else None,
-            durable_every_s=seconds(body, "durable_every_s", 0.0, 365 * 86400.0),
+            durable_every_s=_pace(body),
             compression=compression(body),
             nodes=texts(body, "nodes") if near else (),
             replicas=integer(body, "replicas", 1, 1, MOST_NODES) if near else 1,
@@ -90,11 +93,17 @@ class RunRequests:
     async def snapshots(self, request: web.Request) -> web.Response:
         """The attempt that writes, what is in memory, what a tier has refused."""
         run = request.match_info["run"]
+        await have_sealed(self._node, self._node.registry.key(run))
         listed = [
             {"manifest": slot.manifest.to_dict(), "dirty": slot.dirty, "safe": slot.safe}
             for slot in self._node.committed(run)
-            if slot.manifest is not None
+            if slot.manifest is not None and not slot.unsealed
         ]
         refused = [manifest.to_dict() for manifest in self._node.flusher.refused(self._node.registry.key(run))]
         claimed = await asyncio.to_thread(self._node.claimed, run)
         return web.json_response({"attempt": claimed, "snapshots": listed, "refused": refused})
+
+
+def _pace(body: Mapping[str, Any]) -> float | None:
+    """Least seconds between two snapshots brought to the durable tier."""
+    return seconds(body, "durable_every_s", 0.0, 365 * 86400.0) if body.get("durable_every_s") is not None else None

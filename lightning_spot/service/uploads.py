@@ -145,7 +145,10 @@ class UploadRequests:
         destinations = list(texts(body, "destinations")) if body.get("destinations") is not None else None
         written = read_ranges(body.get("written"), manifest.nbytes)
         upload = self._node.find_upload(request.match_info["upload"])
-        done = await asyncio.to_thread(self._node.seal, upload.id, manifest, destinations, floats, written)
+        followed = body.get("followed") is True
+        done = await asyncio.to_thread(
+            self._node.seal, upload.id, manifest, destinations, floats, written, followed=followed
+        )
         is_portion = upload.joint is not None and upload.joint.shared.image_nbytes > 0
         short = self._node.ring.is_short(key_of(done), upload.nbytes if is_portion else done.nbytes)
         return web.json_response({"checksums": list(done.checksums), "short": short})
