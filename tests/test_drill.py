@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -16,9 +18,11 @@ import pytest
 import torch
 
 from lightning_spot.cli import main
+from lightning_spot.cli.drill import Drill, Verdict
 from lightning_spot.config import DRILL_VARIABLE
 from lightning_spot.exact.compare import compare, differences
 from lightning_spot.exact.compare import main as compare_files
+from lightning_spot.tiers.local import LocalStore
 
 
 def drill(python: str, tmp_path: Path, case: str, kills: int) -> tuple[int, dict[str, Any]]:
@@ -45,6 +49,28 @@ def test_a_training_that_is_not(warm_python: str, tmp_path: Path) -> None:
     code, report = drill(warm_python, tmp_path, "clock", kills=1)
     assert code == 1
     assert report["differences"][0].startswith("state_dict.net.0.")
+
+
+def is_of(pid: int, folder: Path) -> bool:
+    """Whether a process is one of a drill there, by its environment."""
+    try:
+        return str(folder).encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it has ended, or is somebody else's
+        return False
+
+
+@pytest.mark.slow
+def test_ranks_that_a_launcher_starts_in_sessions_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts them again after the notice, and ends with a code of its own after the SIGTERM."""
+    monkeypatch.setattr("lightning_spot.cli.drill._differences", lambda *_: Verdict(different=[], of_the_run=[]))
+    command = [sys.executable, "-m", "tests.launched_trainer", "1"]
+    one = Drill(command=command, folder=tmp_path, kills=3, limit_s=60.0, chance=random.Random(1))
+    one.run()
+    assert [done.partition(" ")[0] for done in one.disturbances] == ["notice", "SIGTERM", "SIGKILL"]
+    heard = (tmp_path / "disturbed" / "rank-heard").read_text().split()
+    assert len(heard) == 1  # not by the rank that was started instead
+    assert LocalStore(tmp_path / "disturbed" / "runs" / "run").claimed() == 1 + 4
+    assert not [pid for pid in os.listdir("/proc") if pid.isdecimal() and is_of(int(pid), tmp_path)]  # none is left
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def _imported(path: Path) -> set[str]:
 
 def test_the_environment_is_read_in_one_place() -> None:
     # These two hand the environment on to a process that they start.
-    may = {PACKAGE / "config.py", PACKAGE / "client" / "starting.py", PACKAGE / "cli" / "drill.py"}
+    may = {PACKAGE / "config.py", PACKAGE / "client" / "starting.py", PACKAGE / "cli" / "training.py"}
     assert [path for path in SOURCES if path not in may and re.search(r"os\.environ|getenv", path.read_text())] == []
 
 

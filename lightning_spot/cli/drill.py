@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import random
 import shutil
 import signal
@@ -13,13 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 
-from lightning_spot.config import DRILL_VARIABLE, NOTICE_FILE_VARIABLE, check_number, format_count
+from lightning_spot.cli.training import Training, training
+from lightning_spot.config import check_number, format_count
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.tiers.local import LocalStore
@@ -27,6 +26,8 @@ from lightning_spot.tiers.local import LocalStore
 WAYS = ("notice", "SIGTERM", "SIGKILL")
 _POLL_S = 0.02
 _SHOWN = 10
+_ENDED = (143, -signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGKILL)
+"""With what a training ends that was disturbed."""
 
 
 class DrillFailed(SpotError):
@@ -65,6 +66,7 @@ class Drill:
     limit_s: float
     chance: random.Random
     disturbances: list[str] = field(default_factory=list)
+    _waited_s: float = 0.0
 
     def run(self) -> Verdict:
         """Carry it out."""
@@ -79,7 +81,8 @@ class Drill:
 
     def _undisturbed(self, undisturbed: Path, disturbed: Path) -> None:
         """Train to the end. The second run begins with the first snapshot of this one, so that no seed is needed."""
-        with self._training(undisturbed) as process:
+        with training(self.command, undisturbed, undisturbed / "no-notice") as trained:
+            process = trained.process
             deadline = time.monotonic() + self.limit_s
             while process.poll() is None:
                 if time.monotonic() > deadline:
@@ -98,70 +101,67 @@ class Drill:
             )
 
     def _disturbed(self, disturbed: Path, took_s: float, steps: int) -> None:
-        for attempt in range(self.kills + 1):
-            last = attempt == self.kills
+        for _ in range(self.kills + 1):
             notice = disturbed / "notice"
             notice.unlink(missing_ok=True)
-            with self._training(disturbed, notice) as process:
-                way = None if last else self._disturb(process, disturbed, notice, took_s, steps)
-                try:
-                    code = process.wait(self.limit_s)
-                except subprocess.TimeoutExpired:
-                    raise DrillFailed(
-                        f"the training did not end within {self.limit_s:.0f} s\n{_tail(disturbed)}"
-                    ) from None
+            is_told, is_launched = False, False
+            with training(self.command, disturbed, notice) as trained:
+                while not is_told and self._comes_to_a_moment(trained.process, disturbed, took_s, steps):
+                    is_launched, attempts = bool(trained.launched()), _attempts(disturbed)
+                    self._disturb(trained, disturbed, notice)
+                    is_told = not self._goes_on(trained.process, disturbed, attempts)
+                code = self._code(trained.process, disturbed)
             if code == 0:
                 return
-            if way is None or code not in (143, -signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGKILL):
+            if not is_told or (code not in _ENDED and not is_launched):  # a launcher ends with a code of its own
                 raise DrillFailed(f"a resumed training ended with exit code {code}:\n{_tail(disturbed)}")
 
-    def _disturb(
-        self, process: subprocess.Popen[bytes], disturbed: Path, notice: Path, took_s: float, steps: int
-    ) -> str | None:
-        """Disturb it at a random moment of an undisturbed run's time, or of the steps that are left if sooner."""
-        started, begin = time.monotonic(), _newest_step(disturbed)
-        until_s = self.chance.uniform(0.2, 0.9) * took_s
-        until_step = begin + self.chance.uniform(0.1, 0.6) * (steps - begin)
-        while (wait_s := time.monotonic() - started) < until_s and _newest_step(disturbed) < until_step:
-            if process.poll() is not None:
-                return None
+    def _code(self, process: subprocess.Popen[bytes], disturbed: Path) -> int:
+        try:
+            return process.wait(self.limit_s)
+        except subprocess.TimeoutExpired:
+            raise self._endless(disturbed) from None
+
+    def _goes_on(self, process: subprocess.Popen[bytes], disturbed: Path, attempts: int) -> bool:
+        """Whether a launcher has started the training again after so many attempts, instead of ending."""
+        deadline = time.monotonic() + self.limit_s
+        while process.poll() is None:
+            if _attempts(disturbed) > attempts:
+                return True
+            if time.monotonic() > deadline:
+                raise self._endless(disturbed)
             time.sleep(_POLL_S)
+        return False
+
+    def _endless(self, disturbed: Path) -> DrillFailed:
+        return DrillFailed(f"the training did not end within {self.limit_s:.0f} s\n{_tail(disturbed)}")
+
+    def _comes_to_a_moment(self, process: subprocess.Popen[bytes], disturbed: Path, took_s: float, steps: int) -> bool:
+        """Wait for a random moment of an undisturbed run's time, or of the steps that are left if sooner.
+
+        Returns:
+            whether it is to be disturbed now: it runs, and was disturbed too seldom until now.
+        """
+        if len(self.disturbances) >= self.kills:
+            return False
+        started, begin = time.monotonic(), _newest_step(disturbed)
+        until_s = started + self.chance.uniform(0.2, 0.9) * took_s
+        until_step = begin + self.chance.uniform(0.1, 0.6) * (steps - begin)
+        while time.monotonic() < until_s and _newest_step(disturbed) < until_step:
+            if process.poll() is not None:
+                return False
+            time.sleep(_POLL_S)
+        self._waited_s = time.monotonic() - started
+        return True
+
+    def _disturb(self, trained: Training, disturbed: Path, notice: Path) -> None:
         way = WAYS[len(self.disturbances) % len(WAYS)]
-        self.disturbances.append(f"{way} after {wait_s:.1f} s, newest snapshot at step {_newest_step(disturbed)}")
+        step = _newest_step(disturbed)
+        self.disturbances.append(f"{way} after {self._waited_s:.1f} s, newest snapshot at step {step}")
         if way == "notice":
             notice.write_text("60")
         else:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.Signals[way])
-        return way
-
-    @contextlib.contextmanager
-    def _training(self, folder: Path, notice: Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
-        folder.mkdir(parents=True, exist_ok=True)
-        environment = {
-            **os.environ,
-            DRILL_VARIABLE: str(folder),
-            NOTICE_FILE_VARIABLE: str(notice or folder / "no-notice"),
-            "LIGHTNING_SPOT_CLOUD": "none",
-        }
-        with open(folder / "log", "ab") as log:
-            try:
-                process = subprocess.Popen(
-                    self.command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=environment,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise SettingsError(f"{self.command[0]!r} cannot be started: {error.strerror}") from error
-        try:
-            yield process
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its ranks, if it was killed itself
-            process.wait()
+            trained.send(signal.Signals[way])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -263,6 +263,11 @@ def _begin_with_first_snapshot(undisturbed: Path, disturbed: Path) -> None:
         shutil.copytree(run / name, partial / "runs" / run.name / name)
         shutil.copytree(run / "attempts", partial / "runs" / run.name / "attempts")
         partial.rename(disturbed)
+
+
+def _attempts(folder: Path) -> int:
+    """How many there were of the run."""
+    return _store(folder)[1].claimed()
 
 
 def _newest_step(folder: Path) -> int:

@@ -42,8 +42,10 @@ def open_sources(notices: Notices) -> list[NoticeSource]:
 
 def _named(name: str) -> list[NoticeSource]:
     if name == "auto":
-        file = read_environment().notice_file
-        files: list[NoticeSource] = [FileSource(file)] if file else []
+        environment = read_environment()
+        file, is_drill = environment.notice_file, environment.drill_dir is not None
+        # A launcher may start ranks again after a drill's notice, which was for those before them.
+        files: list[NoticeSource] = [FileSource(file, once=is_drill)] if file else []
         return [SignalSource(), *files, AutoSource()]
     if name == "signal":
         return [SignalSource()]

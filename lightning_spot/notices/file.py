@@ -14,19 +14,22 @@ class FileSource:
 
     Args:
         path: of the file. If it holds a number, that many seconds are left.
+        once: whether the file is removed when it was seen. Else whoever is started again hears of it, too.
     """
 
     name = "file"
     every_s = 0.5
     grace_s: float | None = None
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, *, once: bool = False) -> None:
+        self.path, self._once = Path(path), once
 
     def poll(self) -> Notice | None:
         """Look for the file."""
         try:
             content = self.path.read_text(encoding="utf-8", errors="replace").strip()
+            if self._once:
+                self.path.unlink(missing_ok=True)  # another rank may have seen it, too
         except FileNotFoundError:
             return None
         except OSError as error:

@@ -85,6 +85,18 @@ class ProcessId:
                 os.close(fd)
 
 
+def descendants(pid: int) -> list[int]:
+    """Numbers of the processes that a process has started, and that these have, as far as they live and are known."""
+    started: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and (fields := _stat(int(name))) is not None:
+            started.setdefault(int(fields[1]), []).append(int(name))
+    found = [pid]
+    for each in found:
+        found += started.get(each, ())
+    return found[1:]
+
+
 def open_pidfd(pid: int) -> int | None:
     """A descriptor that becomes readable when the process ends; ``None`` where there is none to be had."""
     if pid <= 0 or not hasattr(os, "pidfd_open"):
