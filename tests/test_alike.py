@@ -11,12 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.client import starting
 from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.fit import alike, left_elsewhere
-from lightning_spot.fit.alike import check_alike
+from lightning_spot.fit.alike import check_alike, check_one_model
 from lightning_spot.fit.left_elsewhere import bring_from_other_hosts
 from lightning_spot.interval.costs import Costs
 from lightning_spot.run.location import Location
@@ -111,6 +112,69 @@ def test_what_only_one_rank_decides_by_and_what_is_a_host_s_own_may_differ() -> 
     assert checked(spot(interval=EverySeconds(3)), spot(interval=EverySeconds(4))) == [None, None]
     assert checked(lambda: AutoResume("/tmp/one"), lambda: AutoResume("/tmp/other")) == [None, None]
     assert checked(lambda: RemoteSnapshot("/tmp/alone")) == [None]
+
+
+def test_ranks_whose_trainers_would_step_at_other_places_are_told() -> None:
+    def check(trainer: WithCallbacks) -> None:
+        trainer.callbacks = [spot()()]
+        vars(trainer)["accumulate_grad_batches"] = 1 + (trainer.global_rank == 1)
+        check_alike(trainer)  # type: ignore[arg-type]
+
+    found = on_ranks(3, check)
+    assert len(set(found)) == 1
+    assert "Trainer(accumulate_grad_batches=…) is 1 on rank 0 and 2 on rank 1" in found[0]
+
+
+def built(**more: torch.nn.Module | torch.Tensor) -> torch.nn.Module:
+    """A model with some modules more, or buffers."""
+    made = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2), torch.nn.LazyLinear(1))
+    for name, item in more.items():
+        made.add_module(name, item) if isinstance(item, torch.nn.Module) else made.register_buffer(name, item)
+    return made
+
+
+def bfloat16(module: torch.nn.Module) -> torch.nn.Module:
+    module[0].bfloat16()  # type: ignore[index]
+    return module
+
+
+def frozen(module: torch.nn.Module) -> torch.nn.Module:
+    module[0].bias.requires_grad_(False)  # type: ignore[index]
+    return module
+
+
+def without_shapes_that_differ(module: torch.nn.Module) -> torch.nn.Module:
+    module.register_buffer("cache", torch.zeros(id(module) % 97), persistent=False)
+    module.register_parameter("own", torch.nn.Parameter(torch.zeros(id(module) % 89 + 1)))
+    module._ddp_params_and_buffers_to_ignore = ["own"]  # type: ignore[assignment]
+    return module
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (built, lambda: built(more=torch.nn.Linear(1, 1)), "more.weight is none on rank 0 and torch.float32 (1, 1) on"),
+        (
+            lambda: built(more=torch.zeros(3)),
+            lambda: built(more=torch.zeros(4)),
+            "more is torch.float32 (3,) on rank 0 and torch.float32 (4,) on rank 2",
+        ),
+        (built, lambda: bfloat16(built()), "0.weight is torch.float32 (2, 3) on rank 0 and torch.bfloat16 (2, 3) on"),
+        (built, lambda: frozen(built()), "0.bias is torch.float32 (2,) on rank 0 and torch.float32 (2,), frozen on"),
+        (lambda: without_shapes_that_differ(built()), lambda: without_shapes_that_differ(built()), ""),
+    ],
+)
+def test_ranks_that_have_built_other_models_are_told_the_first_difference(
+    one: Callable[[], torch.nn.Module], other: Callable[[], torch.nn.Module], said: str
+) -> None:
+    def check(trainer: WithCallbacks) -> None:
+        made = [one, one, other][trainer.global_rank]()
+        vars(trainer)["lightning_module"] = made
+        check_one_model(trainer)  # type: ignore[arg-type]
+
+    found = on_ranks(3, check)
+    assert len(set(found)) == 1
+    assert (said in found[0] and "build the same model" in found[0]) if said else found[0] is None
 
 
 class Learning(EverySteps):

@@ -79,13 +79,13 @@ class AutoResume(Part):
         if not takes_part(trainer, stage):
             return
         fit = Fit.of(trainer)
+        fit.begin()  # first: what one rank refuses, all do
         places = list(dict.fromkeys(part._named.url for part in fit.callbacks(AutoResume)))
         if len(places) > 1:
             raise SettingsError(
                 f"callbacks of this Trainer resume runs from {' and from '.join(places)}, and it can go on from one"
                 " only: keep one of them. With resume=False another one takes snapshots only"
             )
-        fit.begin()
         FitState.of(trainer).rewind = self.rewind
         self._resume = fit.resume
         self.location = fit.resume.take_over(self._named)

@@ -239,12 +239,12 @@ class RemoteSnapshot(Part):
             return
         move_to_the_end(trainer, self)
         fit = Fit.of(trainer)
+        fit.begin()  # first: what one rank refuses, all do
         if any(other is not self and other._named.url == self._named.url for other in fit.callbacks(RemoteSnapshot)):
             raise SettingsError(
                 f"two callbacks of this Trainer take snapshots in {self._named.url}, where one would take the other's"
                 " place: keep one of them (a configuration file and the command line may each have added one)"
             )
-        fit.begin()
         self.location = fit.resume.location_of(self._named)
         self.snapshotter = Snapshotter(trainer, self.location, self._settings, fit.resume)
         fit.snapshotters.append(self.snapshotter)

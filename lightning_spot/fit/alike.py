@@ -1,19 +1,29 @@
-"""What all ranks must have in common: versions, and what our callbacks were told.
+"""What all ranks must have in common: versions, what our callbacks and the trainer were told, the model.
 
 Ranks talk to each other at steps that each of them finds by itself. Where two find others, both would wait for ever.
+Where they have built different models, no snapshot can be put together, and torch ends one of them without a word.
 """
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
+
+from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from lightning_spot.capture.attempt import versions
 from lightning_spot.errors import SettingsError
+from lightning_spot.exact import private
+from lightning_spot.exact.sharded import is_flat
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.taking_part import parts_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+_OF_TRAINER = ("max_epochs", "max_steps", "accumulate_grad_batches", "val_check_interval", "check_val_every_n_epoch")
+_START = "start all ranks with the same program and settings"
 
 
 def check_alike(trainer: pl.Trainer) -> None:
@@ -25,15 +35,35 @@ def check_alike(trainer: pl.Trainer) -> None:
     ranks = Agreement(trainer)
     if ranks.size == 1:
         return
-    first, *others = ranks.gather(_facts(trainer))
+    if found := _difference(ranks.gather(_facts(trainer))):
+        raise SettingsError(f"all ranks must be alike, and {found}: install the same versions everywhere, and {_START}")
+
+
+def check_one_model(trainer: pl.Trainer) -> None:
+    """Refuse ranks that have built different models. Every rank calls it, when they are built.
+
+    Raises:
+        SettingsError: naming the first difference, on all ranks.
+    """
+    ranks = Agreement(trainer)
+    if ranks.size == 1:
+        return
+    tensors = _tensors(trainer.lightning_module, whole=not is_flat(trainer))
+    if len(set(ranks.gather(hashlib.sha256(repr(tensors).encode()).hexdigest()))) == 1:
+        return
+    found = _difference(ranks.gather(tensors)) or "its tensors come in another order on one of them"
+    raise SettingsError(f"all ranks must build the same model, and {found}: {_START}")
+
+
+def _difference(everyones: list[dict[str, str]]) -> str:
+    """The first thing that another rank has otherwise than rank 0, for people; ``""`` if there is none."""
+    first, *others = everyones
     for rank, facts in enumerate(others, start=1):
         for name in dict.fromkeys((*first, *facts)):
             here, there = first.get(name, "none"), facts.get(name, "none")
             if here != there:
-                raise SettingsError(
-                    f"all ranks must be alike, and {name} is {here} on rank 0 and {there} on rank {rank}: install the"
-                    " same versions everywhere, and start all ranks with the same program and settings"
-                )
+                return f"{name} is {here} on rank 0 and {there} on rank {rank}"
+    return ""
 
 
 def _facts(trainer: pl.Trainer) -> dict[str, str]:
@@ -41,7 +71,30 @@ def _facts(trainer: pl.Trainer) -> dict[str, str]:
     parts = list(parts_of(trainer))
     facts = {f"the version of {package}": version for package, version in versions().items()}
     facts["the list of our callbacks"] = ", ".join(type(part).__name__ for part in parts if hasattr(part, "in_common"))
+    for name in _OF_TRAINER:
+        facts[f"Trainer({name}=…)"] = str(getattr(trainer, name, None))
     for part in parts:
         for name, value in getattr(part, "in_common", dict)().items():
             facts[f"{type(part).__name__}({name}=…)"] = str(value)
     return facts
+
+
+def _tensors(module: Module, *, whole: bool) -> dict[str, str]:
+    """What a model has on every rank, by name: dtype, shape, and whether it is trained.
+
+    Ranks of DDP may have tensors of their own, which it is told to leave alone. A buffer in no checkpoint may be any.
+
+    Args:
+        module: the model.
+        whole: whether a parameter has the same shape on all ranks; of FSDP1, each has some of it.
+    """
+    own = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    found: dict[str, str] = {}
+    for name, parameter in module.named_parameters():
+        shape = f" {tuple(parameter.shape)}" if whole and not is_lazy(parameter) else ""
+        found[name] = f"{parameter.dtype}{shape}{'' if parameter.requires_grad else ', frozen'}"
+    for above, each in module.named_modules():
+        for name, buffer in each.named_buffers(above, recurse=False):
+            if name.rpartition(".")[2] not in private.NON_PERSISTENT.of(each) and not is_lazy(buffer):
+                found[name] = f"{buffer.dtype} {tuple(buffer.shape)}"
+    return {name: text for name, text in found.items() if name not in own}

@@ -24,6 +24,7 @@ from lightning_spot.exact.resumable import Trial, check_resumable, put_in_own_ob
 from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.fit import earlier
 from lightning_spot.fit.agreement import Agreement
+from lightning_spot.fit.alike import check_one_model
 from lightning_spot.fit.changes import check_model, other_hyperparameters
 from lightning_spot.fit.chosen import ResumedFrom, choose
 from lightning_spot.fit.fingerprint import Fingerprint
@@ -182,6 +183,7 @@ class Resume(OfTrainer):
         def resume_start(checkpoint_path: Any = None, **options: Any) -> None:
             vars(connector).pop(private.RESUME_START.name, None)  # once
             self._trusts = options.get("weights_only") is False
+            check_one_model(trainer)
             begun_s = time.monotonic()
             with fetched_once(trainer, location, checkpoint_path):
                 original(checkpoint_path, **options)
@@ -234,10 +236,11 @@ class Resume(OfTrainer):
                 f"{', also none of its earlier attempts' if self.attempt > 1 else ''}; starting afresh"
             )
             return
-        self.chosen, checkpoint = found
-        if not self.chosen.exact:
-            rank_zero_warn(f"lightning_spot: {self._inexact(self.chosen)}")
-        self._hand_over(checkpoint, self.chosen)
+        chosen, checkpoint = found
+        self.chosen = chosen
+        if not chosen.exact:
+            rank_zero_warn(f"lightning_spot: {self._inexact(chosen)}")
+        ranks.together(lambda: self._hand_over(checkpoint, chosen))
         if self.named is not None and (error := earlier.what_interrupted(self.named)) is not None:
             rank_zero_warn(
                 f"lightning_spot: a fit of this process in {self.named.url} was ended by {error}, and this one goes on"
