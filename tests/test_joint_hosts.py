@@ -780,6 +780,29 @@ def test_what_is_not_every_byte_once_is_not_committed(team: Team) -> None:
     assert not team.memory.committed(RUN)
 
 
+def test_a_memory_node_that_could_not_be_told_is_told_when_it_answers_again(
+    team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else ranks of the other hosts would wait for two minutes for a snapshot that never begins."""
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise NodeUnreachable("no route to host")
+
+    waiting = team.pool.submit(team.join, 1)
+    with monkeypatch.context() as patch:
+        joint = team.first.uploads.abroad.bringing.tier(team.at, RUN_ID)
+        patch.setattr(joint, "begin", unreachable)
+        patch.setattr(joint, "decline", unreachable)
+        upload = team.lead(1, Checkpoint(1))
+        with pytest.raises(ShareMissing, match="no route to host"):
+            team.seal(upload, 1)
+        time.sleep(0.2)
+        assert not waiting.done()
+    with pytest.raises(ShareMissing, match="no route to host"):
+        waiting.result(10.0)
+    team.all_free()
+
+
 def test_requests_of_hosts_are_for_what_hosts_fill_only(team: Team) -> None:
     client = NodeStore(team.at).client
     upload = team.memory.lease(RUN, 1, 1000, name=snapshot_name(1, 1), manifest=manifest_of(1))

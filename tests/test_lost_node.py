@@ -336,6 +336,30 @@ def test_a_call_that_breaks_off_as_the_ring_is_left_starts_no_new_node(tmp_path:
     assert link.host is host
 
 
+def test_what_a_lost_ring_could_not_be_told_the_next_one_is_told() -> None:
+    """Else other ranks would wait for ten minutes for a snapshot that rank 0 cannot begin."""
+    lost, new = SimpleNamespace(max_stall_s=1.0, disconnect=lambda: None), SimpleNamespace()
+    is_there, told = threading.Event(), list[Any]()
+
+    def find() -> Host:
+        assert is_there.wait(20.0)
+        return cast(Host, new)
+
+    def say(host: Host) -> None:
+        if host is cast(Host, lost):
+            raise NodeUnreachable("it has gone")
+        told.append(host)
+
+    link = HostLink(cast(Host, lost), find)
+    link.tell(say)  # by which it is seen to be lost
+    link.tell(say)  # while there is none
+    assert link.host is None
+    is_there.set()
+    until(lambda: len(told) == 2, "the new ring to be told")
+    link.tell(say)
+    assert told == [new] * 3
+
+
 class Damaging:
     """A run with one snapshot that is durable, and a newer one that was damaged in memory before a tier took it."""
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_spot.capture import leases
+from lightning_spot.capture.saying import SayOnce, SayWhyNot
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
@@ -266,3 +267,14 @@ def test_what_a_gpu_is_still_sending_is_waited_for_where_nothing_follows(desk: D
     manifest = Manifest(run="run", name=snapshot_name(0, 1), step=0, attempt=1, nbytes=0)
     desk.writer.begin(desk.checkpoint(), manifest, wait_s=30.0).result(30)
     assert same(desk.saved(0), desk.weights, desk.buffer)
+
+
+def test_why_no_snapshot_is_committed_is_said_of_two_in_a_row(caplog: pytest.LogCaptureFixture) -> None:
+    """Ranks that differ would have it said at every step of a run."""
+    say = SayWhyNot(SayOnce())
+    for step in range(5):
+        say(f"step-{step}", "rank 1 has other optimizers")
+    say("step-5", "rank 2 has gone")
+    say.committed()
+    say("step-7", "rank 2 has gone")
+    assert [record.getMessage().partition("step-")[2][:1] for record in caplog.records] == ["0", "1", "5", "7"]

@@ -196,7 +196,7 @@ class Attempt:
             self._begun.set_exception(error)
             if ranks is not None and not isinstance(checkpoint, ShardedCheckpoint):
                 reason, at = str(error), ranks.at
-                self.writer.link.ask(lambda host: host.decline(manifest.name, reason, at), None)
+                self.writer.link.tell(lambda host: host.decline(manifest.name, reason, at))
             self._not_begun(checkpoint, manifest, error, ranks if isinstance(checkpoint, dict) else None)
             if self.writer.mailbox is not None:
                 self.writer.mailbox.over(manifest.name)
@@ -232,7 +232,7 @@ class Attempt:
             again: see :meth:`write`.
         """
         name = snapshot_name(step, self.number, complete=complete, again=again)
-        self.writer.link.ask(lambda host: host.decline(name, why, at), None)
+        self.writer.link.tell(lambda host: host.decline(name, why, at))
 
     def _not_begun(
         self,

@@ -44,6 +44,7 @@ class HostLink:
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._untold: list[Callable[[Host], None]] = []
 
     @property
     def host(self) -> Host | None:
@@ -62,6 +63,20 @@ class HostLink:
         except SpotError as error:
             logger.debug("the ring on this host: %s", error)
         return default
+
+    def tell(self, say: Callable[[Host], None]) -> None:
+        """Tell the ring what others may wait for; one that is lost: the next one, once it is found."""
+        host = self._host
+        if host is not None:
+            if (error := _said(host, say)) is None:
+                return
+            self.lose(host, error)
+        with self._changed:
+            host = self._host
+            if host is None and self._thread is not None:
+                self._untold.append(say)
+        if host is not None:
+            _said(host, say)
 
     def lose(self, host: Host, error: SpotError) -> None:
         """Let a ring go that is gone or does not answer, and look for a new one in the background."""
@@ -116,9 +131,24 @@ class HostLink:
             self._thread = None
             unwanted = self._closed
             self._host = None if unwanted else found
+            untold, self._untold = self._untold, []
             self._changed.notify_all()
-        if unwanted and found is not None:
-            leave(found)
+        if found is not None:
+            for say in untold:
+                _said(found, say)
+            if unwanted:
+                leave(found)
+
+
+def _said(host: Host, say: Callable[[Host], None]) -> NodeUnreachable | None:
+    """Say something to a ring; the error if it is not there to hear it."""
+    try:
+        say(host)
+    except NodeUnreachable as error:
+        return error
+    except SpotError as error:
+        logger.debug("the ring on this host: %s", error)
+    return None
 
 
 def leave(host: Host, *, complete: bool = False) -> None:

@@ -25,6 +25,30 @@ class SayOnce:
             logger.warning("lightning_spot: " + message, *facts)
 
 
+class SayWhyNot:
+    """Warns of each snapshot that is not committed; of several in a row, for one reason, only of the first two.
+
+    Args:
+        say_once: of the same writer.
+    """
+
+    def __init__(self, say_once: SayOnce) -> None:
+        self._say_once = say_once
+        self._why = ""
+
+    def __call__(self, name: str, why: str) -> None:
+        """Warn of a snapshot."""
+        if why != self._why:
+            logger.warning("lightning_spot: snapshot %s was not committed: %s", name, why)
+        else:
+            self._say_once(f"nor {why}", "nor was snapshot %s, for the same reason: that is not said again", name)
+        self._why = why
+
+    def committed(self) -> None:
+        """One was: what keeps the next one from being so is said again."""
+        self._why = ""
+
+
 def say_waiting(say_once: SayOnce, link: HostLink, full: RingFull, left_s: float) -> None:
     """Say that training waits for a slot, and what fails meanwhile."""
     say_once("waits", "training waits for a slot, for up to %.0f s more: %s", left_s, full)

@@ -95,8 +95,8 @@ class ShardedWriter(SnapshotWriter):
         try:
             return super().begin(checkpoint, manifest, **how)
         except BaseException as error:
-            why = f"rank 0 cannot begin it ({error})"
-            self.link.ask(lambda host: host.decline(manifest.name, why, self._at), None)
+            why, at = f"rank 0 cannot begin it ({error})", self._at
+            self.link.tell(lambda host: host.decline(manifest.name, why, at))
             raise
 
     @property

@@ -25,7 +25,7 @@ from lightning_spot.capture.mail import Mailbox
 from lightning_spot.capture.outline import Outliner
 from lightning_spot.capture.parting import Parting
 from lightning_spot.capture.pending import Opened, Pending
-from lightning_spot.capture.saying import SayOnce, say_failing, say_waiting
+from lightning_spot.capture.saying import SayOnce, SayWhyNot, say_failing, say_waiting
 from lightning_spot.capture.split import Divided, Divider, Ranks
 from lightning_spot.capture.streaming import store_streamed
 from lightning_spot.capture.supply import Supply
@@ -95,6 +95,7 @@ class SnapshotWriter:
         self.past_memory: Manifest | None = None
         self.torn = self.copied_bytes = 0
         self.together, self.posted, self.missed, self.missed_because = 0, 0, 0, ""
+        self._say_why_not = SayWhyNot(self.say_once)
         waits = functools.partial(say_waiting, self.say_once, self.link)  # a method would keep this alive
         self._leases = leases = Leases(self.link, functools.partial(say_backing, self.say_once), waits)
         self._copier = copier if copier is not None else Copier()
@@ -372,6 +373,7 @@ class SnapshotWriter:
                 self.past_memory = pending.manifest
             self.together += pending.lease.shared is not None or bool(pending.sent)
             self.posted += bool(pending.sent)
+            self._say_why_not.committed()
             pending.done.set_result(pending.manifest)
             if not pending.manifest.complete:
                 leases = self._leases_ahead and pending.lease.shared is None
@@ -395,5 +397,5 @@ class SnapshotWriter:
         if isinstance(error, TornSnapshot):
             self.say_once("torn", "%s", error)
         else:
-            logger.warning("lightning_spot: snapshot %s was not committed: %s", pending.manifest.name, error)
+            self._say_why_not(pending.manifest.name, str(error))
         pending.done.set_exception(error)

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from lightning_spot.errors import Fenced, SettingsError, ShareMissing, SnapshotNotFound, SpotError
+from lightning_spot.errors import Fenced, NodeUnreachable, SettingsError, ShareMissing, SnapshotNotFound, SpotError
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Portion, PortionImage, Portions
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _OPEN_S = 30.0
+_TELL_S = 120.0  # so long do the other hosts wait for a snapshot to begin
+_AGAIN_S = 1.0
 
 Heard = Callable[[str, Manifest | None, float, Sent | None, Exception | None], None]
 """Told of each snapshot that this host has led: URL, manifest of its portion if it was brought, seconds, what was sent,
@@ -232,7 +234,8 @@ class Abroad:
     def decline(self, run: str, at: str, name: str, attempt: int, why: str, host: int = 0) -> None:
         """Tell the other hosts, in the background, that there will be no snapshot of a name.
 
-        A place is told once the one before has begun there: it takes it that none before comes any more either.
+        A place is told once the one before has begun there: it takes it that none before comes any more either. It is
+        told again while it does not answer: ranks may wait for that snapshot.
 
         Args:
             run: as in URLs.
@@ -246,10 +249,16 @@ class Abroad:
 
         def tell(url: str) -> None:
             futures.wait(self._beginning(url, name), _OPEN_S)
-            try:
-                self.bringing.tier(url, key).decline(name, attempt=attempt, why=why, host=host)
-            except SpotError as error:  # they wait in vain for a while
-                logger.debug("%s could not be told: %s", url, error)
+            deadline_s = time.monotonic() + _TELL_S
+            while not self._uploads.closing:
+                try:
+                    self.bringing.tier(url, key).decline(name, attempt=attempt, why=why, host=host)
+                    return
+                except SpotError as error:  # they wait in vain for a while
+                    logger.debug("%s could not be told: %s", url, error)
+                    if not isinstance(error, NodeUnreachable) or time.monotonic() > deadline_s:
+                        return
+                time.sleep(_AGAIN_S)
 
         for url in urls_of(at):
             _background(lambda url=url: tell(url))  # type: ignore[misc]
