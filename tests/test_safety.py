@@ -70,7 +70,7 @@ def at_notice(url: str) -> str:
     newest = manifest_of(5, nbytes=5000)
     link = HostLink(cast(Host, Ring(url)))
     writer = SimpleNamespace(committed=newest, past_memory=newest, host=link.host, link=link, settle=lambda _wait_s: 0)
-    writer.across = Across(link)
+    writer.across = Across(link, lambda *_: None)
     writer.across.at = url
     safety = Safety(cast(SnapshotWriter, writer))
     return safety.bring(Deadline.of(None, 600.0), Plan(take=True, url=None, expected_s=None), lambda: False)
@@ -90,7 +90,7 @@ def test_what_only_a_lost_memory_node_had_goes_once_more_before_an_urgent_snapsh
     host = SimpleNamespace(tiers=lambda: {"durable": health}, safe_step=lambda: 4, carrier=lambda: carrier)
     newest = manifest_of(5, nbytes=5000)
     link = HostLink(cast(Host, host))
-    writer = SimpleNamespace(committed=newest, past_memory=newest, link=link, across=Across(link))
+    writer = SimpleNamespace(committed=newest, past_memory=newest, link=link, across=Across(link, lambda *_: None))
     writer.across.at = URL
     plan = Safety(cast(SnapshotWriter, writer)).plan(Deadline.of(None, 600.0))
     assert plan.expected_s == (1.0 if carrier else 2.0)

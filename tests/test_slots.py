@@ -448,7 +448,7 @@ def test_who_waits_long_for_a_slot_says_what_for(
 
     desk.writer.warm(700_000)
     assert desk.writer._maker.wait(30)
-    monkeypatch.setattr(leases, "_SAY_S", 0.0)
+    monkeypatch.setattr(leases, "SAY_S", 0.0)
     monkeypatch.setattr(desk.host, "lease", full)
     monkeypatch.setattr(desk.host, "tiers", lambda: {"s3://b/run": TierHealth(error="access denied")})
     desk.writer.begin(desk.checkpoint(), manifest_of(1, run_id=""), wait_s=600.0).result(30)

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from lightning_spot.capture import leases
+from lightning_spot.capture import across, following, leases
+from lightning_spot.capture.following import Follower, Task
+from lightning_spot.capture.host_link import HostLink
+from lightning_spot.capture.pending import Pending
 from lightning_spot.capture.saying import SayOnce, SayWhyNot
+from lightning_spot.capture.split import Number
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import NodeUnreachable, NotSerialisable, SnapshotTooLarge, TornSnapshot
+from lightning_spot.errors import (
+    NodeUnreachable,
+    NotSerialisable,
+    RingFull,
+    ShareMissing,
+    SnapshotTooLarge,
+    TornSnapshot,
+)
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.pickling import TensorPickler
-from lightning_spot.memory.host import InProcessHost
+from lightning_spot.memory.host import Host, InProcessHost, Lease
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.local import LocalStore
@@ -278,3 +291,55 @@ def test_why_no_snapshot_is_committed_is_said_of_two_in_a_row(caplog: pytest.Log
     say.committed()
     say("step-7", "rank 2 has gone")
     assert [record.getMessage().partition("step-")[2][:1] for record in caplog.records] == ["0", "1", "5", "7"]
+
+
+class Waiting(Follower[str]):
+    """A rank whose slot comes when its node says so."""
+
+    def _fill(self, host: Host, lease: Lease, task: Task[str], what: str) -> None:
+        raise ShareMissing("it has nothing to write")
+
+    def begin(self, name: str, wait_s: float) -> None:
+        self._put(Task(name, "rank 1", Number(1, 0, 1), "", "state", wait_s))
+
+
+def test_a_rank_that_waits_for_its_slot_says_what_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(following, "SAY_S", 0.05)
+    begun = threading.Event()
+
+    def join(*_: Any, **__: Any) -> Lease:
+        begun.wait(20.0)
+        raise ShareMissing("there will be none")
+
+    host = SimpleNamespace(max_stall_s=0.1, join=join, disconnect=lambda: None)
+    rank = Waiting(cast(Host, host), lambda: cast(Host, host))
+    try:
+        threading.Timer(0.5, begun.set).start()
+        rank.begin("step-1", 20.0)
+        rank.copied()
+        assert begun.is_set()
+        assert [record.getMessage() for record in caplog.records] == [
+            "lightning_spot: rank 1: training waits for its slot of step-1, for up to 20 s more: it has not begun at"
+            " this host's node"
+        ]
+    finally:
+        rank.close()
+
+
+def test_who_waits_for_other_hosts_says_what_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(across, "SAY_S", 0.05)
+    said, done = list[str](), Future[Manifest]()
+    link = HostLink(cast(Host, SimpleNamespace()))
+    state = across.Across(link, lambda full, left_s: said.append(f"{full} {left_s:.2f}"))
+    shared = SimpleNamespace(at="spot://node:7070/run")
+    pending = SimpleNamespace(done=done, lease=SimpleNamespace(shared=shared), manifest=SimpleNamespace(name="step-1"))
+    state.begun(cast(Pending, pending))
+    for wait_s in (0.01, 0.3):  # it is not said where nobody would wait for so long
+        with pytest.raises(RingFull, match="step-1 is still on its way to spot://node:7070/run"):
+            state.make_way(cast(Host, SimpleNamespace()), "spot://node:7070/run", wait_s)
+    assert said == ["step-1 is still on its way to spot://node:7070/run 0.25"]
+    threading.Timer(0.2, done.set_result, [cast(Manifest, None)]).start()
+    state.make_way(cast(Host, SimpleNamespace()), "spot://node:7070/run", 20.0)
+    assert done.done()

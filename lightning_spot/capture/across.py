@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent import futures
 
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.leases import give_back
 from lightning_spot.capture.pending import Pending
+from lightning_spot.capture.saying import SAY_S
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import RingFull, SpotError
 from lightning_spot.memory.host import Host
@@ -21,6 +23,7 @@ class Across:
 
     Args:
         link: to the ring of this host.
+        waits: told that training waits for long, and for how long it may yet.
 
     Attributes:
         wanted: whether there are other hosts, and a memory node is to carry the run on.
@@ -33,14 +36,14 @@ class Across:
         own_nbytes: what this host brings of such a snapshot, on rank 0; 0 before the first one.
     """
 
-    def __init__(self, link: HostLink) -> None:
+    def __init__(self, link: HostLink, waits: Callable[[RingFull, float], None]) -> None:
         self.wanted = False
         self.carrier = ""
         self.brought = 0
         self.at = ""
         self.hosts: tuple[tuple[int, ...], ...] = ()
         self.own_nbytes = 0
-        self._link = link
+        self._link, self._waits = link, waits
         self._last: Pending | None = None
         self._gave_way: Pending | None = None
 
@@ -86,11 +89,15 @@ class Across:
             self._gave_way = before
             give_back(host, before.lease)
             return
+        full = RingFull(f"{before.manifest.name} is still on its way to {_at(before)}")
         try:
-            before.done.result(timeout=wait_s)
+            futures.wait([before.done], min(wait_s, SAY_S))
+            if wait_s > SAY_S and not before.done.done():
+                self._waits(full, wait_s - SAY_S)
+            before.done.result(timeout=max(0.0, wait_s - SAY_S))
         except futures.TimeoutError:
             self._last = before
-            raise RingFull(f"{before.manifest.name} is still on its way to {_at(before)}") from None
+            raise full from None
         except SpotError as error:
             logger.debug("%s: %s", before.manifest.name, error)
 

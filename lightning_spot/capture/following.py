@@ -21,6 +21,7 @@ from lightning_spot.capture.background import Background
 from lightning_spot.capture.contents import Plan, Unchanged
 from lightning_spot.capture.host_link import leave, within
 from lightning_spot.capture.leases import give_back, have_made
+from lightning_spot.capture.saying import SAY_S, SayOnce
 from lightning_spot.capture.split import Number
 from lightning_spot.capture.views import SlotViews
 from lightning_spot.errors import NodeUnreachable, ShareMissing, SpotError, TornSnapshot
@@ -105,6 +106,7 @@ class Follower(ABC, Generic[What]):
         self._unchanged = Unchanged()
         self._unsteady: frozenset[int] = frozenset()
         self._pending: list[Task[What]] = []
+        self._say_once = SayOnce()
         self._tasks = Background("spot-share", self._look, self._look_s)
 
     # -- on the training thread -----------------------------------------------------------------------------------
@@ -185,9 +187,16 @@ class Follower(ABC, Generic[What]):
 
     def _wait(self, task: Task[What], event: threading.Event) -> None:
         """Wait for something that comes before training may go on; if it does not come in time, the part is torn."""
-        if not task.late and not event.wait(task.wait_s or self._max_stall_s):
-            with task.lock:
-                task.late = task.job is None
+        limit_s = task.wait_s or self._max_stall_s
+        if task.late or event.wait(min(limit_s, SAY_S)):
+            return
+        if limit_s > SAY_S:
+            why = "%s: training waits for its slot of %s, for up to %.0f s more: it has not begun at this host's node"
+            self._say_once("waits", why, task.who, task.name, limit_s - SAY_S)
+            if event.wait(limit_s - SAY_S):
+                return
+        with task.lock:
+            task.late = task.job is None
 
     # -- on the background thread ---------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ import torch
 from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, Known, Owners
 from lightning_spot.capture.following import Follower, Task
 from lightning_spot.capture.portioned import Portioned, own_of, portions_of
-from lightning_spot.capture.saying import SayOnce
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, room_for
 from lightning_spot.capture.split import Number
 from lightning_spot.capture.tensors import copies_of
@@ -91,7 +90,6 @@ class Joining(Follower[_Part | SpotError]):
         self._brought: tuple[str, str, Number] | None = None  # name, where, and which share of it
         super().__init__(host, connect, copier, schedule)
         self._attempt, self._hosts, self._rank, self._world_size = host.attempt, hosts, rank, world_size
-        self._say_once = SayOnce()
         self._layouter = ShardedLayouter(rank, world_size, token)
         self._own_layouter = Layouter()  # of the training thread
         self._laying_out = threading.Lock()

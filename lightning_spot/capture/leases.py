@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_spot.capture.host_link import HostLink
+from lightning_spot.capture.saying import SAY_S
 from lightning_spot.config import read_environment
 from lightning_spot.errors import NodeUnreachable, RingFull, SpotError
 from lightning_spot.memory.host import Host, Lease
@@ -21,7 +22,6 @@ AHEAD_S = 1.0
 """A slot is leased ahead if the next snapshot comes sooner; one that is not used for so long is given back."""
 
 _SLICE_S = 2.0
-_SAY_S = 10.0  # who waits longer is told what for
 _ALLOCATE_S, _ALLOCATED_BYTES_PER_S = 60.0, 200e6  # a slot's pages are made by the kernel at 3 GB/s; swapping is slower
 
 
@@ -118,7 +118,7 @@ class Leases:
             except RingFull as full:
                 if left_s <= _SLICE_S or time.monotonic() >= deadline_s:
                     raise
-                if wait_s - left_s >= _SAY_S:
+                if wait_s - left_s >= SAY_S:
                     self._waits(full, left_s)
             except NodeUnreachable as error:
                 self._link.lose(host, error)

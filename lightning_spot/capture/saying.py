@@ -11,6 +11,9 @@ from lightning_spot.memory.health import TierHealth
 
 logger = logging.getLogger(__name__)
 
+SAY_S = 10.0
+"""Who waits longer is told what for."""
+
 
 class SayOnce:
     """Warns, but only the first time for each key. Whoever warns through it need not know whose warnings they are."""

@@ -85,11 +85,9 @@ class SnapshotWriter:
         *,
         approximates: bool = False,
     ) -> None:
-        self._look = look
+        self._look, self._approximates = look, approximates
         self.say_once = SayOnce()
-        self._approximates = approximates
         self.link = HostLink(host, reconnect, lambda found: self._maker.again(found))
-        self.across = Across(self.link)
         self.mailbox: Mailbox | None = None
         self.committed: Manifest | None = None
         self.past_memory: Manifest | None = None
@@ -97,6 +95,7 @@ class SnapshotWriter:
         self.together, self.posted, self.missed, self.missed_because = 0, 0, 0, ""
         self._say_why_not = SayWhyNot(self.say_once)
         waits = functools.partial(say_waiting, self.say_once, self.link)  # a method would keep this alive
+        self.across = Across(self.link, waits)
         self._leases = leases = Leases(self.link, functools.partial(say_backing, self.say_once), waits)
         self._copier = copier if copier is not None else Copier()
         self._schedule = schedule
