@@ -34,6 +34,7 @@ from torch.utils.data import (
 )
 
 from lightning_spot import EverySteps, SpotCheckpoint
+from tests import exact_kept as kept
 from tests import exact_models as m
 from tests.conftest import new_process
 from tests.exact_cases import Gan, Lean, Model, Plateau
@@ -517,6 +518,15 @@ LOOPS: dict[str, Case] = {
         soak=True,
     ),
     "cache-of-the-module": Case(model=m.Caching),
+    "values-of-many-kinds": Case(model=kept.Kinds, stops=(8, 4)),
+    "buffers-that-training-makes": Case(model=kept.Growing, stops=(8, 4)),
+    "objects-of-the-module": Case(
+        model=kept.Holding,
+        says=kept.LOST,
+        differs=True,
+    ),
+    "optimizer-with-attributes": Case(model=kept.Slow, says="Averaging.seen, Averaging.slow", differs=True),
+    "scheduler-replaced": Case(model=kept.Replacing, says=kept.REPLACED, differs=True),
     "gathered-outputs": Case(model=m.Gathering),
     "skipped-batches": Case(model=m.Skipping, loaders=lambda: rows(batch_size=3), stops=(9, 6)),
     "iterator-step": Case(model=m.Fetching),

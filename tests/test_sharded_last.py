@@ -142,7 +142,9 @@ class Ranks:
         parts = {"w": self.weights[slice(*RANGES[rank])].clone(), "f": self.trainers[rank].lightning_module.f.data}
         state = {name: FlatShard(part, (ROWS, COLUMNS), RANGES, rank) for name, part in parts.items()}
         checkpoint = {"state_dict": state, "optimizer_states": [], "epoch": 0}
-        dump = Dump(checkpoint=checkpoint, state={"rank": rank}, validation_progress=None, loggers=[], unsaved=[])
+        dump = Dump(
+            checkpoint=checkpoint, state={"rank": rank}, validation_progress=None, loggers=[], unsaved=[], lost=[]
+        )
         attempt = self.attempt if rank == 0 else None
         try:
             waits = {"wait_s": LAST_S, "commit_s": commit_s}

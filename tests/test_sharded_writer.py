@@ -252,7 +252,7 @@ class Alone(SimpleNamespace):
 
 
 def dump_of(state: dict[str, Any]) -> Dump:
-    return Dump(checkpoint={}, state=state, validation_progress=None, loggers=[], unsaved=[])
+    return Dump(checkpoint={}, state=state, validation_progress=None, loggers=[], unsaved=[], lost=[])
 
 
 def ring(*, strict: bool) -> RingSettings:

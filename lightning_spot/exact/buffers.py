@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
+
 import torch
 
 from lightning_spot.capture.tensors import storage_address
@@ -9,26 +12,53 @@ from lightning_spot.exact import private
 from lightning_spot.exact.flat import live_state
 
 Values = dict[str, torch.Tensor]
-Mark = tuple[int, int]
+Mark = tuple[int, object]
+Form = tuple[torch.Size, torch.dtype, torch.layout]
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """How the buffers of a module were.
+
+    Attributes:
+        marks: tell of each whether it has been written to since, or is another.
+        forms: tell whether it is of another shape or kind.
+    """
+
+    marks: dict[str, Mark]
+    forms: dict[str, Form]
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> Noted:
+        """As those of a module are now."""
+        buffers = dict(module.named_buffers())
+        return cls(_marks(buffers), {name: _form(buffer) for name, buffer in buffers.items()})
 
 
 class Buffers:
     """The buffers of one module. Statistics of BatchNorm differ from rank to rank, and torch does not count writes."""
 
     def __init__(self) -> None:
-        self._steady: dict[str, Mark] = {}
+        self._first = Noted({}, {})
         self._changed: set[str] = set()
+        self._made: set[str] = set()
 
     def begin(self, module: torch.nn.Module) -> None:
         """Note how they are when training begins."""
-        self._steady = marks_of(module)
+        self._first = Noted.of(module)
 
-    def note_changed(self, module: torch.nn.Module, before: dict[str, Mark]) -> None:
-        """Count as changed, too, what differs from marks that were made before training began."""
+    def note_changed(self, module: torch.nn.Module, before: Noted) -> None:
+        """Count as changed, too, what differs from how they were before training began."""
         self._note_changed(dict(module.named_buffers()), before)
 
-    def _note_changed(self, buffers: Values, before: dict[str, Mark]) -> None:
-        self._changed |= {name for name, mark in _marks(buffers).items() if before.get(name) != mark}
+    def _note_changed(self, buffers: Values, before: Noted) -> None:
+        changed = {name for name, mark in _marks(buffers).items() if before.marks.get(name) != mark}
+        self._changed |= changed
+        self._made |= {name for name in changed if before.forms.get(name) != _form(buffers[name])}
+
+    def made(self, captured: Values) -> list[str]:
+        """Those of what :meth:`capture` returned that training has made, or given another shape or kind."""
+        return sorted(self._made & captured.keys())
 
     def capture(self, module: torch.nn.Module, *, is_first: bool, has_any: bool = True) -> Values:
         """Copies of the non-persistent ones that changed, and of all others where the rank is not the first.
@@ -39,7 +69,7 @@ class Buffers:
             has_any: whether there may be any.
         """
         buffers = dict(module.named_buffers()) if has_any else {}
-        self._note_changed(buffers, self._steady)
+        self._note_changed(buffers, self._first)
         if not buffers or (is_first and not self._changed):
             return {}
         in_checkpoint = set(live_state(module)) & set(buffers)
@@ -48,10 +78,23 @@ class Buffers:
             lacking |= in_checkpoint
         return {name: buffers[name].detach().clone() for name in sorted(lacking) if name in buffers}
 
-    def restore(self, module: torch.nn.Module, saved: Values) -> None:
-        """Give them the values that :meth:`capture` found."""
-        put(module, saved)
+    def restore(self, module: torch.nn.Module, saved: Values, made: Collection[str] = ()) -> None:
+        """Give them the values that :meth:`capture` found.
+
+        Args:
+            module: that has them.
+            saved: their values.
+            made: those that are to be what they were, whatever the module has there: see :meth:`made`.
+        """
+        present = dict(module.named_buffers())
+        in_checkpoint = live_state(module) if made else {}
+        for name, value in saved.items():
+            if name in made and name not in in_checkpoint:
+                _make(module, name, value, present.get(name))
+            elif name in present and not _write(present[name], value) and present[name].shape == value.shape:
+                _make(module, name, value, present[name])
         self._changed |= set(saved)
+        self._made |= set(made)
 
 
 def copied(module: torch.nn.Module) -> Values:
@@ -63,19 +106,50 @@ def put(module: torch.nn.Module, values: Values) -> None:
     """Write into the parameters and buffers of these names."""
     present = _all(module)
     for name, value in values.items():
-        if name in present and present[name].shape == value.shape:
-            with torch.inference_mode() if present[name].is_inference() else torch.no_grad():
-                present[name].copy_(value)
+        if name in present:
+            _write(present[name], value)
+
+
+def _write(present: torch.Tensor, value: torch.Tensor) -> bool:
+    """Write a value into a tensor; ``False`` if that cannot be, since it has another shape or layout."""
+    if present.shape != value.shape or not present.layout == value.layout == torch.strided:
+        return False
+    once, written = present, value
+    for dim, (size, stride) in enumerate(zip(present.shape, present.stride(), strict=True)):
+        if size > 1 and stride == 0:  # one element stands for a row, and torch refuses to write to it as to a row
+            once, written = once.narrow(dim, 0, 1), written.narrow(dim, 0, 1)
+    if written is not value and not torch.equal(written.expand(value.shape), value):
+        return False
+    with torch.inference_mode() if present.is_inference() else torch.no_grad():
+        once.copy_(written)
+    return True
+
+
+def _make(module: torch.nn.Module, name: str, value: torch.Tensor, present: torch.Tensor | None) -> None:
+    """Have a buffer be another tensor, where the module that had it is there."""
+    path, _, leaf = name.rpartition(".")
+    owner = dict(module.named_modules()).get(path)
+    if owner is None:
+        return
+    value = value.to(present.device if present is not None else getattr(module, "device", value.device))
+    if leaf in private.BUFFERS.of(owner):
+        setattr(owner, leaf, value)
+    elif not hasattr(owner, leaf):
+        owner.register_buffer(leaf, value, persistent=False)
 
 
 def _all(module: torch.nn.Module) -> Values:
     return {**dict(module.named_buffers()), **dict(module.named_parameters())}
 
 
-def marks_of(module: torch.nn.Module) -> dict[str, Mark]:
-    """What tells of each buffer whether it has been written to, or is another."""
-    return _marks(dict(module.named_buffers()))
-
-
 def _marks(buffers: Values) -> dict[str, Mark]:
-    return {name: (storage_address(buffer), private.writes_of(buffer)) for name, buffer in buffers.items()}
+    return {name: (storage_address(buffer), _writes_of(buffer)) for name, buffer in buffers.items()}
+
+
+def _writes_of(buffer: torch.Tensor) -> object:
+    """Torch's count of the writes. It does not count those to the values of a sparse tensor: no two are alike."""
+    return private.writes_of(buffer) if buffer.layout is torch.strided else object()
+
+
+def _form(buffer: torch.Tensor) -> Form:
+    return buffer.shape, buffer.dtype, buffer.layout

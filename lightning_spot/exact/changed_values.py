@@ -4,29 +4,31 @@ A resumed run does not call ``on_train_epoch_start`` of the epoch it goes on in,
 what they did is kept: which parameters are frozen, plain attributes of modules (``training``, a dropout's ``p``, a
 counter, a list of outputs), settings of the Trainer. What did not change is not kept: there the program's word counts.
 A module that also made anything else meanwhile (a cache, a file) keeps its attributes for itself: they belong together.
+What such a module goes on to change, and what changes within objects that it holds, is lost for a resumed run: its
+names are known.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torchmetrics import Metric
 
 from lightning_spot.exact import namespaces, private
+from lightning_spot.exact.further_kinds import is_generator
 from lightning_spot.exact.glance import Glance, Glances
+from lightning_spot.exact.objects import Inside, may_hold_objects
 from lightning_spot.exact.plain_values import (
-    KEPT,
     MOST_BYTES,
     MOST_ITEMS,
     SCALARS,
     NotPlain,
     copy_of,
+    is_kept,
     is_same,
     mark,
     put,
@@ -103,10 +105,12 @@ class ChangedValues:
 
     Attributes:
         before: what was changed before that, and no resumed run repeats: it counts, too.
+        lost: names of attributes that have changed, as ``Class.attribute``, and that no resumed run gets back.
     """
 
     def __init__(self) -> None:
         self.before = Names()
+        self.lost: set[str] = set()
         self._trains: dict[str, bool] = {}
         self._modules: dict[str, _Attributes] = {}
         self._trained = _Trained(())
@@ -118,7 +122,8 @@ class ChangedValues:
         modules = list(trainer.lightning_module.named_modules())
         self._trains = _trains(modules)
         self._trained = _Trained(modules)
-        self._modules = {name: _Attributes(part) for name, part in _parts(modules)}
+        inside = Inside()
+        self._modules = {name: _Attributes(part, inside) for name, part in _parts(modules)}
         self._glances = _Glanced(self._modules)
         self._settings = _settings(trainer)
 
@@ -132,7 +137,11 @@ class ChangedValues:
         before, known = self.before, self._modules
         attributes = before.attributes
         parts = _parts(modules) if attributes else self._glances.closer(list(_parts(modules)))
-        changed = {name: known[name].changed(part, attributes.get(name, ())) for name, part in parts if name in known}
+        changed, inside = {}, Inside()
+        for name, part in parts:
+            if name in known:
+                changed[name] = known[name].changed(part, attributes.get(name, ()), inside)
+                self.lost |= known[name].lost
         settings = _settings(trainer)
         return {
             "trains": self._trains_now(modules),
@@ -165,6 +174,14 @@ class ChangedValues:
         for name, value in saved["settings"].items():
             if hasattr(trainer, name):
                 setattr(trainer, name, value)
+
+    def restore_generators(self, trainer: pl.Trainer, saved: State) -> None:
+        """Set generators once more, just before the first step: a loader may draw from them when its epoch begins."""
+        parts = dict(trainer.lightning_module.named_modules())
+        for name, values in saved["attributes"].items():
+            for attribute, value in values.items():
+                if name in parts and is_generator(value):
+                    put(parts[name], attribute, value, trainer.lightning_module.device)
 
 
 class _Trained:
@@ -215,68 +232,95 @@ class _Attributes:
 
     Args:
         part: the module.
+        inside: looks into objects.
 
     Attributes:
         glance: that tells, as long as nothing changes; ``None`` where none would.
+        lost: names of what has changed, as ``Class.attribute``, and is not kept.
     """
 
-    def __init__(self, part: nn.Module) -> None:
+    def __init__(self, part: nn.Module, inside: Inside) -> None:
         self._names = _own_names() if isinstance(part, namespaces.classes("", "LightningModule")) else OF_MODULES
         # Modules of torch keep nothing that their numbers would have to agree with.
         self._is_torchs = type(part).__module__.startswith("torch.nn")
         own = self._own(part)
-        self._scalars = _of_kind(own, SCALARS)
-        self._marks = {} if self._is_torchs else {name: mark(value) for name, value in _of_kind(own, KEPT).items()}
-        self._others = {} if self._is_torchs else _not_plain(part, own)
+        self._scalars = _scalars(own)
+        self._marks = {} if self._is_torchs else _marks(own)
+        self._others = {} if self._is_torchs else _not_plain(own)
+        held = {} if self._is_torchs else {name: value for name, value in own.items() if may_hold_objects(value)}
+        self._inside = {name: seen for name, value in held.items() if (seen := inside.of(value)) is not None}
+        self._since: tuple[State, State] | None = None
         self.glance = Glance.of(part, list(own))
+        self.lost: set[str] = set()
 
-    def changed(self, part: nn.Module, before: Collection[str] = ()) -> State:
+    def changed(self, part: nn.Module, before: Collection[str], inside: Inside) -> State:
         """Copies of what has changed; of ``training`` only, where not all of it is plain.
 
         Args:
             part: the module.
             before: names of attributes that count as changed.
+            inside: looks into objects.
         """
         if self.glance is not None and not before and self.glance.is_still_of(part):
             return {}
         own = self._own(part)
-        scalars = _of_kind(own, SCALARS)
+        scalars = _scalars(own)
         changed = {**_changed(self._scalars, scalars), **_of(before, scalars)}
         if self._is_torchs:
             return changed
+        others = _not_plain(own)
+        self._lose(part, self._changed_within(own, inside))
         try:
-            others = _not_plain(part, own)
             if others.keys() != self._others.keys() or any(others[name] is not self._others[name] for name in others):
                 raise NotPlain
             left = [MOST_BYTES, MOST_ITEMS]
-            for name, value in _of_kind(own, KEPT).items():
-                if name in before or name not in self._marks or not is_same(self._marks[name], mark(value)):
+            for name, value in own.items():
+                if is_kept(type(value)) and self._is_to_be_kept(name, value, before):
                     changed[name] = copy_of(value, left)
         except NotPlain:
+            self._lose(part, self._changed_beside(own, inside))
             return {name: value for name, value in changed.items() if name == "training"}
         return changed
+
+    def _is_to_be_kept(self, name: str, value: Any, before: Collection[str]) -> bool:
+        return name in before or name not in self._marks or not is_same(self._marks[name], mark(value))
+
+    def _changed_within(self, own: State, inside: Inside) -> Iterator[str]:
+        """Objects, and what holds some, in which something is otherwise than when they were first seen."""
+        for name, before in self._inside.items():
+            if name in own and not inside.is_as(before, own[name]):
+                yield name
+
+    def _changed_beside(self, own: State, inside: Inside) -> Iterator[str]:
+        """What changes further, after something was made that cannot be kept: that alone may be made anew, in time."""
+        scalars, marks = _scalars(own), _marks(own)
+        if self._since is None:
+            self._since = scalars, marks
+        for name, value in _not_plain(own).items():  # what was made since: it is looked into from now on
+            if name not in self._others and (seen := inside.of(value)) is not None:
+                self._inside.setdefault(name, seen)
+        before_scalars, before_marks = self._since
+        yield from (name for name in _changed(before_scalars, scalars) if name != "training")
+        yield from (name for name in marks if name not in before_marks or not is_same(before_marks[name], marks[name]))
+
+    def _lose(self, part: nn.Module, names: Iterable[str]) -> None:
+        self.lost |= {f"{type(part).__qualname__.rpartition('.<locals>.')[2]}.{name}" for name in names}
 
     def _own(self, part: nn.Module) -> State:
         return {name: value for name, value in vars(part).items() if name not in self._names}
 
 
-def _of_kind(own: State, kinds: frozenset[type]) -> State:
-    return {name: value for name, value in own.items() if type(value) in kinds}
+def _scalars(own: State) -> State:
+    return {name: value for name, value in own.items() if type(value) in SCALARS}
 
 
-def _not_plain(part: nn.Module, own: State) -> State:
-    """Everything else, and the shapes of buffers that no checkpoint holds."""
-    found = {name: value for name, value in own.items() if type(value) not in SCALARS and type(value) not in KEPT}
-    for name in private.NON_PERSISTENT.of(part):
-        buffer = private.BUFFERS.of(part).get(name)
-        found[f"{name} of a shape"] = _shape(buffer.shape) if buffer is not None else None
-    return found
+def _marks(own: State) -> State:
+    return {name: mark(value) for name, value in own.items() if is_kept(type(value))}
 
 
-@functools.lru_cache(maxsize=1024)
-def _shape(shape: torch.Size) -> torch.Size:
-    """The one object that stands for a shape."""
-    return shape
+def _not_plain(own: State) -> State:
+    """Everything else."""
+    return {name: value for name, value in own.items() if type(value) not in SCALARS and not is_kept(type(value))}
 
 
 def _trains(modules: Iterable[NamedModule]) -> dict[str, bool]:

@@ -160,17 +160,38 @@ def _is_recent(value: Any) -> bool:
 def _tensors_differ(left: torch.Tensor, right: torch.Tensor) -> str | None:
     if left.dtype != right.dtype or left.shape != right.shape:
         return f"{left.dtype} {tuple(left.shape)} and {right.dtype} {tuple(right.shape)}"
+    if left.layout != right.layout:
+        return f"{left.layout} and {right.layout}"
     first, second = (_bits(side) for side in (left, right))
     if torch.equal(first, second):
         return None
-    left, right = left.cpu(), right.cpu()
-    share = (left != right).double().mean().item() if left.numel() else 0.0
-    most = (left.double() - right.double()).abs().max().item() if not left.is_complex() else float("nan")
+    try:
+        left, right = (side.detach().cpu().to_dense() for side in (left, right))
+        share = (left != right).double().mean().item() if left.numel() else 0.0
+        most = (left.double() - right.double()).abs().max().item() if not left.is_complex() else float("nan")
+    except (NotImplementedError, RuntimeError):  # torch does not calculate with every kind of numbers
+        return f"some of {left.numel()} values of {left.dtype} differ"
     return f"{share:.1%} of {left.numel()} values differ, by at most {most:.3g}"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return torch.cat([_bits_of_one(part.detach().cpu()) for part in _parts(tensor)])
+
+
+def _bits_of_one(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The strided tensors that a sparse or quantised one is made of."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [tensor.indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.int_repr()] if tensor.is_quantized else [tensor]
 
 
 def _equal(left: Any, right: Any, folders: bool) -> bool:

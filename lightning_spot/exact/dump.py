@@ -48,6 +48,7 @@ class Dump:
         validation_progress: count of validation batches, if a validation follows the step; else ``None``.
         loggers: where each logger is, on rank 0.
         unsaved: names of attributes that have changed and are in no ``state_dict``.
+        lost: likewise, of modules.
         noted: how the checkpoint's tensors were; ``None`` if that was not noted.
     """
 
@@ -56,6 +57,7 @@ class Dump:
     validation_progress: dict[str, int] | None
     loggers: list[dict[str, Any]]
     unsaved: list[str]
+    lost: list[str]
     noted: _Noted | None = None
 
     def kept(self) -> Dump:
@@ -101,6 +103,7 @@ class Dump:
             "validation_progress": self.validation_progress,
             "loggers": self.loggers,
             "unsaved": self.unsaved,
+            "lost": self.lost,
             "ranks": ranks,
         }
         return self.checkpoint

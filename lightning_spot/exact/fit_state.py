@@ -125,8 +125,10 @@ class FitState(PerTrainer):
         self._buffers.begin(trainer.lightning_module)
         self._switches.run(private.BUCKETS, lambda: self._order.begin(trainer, restoring.gradient_order))
         self._switches.run(private.HOOKED, lambda: self._unsaved.begin(trainer, restoring.unsaved))
+        self._hooked.lost.update(restoring.lost)
         reasons = why_loaders_are_not_exact(restoring.loaders) if restoring.loaders is not None else []
-        say_what_is_not_exact(trainer, reasons, self._unsaved, resumed=restoring.is_due)
+        anew = [*shipped.what_begins_anew(trainer), *self._unsaved.begin_anew(restoring.lost)]
+        say_what_is_not_exact(trainer, reasons, anew if restoring.is_due else [])
         restoring.go_on_without_batch()
 
     # -- capture --------------------------------------------------------------------------------------------------
@@ -156,6 +158,7 @@ class FitState(PerTrainer):
             loggers=run(private.LOGGERS, lambda: places(trainer, before_validation=before_validation, at_end=at_end))
             or [],
             unsaved=run(private.HOOKED, lambda: self._unsaved.names(trainer)) or [],
+            lost=sorted(self._hooked.lost),
         )
 
     def _say_left_out(self, names: list[str]) -> None:
@@ -178,12 +181,14 @@ class FitState(PerTrainer):
         parts = [part for _, part in modules]
         has_buffers = run(private.TREE, lambda: any(private.BUFFERS_AT_ALL.of_each(parts))) is not False
         loaders = self._restoring.loaders  # None in a fit that takes no snapshots, such as fast_dev_run
+        captured = self._buffers.capture(module, is_first=trainer.is_global_zero, has_any=has_buffers)
         positions = run(private.LOADERS, lambda: loaders.positions(at_end=at_end)) if loaders is not None else []
         return {
             "random": capture_random(trainer.strategy.root_device),
             "loaders": positions,
             "around_loaders": run(private.LOADERS, loaders.capture) if loaders is not None else None,
-            "buffers": self._buffers.capture(module, is_first=trainer.is_global_zero, has_any=has_buffers),
+            "buffers": captured,
+            "made_buffers": self._buffers.made(captured),
             "gradients": self._gradients() if self._has_live_gradients() and not at_end else {},
             "gradient_order": self._order.saved(),
             "should_stop": trainer.should_stop,
@@ -267,17 +272,13 @@ def why_loaders_are_not_exact(loaders: Loaders) -> list[str]:
     return reasons + [reason for loader in loaders.validation for reason in why_workers_are_not_exact(loader)]
 
 
-def say_what_is_not_exact(trainer: pl.Trainer, reasons: list[str], unsaved: Unsaved, *, resumed: bool) -> None:
+def say_what_is_not_exact(trainer: pl.Trainer, reasons: list[str], anew: list[str]) -> None:
     """One warning for each thing that does not come back to where it was, with what to do.
 
     Args:
         trainer: whose training begins.
         reasons: what is known of its loaders.
-        unsaved: values that no checkpoint has.
-        resumed: whether it goes on from a snapshot.
+        anew: what is known of the rest, of a run that goes on from a snapshot.
     """
-    reasons = [*reasons, *shipped.what_goes_by_the_clock(trainer)]
-    if resumed:
-        reasons += [*shipped.what_begins_anew(trainer), *unsaved.begin_anew()]
-    for reason in dict.fromkeys(reasons):
+    for reason in dict.fromkeys([*reasons, *shipped.what_goes_by_the_clock(trainer), *anew]):
         rank_zero_warn(f"lightning_spot: {reason}")

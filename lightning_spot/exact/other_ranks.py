@@ -57,6 +57,7 @@ class OtherRanks:
         values["gradients"] = self._gradients(trainer)
         if self._rank >= len(self._ranks):  # rank 0's are in the checkpoint; what is in no checkpoint, it had, too
             values["buffers"] = self._ranks[0]["buffers"]
+            values["made_buffers"] = self._ranks[0].get("made_buffers", ())
         values["metrics"], lost = merging.metrics(
             trainer.lightning_module, [state["metrics"] for state in self._ranks], self._rank
         )

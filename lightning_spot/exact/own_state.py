@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 import types
 import weakref
 from collections.abc import Iterator, Mapping
@@ -19,13 +18,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_spot.exact.further_kinds import GENERATORS
 from lightning_spot.exact.randomness import State, capture_generator, restore_generator
 
 MOST_NUMBERS = 2**17
 """Longest order (list, array or tensor of whole numbers) of a sampler that is kept where it changes."""
 
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-"""Kinds of generators whose state can be read."""
 _SCALARS = frozenset((bool, int, float, str, type(None)))
 _CLOSED = (str, bytes, bytearray, torch.Tensor, np.ndarray, torch.nn.Module, type, types.ModuleType, weakref.ref)
 _EPOCHS = frozenset(("epoch", "_epoch", "current_epoch"))

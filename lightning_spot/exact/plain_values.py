@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
+import numpy as np
 import torch
 from torch import nn
 
+from lightning_spot.exact.further_kinds import (
+    KEYED,
+    SETS,
+    Seen,
+    decoded,
+    encoded,
+    is_encoded,
+    is_further,
+    items_of,
+    needs_its_like,
+    of_items,
+    seen,
+)
 from lightning_spot.exact.private import writes_of
 
 MOST_BYTES = 2**24
@@ -19,8 +33,12 @@ SCALARS: frozenset[type] = frozenset((bool, int, float, str, type(None)))
 """Kinds of values that are compared by what they are."""
 
 _CONTAINERS: frozenset[type] = frozenset((list, tuple, dict, deque))
-KEPT: frozenset[type] = _CONTAINERS | {torch.Tensor}
-"""Kinds of values that are known again by a :func:`mark`."""
+_KEPT: frozenset[type] = _CONTAINERS | KEYED | SETS | {torch.Tensor}
+
+
+def is_kept(kind: type) -> bool:
+    """Whether values of a kind, no scalars, are known again by a :func:`mark`."""
+    return kind in _KEPT or is_further(kind)
 
 
 def mark(value: Any, depth: int = 0, *, most: int = MOST_ITEMS) -> Any:
@@ -31,11 +49,18 @@ def mark(value: Any, depth: int = 0, *, most: int = MOST_ITEMS) -> Any:
         depth: of containers around it.
         most: items of a container; of one with more it is seen only whether it is another one.
     """
+    kind: type = type(value)
+    if kind in SCALARS:
+        return value
     if isinstance(value, torch.Tensor):
         return _Marked(value, writes_of(value))
-    if type(value) not in _CONTAINERS or depth > _DEEPEST or len(value) > most:
+    if is_further(kind):
+        return seen(value)
+    if not (kind in _CONTAINERS or kind in KEYED or kind in SETS) or depth > _DEEPEST or len(value) > most:
         return value
-    if type(value) is dict:
+    if kind in SETS:
+        return Seen(kind, frozenset(value)) if all(type(item) in SCALARS for item in value) else value
+    if kind is dict or kind in KEYED:
         return {key: mark(item, depth + 1, most=most) for key, item in value.items()}
     return [mark(item, depth + 1, most=most) for item in value]
 
@@ -49,6 +74,8 @@ def is_same(left: Any, right: Any) -> bool:
     """Whether two marks are of one value that nobody has written to between."""
     if isinstance(left, _Marked) or isinstance(right, _Marked):
         return type(left) is type(right) and left.tensor is right.tensor and left.version == right.version
+    if isinstance(left, Seen) or isinstance(right, Seen):
+        return type(left) is type(right) and left[:2] == right[:2]
     if isinstance(left, dict) and isinstance(right, dict):
         return list(left) == list(right) and all(is_same(left[key], right[key]) for key in left)
     if isinstance(left, list) and isinstance(right, list):
@@ -68,7 +95,7 @@ def copy_of(value: Any, left: list[int], depth: int = 0) -> Any:
         left: bytes of tensors, and items, that may still be taken.
         depth: of containers around it.
     """
-    kind = type(value)
+    kind: type = type(value)
     left[1] -= 1
     if left[1] < 0 or depth > _DEEPEST:
         raise NotPlain
@@ -79,9 +106,11 @@ def copy_of(value: Any, left: list[int], depth: int = 0) -> Any:
         if left[0] < 0 or value.requires_grad or value.layout is not torch.strided:
             raise NotPlain
         return value.detach().clone()
+    if is_further(kind) or kind in SETS or kind in KEYED:
+        return _encoded(value, left, depth)
     if kind is dict:
         if not all(type(key) in SCALARS for key in value):
-            raise NotPlain
+            return _encoded(value, left, depth)
         return {key: copy_of(item, left, depth + 1) for key, item in value.items()}
     if kind not in _CONTAINERS:
         raise NotPlain
@@ -99,22 +128,46 @@ def copy_of(value: Any, left: list[int], depth: int = 0) -> Any:
 _STACKED = "lightning_spot.stacked"
 
 
+def _encoded(value: Any, left: list[int], depth: int) -> dict[str, Any]:
+    if depth and needs_its_like(value):  # it is looked for among attributes only
+        raise NotPlain
+    kind: type = type(value)
+    if is_further(kind):
+        left[0] -= getattr(value, "nbytes", 0)
+        plain = encoded(value) if left[0] >= 0 else None
+        if plain is None:
+            raise NotPlain
+        return plain
+    items = [part for pair in value.items() for part in pair] if isinstance(value, dict) else list(value)
+    return of_items(value, [copy_of(item, left, depth + 1) for item in items])
+
+
 def put(part: nn.Module, name: str, saved: Any, device: torch.device) -> None:
     """Give an attribute its value back, in place where others may hold it, too."""
-    value, present = _whole(saved, device), getattr(part, name, None)
+    present = getattr(part, name, None)
+    value = _whole(saved, device, present)
     if isinstance(present, (list, deque)) and isinstance(value, (list, tuple)):
         present.clear()
         present.extend(value)
-    elif isinstance(present, dict) and isinstance(value, dict):
+    elif isinstance(present, (dict, set)) and isinstance(value, dict if isinstance(present, dict) else set):
         present.clear()
         present.update(value)
-    elif type(present) in {*SCALARS, torch.Tensor, type(value)}:
+    elif _fits(present, value):
+        np.copyto(present, value)
+    elif type(present) in {*SCALARS, torch.Tensor, type(value)} or isinstance(present, np.generic):
         setattr(part, name, value)
 
 
-def _whole(saved: Any, device: torch.device) -> Any:
+def _fits(present: Any, value: Any) -> TypeGuard[np.ndarray[Any, Any]]:
+    are_arrays = type(present) is np.ndarray and type(value) is np.ndarray
+    return are_arrays and present.shape == value.shape and present.dtype == value.dtype and present.flags.writeable
+
+
+def _whole(saved: Any, device: torch.device, present: Any = None) -> Any:
     if isinstance(saved, torch.Tensor):
         return saved.to(device)
+    if is_encoded(saved):
+        return decoded(saved, [_whole(item, device) for item in items_of(saved)], present)
     if isinstance(saved, dict):
         if set(saved) == {_STACKED}:
             return [item.clone() for item in saved[_STACKED].to(device)]

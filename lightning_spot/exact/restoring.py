@@ -45,12 +45,14 @@ class Restoring(OfTrainer):
     Attributes:
         loaders: of the fit; ``None`` where they cannot be followed.
         unsaved: names of attributes that the training before had changed, and that do not come back.
+        lost: likewise, of modules.
     """
 
     def __init__(self, trainer: pl.Trainer, switches: Switches, hooked: ChangedValues, module_buffers: Buffers) -> None:
         super().__init__(trainer)
         self.loaders: Loaders | None = None
         self.unsaved: list[str] = []
+        self.lost: list[str] = []
         self._switches = switches
         self._hooked = hooked
         self._buffers = module_buffers
@@ -96,7 +98,7 @@ class Restoring(OfTrainer):
         limits = (trainer.max_steps, shared["max_steps"])
         reached = all(0 <= limit <= checkpoint["global_step"] for limit in limits)
         self._steps_are_over = values["should_stop"] or reached
-        self.unsaved = shared["unsaved"]
+        self.unsaved, self.lost = shared["unsaved"], shared.get("lost", [])
         self._of_loaders(values, Loaders.resume)
         self._precise = _more_precise(trainer.lightning_module, checkpoint)
         self._switches.run("SpikeDetection", lambda: shipped.before_loading(trainer, checkpoint))
@@ -248,7 +250,9 @@ class Restoring(OfTrainer):
         self._of_loaders(values, Loaders.go_on)
         run("skipped batches", lambda: progress.restore(trainer, values["added"]))
         trainer.should_stop = values["should_stop"]
-        self._buffers.restore(module, values["buffers"])
+        self._restore_buffers(values)
+        if values["hooked"] is not None:
+            run(private.HOOKED, lambda: self._hooked.restore_generators(trainer, values["hooked"]))
         parameters = dict(module.named_parameters())
         for name, saved in values["gradients"].items():
             if name in parameters:
@@ -269,11 +273,15 @@ class Restoring(OfTrainer):
             return
         if not self._has_begun:
             self._restore_hooked(values)
-        self._buffers.restore(self._trainer.lightning_module, values["buffers"])
+        self._restore_buffers(values)
         restore_random(values["random"], self._trainer.strategy.root_device)
         self._switches.run(private.PROGRESS, lambda: progress.end_restart(self._trainer))
         if "logged" in values:
             self._switches.run(private.LOGGED, lambda: logged_values.restore_last(self._trainer, values))
+
+    def _restore_buffers(self, values: State) -> None:
+        made = values.get("made_buffers", ())  # which earlier versions did not say
+        self._buffers.restore(self._trainer.lightning_module, values["buffers"], made)
 
     def _of_loaders(self, values: State, stage: Callable[[Loaders, State], None]) -> None:
         """Do one stage of the loaders' own resume."""

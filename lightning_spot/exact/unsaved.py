@@ -1,4 +1,4 @@
-"""Attributes of data modules and of a user's callbacks that training changes and no ``state_dict`` holds.
+"""Attributes of data modules, a user's callbacks and optimizers that training changes and no ``state_dict`` holds.
 
 They come back as the script makes them, with Lightning's checkpoints too. Which ones they are is noted beside each
 snapshot, by name and without their values, so that a resumed run can say it before training goes on.
@@ -6,22 +6,21 @@ snapshot, by name and without their values, so that a resumed run can say it bef
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.exact import namespaces
-from lightning_spot.exact.own_state import GENERATORS
-from lightning_spot.exact.plain_values import KEPT, SCALARS, is_same, mark
-from lightning_spot.exact.randomness import capture_generator
+from lightning_spot.exact.plain_values import SCALARS, is_kept, is_same, mark
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_WATCHED = SCALARS | KEPT
 _MOST_ITEMS = 1000
 """Of a longer container it is seen only whether it is another one: each snapshot looks at all of them."""
 
 _KEEPS_ITS_OWN = ("state_dict", "on_save_checkpoint")
+_OF_OPTIMIZERS = ("defaults", "param_groups", "state")
 _SHIPPED = ("lightning.", "pytorch_lightning.", "lightning_spot.")
 _MOST_NAMED = 8
 
@@ -52,14 +51,19 @@ class Unsaved:
         self._marks = {name: marked for name, marked in self._marks.items() if name not in changed}
         return sorted(self._changed)
 
-    def begin_anew(self) -> Iterator[str]:
-        """One sentence on those that a resumed run does not get back, if there are any."""
-        if names := sorted(self._changed):
+    def begin_anew(self, lost: Sequence[str] = ()) -> Iterator[str]:
+        """One sentence on those that a resumed run does not get back, if there are any.
+
+        Args:
+            lost: more of them, of modules.
+        """
+        if names := sorted({*self._changed, *lost}):
             more = len(names) - _MOST_NAMED
             listed = ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
             yield (
                 f"training had changed attributes that no state_dict holds, and they begin anew: {listed}. Give the"
-                " class a state_dict and a load_state_dict if training depends on them"
+                " class a state_dict and a load_state_dict (a module: get_extra_state and set_extra_state) if training"
+                " depends on them"
             )
 
 
@@ -67,19 +71,31 @@ def _attributes(trainer: pl.Trainer, without: set[str] | frozenset[str] = frozen
     """Each that can be watched, and a mark by which it is known again; of two of a class, each has its number."""
     seen: dict[str, int] = {}
     owners: list[Any] = [trainer.datamodule, *trainer.callbacks]  # type: ignore[attr-defined] # Lightning's Trainer has them
-    for owner in owners:
-        if owner is None or not _is_to_be_named(owner):
-            continue
+    owners = [owner for owner in owners if owner is not None and _is_to_be_named(owner)]
+    own_kinds = [each for each in trainer.optimizers if not type(each).__module__.startswith("torch.")]
+    for owner, saved in chain(zip(owners, repeat(())), zip(own_kinds, repeat(_OF_OPTIMIZERS))):
         kind = type(owner).__qualname__.rpartition(".<locals>.")[2]
         number = seen[kind] = seen.get(kind, 0) + 1
         for attribute, value in vars(owner).items():
             name = f"{kind}.{attribute}" if number == 1 else f"{kind}#{number}.{attribute}"
-            if name in without:
+            if name in without or attribute in saved:
                 continue
-            if type(value) in _WATCHED:
+            if type(value) in SCALARS or is_kept(type(value)):
                 yield name, mark(value, most=_MOST_ITEMS)
-            elif isinstance(value, GENERATORS):
-                yield name, repr(capture_generator(value))
+    yield from ((name, mark(value)) for name, value in _put_together(trainer) if name not in without)
+
+
+def _put_together(trainer: pl.Trainer) -> Iterator[tuple[str, list[Any]]]:
+    """What hooks may have replaced in the Trainer; their states would be loaded into what the script makes."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined] # Lightning's Trainer has it
+    yield "Trainer.callbacks", sorted(map(id, callbacks))
+    yield "Trainer.optimizers", [type(each) for each in trainer.optimizers]
+    if not any(isinstance(each, namespaces.classes("callbacks", "StochasticWeightAveraging")) for each in callbacks):
+        configs = trainer.lr_scheduler_configs
+        yield (
+            "Trainer.lr_scheduler_configs",
+            [[type(each.scheduler), each.interval, each.frequency] for each in configs],
+        )
 
 
 def _is_to_be_named(owner: Any) -> bool:

@@ -1,0 +1,164 @@
+"""Values that are neither numbers nor tensors nor lists of them, as a checkpoint holds them, and back.
+
+Sets, dictionaries of python's collections, arrays and numbers of numpy, enums, bytes, generators: modules keep them,
+and ``torch.load(weights_only=True)`` does not load all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import random
+from collections import Counter, OrderedDict, defaultdict
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lightning_spot.exact.randomness import capture_generator, restore_generator
+
+KEYED: frozenset[type] = frozenset((OrderedDict, defaultdict, Counter))
+SETS: frozenset[type] = frozenset((set, frozenset))
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+"""Kinds of generators whose state can be read."""
+
+_OPEN = (np.ndarray, np.generic, Enum, *GENERATORS)
+_CLOSED: frozenset[type] = frozenset((complex, bytes, bytearray))
+_FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str)}
+_DICTIONARIES: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_KIND = "lightning_spot.kind"
+_MOST_WHOLE = 2**20
+"""Bytes of an array that is compared whole; of larger ones, some are."""
+
+_SAMPLES = 4096
+
+
+@functools.lru_cache(maxsize=1024)
+def is_further(kind: type) -> bool:
+    """Whether values of a kind are of these, and not of those that hold others."""
+    return kind in _CLOSED or issubclass(kind, _OPEN)
+
+
+class Seen(NamedTuple):
+    """How a value was.
+
+    Attributes:
+        kind: of it.
+        content: equal as long as it is the same.
+        holds: the value itself, so that no other can take its address.
+    """
+
+    kind: type
+    content: Any
+    holds: Any = None
+
+
+def seen(value: Any) -> Seen:
+    """What a value of a further kind is, to be compared later."""
+    if isinstance(value, GENERATORS):
+        state = value.get_state() if isinstance(value, torch.Generator) else None
+        return Seen(type(value), state.numpy().tobytes() if state is not None else pickle.dumps(_state(value)))
+    if isinstance(value, np.ndarray):
+        if value.nbytes <= _MOST_WHOLE and not value.dtype.hasobject:
+            return Seen(type(value), (value.dtype.str, value.shape, value.tobytes()))
+        some = b"" if value.dtype.hasobject else value.flat[:: -(-value.size // _SAMPLES)].tobytes()
+        return Seen(type(value), (id(value), value.shape, some), value)
+    if isinstance(value, np.generic):
+        return Seen(type(value), value.tobytes())
+    if isinstance(value, Enum):
+        return Seen(type(value), id(value), value)
+    return Seen(type(value), bytes(value) if isinstance(value, bytearray) else value)
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False) if isinstance(generator, np.random.RandomState) else generator.getstate()
+
+
+def needs_its_like(value: Any) -> bool:
+    """Whether a process gets it only where it has one of this kind: no class is looked for by its name."""
+    if type(value) is defaultdict:
+        return value.default_factory is not None and value.default_factory not in _FACTORIES.values()
+    return isinstance(value, (Enum, *GENERATORS))
+
+
+def encoded(value: Any) -> dict[str, Any] | None:
+    """A value of a further kind as plain ones; ``None`` if it cannot be."""
+    if isinstance(value, GENERATORS):
+        return {_KIND: "generator", "of": type(value).__qualname__, "state": capture_generator(value)}
+    if isinstance(value, Enum):
+        plain = type(value.value) in (bool, int, float, str)
+        return {_KIND: "enum", "of": type(value).__qualname__, "value": value.value} if plain else None
+    if isinstance(value, (np.ndarray, np.generic)):
+        if type(value) is not np.ndarray and isinstance(value, np.ndarray):
+            return None
+        kind = value.dtype
+        if kind.hasobject or kind.fields is not None:
+            return None
+        return {_KIND: "numpy", "dtype": kind.str, "shape": list(value.shape), "bytes": _bytes(value.tobytes())} | (
+            {"number": True} if isinstance(value, np.generic) else {}
+        )
+    if isinstance(value, complex):
+        return {_KIND: "complex", "parts": [value.real, value.imag]}
+    return {_KIND: type(value).__name__, "bytes": _bytes(value)}
+
+
+def _bytes(value: bytes | bytearray) -> torch.Tensor:
+    return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
+
+
+def of_items(value: Any, items: list[Any]) -> dict[str, Any]:
+    """A set, or a dictionary of python's collections, with its items (keys and values by turns) as plain values."""
+    found: dict[str, Any] = {_KIND: type(value).__name__, "items": items}
+    if type(value) is defaultdict and value.default_factory is not None:
+        found["factory"] = value.default_factory.__name__
+    return found
+
+
+def is_encoded(saved: Any) -> bool:
+    """Whether :func:`encoded` or :func:`of_items` returned it."""
+    return isinstance(saved, dict) and _KIND in saved
+
+
+def items_of(saved: dict[str, Any]) -> list[Any]:
+    """What :func:`of_items` was given."""
+    return list(saved.get("items", ()))
+
+
+def decoded(saved: dict[str, Any], items: list[Any], present: Any) -> Any:
+    """The value that was :func:`encoded`; ``present`` where it cannot be made.
+
+    Args:
+        saved: as it was encoded.
+        items: of a container, as values again.
+        present: what stands in its place: a generator is set to the state, an enum gives its class.
+    """
+    kind = saved[_KIND]
+    if kind == "generator":
+        if type(present).__qualname__ == saved["of"] and isinstance(present, GENERATORS):
+            restore_generator(present, saved["state"])
+        return present
+    if kind == "enum":
+        is_its_like = isinstance(present, Enum) and type(present).__qualname__ == saved["of"]
+        return type(present)(saved["value"]) if is_its_like else present
+    if kind == "numpy":
+        array = np.frombuffer(saved["bytes"].numpy().tobytes(), saved["dtype"]).reshape(saved["shape"]).copy()
+        return array[()] if saved.get("number") else array
+    if kind == "complex":
+        return complex(*saved["parts"])
+    if kind in ("bytes", "bytearray"):
+        data = saved["bytes"].numpy().tobytes()
+        return data if kind == "bytes" else bytearray(data)
+    if kind in ("set", "frozenset"):
+        return set(items) if kind == "set" else frozenset(items)
+    pairs = list(zip(items[::2], items[1::2], strict=True))
+    if kind == "defaultdict":
+        return defaultdict(_FACTORIES.get(saved.get("factory", "")), pairs)
+    return _DICTIONARIES[kind](dict(pairs))
+
+
+def is_generator(saved: Any) -> bool:
+    """Whether it is the state of a generator: that is set again just before the first step."""
+    return is_encoded(saved) and saved[_KIND] == "generator"

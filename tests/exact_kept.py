@@ -1,0 +1,171 @@
+"""Modules of ``tests/exact_table.py`` that keep more than parameters: values of many kinds, buffers, objects."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter, OrderedDict, defaultdict
+from enum import Enum
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torchmetrics
+
+from tests.exact_cases import Lean
+
+LOST = "Holding.count, Holding.later, Holding.meter, Holding.metrics, Holding.teacher"
+REPLACED = "Trainer.callbacks, Trainer.lr_scheduler_configs"
+
+
+class Weighted(Lean):
+    """Its loss depends on what it keeps."""
+
+    def weight(self) -> float:
+        """What it keeps, as one number; called in every step."""
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1 + self.weight())
+
+
+class Phase(Enum):
+    """What it is doing."""
+
+    FIRST = 1
+    SECOND = 2
+
+
+class Kinds(Weighted):
+    """Keeps generators, sets, dictionaries of several kinds, arrays and numbers of numpy, and others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.python, self.numpy, self.old_numpy = random.Random(1), np.random.default_rng(2), np.random.RandomState(3)
+        self.torch = torch.Generator().manual_seed(4)
+        self.array, self.number = np.zeros(3), np.float64(0)
+        self.large = np.zeros(2**18)
+        self.complex, self.bytes, self.phase = 0j, b"", Phase.FIRST
+        self.seen: set[int] = set()
+        self.fixed: frozenset[int] = frozenset()
+        self.counter: Counter[str] = Counter()
+        self.ordered: OrderedDict[str, int] = OrderedDict()
+        self.default: defaultdict[str, list[int]] = defaultdict(list)
+        self.pairs: dict[tuple[int, int], float] = {}
+        self.made: Counter[int] | None = None
+
+    def on_train_epoch_start(self) -> None:
+        self.phase = Phase.SECOND if self.current_epoch else Phase.FIRST
+
+    def weight(self) -> float:
+        step = self.global_step
+        self.array += 1
+        self.large[step::7] += 1
+        self.number = self.number + np.float64(0.1)
+        self.complex += 1j
+        self.bytes += b"x"
+        self.seen.add(step)
+        self.fixed |= {step}
+        self.counter["steps"] += 1
+        self.ordered[str(step)] = step
+        self.default["steps"].append(step)
+        self.pairs[0, step] = 1.0
+        self.made = (self.made or Counter()) + Counter([step % 3])
+        drawn = self.python.random() + self.numpy.random() + self.old_numpy.rand()
+        sizes = [
+            len(each) for each in (self.seen, self.fixed, self.bytes, self.ordered, self.default["steps"], self.pairs)
+        ]
+        counts = [self.counter["steps"], self.complex.imag, self.phase.value, max(self.made.values())]
+        arrays = float(self.array.sum() + self.number + self.large.sum() / 2**18)
+        return 0.1 * float(drawn + torch.rand((), generator=self.torch)) + 0.001 * (sum(sizes) + sum(counts) + arrays)
+
+
+class Growing(Weighted):
+    """Has buffers that are in no ``state_dict``, and of other shapes and kinds as training goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, value in {
+            "bank": torch.zeros(0, 2),
+            "wide": torch.zeros(1).expand(4),
+            "exact": torch.zeros(2),
+            "sparse": torch.eye(4).to_sparse(),
+            "rows": torch.eye(4).to_sparse_csr(),
+            "later": None,
+        }.items():
+            self.register_buffer(name, value, persistent=False)
+
+    def weight(self) -> float:
+        self.bank = torch.cat([self.bank, torch.rand(1, 2)])[-6:]
+        self.wide[:1].add_(torch.rand(1))
+        self.exact = self.exact.double() + torch.rand(2, dtype=torch.float64)
+        self.sparse = (self.sparse + torch.rand(4, 4).round().to_sparse()).coalesce()
+        self.rows.values().mul_(1.01)
+        if self.later is None:
+            self.later = torch.rand(3)
+        if not hasattr(self, "latest") and self.global_step >= 3:
+            self.register_buffer("latest", torch.rand(2), persistent=False)
+        buffers = [value for name, value in self.named_buffers() if "." not in name and name != "drift"]
+        return 0.001 * float(sum(value.to_dense().double().sum() for value in buffers))
+
+
+class Meter:
+    """What many scripts have."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+
+class Holding(Weighted):
+    """Holds objects that no checkpoint does: they begin anew, and so does what is beside one that is made later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter, self.metrics = Meter(), {"mean": torchmetrics.MeanMetric()}
+        self.teacher = [copy.deepcopy(self.net)]
+        self.steady, self.plain = Meter(), {"never": [1, 2]}
+        self.count, self.later = 0, None
+
+    def weight(self) -> float:
+        self.meter.total += 0.1
+        self.metrics["mean"].update(self.meter.total)
+        for mean, parameter in zip(self.teacher[0].parameters(), self.net.parameters(), strict=True):
+            mean.data.mul_(0.9).add_(parameter.data, alpha=0.1)
+        self.count += 1
+        self.later = self.later or Meter()
+        self.later.total += 1
+        return 0.01 * self.meter.total
+
+
+class Averaging(torch.optim.SGD):
+    """Keeps averages to itself."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, 0.01, momentum=0.9)
+        self.seen = 0
+        self.slow = [parameter.detach().clone() for parameter in self.param_groups[0]["params"]]
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.seen += 1
+        for mean, parameter in zip(self.slow, self.param_groups[0]["params"], strict=True):
+            mean.add_(parameter.detach() - mean, alpha=0.5)
+        return loss
+
+
+class Slow(Lean):
+    """Trains with it."""
+
+    def configure_optimizers(self) -> Any:
+        return Averaging(self.parameters())
+
+
+class Replacing(Lean):
+    """Has another schedule, and one callback more, from its second epoch on."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            optimizer = self.trainer.optimizers[0]
+            self.trainer.lr_scheduler_configs[0].scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+            self.trainer.callbacks.append(pl.Callback())  # type: ignore[attr-defined] # Lightning's Trainer has it
