@@ -351,6 +351,17 @@ def test_a_memory_node_is_asked_as_patiently_as_the_durable_tier(
     assert "asking again" in caplog.text
 
 
+def test_what_is_damaged_and_older_than_the_newest_is_not_spoken_of(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each start named it as passed over, and what it had taken as what it fell back to."""
+    (older,) = run.glob("step-*6-attempt-0001")
+    (older / "manifest.json").write_text("{")
+    assert begins(run) == 9
+    assert "passed over" not in caplog.text
+    assert "falling back" not in caplog.text
+
+
 def test_a_resume_from_an_approximation_says_so(run: Path) -> None:
     """Made by hand of step 9, and named as that of step 10: it is the newest, and passed over for nothing older."""
     manifest = Manifest.from_json((step_9(run) / "manifest.json").read_bytes())

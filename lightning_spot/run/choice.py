@@ -6,12 +6,13 @@ A resume that could not read is no fresh start: unless all that matters was read
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound, SpotError, TierError
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.manifest import Manifest, Order, snapshot_order
 from lightning_spot.run import patience
 from lightning_spot.run.patience import Patience, of_tier
 from lightning_spot.run.reading import OpenSnapshot
@@ -80,13 +81,19 @@ def open_newest(
         logger.warning("lightning_spot: %s", patience.unanswered(tier, reason))
     if (error := doubt(found)) is not None:
         raise error
-    reasons = []
-    for what, why in found.unreadable.items():
-        reasons.append(f"{what}: {why}")
-        logger.warning("lightning_spot: snapshot %s is passed over: %s", what, why)
+    reasons: list[str] = []
+    unreadable = dict(found.unreadable)
+
+    def pass_over_unreadable(until: Manifest | None) -> None:
+        """Name those that would come before a snapshot: older ones are not asked for."""
+        for what in [what for what in unreadable if until is None or _order(what) > until.order]:
+            reasons.append(f"{what}: {unreadable[what]}")
+            logger.warning("lightning_spot: snapshot %s is passed over: %s", what, unreadable.pop(what))
+
     bounds = bounds or patience.PATIENCE
     attempts_left = [bounds.tries - 1]
     for manifest, source in found.candidates:
+        pass_over_unreadable(manifest)
         try:
             opened = _try(manifest, source, use, attempts_left, bounds)
         except (CorruptSnapshot, SnapshotNotFound, TierError) as error:
@@ -96,12 +103,18 @@ def open_newest(
         if reasons:
             logger.warning("lightning_spot: falling back to %s from %s", manifest.name, source.tier)
         return opened
+    pass_over_unreadable(None)
     if reasons:
         raise CorruptSnapshot(
             f"there are snapshots of run {found.location.name!r}, but none can be used: {'; '.join(reasons)}. Mend what"
             f" is broken and start again, or {WAY_ON}"
         )
     return None
+
+
+def _order(what: str) -> Order:
+    """Where a snapshot that cannot be read would come, by its name; one whose name says nothing, first."""
+    return snapshot_order(what.partition(" ")[0]) or (sys.maxsize, 0, 0)
 
 
 def _try(
