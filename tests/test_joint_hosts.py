@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import random
@@ -12,7 +13,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -778,6 +780,29 @@ def test_what_is_not_every_byte_once_is_not_committed(team: Team) -> None:
         joint.give_up(begun)
     team.all_free()
     assert not team.memory.committed(RUN)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_memory_node_that_stays_silent_is_not_asked_again_for_a_snapshot(is_there: bool) -> None:
+    """Ranks waited for it for 40 s where their training waits for slots."""
+    asked = list[str]()
+
+    def call(_method: str, path: str, *_: Any, **__: Any) -> dict[str, Any]:
+        asked.append(path.rpartition("/")[2])
+        if is_there and len(asked) > 1:
+            return {"upload": "u", "nbytes": 1000, "layout": "", "layout_id": "l", "shares": 2, "digest": "d"}
+        raise NodeUnreachable("no memory node answers") from TimeoutError("timed out")
+
+    def ping() -> None:
+        if not is_there:
+            raise NodeUnreachable("nor to this")
+        asked.append("ping")
+
+    client = SimpleNamespace(call=call, ping=ping)
+    tier = joint.JointUploads(cast(NodeClient, client), "spot://node:7070/run", RUN)
+    with contextlib.nullcontext() if is_there else pytest.raises(NodeUnreachable, match="nor to this"):
+        tier.join(snapshot_name(1, 1), attempt=1, host=1, wait_s=100.0)
+    assert asked == (["join", "ping", "join"] if is_there else ["join"])
 
 
 def test_a_memory_node_that_could_not_be_told_is_told_when_it_answers_again(

@@ -91,7 +91,10 @@ class JointUploads:
         return Gathering(str(joined["upload"]), int(joined["nbytes"]), BaseInfo.read(joined.get("base")), shared)
 
     def _joined(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        """Ask again and again: if a request or its answer were lost, all hosts would wait for this one."""
+        """Ask again and again: if a request or its answer were lost, all hosts would wait for this one.
+
+        A node that is silent, and stays so, is not asked again: ranks wait for the slot of what would begin there.
+        """
         pauses = list(_PAUSES_S)
         while True:
             left_s = max(0.0, deadline_s - time.monotonic())
@@ -102,6 +105,8 @@ class JointUploads:
             except NodeUnreachable as error:
                 if not pauses or not left_s:
                     raise
+                if isinstance(error.__cause__, TimeoutError):
+                    self._client.ping()
                 logger.debug("%s is asked again for %s: %s", self._url, request["name"], error)
                 time.sleep(pauses.pop(0))
                 continue
