@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 1.0
 _LAST_RETRY_S = 30.0
+_MOST_UNTOLD = 8  # newer ones count: nobody waits for what they are later than
 
 T = TypeVar("T")
 
@@ -44,7 +46,7 @@ class HostLink:
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._untold: list[Callable[[Host], None]] = []
+        self._untold: deque[Callable[[Host], None]] = deque(maxlen=_MOST_UNTOLD)
 
     @property
     def host(self) -> Host | None:
@@ -131,7 +133,8 @@ class HostLink:
             self._thread = None
             unwanted = self._closed
             self._host = None if unwanted else found
-            untold, self._untold = self._untold, []
+            untold = list(self._untold)
+            self._untold.clear()
             self._changed.notify_all()
         if found is not None:
             for say in untold:
