@@ -18,6 +18,10 @@ from benchmarks.measure import GIB, Result, scratch
 
 LARGE = {"width": 2064, "layers": 22, "batch": 64}  # 1.13 GB with AdamW's moments, about 1 s a step on 2 cores
 SMALL = {"width": 640, "layers": 20, "batch": 64}  # 0.1 GB
+EACH = "each"
+"""Ours with each snapshot brought to the disk, as the others' are; without, of those that follow each other in moments
+some are."""
+
 PEERS = {"async": "AsyncCheckpointIO", "plain": "plain ModelCheckpoint save"}
 
 Fit = dict[str, Any]
@@ -26,7 +30,8 @@ Fit = dict[str, Any]
 def fit(mode: str, sizes: dict[str, int]) -> Fit:
     """Train once, in a process and a folder of its own; what it used."""
     with scratch() as folder:
-        plan = Plan(mode=mode, folder=str(folder), **sizes)
+        pace = {"mode": "spot", "durable_every_s": 0.0} if mode == EACH else {"mode": mode}
+        plan = Plan(**pace, folder=str(folder), **sizes)
         command = [sys.executable, "-m", "benchmarks.in_all_trainer", json.dumps(asdict(plan))]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -65,28 +70,29 @@ def added_s(found: Fit, base: Fit) -> float:
 
 def run(quick: bool) -> list[Result]:
     sizes = SMALL if quick else LARGE
-    modes = ["none", "spot"] if quick else ["none", "spot", *PEERS]
+    modes = ["none", "spot", EACH] if quick else ["none", "spot", EACH, *PEERS]
     rounds: list[dict[str, Fit]] = []
     for _ in range(2 if quick else 3):
         rounds.append({mode: fit(mode, sizes) for mode in modes})
         _say(rounds[-1])
-    cpu = [sum(by_place(fits["spot"]).values()) for fits in rounds]
-    copies = [added_s(fits["spot"], fits["none"]) / fits["spot"]["copy_s"] for fits in rounds]
     first = [
         between(fits["spot"], "start", "first", "wall_s")
         - between(fits["none"], "start", "first", "wall_s")
         - fits["spot"]["early"] * max(0.0, added_s(fits["spot"], fits["none"]))
         for fits in rounds
     ]
-    results = [
-        Result("CPU of trainer and node for snapshots, per GiB", cpu, 0.25, unit="s"),
-        Result("wall time a snapshot adds to training, every 4 steps / one warm copy", copies, 2.0),
-        Result("what the first minute loses to making slots", first, 2.0, unit="s"),
-    ]
+    results = [Result("what the first minute loses to making slots", first, 2.0, unit="s")]
+    for mode, how in (("spot", "durable at its own pace"), (EACH, "each to the disk")):
+        cpu = [sum(by_place(fits[mode]).values()) for fits in rounds]
+        copies = [added_s(fits[mode], fits["none"]) / fits[mode]["copy_s"] for fits in rounds]
+        results += [
+            Result(f"CPU of trainer and node for snapshots, per GiB, {how}", cpu, 0.25, unit="s"),
+            Result(f"wall time a snapshot adds to training, every 4 steps, {how} / one warm copy", copies, 2.0),
+        ]
     for mode, target in zip(PEERS, (10.0, 20.0), strict=True):
         if mode in modes:
             ratios = [
-                added_s(fits[mode], fits["none"]) / max(1e-3, added_s(fits["spot"], fits["none"])) for fits in rounds
+                added_s(fits[mode], fits["none"]) / max(1e-3, added_s(fits[EACH], fits["none"])) for fits in rounds
             ]
             results.append(Result(f"{PEERS[mode]}'s added wall time / ours", ratios, target, at_most=False))
     return results
@@ -94,11 +100,12 @@ def run(quick: bool) -> list[Result]:
 
 def _say(fits: dict[str, Fit]) -> None:
     ours, base = fits["spot"], fits["none"]
-    split = ", ".join(f"{name} {used_s:.3f}" for name, used_s in by_place(ours).items() if used_s >= 0.0005)
     gib = ours["nbytes"] / GIB
     print(f"  {gib:.2f} GiB, a step of {statistics.median(base['step_s']):.2f} s;"
           f" one warm copy {ours['copy_s']:.3f} s, {ours['copy_cpu_s'] / gib:.3f} CPU s/GiB")  # fmt: skip
-    print(f"  CPU s/GiB: {split}")
+    for mode in ("spot", EACH):
+        split = ", ".join(f"{name} {used_s:.3f}" for name, used_s in by_place(fits[mode]).items() if used_s >= 0.0005)
+        print(f"  {mode}: CPU s/GiB: {split}")
     for mode, found in fits.items():
         if mode != "none":
             used = [between(each, "first", "second", "trainer_s") for each in (found, base)]

@@ -48,6 +48,7 @@ class Plan:
         early: snapshots before the first mark: slots are made and touched meanwhile.
         snapshots: between the two marks.
         partitions: how ours copies; the default is what ``"auto"`` comes to here when it has tried all ways.
+        durable_every_s: how far apart ours are at the durable tier, see ``SpotCheckpoint``.
     """
 
     mode: str
@@ -57,8 +58,9 @@ class Plan:
     batch: int
     every: int = 4
     early: int = 3
-    snapshots: int = 5
+    snapshots: int = 8
     partitions: Partitions = "still"
+    durable_every_s: float | None = None
 
 
 @dataclass
@@ -155,7 +157,8 @@ def train(plan: Plan) -> dict[str, Any]:
     callbacks: list[pl.Callback] = []
     plugins: list[Any] = []
     if plan.mode == "spot":
-        spot = SpotCheckpoint(str(folder / "run"), interval=EverySteps(plan.every), partitions=plan.partitions)
+        how: dict[str, Any] = {"partitions": plan.partitions, "durable_every_s": plan.durable_every_s}
+        spot = SpotCheckpoint(str(folder / "run"), interval=EverySteps(plan.every), **how)
         for name in [name for name in dir(spot) if name.startswith("on_") and callable(getattr(spot, name))]:
             watch.wrap(spot, name)
         callbacks.append(spot)

@@ -207,9 +207,12 @@ def _torchsnapshot(folder: Path, every: int) -> Baseline:
 def ours(folder: Path, interval: EverySteps, *, memory_node: bool = False, **settings: Any) -> Saving:
     """``SpotCheckpoint`` with a node of its own and a local directory; or a memory node on loopback besides.
 
+    Each snapshot that the disk can take is brought there, as the others' are.
+
     With one, training stands still for the copies: what is compared there is how they are sent.
     """
     durable = folder / "run"
+    settings.setdefault("durable_every_s", 0.0)
     shm = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"])
     watched, close, source = {HOST: str(shm), DURABLE: str(durable)}, lambda: None, str(durable)
     if memory_node:
