@@ -16,7 +16,7 @@ import torchmetrics
 from tests.exact_cases import Lean
 
 LOST = "Holding.count, Holding.later, Holding.meter, Holding.metrics, Holding.teacher"
-REPLACED = "Trainer.callbacks, Trainer.lr_scheduler_configs"
+REPLACED = "Replacing.weight, Trainer.callbacks, Trainer.lr_scheduler_configs, net.3"
 
 
 class Weighted(Lean):
@@ -161,11 +161,98 @@ class Slow(Lean):
         return Averaging(self.parameters())
 
 
-class Replacing(Lean):
-    """Has another schedule, and one callback more, from its second epoch on."""
+class Replacing(Weighted):
+    """Has another schedule, layer and method, and one callback more, from its second epoch on."""
+
+    def weight(self) -> float:
+        return 0.0
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
             optimizer = self.trainer.optimizers[0]
             self.trainer.lr_scheduler_configs[0].scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
             self.trainer.callbacks.append(pl.Callback())  # type: ignore[attr-defined] # Lightning's Trainer has it
+            self.net[3] = torch.nn.Tanh()
+            self.weight = lambda: 0.1  # type: ignore[method-assign] # as scripts do
+
+
+class Longer(Lean):
+    """Trains for one more epoch, which it finds out in its second one."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.fit_loop.max_epochs = 4
+
+
+class Toggling(Lean):
+    """Toggles an optimizer in one batch, and back two batches later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, second = self.optimizers()  # type: ignore[misc] # there are two
+        if batch_idx % 4 == 0:
+            self.toggle_optimizer(first)
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        first.step()
+        first.zero_grad()
+        if batch_idx % 4 == 2:
+            self.untoggle_optimizer(first)
+        if batch_idx % 4 == 3:
+            second.step()
+            second.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net[0].parameters(), 0.01), torch.optim.Adam(self.net[4].parameters(), 0.01)
+
+
+class Extra(Weighted):
+    """Gives more than tensors as its state, and has a layer that takes its shape later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts, self.drawn, self.lazy = {"steps": 0}, torch.zeros(2), torch.nn.LazyLinear(3)
+
+    def get_extra_state(self) -> Any:
+        return {"counts": dict(self.counts), "drawn": self.drawn}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.counts, self.drawn = dict(state["counts"]), state["drawn"]
+
+    def weight(self) -> float:
+        self.counts["steps"] += 1
+        self.drawn = self.drawn + torch.rand(2)
+        return 0.01 * float(self.counts["steps"] + self.drawn.sum())
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) + self.lazy(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        self.lazy(torch.ones(1, 8))
+        return super().configure_optimizers()
+
+
+class LeavingOut(Lean):
+    """Saves neither an encoder nor its last layer, though both change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        encoder = [torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.InstanceNorm1d(1, track_running_stats=True)]
+        self.encoder = torch.nn.Sequential(*encoder).requires_grad_(False)
+        torch.nn.init.eye_(self.encoder[0].weight)
+        torch.nn.init.zeros_(self.encoder[0].bias)
+
+    def state_dict(self, *arguments: Any, **named: Any) -> Any:
+        saved = super().state_dict(*arguments, **named)
+        return {name: value for name, value in saved.items() if not name.startswith(("encoder.", "net.4."))}
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state, strict=False, assign=assign)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        linear, norm, other = self.encoder
+        return super().loss((other(norm(linear(x))[:, None])[:, 0], y))

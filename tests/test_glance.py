@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_spot.exact.changed_values import OF_MODULES, ChangedValues
+from lightning_spot.exact.attributes import OF_MODULES
+from lightning_spot.exact.changed_values import ChangedValues
 from lightning_spot.exact.glance import Glance
 
 

@@ -1,4 +1,7 @@
-"""Buffers that a checkpoint lacks: those outside ``state_dict`` that change, and those of ranks but the first."""
+"""Buffers that a checkpoint lacks: those outside ``state_dict`` that change, and those of ranks but the first.
+
+Likewise parameters that a ``state_dict`` of the user's own leaves out, and that training changes all the same.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,12 @@ import torch
 
 from lightning_spot.capture.tensors import storage_address
 from lightning_spot.exact import private
-from lightning_spot.exact.flat import live_state
+from lightning_spot.exact.flat import live_state, units_of
 
+_NORMS = (
+    *(torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm),
+    *(torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d),
+)
 Values = dict[str, torch.Tensor]
 Mark = tuple[int, object]
 Form = tuple[torch.Size, torch.dtype, torch.layout]
@@ -29,9 +36,8 @@ class Noted:
     forms: dict[str, Form]
 
     @classmethod
-    def of(cls, module: torch.nn.Module) -> Noted:
-        """As those of a module are now."""
-        buffers = dict(module.named_buffers())
+    def of(cls, buffers: Values) -> Noted:
+        """As they are now."""
         return cls(_marks(buffers), {name: _form(buffer) for name, buffer in buffers.items()})
 
 
@@ -42,14 +48,27 @@ class Buffers:
         self._first = Noted({}, {})
         self._changed: set[str] = set()
         self._made: set[str] = set()
+        self._left_out: set[str] = set()  # parameters
+        self._norms: list[tuple[str, torch.nn.Module]] = []
 
     def begin(self, module: torch.nn.Module) -> None:
         """Note how they are when training begins."""
-        self._first = Noted.of(module)
+        live = live_state(module)
+        if not units_of(module):  # FSDP1 calls parameters by names of its own
+            self._left_out = {name for name, _ in module.named_parameters() if name not in live}
+        norms = ((name, part) for name, part in module.named_modules() if isinstance(part, _NORMS))
+        self._norms = [(name, part) for name, part in norms if f"{name}.running_mean" not in live]
+        self._first = Noted.of(self._values(module))
+
+    def _values(self, module: torch.nn.Module) -> Values:
+        values = dict(module.named_buffers())
+        if self._left_out:
+            values.update((name, each) for name, each in module.named_parameters() if name in self._left_out)
+        return values
 
     def note_changed(self, module: torch.nn.Module, before: Noted) -> None:
         """Count as changed, too, what differs from how they were before training began."""
-        self._note_changed(dict(module.named_buffers()), before)
+        self._note_changed(self._values(module), before)
 
     def _note_changed(self, buffers: Values, before: Noted) -> None:
         changed = {name for name, mark in _marks(buffers).items() if before.marks.get(name) != mark}
@@ -68,8 +87,11 @@ class Buffers:
             is_first: whether this is the first rank.
             has_any: whether there may be any.
         """
-        buffers = dict(module.named_buffers()) if has_any else {}
+        buffers = self._values(module) if has_any or self._left_out else {}
         self._note_changed(buffers, self._first)
+        for name, part in self._norms:  # torch does not count what it writes to their statistics
+            if part.training:
+                self._changed |= {f"{name}.running_mean", f"{name}.running_var"} & buffers.keys()
         if not buffers or (is_first and not self._changed):
             return {}
         in_checkpoint = set(live_state(module)) & set(buffers)
@@ -86,7 +108,7 @@ class Buffers:
             saved: their values.
             made: those that are to be what they were, whatever the module has there: see :meth:`made`.
         """
-        present = dict(module.named_buffers())
+        present = _all(module)
         in_checkpoint = live_state(module) if made else {}
         for name, value in saved.items():
             if name in made and name not in in_checkpoint:

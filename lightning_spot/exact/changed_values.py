@@ -10,35 +10,26 @@ names are known.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torchmetrics import Metric
 
-from lightning_spot.exact import namespaces, private
+from lightning_spot.exact import private
+from lightning_spot.exact.attributes import Attributes, State, changed_of, those_of
 from lightning_spot.exact.further_kinds import is_generator
-from lightning_spot.exact.glance import Glance, Glances
-from lightning_spot.exact.objects import Inside, may_hold_objects
-from lightning_spot.exact.plain_values import (
-    MOST_BYTES,
-    MOST_ITEMS,
-    SCALARS,
-    NotPlain,
-    copy_of,
-    is_kept,
-    is_same,
-    mark,
-    put,
-)
+from lightning_spot.exact.glance import Glances
+from lightning_spot.exact.objects import Inside
+from lightning_spot.exact.plain_values import SCALARS, put
 from lightning_spot.exact.tree import keys_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-State = dict[str, Any]
 NamedModule = tuple[str, nn.Module]
 
 _SETTINGS = (
@@ -52,8 +43,8 @@ _SETTINGS = (
     "reload_dataloaders_every_n_epochs",
     "val_check_interval",
 )
-OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes of a module that are torch's."""
+_LIMITS = ("max_epochs", "max_steps")
+"""Settings that the loops have."""
 
 
 @dataclass(slots=True)
@@ -112,10 +103,11 @@ class ChangedValues:
         self.before = Names()
         self.lost: set[str] = set()
         self._trains: dict[str, bool] = {}
-        self._modules: dict[str, _Attributes] = {}
+        self._modules: dict[str, Attributes] = {}
         self._trained = _Trained(())
         self._glances = _Glanced({})
         self._settings: State = {}
+        self._kinds: dict[str, type] = {}
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Note how everything is, after all ``on_train_start``: a resumed run calls those, too."""
@@ -123,9 +115,10 @@ class ChangedValues:
         self._trains = _trains(modules)
         self._trained = _Trained(modules)
         inside = Inside()
-        self._modules = {name: _Attributes(part, inside) for name, part in _parts(modules)}
+        self._modules = {name: Attributes(part, inside) for name, part in _parts(modules)}
         self._glances = _Glanced(self._modules)
         self._settings = _settings(trainer)
+        self._kinds = _kinds(modules)
 
     def capture(self, trainer: pl.Trainer, modules: Sequence[NamedModule]) -> State:
         """What differs by now, as values that load with ``weights_only=True``.
@@ -143,10 +136,13 @@ class ChangedValues:
                 changed[name] = known[name].changed(part, attributes.get(name, ()), inside)
                 self.lost |= known[name].lost
         settings = _settings(trainer)
+        if (kinds := _kinds(modules)) != self._kinds:
+            others = kinds.items() - self._kinds.items()
+            self.lost |= {name for name, _ in others if not issubclass(self._kinds.get(name, object), LazyModuleMixin)}
         return {
             "trains": self._trains_now(modules),
             "attributes": {name: values for name, values in changed.items() if values},
-            "settings": {**_changed(self._settings, settings), **_of(before.settings, settings)},
+            "settings": {**changed_of(self._settings, settings), **those_of(before.settings, settings)},
             "before": before.saved(),
         }
 
@@ -172,8 +168,17 @@ class ChangedValues:
                 if name in parts:
                     put(parts[name], attribute, value, module.device)
         for name, value in saved["settings"].items():
-            if hasattr(trainer, name):
+            if name not in _LIMITS and hasattr(trainer, name):
                 setattr(trainer, name, value)
+
+    def restore_limits(self, trainer: pl.Trainer, saved: State) -> None:
+        """Put back how long training is to go on, as far as hooks had changed it: before its loops begin."""
+        limits = {name: saved["settings"][name] for name in _LIMITS if name in saved["settings"]}
+        self.before.settings |= limits.keys()
+        if "max_epochs" in limits:
+            trainer.fit_loop.max_epochs = limits["max_epochs"]
+        if "max_steps" in limits:
+            trainer.fit_loop.epoch_loop.max_steps = limits["max_steps"]
 
     def restore_generators(self, trainer: pl.Trainer, saved: State) -> None:
         """Set generators once more, just before the first step: a loader may draw from them when its epoch begins."""
@@ -213,7 +218,7 @@ class _Glanced:
         known: all modules, by name.
     """
 
-    def __init__(self, known: dict[str, _Attributes]) -> None:
+    def __init__(self, known: dict[str, Attributes]) -> None:
         self._names = list(known)
         self._has_one = [each.glance is not None for each in known.values()]
         self._glances = Glances([each.glance for each in known.values() if each.glance is not None])
@@ -227,100 +232,8 @@ class _Glanced:
         return [part for part, has_one in zip(parts, self._has_one, strict=True) if not has_one]
 
 
-class _Attributes:
-    """The attributes of one module as they were.
-
-    Args:
-        part: the module.
-        inside: looks into objects.
-
-    Attributes:
-        glance: that tells, as long as nothing changes; ``None`` where none would.
-        lost: names of what has changed, as ``Class.attribute``, and is not kept.
-    """
-
-    def __init__(self, part: nn.Module, inside: Inside) -> None:
-        self._names = _own_names() if isinstance(part, namespaces.classes("", "LightningModule")) else OF_MODULES
-        # Modules of torch keep nothing that their numbers would have to agree with.
-        self._is_torchs = type(part).__module__.startswith("torch.nn")
-        own = self._own(part)
-        self._scalars = _scalars(own)
-        self._marks = {} if self._is_torchs else _marks(own)
-        self._others = {} if self._is_torchs else _not_plain(own)
-        held = {} if self._is_torchs else {name: value for name, value in own.items() if may_hold_objects(value)}
-        self._inside = {name: seen for name, value in held.items() if (seen := inside.of(value)) is not None}
-        self._since: tuple[State, State] | None = None
-        self.glance = Glance.of(part, list(own))
-        self.lost: set[str] = set()
-
-    def changed(self, part: nn.Module, before: Collection[str], inside: Inside) -> State:
-        """Copies of what has changed; of ``training`` only, where not all of it is plain.
-
-        Args:
-            part: the module.
-            before: names of attributes that count as changed.
-            inside: looks into objects.
-        """
-        if self.glance is not None and not before and self.glance.is_still_of(part):
-            return {}
-        own = self._own(part)
-        scalars = _scalars(own)
-        changed = {**_changed(self._scalars, scalars), **_of(before, scalars)}
-        if self._is_torchs:
-            return changed
-        others = _not_plain(own)
-        self._lose(part, self._changed_within(own, inside))
-        try:
-            if others.keys() != self._others.keys() or any(others[name] is not self._others[name] for name in others):
-                raise NotPlain
-            left = [MOST_BYTES, MOST_ITEMS]
-            for name, value in own.items():
-                if is_kept(type(value)) and self._is_to_be_kept(name, value, before):
-                    changed[name] = copy_of(value, left)
-        except NotPlain:
-            self._lose(part, self._changed_beside(own, inside))
-            return {name: value for name, value in changed.items() if name == "training"}
-        return changed
-
-    def _is_to_be_kept(self, name: str, value: Any, before: Collection[str]) -> bool:
-        return name in before or name not in self._marks or not is_same(self._marks[name], mark(value))
-
-    def _changed_within(self, own: State, inside: Inside) -> Iterator[str]:
-        """Objects, and what holds some, in which something is otherwise than when they were first seen."""
-        for name, before in self._inside.items():
-            if name in own and not inside.is_as(before, own[name]):
-                yield name
-
-    def _changed_beside(self, own: State, inside: Inside) -> Iterator[str]:
-        """What changes further, after something was made that cannot be kept: that alone may be made anew, in time."""
-        scalars, marks = _scalars(own), _marks(own)
-        if self._since is None:
-            self._since = scalars, marks
-        for name, value in _not_plain(own).items():  # what was made since: it is looked into from now on
-            if name not in self._others and (seen := inside.of(value)) is not None:
-                self._inside.setdefault(name, seen)
-        before_scalars, before_marks = self._since
-        yield from (name for name in _changed(before_scalars, scalars) if name != "training")
-        yield from (name for name in marks if name not in before_marks or not is_same(before_marks[name], marks[name]))
-
-    def _lose(self, part: nn.Module, names: Iterable[str]) -> None:
-        self.lost |= {f"{type(part).__qualname__.rpartition('.<locals>.')[2]}.{name}" for name in names}
-
-    def _own(self, part: nn.Module) -> State:
-        return {name: value for name, value in vars(part).items() if name not in self._names}
-
-
-def _scalars(own: State) -> State:
-    return {name: value for name, value in own.items() if type(value) in SCALARS}
-
-
-def _marks(own: State) -> State:
-    return {name: mark(value) for name, value in own.items() if is_kept(type(value))}
-
-
-def _not_plain(own: State) -> State:
-    """Everything else."""
-    return {name: value for name, value in own.items() if type(value) not in SCALARS and not is_kept(type(value))}
+def _kinds(modules: Iterable[NamedModule]) -> dict[str, type]:
+    return {name: type(part) for name, part in modules}
 
 
 def _trains(modules: Iterable[NamedModule]) -> dict[str, bool]:
@@ -348,25 +261,6 @@ def _without_metrics(modules: Iterable[NamedModule]) -> Iterator[NamedModule]:
             yield name, part
 
 
-def _own_names() -> frozenset[str]:
-    """Attributes that belong to Lightning."""
-    if not _LIGHTNINGS:
-        kind = namespaces.classes("", "LightningModule")[0]
-        _LIGHTNINGS.append(frozenset({*vars(kind()), "_hparams", "_hparams_initial"}) - {"training"})
-    return _LIGHTNINGS[0]
-
-
-_LIGHTNINGS: list[frozenset[str]] = []
-
-
-def _changed(before: State, now: State) -> State:
-    return {name: value for name, value in now.items() if name not in before or before[name] != value}
-
-
-def _of(names: Collection[str], values: State) -> State:
-    return {name: values[name] for name in names if name in values}
-
-
 def _settings(trainer: pl.Trainer) -> State:
-    values = {name: getattr(trainer, name, None) for name in _SETTINGS}
+    values = {name: getattr(trainer, name, None) for name in (*_SETTINGS, *_LIMITS)}
     return {name: value for name, value in values.items() if type(value) in SCALARS}

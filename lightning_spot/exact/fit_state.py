@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_spot.capture.tensors import copies_of
-from lightning_spot.exact import logged_values, loggers, private, progress, pruned, shipped
+from lightning_spot.exact import logged_values, loggers, private, progress, pruned, shipped, toggled
 from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.changed_values import ChangedValues
 from lightning_spot.exact.checkpoint import checkpoint_of, checkpoint_through_save, leave_out_callbacks
@@ -193,6 +193,7 @@ class FitState(PerTrainer):
             "gradient_order": self._order.saved(),
             "should_stop": trainer.should_stop,
             "hooked": run(private.HOOKED, lambda: self._hooked.capture(trainer, modules)),
+            "toggled": run(private.TOGGLES, lambda: toggled.capture(module)) or {},
             "pruned": run(private.PRUNING, lambda: pruned.capture(trainer)),
             "shipped": self._shipped(),
             "metrics": run(private.METRICS, lambda: logged_values.metrics_among(modules)) or {},

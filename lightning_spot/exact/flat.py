@@ -222,7 +222,7 @@ def live_state(module: Module) -> State:
 
 @contextlib.contextmanager
 def _without_gathering(module: Module) -> Iterator[None]:
-    kept = [(unit, name, name.of(unit)) for unit in _units_of(module) for name in _HOOKS]
+    kept = [(unit, name, name.of(unit)) for unit in units_of(module) for name in _HOOKS]
     for unit, name, _ in kept:
         name.set(unit, OrderedDict())
     try:
@@ -232,7 +232,7 @@ def _without_gathering(module: Module) -> Iterator[None]:
             name.set(unit, hooks)
 
 
-def _units_of(module: Module) -> list[Any]:
+def units_of(module: Module) -> list[Any]:
     """The modules that FSDP1 has wrapped."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # where it was never imported, there are none
     return list(fsdp.FullyShardedDataParallel.fsdp_modules(module)) if fsdp is not None else []
@@ -247,7 +247,7 @@ def _parts_of(module: Module) -> Iterator[Part]:
     places: dict[int, dict[str, None]] = {}
     for name, submodule in module.named_modules(remove_duplicate=False):
         places.setdefault(id(submodule), {})[clean(name)] = None
-    for unit in _units_of(module):
+    for unit in units_of(module):
         handle = private.HANDLE.of(unit)
         if handle is None:  # all of its parameters are in units of their own
             continue

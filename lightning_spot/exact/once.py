@@ -69,7 +69,7 @@ class Once(OfTrainer):
     def _begin(self) -> None:
         self._before = ChangedValues()
         self._before.begin(self._trainer)
-        self._noted = Noted.of(self._trainer.lightning_module)
+        self._noted = Noted.of(dict(self._trainer.lightning_module.named_buffers()))
 
     def _end(self) -> None:
         self._since.update(self._changed(self._before))

@@ -42,6 +42,7 @@ FLAT = "FSDP1's flat parameters"
 AVERAGING = "StochasticWeightAveraging"
 PRUNING = "ModelPruning"
 TUNERS = "the tuners"
+TOGGLES = "toggled optimizers"
 
 WITHOUT = {
     RESUME: "no run is resumed by itself; name a snapshot in fit(ckpt_path=)",
@@ -275,6 +276,7 @@ PRE_HOOKS = Name(TREE, "_state_dict_pre_hooks", lambda t: t.lightning_module, di
 POST_HOOKS = Name(TREE, "_state_dict_hooks", lambda t: t.lightning_module, dict)
 COMM_HOOKS = Name(BUCKETS, "_comm_hooks", _ddp)
 REDUCER = Name(BUCKETS, "reducer", _ddp)
+TOGGLED = Name(TOGGLES, "_param_requires_grad_state", lambda t: t.lightning_module, dict)
 
 # -- FSDP1 ------------------------------------------------------------------------------------------------------------
 

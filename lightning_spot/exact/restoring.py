@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.nn.parameter import is_lazy
 
-from lightning_spot.exact import buffers, logged_values, loggers, private, progress, pruned, shipped
+from lightning_spot.exact import buffers, logged_values, loggers, private, progress, pruned, shipped, toggled
 from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.changed_values import ChangedValues
 from lightning_spot.exact.data_shares import are_these, share_of
@@ -94,6 +95,8 @@ class Restoring(OfTrainer):
         self._values = self._positions = values = self._of_this_rank(shared)
         self._random = values["random"]
         self._val_total = shared["validation_progress"]
+        if values["hooked"] is not None:  # before Lightning asks whether there is anything left to train
+            self._switches.run(private.HOOKED, lambda: self._hooked.restore_limits(trainer, values["hooked"]))
         # Of a run that was to go on, and is given less steps than it has taken, nothing is trained, and nothing ends.
         limits = (trainer.max_steps, shared["max_steps"])
         reached = all(0 <= limit <= checkpoint["global_step"] for limit in limits)
@@ -136,6 +139,8 @@ class Restoring(OfTrainer):
     def _restore_hooked(self, values: State) -> None:
         if values["hooked"] is not None:
             self._switches.run(private.HOOKED, lambda: self._hooked.restore(self._trainer, values["hooked"]))
+        if kept := values.get("toggled"):
+            self._switches.run(private.TOGGLES, lambda: toggled.restore(self._trainer.lightning_module, kept))
 
     def _go_on_from(self, others: OtherRanks, values: State) -> None:
         """Of a run that other ranks have left: an epoch has another number of batches now, and maybe none is left."""
@@ -297,5 +302,9 @@ def _more_precise(module: pl.LightningModule, checkpoint: dict[str, Any]) -> dic
     return {
         name: value
         for name, value in saved.items()
-        if value.is_floating_point() and name in present and value.element_size() > present[name].element_size()
+        if isinstance(value, torch.Tensor)  # a module may give anything as its extra state
+        and value.is_floating_point()
+        and isinstance(present.get(name), torch.Tensor)
+        and not is_lazy(present[name])
+        and value.element_size() > present[name].element_size()
     }

@@ -15,7 +15,7 @@ from torchmetrics import Metric
 
 from lightning_spot.errors import NotSerialisable
 from lightning_spot.exact import private
-from lightning_spot.exact.changed_values import OF_MODULES
+from lightning_spot.exact.attributes import OF_MODULES
 from lightning_spot.exact.compare import compare
 from lightning_spot.exact.dump import KEY
 from lightning_spot.exact.hyperparameters import OF_DATA, OF_MODEL, as_saved

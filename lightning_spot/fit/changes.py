@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.hyperparameters import OF_DATA, OF_MODEL, held
@@ -35,7 +36,10 @@ def check_model(trainer: pl.Trainer, checkpoint: dict[str, Any], snapshot: str) 
     reshaped = [
         f"{key} {tuple(saved[key].shape)}→{tuple(value.shape)}"
         for key, value in present.items()
-        if key in saved and isinstance(value, torch.Tensor) and getattr(saved[key], "shape", None) != value.shape
+        if key in saved
+        and isinstance(value, torch.Tensor)
+        and not is_lazy(value)  # it takes the shape that comes
+        and getattr(saved[key], "shape", None) != value.shape
     ]
     if missing or unexpected or reshaped:
         way = "set strict_loading=False in the LightningModule to load what fits, "
