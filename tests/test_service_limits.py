@@ -7,6 +7,7 @@ import json
 import resource
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,12 +29,15 @@ from lightning_spot.errors import NodeRefused, RingFull, SettingsError, Snapshot
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.node import Node
+from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.wire import NO_DIGEST, Address, Frame, PartKind, parse_spot_url
 from lightning_spot.service import fields, files, part_receiver, saving, uploads
 from lightning_spot.service.connections import Connections
+from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, until
-from tests.gated import image_of
+from tests.gated import RUN_ID, image_of, manifest_of
 from tests.served import served
+from tests.small_trainer import image_of as archive_of
 
 StartNode = Callable[..., RunningNode]
 MANY = 300
@@ -519,3 +523,27 @@ def test_who_is_killed_in_the_middle_of_a_request_is_no_error_of_the_node(start_
             client_of(node).call("GET", "/v1/status")  # which is served behind what was said before
     until(lambda: node.stop() == 0, "the node to end")
     assert "Error handling" not in node.log.read_text()
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_reader_that_goes_in_the_middle_of_a_file_is_no_error_of_the_node(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, breaks: bool
+) -> None:
+    """A line that broke gave a traceback in its log each time."""
+    node, nbytes = Node(slots=2, memory_bytes=2**26, open_store=LocalStore, allow=[]), 2**25
+    node.open_run(RunInfo(name="run", id=RUN_ID, location=f"file://{tmp_path}/run", attempt=1, token="t"))
+    upload = node.lease(f"run@{RUN_ID}", 1, nbytes)
+    with upload.slot.view(nbytes) as view:
+        view[:] = archive_of(1, nbytes)
+    node.seal(upload.id, manifest_of(1, nbytes=nbytes))
+    with served(node) as port:
+        for _ in range(5):
+            with socket.create_connection(("127.0.0.1", port)) as reader:
+                path = f"/v1/files/run@{RUN_ID}/{manifest_of(1).data_path}"
+                reader.sendall(f"GET {path} HTTP/1.1\r\nHost: node\r\n\r\n".encode())
+                assert b" 200 " in reader.recv(1000)
+                if breaks:  # its kernel answers what still comes with a reset
+                    reader.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        until(lambda: not any(slot.readers for slot in node.ring.slots), "nobody to read it any more")
+        time.sleep(0.1)
+    assert "Error handling request" not in caplog.text

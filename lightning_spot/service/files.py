@@ -247,8 +247,9 @@ def _hanging_up(request: web.Request) -> Iterator[None]:
     """Break the connection when a body that was begun cannot be ended: nothing else tells the reader."""
     try:
         yield
-    except (SpotError, asyncio.TimeoutError) as error:
-        logger.warning("reading %s broke off: %s", request.path, error or "the reader is too slow")
+    except (SpotError, asyncio.TimeoutError, ConnectionError) as error:
+        if not isinstance(error, ConnectionError):  # that is the reader's, or its line's
+            logger.warning("reading %s broke off: %s", request.path, error or "the reader is too slow")
         if request.transport is not None:
             request.transport.abort()
         raise ConnectionResetError("hung up") from error
