@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch import callbacks as shipped
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import combined_loader
 from torch.utils.data import DataLoader
 
 from lightning_spot.exact.compare import differences
 from tests import exact_models as m
+from tests.conftest import new_process
 from tests.exact_table import CALLBACKS, CASES, LOADERS, SETTINGS, STREAM, Case, train
-from tests.test_exact import Stop, StopAt, StopIn, final, logged
+from tests.test_exact import Stop, StopAt, StopIn, final, logged, spot
 
 NO_CALLBACKS = {"Callback", "Checkpoint", "ProgressBar", "BasePredictionWriter"}
 """Base classes, and what only predicts."""
@@ -75,6 +78,13 @@ AT_ENDS = {
         ),
         StopIn("on_train_epoch_end", 1),
     ),
+    "told-to-stop-before-it-may": (
+        Case(
+            callbacks=lambda: [shipped.EarlyStopping("val_loss", patience=0, min_delta=10.0)],
+            settings={"val_check_interval": 2, "min_steps": 17, "max_epochs": 6},
+        ),
+        StopIn("on_train_epoch_end", 2),
+    ),
     "before-batch-norm-is-updated": (
         Case(
             callbacks=CALLBACKS["weight-averaging-stochastic-batchnorm"].callbacks,
@@ -105,6 +115,23 @@ def test_equal_where_no_batch_is_left_of_an_epoch(name: str, tmp_path: Path) -> 
     found = list(differences(final(tmp_path / "undisturbed"), final(tmp_path / "broken")))
     assert [text for text in found if not any(part in text for part in case.ignored)] == []
     assert logged(tmp_path / "broken") == logged(tmp_path / "undisturbed") != []
+
+
+def test_a_trial_before_the_fit_does_not_stand_for_the_validation_that_is_due(tmp_path: Path) -> None:
+    """That was left out, and all epochs after it were without a batch: the run was complete, as was said."""
+    ends = []
+    for root, stop in ((tmp_path / "twin", None), (tmp_path, StopIn("on_train_epoch_end", 1)), (tmp_path, None)):
+        new_process()
+        pl.seed_everything(11, verbose=False)
+        settings = {"accelerator": "cpu", "max_epochs": 3, "logger": False, "enable_checkpointing": False}
+        trainer = pl.Trainer(**settings, callbacks=[*([stop] if stop else []), spot(root, every=5)])
+        module = m.Net()
+        Tuner(trainer).lr_find(module, early_stop_threshold=0.0, update_attr=False)  # validates then
+        with pytest.raises(Stop) if stop else contextlib.nullcontext():
+            trainer.fit(module)
+        ends.append(trainer.global_step)
+    assert ends == [30, 10, 30]
+    assert list(differences(final(tmp_path / "twin"), final(tmp_path))) == []
 
 
 def _uncovered(names: Iterable[str], cases: dict[str, Case]) -> set[str]:

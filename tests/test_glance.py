@@ -92,3 +92,17 @@ def test_modules_of_the_user_are_glanced_at_too() -> None:
     changed.before.attributes[""] = {"factor"}
     module.act = torch.relu
     assert changed.capture(trainer, list(module.named_modules()))["attributes"][""] == {"factor": 2.0}
+
+
+def test_a_method_in_its_own_place_is_no_change() -> None:
+    """Lightning puts ``forward`` there for DDP, in the first step: from then on nothing of the module was kept."""
+    module: Any = Own()
+    trainer: Any = SimpleNamespace(lightning_module=module)
+    changed = ChangedValues()
+    changed.begin(trainer)
+    module.forward, module.factor = module.forward, 3.0
+    assert changed.capture(trainer, list(module.named_modules()))["attributes"] == {"": {"factor": 3.0}}
+    assert changed.lost == set()
+    module.forward = torch.tanh
+    assert changed.capture(trainer, list(module.named_modules()))["attributes"] == {}
+    assert changed.lost == {"Own.forward"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -46,7 +47,7 @@ class Attributes:
         own = self._own(part)
         self._scalars = _scalars(own)
         self._marks = {} if self._is_torchs else _marks(own)
-        self._others = {} if self._is_torchs else _not_plain(own)
+        self._others = {} if self._is_torchs else _not_plain(part, own)
         held = {} if self._is_torchs else {name: value for name, value in own.items() if may_hold_objects(value)}
         self._inside = {name: seen for name, value in held.items() if (seen := inside.of(value)) is not None}
         self._since: tuple[State, State] | None = None
@@ -68,7 +69,7 @@ class Attributes:
         changed = {**changed_of(self._scalars, scalars), **those_of(before, scalars)}
         if self._is_torchs:
             return changed
-        others = _not_plain(own)
+        others = _not_plain(part, own)
         self._lose(part, self._changed_within(own, inside))
         self._lose(part, (name for name in others.keys() - self._others.keys() if hasattr(type(part), name)))
         try:
@@ -79,7 +80,7 @@ class Attributes:
                 if is_kept(type(value)) and self._is_to_be_kept(name, value, before):
                     changed[name] = copy_of(value, left)
         except NotPlain:
-            self._lose(part, self._changed_beside(own, inside))
+            self._lose(part, self._changed_beside(part, own, inside))
             return {name: value for name, value in changed.items() if name == "training"}
         return changed
 
@@ -92,12 +93,12 @@ class Attributes:
             if name in own and not inside.is_as(before, own[name]):
                 yield name
 
-    def _changed_beside(self, own: State, inside: Inside) -> Iterator[str]:
+    def _changed_beside(self, part: nn.Module, own: State, inside: Inside) -> Iterator[str]:
         """What changes further, after something was made that cannot be kept: that alone may be made anew, in time."""
         scalars, marks = _scalars(own), _marks(own)
         if self._since is None:
             self._since = scalars, marks
-        for name, value in _not_plain(own).items():  # what was made since: it is looked into from now on
+        for name, value in _not_plain(part, own).items():  # what was made since: it is looked into from now on
             if name not in self._others and (seen := inside.of(value)) is not None:
                 self._inside.setdefault(name, seen)
         before_scalars, before_marks = self._since
@@ -119,9 +120,18 @@ def _marks(own: State) -> State:
     return {name: mark(value) for name, value in own.items() if is_kept(type(value))}
 
 
-def _not_plain(own: State) -> State:
-    """Everything else."""
-    return {name: value for name, value in own.items() if type(value) not in SCALARS and not is_kept(type(value))}
+def _not_plain(part: nn.Module, own: State) -> State:
+    """Everything else, but for methods that were put back in their own place, as Lightning does with DDP."""
+    return {
+        name: value
+        for name, value in own.items()
+        if not (type(value) in SCALARS or is_kept(type(value)) or _is_own_method(part, name, value))
+    }
+
+
+def _is_own_method(part: nn.Module, name: str, value: Any) -> bool:
+    is_of_part = isinstance(value, MethodType) and value.__self__ is part
+    return is_of_part and value.__func__ is getattr(type(part), name, None)
 
 
 def _own_names() -> frozenset[str]:

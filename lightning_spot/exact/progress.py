@@ -114,6 +114,22 @@ def is_in_epoch(checkpoint: State) -> bool:
     return bool(epochs["ready"] > epochs["processed"])
 
 
+def may_stop(trainer: pl.Trainer, checkpoint: State) -> bool:
+    """Whether a run that was told to stop does so: not before it has done its least epochs and steps."""
+    loop = trainer.fit_loop
+    epochs = checkpoint["loops"]["fit_loop"][_EPOCHS]["current"]["processed"]
+    return bool(epochs >= (loop.min_epochs or 0) and checkpoint["global_step"] >= (loop.epoch_loop.min_steps or 0))
+
+
+def forget_validations(trainer: pl.Trainer) -> None:
+    """Have a loop that goes on from a checkpoint not take a validation of before for the one that is due.
+
+    There is one where the process has tuned, or fitted with this trainer. Lightning would leave the validation out,
+    and each epoch that follows without a single batch.
+    """
+    private.HAS_VALIDATED.set(trainer.fit_loop.epoch_loop.val_loop, False)
+
+
 def enter_epoch(trainer: pl.Trainer, *, validates: bool, should_stop: bool) -> Callable[[], None]:
     """Have Lightning go into the epoch it was stopped in, though no step is left: the end of it is, and of training.
 

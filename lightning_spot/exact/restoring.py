@@ -100,7 +100,10 @@ class Restoring(OfTrainer):
         # Of a run that was to go on, and is given less steps than it has taken, nothing is trained, and nothing ends.
         limits = (trainer.max_steps, shared["max_steps"])
         reached = all(0 <= limit <= checkpoint["global_step"] for limit in limits)
-        self._steps_are_over = values["should_stop"] or reached
+        stops = values["should_stop"] and self._switches.run(
+            private.PROGRESS, lambda: progress.may_stop(trainer, checkpoint)
+        )
+        self._steps_are_over = bool(stops) or reached
         self.unsaved, self.lost = shared["unsaved"], shared.get("lost", [])
         self._of_loaders(values, Loaders.resume)
         self._precise = _more_precise(trainer.lightning_module, checkpoint)
@@ -125,6 +128,7 @@ class Restoring(OfTrainer):
         self._has_begun = True
         if values is None:
             return
+        self._switches.run(private.PROGRESS, lambda: progress.forget_validations(trainer))
         self._of_loaders(values, Loaders.restore)
         buffers.put(trainer.lightning_module, self._precise)
         for key, part in shipped.PARTS.items():
