@@ -49,3 +49,25 @@ def test_garbage_is_collected_again_where_the_frames_could_not_be_listed(monkeyp
     with pytest.raises(MemoryError):
         Operation(threading.get_ident())
     assert gc.isenabled()
+
+
+def test_a_program_that_has_its_garbage_left_alone_is_not_overruled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever another thread may have its turn, it turns the collection off: that holds."""
+    monkeypatch.setattr(operations, "_MAY_STOP_FOR_EVER", True)
+    turns = 0
+
+    def another_thread(_frame: FrameType, _event: str, _what: object) -> None:
+        nonlocal turns
+        turns += 1
+        if turns == when:
+            gc.disable()
+
+    when = 0
+    while turns >= when:
+        when, turns = when + 1, 0
+        gc.enable()
+        sys.setprofile(another_thread)
+        operations._frame_of(0)
+        sys.setprofile(None)
+        assert gc.isenabled() is (turns < when), f"undone in turn {when}"
+    assert when > 3

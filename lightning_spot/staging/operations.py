@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import gc
+import itertools
+import operator
 import sys
 import threading
 import time
 from types import FrameType
+from typing import Any
 
 LONGEST_S = 2.0
 """An operation that takes longer is not waited for: nothing that writes to one tensor does."""
@@ -15,6 +20,8 @@ _FIRST_LOOK_S, _LATER_LOOKS_S = 0.001, 0.05
 
 _MAY_STOP_FOR_EVER = (3, 11) <= sys.version_info < (3, 11, 9)
 """Whether to collect garbage while Python lists its frames can hang the process (python/cpython issue 106883)."""
+
+_call: Any = getattr(operator, "call", None)  # Python 3.11 has it
 
 
 class Operation:
@@ -53,10 +60,24 @@ class Operation:
 
 def _frame_of(thread: int) -> FrameType | None:
     """What a thread is in, as far as Python sees it; ``None`` if it has ended."""
-    if not (_MAY_STOP_FOR_EVER and gc.isenabled()):
-        return sys._current_frames().get(thread)
-    gc.disable()  # it holds a lock that a thread needs in order to end, and garbage may let other threads run
+    frames = _listed_alone() if _MAY_STOP_FOR_EVER else sys._current_frames()
+    return frames.get(thread)
+
+
+def _listed_alone() -> dict[int, FrameType]:
+    """The frames of all threads, listed while no garbage is collected.
+
+    To list them holds a lock that a thread needs in order to end, and garbage may let other threads run. All steps are
+    taken by one call of C, in which no other thread gets its turn: a program that has its garbage left alone just now
+    does so before or after them, and not in between, where it would be undone.
+    """
+    was_on: list[int] = []
+    turn_off = functools.partial(was_on.extend, map(_call, [ctypes.pythonapi.PyGC_Disable]))
+    steps = itertools.chain((turn_off, sys._current_frames), itertools.compress([gc.enable], was_on))
     try:
-        return sys._current_frames().get(thread)
-    finally:
-        gc.enable()
+        _, frames, *_ = list(map(_call, steps))
+    except BaseException:  # of the steps, only to list them fails, where there is no memory
+        if any(was_on):
+            gc.enable()
+        raise
+    return frames  # type: ignore[no-any-return] # see _call
