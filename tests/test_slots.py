@@ -25,7 +25,8 @@ from lightning_spot.interval.policy import EverySeconds, EverySteps
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.joint import KnownLayout
-from lightning_spot.memory.slots import Making
+from lightning_spot.memory.room import Limits, find_room
+from lightning_spot.memory.slots import Making, Slot, SlotState
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
 from tests.conftest import named_run, until
 from tests.gated import MIB, GatedStore, image_of, manifest_of
@@ -487,3 +488,24 @@ def test_one_that_comes_late_is_not_skipped(policy: Any, monkeypatch: pytest.Mon
     at_seams(pacing, range(1, 7), lambda: "")
     at_seams(pacing, range(7, 30), lambda: "alone")
     assert (pacing.passed_over, said) == (0, [])
+
+
+def test_a_larger_slot_made_ahead_costs_no_snapshot_of_another_run() -> None:
+    """In place of what is superseded and too small: that drops nothing else, and else it is not made ahead."""
+    own = "run@1"
+
+    def slot(index: int, run: str, step: int, nbytes: int) -> Slot:
+        manifest = manifest_of(step, nbytes=nbytes, run_id=run)
+        state = SlotState.COMMITTED
+        return Slot(index, state, reserved_bytes=nbytes, run=run, manifest=manifest, safe=["tier"], sequence=step)
+
+    slots = [slot(0, own, 1, 100), slot(1, own, 2, 100), slot(2, "other@2", 1, 500)]
+    more, same = (Limits(slots=3, memory_bytes=nbytes, run_memory_bytes=None) for nbytes in (2000, 800))
+    found = find_room(slots, own, 400, 400, more, reuse=True)
+    assert found is not None
+    assert (found.slot, found.forget, found.is_spare) == (slots[0], [], True)
+    found = find_room(slots, own, 400, 400, same, reuse=True)  # there is the memory only if the other run's goes
+    assert found is not None
+    assert found.slot is slots[0]
+    assert found.forget
+    assert not found.is_spare
