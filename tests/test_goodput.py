@@ -411,6 +411,29 @@ def test_a_clock_that_was_set_is_no_training_where_the_snapshots_tell_either(tmp
     following.close("complete")
 
 
+@pytest.mark.parametrize(
+    ("trained_s", "later_s", "counts_s"), [(5, 86400, 45), (5, 100, 100), (0, 86400, 0), (0, 20, 20)]
+)
+def test_a_clock_that_was_set_is_no_training_where_no_snapshot_is_known_to_both(
+    tmp_path: Path, trained_s: int, later_s: int, counts_s: int
+) -> None:
+    """Ten seconds a step may be where they took five, a day may not. A record is old where its tier had failed."""
+    url, begun = str(tmp_path / "run"), time.time() - 90000
+    last = attempt(1, begun, begun + 10, (0, 1 if trained_s else 0), begun + 10 + trained_s)
+    write_record(url, 1, last.as_dict())
+    steps = (5, 10)
+    tiers = [
+        Manifest(run="run", name=f"s{step}", step=step, attempt=1, nbytes=1, created_unix_s=at)
+        for step, at in zip(steps, (last.unix_s + later_s - 1, last.unix_s + later_s), strict=True)
+    ]
+    following = journal(url, 2, snapshots=tiers)
+    first = following.earlier.latest[0]
+    assert (first.step, first.end) == (10, "killed")
+    assert first.unix_s == pytest.approx(last.unix_s + counts_s, abs=0.01)
+    assert following.spent.total_s == pytest.approx(time.time() - begun, abs=5.0)
+    following.close("complete")
+
+
 KILLED = """
 import os, signal, sys, time
 import lightning.pytorch as pl

@@ -31,6 +31,7 @@ _STEP = struct.Struct("<qdd")  # step, time, stall
 _STEP_AT, _STEP_BYTES = 16, 64
 _REST_AT = _STEP_AT + 2 * _STEP_BYTES
 _LEAST_REST_BYTES = 64 * 1024
+_MOST_S, _MOST_TIMES = 60.0, 3.0  # steps take longer than before by so much; a record is written every ten seconds
 _DAMAGE = (OSError, SettingsError, struct.error, OverflowError, ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -149,15 +150,27 @@ def _by_its_clock(record: AttemptRecord, snapshots: Iterable[tuple[int, float]])
     """Snapshots by the clock of the record, which nobody sets.
 
     They have the time of the machine. Where that was set ahead in mid-training, by days maybe, those that the record
-    has, too, tell by how much; else these days would count as training.
+    has, too, tell by how much; else these days would count as training. Where there is none of these, the pace of the
+    steps that it has tells whether so much time can have passed; if not, as much counts as that takes.
     """
     noted, ahead_s = dict(record.snapshots), 0.0
     found: list[tuple[int, float]] = []
-    for step, at_s in sorted(snapshots):
+    listed = sorted(snapshots)
+    if listed and not any(step in noted for step, _ in listed):
+        expected_s = record.unix_s + _step_s(record) * max(0, listed[-1][0] - record.step)
+        if listed[-1][1] - record.unix_s > _MOST_S + _MOST_TIMES * (expected_s - record.unix_s):
+            ahead_s = listed[-1][1] - expected_s
+    for step, at_s in listed:
         if step in noted:
             ahead_s = max(0.0, at_s - noted[step])
         found.append((step, at_s - ahead_s))
     return found
+
+
+def _step_s(record: AttemptRecord) -> float:
+    """Seconds that a step took, as far as is noted; 0 where none is."""
+    steps = record.step - record.from_step
+    return (record.unix_s - record.trained_unix_s) / steps if record.trained_unix_s is not None and steps > 0 else 0.0
 
 
 def _path(run_url: str, attempt: int) -> Path:
