@@ -12,6 +12,7 @@
     ├── SnapshotNotFound         no such snapshot, file or run at a tier
     ├── TornSnapshot             a tensor changed while it was copied; the snapshot was dropped
     ├── ShareMissing             a rank's share of a snapshot did not come, or does not fit; it was dropped
+    ├── SnapshotFailed           a snapshot could not be taken, for a reason that nobody foresaw; it was skipped
     ├── ModelChanged             the model no longer fits the snapshot it should resume from
     ├── TierError                a tier failed (unreachable, disk full, permission)
     │   ├── MissingCredentials   none were found for an object store
@@ -80,6 +81,10 @@ class TornSnapshot(SpotError):
 
 class ShareMissing(SpotError):
     """The bytes that one rank was to write into a snapshot did not come; the one before it stands."""
+
+
+class SnapshotFailed(SpotError):
+    """Taking a snapshot failed in a way that nobody foresaw (memory ran out, say); the one before it stands."""
 
 
 class ModelChanged(SpotError, RuntimeError):

@@ -294,11 +294,12 @@ def test_a_fenced_rank_0_says_that_there_will_be_no_snapshot() -> None:
 def test_a_state_that_cannot_be_saved_ends_no_training_unless_it_is_to() -> None:
     said: list[str] = []
     writer = SimpleNamespace(say_once=lambda key, message, *facts: said.append(message % facts))
-    attempt = cast(Any, SimpleNamespace(fenced=False, writer=writer))
+    attempt = cast(Any, SimpleNamespace(fenced=False, writer=writer, skipped=0))
     trainer, bad = cast(Any, Alone()), dump_of({"bad": lambda: 0})
     how: dict[str, Any] = {"complete": False, "how": ALONE, "wait_s": 0.0, "commit_s": 0.0}
     InShards(trainer, Location.of("/nowhere", "auto", None), ring(strict=False)).write(attempt, bad, {}, **how)
     assert "no snapshot now, training goes on: the state of this rank cannot be serialised" in said[0]
+    assert attempt.skipped == 1
     with pytest.raises(NotSerialisable):
         InShards(trainer, Location.of("/nowhere", "auto", None), ring(strict=True)).write(attempt, bad, {}, **how)
 

@@ -22,6 +22,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from lightning_spot import EverySteps, SpotCheckpoint
 from tests.conftest import until
 from tests.exact_cases import loader
+from tests.struck import Strike
 from tests.test_every_step import digest
 
 STEPS = 12
@@ -114,6 +115,12 @@ def be_on_host(number: int) -> None:
         os.environ[name], os.environ[f"{name}_OF_ALL"] = str(folder), of_all  # ranks are started by the first one
 
 
+def struck(rank: str, step: str, where: str) -> list[pl.Callback]:
+    """What has a function of ours fail on this rank, if it is to."""
+    is_here = int(os.environ.get("LOCAL_RANK", "0")) == int(rank)
+    return [Strike(where, MemoryError("of a test"), step=int(step))] if is_here else []
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=Path)
@@ -135,6 +142,9 @@ def main() -> int:
     parser.add_argument("--hold", type=int, default=-9, help="step at which to wait for ROOT/go, and then for a node")
     parser.add_argument("--kill", type=int, nargs=2, default=(-1, -1), help="rank and step")
     parser.add_argument("--notice", type=int, nargs=2, default=(-1, -1), help="rank and step of a SIGTERM")
+    parser.add_argument(
+        "--strike", nargs=3, default=(-1, 0, ":"), help="rank and step at which a function of ours fails"
+    )
     arguments = parser.parse_args()
     host = int(os.environ.get("LOCAL_RANK", "0")) * arguments.hosts // arguments.ranks
     be_on_host(arguments.hosts - 1 - host if arguments.turned else host)
@@ -164,7 +174,7 @@ def main() -> int:
         enable_model_summary=False,
         logger=False,
         enable_checkpointing=False,
-        callbacks=[account, spot],
+        callbacks=[account, *struck(*arguments.strike), spot],
     )
     trainer.fit(Wide(arguments.width, arguments.unlike, arguments.zero), loader())
     return 0

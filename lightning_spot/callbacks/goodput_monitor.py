@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
+from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.config import check_number, format_seconds
 from lightning_spot.errors import Preempted, SettingsError
 from lightning_spot.exact.loggers import logged_step
@@ -22,6 +24,8 @@ from lightning_spot.run.location import Location
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+logger = logging.getLogger(__name__)
 
 _LOGGED = ("stall_s", "lost_s", "down_s")  # the rest is for the report
 
@@ -85,8 +89,10 @@ class GoodputMonitor(SpotCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """From here on time is productive."""
-        if not self._is_on:
-            return
+        if self._is_on:
+            self._try(lambda: self._begin_training(trainer))
+
+    def _begin_training(self, trainer: pl.Trainer) -> None:
         if self._journal is None:
             self._begin(trainer)
         assert self._journal is not None
@@ -97,18 +103,21 @@ class GoodputMonitor(SpotCallback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Note where training is."""
-        if self._journal is None:
-            return
-        self._note(trainer, self._journal)
+        if (journal := self._journal) is not None:
+            self._try(lambda: self._note_batch(trainer, journal))
+
+    def _note_batch(self, trainer: pl.Trainer, journal: Journal) -> None:
+        self._note(trainer, journal)
         if self._log_every_s is not None and time.monotonic() - self._logged_s >= self._log_every_s:
             self._logged_s = time.monotonic()
             self._log(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the whole run, and say where its time went."""
-        journal = self._journal
-        if journal is None:
-            return
+        if (journal := self._journal) is not None:
+            self._try(lambda: self._end_training(trainer, journal))
+
+    def _end_training(self, trainer: pl.Trainer, journal: Journal) -> None:
         self._note(trainer, journal)
         self._log(trainer)
         attempts = journal.earlier.count + 1
@@ -117,19 +126,30 @@ class GoodputMonitor(SpotCallback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Note how it ended."""
-        if self._journal is not None:
-            self._note(trainer, self._journal)
-        self._close("preempted" if isinstance(exception, Preempted) else "failed")
+        if (journal := self._journal) is not None:
+            self._try(lambda: self._note(trainer, journal))
+        self._try(lambda: self._close("preempted" if isinstance(exception, Preempted) else "failed"))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Let go, if nothing did before: the run had ended before, and nothing was left to train."""
-        self._close("complete")
+        self._try(lambda: self._close("complete"))
 
     # -- what is known --------------------------------------------------------------------------------------------
 
     def spent(self) -> Spent:
         """Where the time of the run went so far, on rank 0; nothing outside of a ``fit``."""
         return self._journal.spent if self._journal is not None else Spent()
+
+    def _try(self, do: Callable[[], None]) -> None:
+        """Do something; what fails is turned off, and training goes on."""
+        try:
+            do()
+        except Exception as error:
+            failure = failure_of(error)
+            logger.warning("lightning_spot: goodput is not measured any more, training goes on: %s", failure)
+            journal, self._journal, self._is_on = self._journal, None, False
+            if journal is not None:
+                journal.leave()
 
     def _begin(self, trainer: pl.Trainer) -> None:
         snapshots = self._snapshots

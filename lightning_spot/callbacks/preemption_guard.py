@@ -14,6 +14,7 @@ from lightning_spot.exact import private
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.seams import Seam, Seams
 from lightning_spot.fit.fit import Fit
+from lightning_spot.fit.harmless import Harmless
 from lightning_spot.fit.ranks import Ranks
 from lightning_spot.fit.taking_part import takes_part
 from lightning_spot.notices.ballot import Ballot, Place
@@ -70,6 +71,7 @@ class PreemptionGuard(Part):
         self._place = Place(0)
         self._undo: list[Callable[[], None]] = []
         self._grace_checked = False
+        self._harmless = Harmless()
 
     def of_a_fit(self) -> dict[str, Any]:
         """See :class:`~lightning_spot.exact.namespaces.Copied`."""
@@ -120,7 +122,7 @@ class PreemptionGuard(Part):
         """The end of a batch."""
         self._pass(trainer, Place(self._place.batch + 1), Seam.AFTER_BATCH)
         if not self._grace_checked and self._place.batch % _CHECK_GRACE_EVERY == 0:
-            self._check_grace(trainer)
+            self._harmless.run("checking the grace of a notice", lambda: self._check_grace(trainer), None)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """The end of a validation batch, also of the sanity check."""
@@ -161,6 +163,9 @@ class PreemptionGuard(Part):
         self._place = place
         if self._stop is not None and self._stop.passed(place):
             self._leave(trainer, seam)
+        self._harmless.run("looking for workers of loaders, and for advice", lambda: self._look(trainer), None)
+
+    def _look(self, trainer: pl.Trainer) -> None:
         if self._watcher is not None:
             self._watcher.expect_workers()
         if not self._is_advised and self._watcher is not None and self._watcher.advice is not None:

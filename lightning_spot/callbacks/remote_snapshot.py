@@ -289,13 +289,13 @@ class RemoteSnapshot(Part):
     ) -> None:
         """Look at the loss."""
         if self.snapshotter is not None:
-            self.snapshotter.pacing.read(trainer, outputs)
+            self.snapshotter.read(outputs)
             Seams.of(trainer).batch_ended(self.snapshotter)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the state go that was kept for the time of the validation."""
         if self.snapshotter is not None:
-            self.snapshotter.after_validation()
+            self.snapshotter.at_hand.after_validation()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Callbacks may change weights here."""

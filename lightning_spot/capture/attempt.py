@@ -17,11 +17,13 @@ from lightning_spot.capture.contents import Owners
 from lightning_spot.capture.ending import Ending, LastState
 from lightning_spot.capture.host_link import leave, within
 from lightning_spot.capture.past_memory import PastMemory
+from lightning_spot.capture.pausing import Failures
 from lightning_spot.capture.ring_settings import RingSettings, open_host
 from lightning_spot.capture.safety import Safety
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import tensors_in
+from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import (
     Fenced,
@@ -29,6 +31,7 @@ from lightning_spot.errors import (
     NotSerialisable,
     RingFull,
     ShareMissing,
+    SnapshotFailed,
     SnapshotNotFound,
     SnapshotTooLarge,
     SpotError,
@@ -48,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 _OUTLINE_BYTES = 4 * 1024 * 1024  # everything in a checkpoint that is no tensor, generously
 _PER_TENSOR_BYTES = 1024
-_PASSING = (NodeUnreachable, ShareMissing, SnapshotNotFound, TornSnapshot)
+_PASSING = (NodeUnreachable, ShareMissing, SnapshotFailed, SnapshotNotFound, TornSnapshot)
 
 
 def expected_nbytes(state: Any, part: float = 1.0) -> int:
@@ -78,7 +81,8 @@ class Attempt:
         writer: takes the snapshots.
         fenced: whether a later attempt has taken the run over.
         where: what was committed last is, for people; known after :meth:`finish`.
-        skipped: snapshots that were due and not taken, since no slot was free.
+        skipped: snapshots that were due and not taken, since no slot was free, or to take them failed.
+        failures: of those that nobody has foreseen.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class Attempt:
         self.fenced = False
         self.where = ""
         self.skipped = 0
+        self.failures = Failures()
         self._settings = settings
         self._fingerprint = fingerprint
         self._last: LastState | None = None
@@ -142,7 +147,7 @@ class Attempt:
 
     def write(
         self,
-        checkpoint: dict[str, Any] | ShardedCheckpoint,
+        checkpoint: dict[str, Any] | ShardedCheckpoint | SpotError,
         *,
         owned: Owners,
         kept: Owners,
@@ -158,7 +163,7 @@ class Attempt:
         """Begin a snapshot. What keeps it from being taken is said once, or raised with ``strict``.
 
         Args:
-            checkpoint: what to save.
+            checkpoint: what to save; or why that is not known. (Other ranks that are to take part hear of it.)
             owned: tensors that only the optimizer changes, by the address of their storage.
             kept: further tensors whose counts of writes tell whether they changed.
             step: Lightning's ``global_step``.
@@ -170,7 +175,31 @@ class Attempt:
             again: whether that of the same step was begun before.
             followed: whether another one is to follow in a moment, see :meth:`Host.seal`.
         """
-        manifest = Manifest(
+        manifest: Manifest | None = None
+        try:
+            manifest = self._manifest(step, epoch, world_size, complete=complete, again=again)
+            self._ended |= complete
+            if isinstance(checkpoint, SpotError):
+                raise checkpoint
+            if complete:
+                self._last = LastState.of(checkpoint, manifest)
+            how: dict[str, Any] = {"owned": owned, "kept": kept, "ranks": ranks, "followed": followed}
+            self._begun = self.writer.begin(checkpoint, manifest, wait_s=wait_s, **how)
+        except Exception as raised:
+            error = failure_of(raised)
+            self._begun = Future()
+            self._begun.set_exception(error)
+            is_shared = ranks is not None or isinstance(self.writer, ShardedWriter)
+            if is_shared and not isinstance(checkpoint, ShardedCheckpoint):  # of that, its writer has told
+                self.decline(step, str(error), complete=complete, at=ranks.at if ranks is not None else "", again=again)
+            whole = checkpoint if isinstance(checkpoint, dict) else None
+            self._not_begun(whole, manifest, error, ranks)
+            if self.writer.mailbox is not None:
+                self.writer.mailbox.over(snapshot_name(step, self.number, complete=complete, again=again))
+
+    def _manifest(self, step: int, epoch: int, world_size: int, *, complete: bool, again: bool) -> Manifest:
+        """What a snapshot is; size and checksums are not known yet."""
+        return Manifest(
             run=self.info.name,
             run_id=self.info.id,
             lineage=self.lineage,
@@ -185,21 +214,12 @@ class Attempt:
             versions=versions(),
             fingerprint=self._fingerprint,
         )
-        if complete:
-            self._ended = True
-            self._last = LastState.of(checkpoint, manifest)
-        try:
-            how: dict[str, Any] = {"owned": owned, "kept": kept, "ranks": ranks, "followed": followed}
-            self._begun = self.writer.begin(checkpoint, manifest, wait_s=wait_s, **how)
-        except SpotError as error:
-            self._begun = Future()
-            self._begun.set_exception(error)
-            if ranks is not None and not isinstance(checkpoint, ShardedCheckpoint):
-                reason, at = str(error), ranks.at
-                self.writer.link.tell(lambda host: host.decline(manifest.name, reason, at))
-            self._not_begun(checkpoint, manifest, error, ranks if isinstance(checkpoint, dict) else None)
-            if self.writer.mailbox is not None:
-                self.writer.mailbox.over(manifest.name)
+
+    def count_failure(self) -> None:
+        """Count a snapshot that was not taken, for a reason that nobody has foreseen and that was said."""
+        self.skipped += 1
+        if self.failures.add(self.writer.committed):
+            self.writer.say_once("pause", "one snapshot after the other fails: none is taken for some minutes")
 
     def failure(self, wait_s: float) -> BaseException | None:
         """What kept the snapshot that was begun last from being committed; ``None`` if it is, or may yet be.
@@ -235,26 +255,34 @@ class Attempt:
         self.writer.link.tell(lambda host: host.decline(name, why, at))
 
     def _not_begun(
-        self,
-        checkpoint: dict[str, Any] | ShardedCheckpoint,
-        manifest: Manifest,
-        error: SpotError,
-        ranks: Ranks | None,
+        self, checkpoint: dict[str, Any] | None, manifest: Manifest | None, error: SpotError, ranks: Ranks | None
     ) -> None:
+        """Say why there is no snapshot, and find another way for it where there is one.
+
+        Args:
+            checkpoint: what was to be saved; ``None`` where this process does not have all of it.
+            manifest: of it, as far as that was made.
+            error: what was in the way.
+            ranks: that were to fill it together with this one.
+        """
         if isinstance(error, RingFull):
             self.skipped += 1
             cause = "full" if self.writer.ready else "slots not made"  # another cause, later, is said too
-            self.writer.say_once(cause, "snapshot of step %d is skipped, and others may be: %s", manifest.step, error)
+            step = manifest.step if manifest is not None else 0
+            self.writer.say_once(cause, "snapshot of step %d is skipped, and others may be: %s", step, error)
         elif isinstance(error, Fenced):
             self.fenced = True
             self._complain("fenced", error)
         elif isinstance(error, SnapshotTooLarge) or type(error) is TierError:  # this host has no memory for it
-            if isinstance(checkpoint, ShardedCheckpoint):  # no single process has all of it
+            if checkpoint is None or manifest is None:  # no single process has all of it
                 self._complain("past-memory-failed", error)
             elif self._has_all(manifest.name, ranks):
                 self._write_past_memory(checkpoint, manifest, error)
             else:  # rank 0 alone takes the next one
                 self.writer.miss(error)
+        elif isinstance(error, SnapshotFailed):
+            self._complain(f"failed: {error}", error)
+            self.count_failure()
         else:
             if isinstance(error, NotSerialisable):
                 self._last = None  # to try again at the end would be in vain
@@ -295,8 +323,8 @@ class Attempt:
         try:
             durable = ending.bring(wait_s)
             return durable if self._last is not None or not self._ended else False
-        except SpotError as error:
-            self._complain("finish", error)
+        except Exception as error:
+            self._complain("finish", failure_of(error))
             return False
         finally:
             self.where = ending.where

@@ -23,6 +23,7 @@ from lightning_spot.capture.host_link import leave, within
 from lightning_spot.capture.leases import give_back, have_made
 from lightning_spot.capture.saying import SAY_S, SayOnce
 from lightning_spot.capture.split import Number
+from lightning_spot.capture.unforeseen import as_failure
 from lightning_spot.capture.views import SlotViews
 from lightning_spot.errors import NodeUnreachable, ShareMissing, SpotError, TornSnapshot
 from lightning_spot.image.pieces import Piece
@@ -117,13 +118,15 @@ class Follower(ABC, Generic[What]):
             self._wait(task, task.begun)
             if (job := task.job) is None:
                 continue
-            task.look()
             try:
+                task.look()
                 job.wait_cpu()
                 self._copier.fence()
+                job.settle()
             except SpotError:
                 continue  # the background thread reports it
-            job.settle()
+            except Exception as error:  # training goes on without it
+                job.fail(error)
         self._pending = [task for task in self._pending if not task.done.done()]
 
     def check_all(self) -> None:
@@ -265,8 +268,8 @@ class Follower(ABC, Generic[What]):
             self._check_begun(task, what)
             host, lease = self._join(task)
             self._fill(host, lease, task, what)
-        except SpotError as error:
-            problem = error
+        except Exception as raised:  # rank 0 says why there is no snapshot
+            problem = error = as_failure(raised)
             self._failed(task, error)
             if isinstance(error, NodeUnreachable):
                 self._leave()

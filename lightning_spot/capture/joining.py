@@ -17,6 +17,7 @@ from lightning_spot.capture.portioned import Portioned, own_of, portions_of
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, room_for
 from lightning_spot.capture.split import Number
 from lightning_spot.capture.tensors import copies_of
+from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.errors import Fenced, LayoutUnsupported, NodeUnreachable, ShareMissing, SpotError
 from lightning_spot.image.layout import Layout, Layouter
 from lightning_spot.image.manifest import snapshot_name
@@ -90,19 +91,25 @@ class Joining(Follower[_Part | SpotError]):
         self._brought: tuple[str, str, Number] | None = None  # name, where, and which share of it
         super().__init__(host, connect, copier, schedule)
         self._attempt, self._hosts, self._rank, self._world_size = host.attempt, hosts, rank, world_size
-        self._layouter = ShardedLayouter(rank, world_size, token)
-        self._own_layouter = Layouter()  # of the training thread
+        self._token = token
         self._laying_out = threading.Lock()
+        self._lay_out_anew()
         self._heard: tuple[str, list[int], list[str], bool] = ("", [], [], False)
         self._portioned = Portioned()
         self._room = 0
         self._told: tuple[Places | None, str] = (None, "")
 
+    def _lay_out_anew(self) -> None:
+        """Know nothing of what was laid out so far."""
+        with self._laying_out:
+            self._layouter = ShardedLayouter(self._rank, self._world_size, self._token)
+        self._own_layouter = Layouter()  # of the training thread
+
     # -- on the training thread -----------------------------------------------------------------------------------
 
     def write(
         self,
-        checkpoint: ShardedCheckpoint,
+        checkpoint: ShardedCheckpoint | SpotError,
         *,
         owned: Owners,
         kept: Owners,
@@ -116,7 +123,7 @@ class Joining(Follower[_Part | SpotError]):
         """Begin to write this rank's part. If there is no such snapshot in the end, rank 0 says why.
 
         Args:
-            checkpoint: as this rank has it.
+            checkpoint: as this rank has it; or why it is not known. (Rank 0 hears of it.)
             owned: tensors that only the optimizer changes, by the address of their storage; they must not change until
                 :meth:`copied` returned.
             kept: further tensors that seldom change. If there are any, this returns when they are in the slot.
@@ -131,10 +138,14 @@ class Joining(Follower[_Part | SpotError]):
         number = Number.of_hosts(self._hosts, self._rank) if at else Number(self._rank, 0, self._rank)
         part: _Part | SpotError
         try:
+            if isinstance(checkpoint, SpotError):
+                raise checkpoint
             trusts = not (complete or again)
             part = self._part(checkpoint, owned, kept, trusts=trusts, is_agreed=is_durable(at))
-        except SpotError as error:
-            part = error
+        except Exception as error:
+            if not isinstance(error, SpotError):
+                self._lay_out_anew()  # what was laid out in part is no base for the next one
+            part = failure_of(error)
         to = at if number.host else ""
         task: Task[_Part | SpotError] = Task(name, f"rank {self._rank}", number, to, part, wait_s, still)
         if is_durable(to) and isinstance(part, _Part):

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from lightning_spot.capture.background import Background
 from lightning_spot.capture.share import SizedBytes
+from lightning_spot.capture.unforeseen import as_failure
 from lightning_spot.errors import ShareMissing, SpotError
 from lightning_spot.memory.shares import HOST_SILENT_S, RECONNECT_S
 from lightning_spot.protocol.listening import Listening, keep_alive
@@ -195,12 +196,12 @@ class Sender:
         self._copier = Copier(threads=0)
         self._tasks = Background("spot-mail")
 
-    def send(self, name: str, state: SizedBytes) -> None:
+    def send(self, name: str, state: SizedBytes | SpotError) -> None:
         """Have something sent; training does not wait for it.
 
         Args:
             name: of the snapshot.
-            state: what only this rank knows.
+            state: what only this rank knows; or why that is not known.
         """
         after = self._copier.marks()
         self._tasks.put(lambda: self._send(name, self._letter(state, after)))
@@ -216,12 +217,14 @@ class Sender:
 
     # -- on its thread --------------------------------------------------------------------------------------------
 
-    def _letter(self, state: SizedBytes, after: Marks) -> Letter:
+    def _letter(self, state: SizedBytes | SpotError, after: Marks) -> Letter:
         try:
+            if isinstance(state, SpotError):
+                raise state
             with self._copier.reading(after):
                 return Letter(torn=False, content=bytes(state))
-        except SpotError as error:
-            return Letter(torn=True, content=str(error).encode())
+        except Exception as error:  # else rank 0 would wait for it
+            return Letter(torn=True, content=str(as_failure(error)).encode())
 
     def _send(self, name: str, letter: Letter) -> None:
         data = name.encode()

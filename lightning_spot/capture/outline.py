@@ -25,13 +25,18 @@ class Outliner:
 
         Raises:
             NotSerialisable: if it holds what cannot be pickled.
+            MemoryError: if there is not the memory for it now; the next one may be laid out.
         """
         try:
             return self._layouter.lay_out(checkpoint)
+        except MemoryError:
+            raise
         except Exception as error:  # pickling runs the user's code, which may raise anything
             problem = f"{type(error).__name__}: {error}"
         try:
             layout = lay_out_plain(checkpoint)
+        except MemoryError:
+            raise
         except Exception as error:
             raise NotSerialisable(
                 f"the training state cannot be serialised ({type(error).__name__}: {error}); look at what"

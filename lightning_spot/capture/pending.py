@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_spot.capture.contents import Plan
+from lightning_spot.errors import TornSnapshot
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest
@@ -72,6 +73,22 @@ class Pending:
             yield {
                 rank: held.enter_context(whole[start : start + nbytes]) for rank, (start, nbytes) in self.sent.items()
             }
+
+    def torn(self, found: int) -> TornSnapshot | None:
+        """Why what was copied is worthless, if it is.
+
+        Args:
+            found: how many tensors were left out, and are not as they were thought to be.
+        """
+        name = self.manifest.name
+        if self.job.moved:
+            return TornSnapshot(
+                f"snapshot {name} was dropped: {len(self.job.moved)} tensors changed between two optimizer steps while"
+                " they were copied. From now on these are copied before the step goes on"
+            )
+        if found:
+            return TornSnapshot(f"snapshot {name} was dropped: {found} tensors were not as they were thought to be")
+        return None
 
     @property
     def tried(self) -> Layout:

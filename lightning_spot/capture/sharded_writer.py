@@ -20,7 +20,7 @@ from lightning_spot.capture.pending import Opened, Pending
 from lightning_spot.capture.portioned import Portioned, own_of, portions_of
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.errors import LayoutUnsupported, NodeUnreachable, ShareMissing
+from lightning_spot.errors import LayoutUnsupported, NodeUnreachable, ShareMissing, SpotError
 from lightning_spot.image.layout import Layout, Layouter
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, Lease
@@ -78,7 +78,7 @@ class ShardedWriter(SnapshotWriter):
         token: str = "",
     ) -> None:
         super().__init__(host, reconnect, look, copier, schedule)
-        self._world_size = world_size
+        self._world_size, self._token = world_size, token
         self._layouter = ShardedLayouter(0, world_size, token)
         self._own_layouter = Layouter()
         self._own_bytes = 0
@@ -105,6 +105,11 @@ class ShardedWriter(SnapshotWriter):
         return is_durable(self._at)
 
     # -- see SnapshotWriter ---------------------------------------------------------------------------------------
+
+    def _lay_out_anew(self, error: BaseException) -> None:
+        if not isinstance(error, SpotError):
+            self._layouter = ShardedLayouter(0, self._world_size, self._token)
+            self._own_layouter = Layouter()
 
     def _open(self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: object) -> Opened:
         try:

@@ -12,7 +12,8 @@ from lightning_spot.capture.contents import Known, Owners, owners_of
 from lightning_spot.capture.following import Follower, Task
 from lightning_spot.capture.split import ALIKE, Held, Number, Split, held_by, sample
 from lightning_spot.capture.tensors import copies_of
-from lightning_spot.errors import ShareMissing
+from lightning_spot.capture.unforeseen import failure_of
+from lightning_spot.errors import ShareMissing, SpotError
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece
@@ -51,7 +52,7 @@ class _Share:
     sample: str
 
 
-class ShareWriter(Follower[_Share]):
+class ShareWriter(Follower[_Share | SpotError]):
     """Writes a rank's shares; see :class:`~lightning_spot.capture.following.Follower`.
 
     Args:
@@ -77,21 +78,32 @@ class ShareWriter(Follower[_Share]):
         self._split: tuple[str, Split, Portion | None] = ("", Split((), (), (), {}), None)
         self._named: dict[int, Named] = {}
 
-    def begin(self, name: str, owned: Owners, state: SizedBytes, wait_s: float = 0.0, at: str = "") -> None:
+    def begin(self, name: str, owned: Owners, state: SizedBytes | SpotError, wait_s: float = 0.0, at: str = "") -> None:
         """Begin this rank's share of a snapshot; nothing happens if it has none.
 
         Args:
             name: of the snapshot.
             owned: tensors that only the optimizer changes, by the address of their storage; they must not change
                 until :meth:`copied` returned.
-            state: what only this rank knows, for the room that rank 0 has kept for it.
+            state: what only this rank knows, for the room that rank 0 has kept for it; or why that is not known.
+                (Rank 0 hears of it.)
             wait_s: how long rank 0 may wait for a clean slot, seconds: :meth:`copied` waits as long.
             at: URL of the run at the memory node to which all hosts bring it; ``""`` if rank 0's host writes it.
         """
         number = self._across if at else self._number
         if number is None:
             return
-        share = _Share(
+        share: _Share | SpotError
+        try:
+            share = self._share(name, owned, state)
+        except Exception as error:
+            share = failure_of(error)
+        self._put(Task(name, f"rank {number.share}", number, at if number.host else "", share, wait_s))
+
+    def _share(self, name: str, owned: Owners, state: SizedBytes | SpotError) -> _Share:
+        if isinstance(state, SpotError):
+            raise state
+        return _Share(
             owned=owned,
             held=held_by(owned),
             versions=[
@@ -103,11 +115,12 @@ class ShareWriter(Follower[_Share]):
             state=state,
             sample=sample(owned, name),
         )
-        self._put(Task(name, f"rank {number.share}", number, at if number.host else "", share, wait_s))
 
     # -- on the background thread ---------------------------------------------------------------------------------
 
-    def _fill(self, host: Host, lease: Lease, task: Task[_Share], what: _Share) -> None:
+    def _fill(self, host: Host, lease: Lease, task: Task[_Share | SpotError], what: _Share | SpotError) -> None:
+        if isinstance(what, SpotError):
+            raise what
         split, portion = self._check(lease, task.number, what)
         room = split.states.get(task.number.share)
         if room is not None and len(what.state) > room[1]:

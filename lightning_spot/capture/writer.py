@@ -189,20 +189,18 @@ class SnapshotWriter:
             view = self._views.of(host, lease)
             trusts = not (manifest.complete or manifest.is_again)
             plan = self._plan(layout, lease, view, self._counted(owned, kept), trusts=trusts)
-            if opened.sent and plan.written is not None:
-                plan.written = in_order([*plan.written, *opened.sent.values()])
+            if (sent := opened.sent) and plan.written is not None:
+                plan.written = in_order([*plan.written, *sent.values()])
             job = self._copy(plan, view, owned)
             floats = floats_of(opened.whole, owned) if self._approximates else ()
-            outline = outline_of(layout)
-            sent, alone = opened.sent, ranks is None
-            pending = Pending(
-                manifest, lease, job, done, destinations, outline, plan, view, sent, floats, followed and alone
-            )
+            about = (outline_of(layout), plan, view, sent, floats, followed and ranks is None)
+            pending = Pending(manifest, lease, job, done, destinations, *about)
             self._forget_done()
             self._pending.append(pending)
             self.across.begun(pending)
             self._tasks.put(lambda: self._finish(host, pending))
         except BaseException as error:
+            self._lay_out_anew(error)
             if opened and done.cancel():  # else the background has it already, and Ctrl-C came a moment late
                 if view is not None:
                     self._copier.give_up(view)
@@ -217,14 +215,16 @@ class SnapshotWriter:
     def copied(self) -> None:
         """Return when the tensors may change: call it before every optimizer step, swap of weights, and at the end."""
         for pending in self._pending:
-            self._unchanged.written_past_counts(pending.plan, pending.view)
             try:
+                self._unchanged.written_past_counts(pending.plan, pending.view)
                 pending.job.wait_cpu()
                 self._copier.fence()
+                pending.job.settle()
+                self._unsteady |= pending.job.moved
             except SpotError:
                 continue  # the background thread reports it through the future
-            pending.job.settle()
-            self._unsteady |= pending.job.moved
+            except Exception as error:  # training goes on without it
+                pending.job.fail(error)
         self._forget_done()
 
     def _forget_done(self) -> None:
@@ -295,6 +295,11 @@ class SnapshotWriter:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
+    def _lay_out_anew(self, error: BaseException) -> None:
+        """What was laid out in part is no base for the next one."""
+        if not isinstance(error, SpotError):
+            self._outliner = Outliner(self.say_once)
+
     def _open(self, host: Host, checkpoint: Any, manifest: Manifest, wait_s: float, divide: _Divide) -> Opened:
         """Lay a snapshot out, and take the slot for it."""
         deadline_s = time.monotonic() + wait_s
@@ -341,22 +346,16 @@ class SnapshotWriter:
     # -- on the background thread ---------------------------------------------------------------------------------
 
     def _finish(self, host: Host, pending: Pending) -> None:
-        name = pending.manifest.name
         if not pending.done.set_running_or_notify_cancel():
             return  # Ctrl-C: its slot was given back
         try:
             found = self._unchanged.written_past_counts(pending.plan, pending.view)
             pending.job.wait()
-            if pending.job.moved:
+            if (torn := pending.torn(found)) is not None:
                 self.torn += 1
-                raise TornSnapshot(
-                    f"snapshot {name} was dropped: {len(pending.job.moved)} tensors changed between two optimizer"
-                    " steps while they were copied. From now on these are copied before the step goes on"
-                )
-            if found:
-                self.torn += 1
-                self.say_once("past-counts", PAST_COUNTS, found, CHECK_EVERY)
-                raise TornSnapshot(f"snapshot {name} was dropped: {found} tensors were not as they were thought to be")
+                if not pending.job.moved:
+                    self.say_once("past-counts", PAST_COUNTS, found, CHECK_EVERY)
+                raise torn
             if self.mailbox is not None:
                 with pending.rooms() as rooms:
                     self.mailbox.put_into(rooms, pending.manifest.name)

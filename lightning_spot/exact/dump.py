@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lightning_spot.capture.tensors import Glances, tensors_in
+from lightning_spot.capture.unforeseen import as_failure
+from lightning_spot.errors import SnapshotFailed, SpotError
 from lightning_spot.exact.data_shares import share_of
 from lightning_spot.exact.private import writes_of
 from lightning_spot.exact.rank_states import Rooms, State, packed
@@ -81,8 +83,11 @@ class Dump:
         Args:
             trainer: whose checkpoint it is.
             rooms: for the states of the other ranks.
+
+        Raises:
+            SpotError: see :func:`gather`.
         """
-        others = enumerate(_gather(trainer, self.state)[1:], start=1)
+        others = enumerate(gather(trainer, self.state)[1:], start=1)
         return self._with(trainer, [self.state, *[rooms.put(rank, data) for rank, data in others]])
 
     def shared(self, trainer: pl.Trainer, rooms: Rooms) -> dict[str, Any]:
@@ -142,10 +147,36 @@ def _with_own_containers(value: Any, made: dict[int, Any]) -> Any:
     return copy.copy(value) if kind in (set, deque, bytearray) else value
 
 
-def _gather(trainer: pl.Trainer, state: State) -> list[bytes]:
-    """The packed states of all ranks, on rank 0; its own is left out."""
+def gather(trainer: pl.Trainer, state: State | SpotError) -> list[bytes]:
+    """The packed states of all ranks, on rank 0; its own is left out. Every rank calls this at the same place.
+
+    Args:
+        trainer: whose ranks they are.
+        state: of this one, or why it is not known.
+
+    Raises:
+        SpotError: of this rank; on rank 0 also that of another one.
+    """
     if trainer.world_size == 1:
+        if isinstance(state, SpotError):
+            raise state
         return [b""]
+    mine = _told(state, trainer)
     states: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
-    torch.distributed.gather_object(b"" if trainer.is_global_zero else packed(state), states)
+    torch.distributed.gather_object(str(mine) if isinstance(mine, SpotError) else mine, states)
+    if isinstance(mine, SpotError):
+        raise mine
+    for rank, told in enumerate(states or ()):
+        if isinstance(told, str):
+            raise SnapshotFailed(f"rank {rank}: {told}")
     return states if states is not None else []
+
+
+def _told(state: State | SpotError, trainer: pl.Trainer) -> bytes | SpotError:
+    """What a rank tells rank 0, which waits for it whatever fails here."""
+    if isinstance(state, SpotError):
+        return state
+    try:
+        return b"" if trainer.is_global_zero else packed(state)
+    except Exception as error:  # of values of ours: no code of the user's is at work
+        return as_failure(error)

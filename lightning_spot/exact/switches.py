@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_spot.exact import private
@@ -37,11 +38,16 @@ class Switches:
             part: of :mod:`~lightning_spot.exact.private`.
             do: what.
             errors: that may be the part's; others are raised: they come from what it calls.
+
+        Raises:
+            MemoryError: the part works, and this time there is not enough memory for it.
         """
         if part in self._off:
             return None
         try:
             return do()
+        except (MemoryError, torch.cuda.OutOfMemoryError):
+            raise  # there may be enough the next time; what is missing here would be missing in every later snapshot
         except errors as error:
             self._turn_off(part, f"{type(error).__name__}: {error}")
             return None

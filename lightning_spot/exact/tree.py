@@ -128,8 +128,9 @@ class _Tree:
         form = _Rows(keys_of(tables), list(map(len, tables)), [value is None for value in values])
         left_out = private.NON_PERSISTENT.of_each(list(compress(modules, buffers)))
         if form != self._form or left_out != self._left_out:
-            self._form, self._left_out = form, list(map(set, left_out))
+            self._form = None  # until all of it is known
             self._look(modules)
+            self._form, self._left_out = form, list(map(set, left_out))
         return dict(zip(self._saved_names, compress(values, self._saved), strict=True))
 
     def _look(self, modules: Sequence[Module]) -> None:

@@ -7,6 +7,7 @@ safety first, then exact state, watchers and records let go. How long that may t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -57,7 +58,7 @@ class Exit(OfTrainer):
     def expect_stop(self) -> None:
         """Somebody watches for notices: the state in front of a validation is kept at hand from now on."""
         for snapshotter in self._snapshotters:
-            snapshotter.keeps_for_validation = True
+            snapshotter.at_hand.keeps = True
 
     def warn_of_passing_folder(self) -> None:
         """Say early, before ``ModelCheckpoint`` has chosen one, that what is saved at a notice will not be found again.
@@ -116,7 +117,8 @@ class Exit(OfTrainer):
         longest_s = max((item.settings.flush_timeout_s for item in self._snapshotters), default=0.0)
         self.deadline = deadline = Deadline.of(notice.deadline_s, longest_s)
         for snapshotter in self._snapshotters:
-            if safe := secure(trainer, snapshotter, seam, deadline, cut_short):
+            bring = partial(secure, trainer, snapshotter, seam, deadline, cut_short)
+            if safe := snapshotter.harmless.run("the urgent snapshot", bring, ""):
                 rank_zero_info(f"lightning_spot: {safe}")
         if not self._snapshotters:
             _save_beside_model_checkpoint(trainer, seam)
@@ -161,7 +163,8 @@ class Exit(OfTrainer):
             wait_s = snapshotter.settings.flush_timeout_s
             if self.deadline is not None:
                 wait_s = min(wait_s, self.deadline.left_s)
-            durable = snapshotter.finish(wait_s, complete=complete)
+            finish = partial(snapshotter.finish, wait_s, complete=complete)
+            durable = snapshotter.harmless.run("the end of snapshots", finish, False if complete else None)
             if durable is not None:
                 self._say_end(snapshotter, durable=durable)
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.capture.attempt import Attempt, expected_nbytes
+from lightning_spot.capture.contents import Owners
 from lightning_spot.capture.host_link import within
 from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.ring_settings import RingSettings
@@ -19,6 +21,7 @@ from lightning_spot.capture.saying import say_failing
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import Owned, by_storage, optimizer_tensors
+from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.errors import NodeUnreachable, SettingsError, SpotError
 from lightning_spot.exact.dump import KEY, Dump
 from lightning_spot.exact.flat import Kinds
@@ -209,7 +212,7 @@ class InShards(OfTrainer):
     def write(
         self,
         attempt: Attempt | None,
-        dump: Dump,
+        dump: Dump | SpotError,
         interval: dict[str, Any],
         *,
         complete: bool,
@@ -223,7 +226,7 @@ class InShards(OfTrainer):
 
         Args:
             attempt: on rank 0.
-            dump: the state of this rank.
+            dump: the state of this rank, or why it is not known.
             interval: what the interval has measured.
             complete: whether the run is at its end.
             how: see :meth:`how`; ``""`` for an urgent one, or that of the end. With ``GATHERED`` ranks tell each other
@@ -239,7 +242,7 @@ class InShards(OfTrainer):
             if complete and attempt is not None and not attempt.fenced:
                 attempt.miss_end()  # else the run would end as if there were a snapshot of its end
             return
-        if attempt is not None and not attempt.fenced:
+        if attempt is not None and not attempt.fenced and isinstance(checkpoint, ShardedCheckpoint):
             checkpoint.rest[KEY].update(interval=interval, **attempt.origin)
         name = (self._trainer.global_step, complete)
         again, self._begun = name == self._begun, name
@@ -265,28 +268,44 @@ class InShards(OfTrainer):
         lost = agreement.on_rank_zero(lambda: attempt is not None and attempt.can_take_again(wait_s))
         return bool(agreement.tell(lost))
 
-    def _checkpoint(self, attempt: Attempt | None, dump: Dump, how: str) -> ShardedCheckpoint | None:
-        """What this rank writes; ``None`` if that cannot be saved on one of them. Every rank calls it."""
-        trainer = self._trainer
-        holder = holder_of(trainer)
-        state, rest = split(dump.apart(trainer), holder)
-        most = 0
+    def _checkpoint(
+        self, attempt: Attempt | None, dump: Dump | SpotError, how: str
+    ) -> ShardedCheckpoint | SpotError | None:
+        """What this rank writes, or why it cannot; ``None`` if all know that one cannot. Every rank calls it."""
+        mine = self._own(dump)
         if how.startswith(GATHERED) or self._kinds is None:
             try:
-                most, self._kinds = self._ask(dump, holder.kinds(state))
+                most, self._kinds = self._ask(mine)
             except SpotError as error:  # of one rank, and so of all
                 if self._ring.strict:
                     raise
                 if attempt is not None:
+                    attempt.skipped += 1
                     attempt.writer.say_once("own state", "no snapshot now, training goes on: %s", error)
                 return None
-        holder.complete(state, self._kinds)
-        return ShardedCheckpoint(state, dump.state, rest, most)
+            if isinstance(mine, ShardedCheckpoint):
+                mine = replace(mine, most_own_bytes=most)
+        if isinstance(mine, ShardedCheckpoint):
+            try:
+                holder_of(self._trainer).complete(mine.state, self._kinds)
+            except Exception as error:
+                return failure_of(error)
+        return mine
+
+    def _own(self, dump: Dump | SpotError) -> ShardedCheckpoint | SpotError:
+        """What this rank writes, as far as it knows by itself."""
+        if isinstance(dump, SpotError):
+            return dump
+        try:
+            state, rest = split(dump.apart(self._trainer), holder_of(self._trainer))
+        except Exception as error:
+            return failure_of(error)
+        return ShardedCheckpoint(state, dump.state, rest, 0)
 
     def _begin(
         self,
         attempt: Attempt | None,
-        checkpoint: ShardedCheckpoint,
+        checkpoint: ShardedCheckpoint | SpotError,
         how: str,
         *,
         complete: bool,
@@ -299,9 +318,15 @@ class InShards(OfTrainer):
             at = self._location.url  # the same place may have another path on each host
         hosts = tuple(map(len, self._hosts.ranks))
         ranks = Ranks(sum(hosts), {}, hosts, at) if at else None
-        step, owned = trainer.global_step, Owned(optimizer_tensors(trainer.optimizers))
-        frozen = by_storage(holder_of(trainer).frozen(checkpoint.state))
-        kept = {address: tensors for address, tensors in frozen.items() if address not in owned}
+        step, owned = trainer.global_step, Owned(())
+        kept: Owners = {}
+        try:
+            if isinstance(checkpoint, ShardedCheckpoint):
+                owned = Owned(optimizer_tensors(trainer.optimizers))
+                frozen = by_storage(holder_of(trainer).frozen(checkpoint.state))
+                kept = {address: tensors for address, tensors in frozen.items() if address not in owned}
+        except Exception as error:
+            checkpoint = failure_of(error)
         if self._joining is not None:
             self._joining.write(
                 checkpoint,
@@ -331,11 +356,20 @@ class InShards(OfTrainer):
                 again=again,
             )
 
-    def _ask(self, dump: Dump, kinds: Kinds) -> tuple[int, list[Kinds]]:
+    def _ask(self, mine: ShardedCheckpoint | SpotError) -> tuple[int, list[Kinds]]:
         """Length of the longest of the ranks' own states, and what each has of others. Every rank calls it."""
         agreement = Agreement(self._trainer)
-        everyones = agreement.gather((agreement.together(lambda: len(state_archive(dump.state))), kinds))
+        everyones = agreement.gather(agreement.together(lambda: self._told(mine)))
         return max(nbytes for nbytes, _ in everyones), [kinds for _, kinds in everyones]
+
+    def _told(self, mine: ShardedCheckpoint | SpotError) -> tuple[int, Kinds]:
+        """What a rank has to tell the others, or the error of all of them."""
+        if isinstance(mine, SpotError):
+            raise mine
+        try:
+            return len(state_archive(mine.own)), holder_of(self._trainer).kinds(mine.state)
+        except Exception as error:
+            raise failure_of(error) from error
 
     def newest_differs(self, attempt: Attempt | None) -> bool:
         """Whether what this rank has left out of the newest snapshot is not as it is now. An urgent one replaces it.

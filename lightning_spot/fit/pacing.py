@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_spot.config import format_count, format_seconds
 from lightning_spot.exact.logged_values import last_value
+from lightning_spot.fit.harmless import Harmless
 from lightning_spot.fit.readings import Readings
 from lightning_spot.fit.word import Word
 from lightning_spot.interval.costs import Costs, FailureRate, RobustMean, TierPace
@@ -37,6 +39,7 @@ class Pacing:
 
     Args:
         policy: that decides.
+        harmless: runs what training can do without.
 
     Attributes:
         policy: that decides.
@@ -44,8 +47,9 @@ class Pacing:
         passed_over: snapshots that were due and never begun, since there was no slot for them yet; on rank 0.
     """
 
-    def __init__(self, policy: IntervalPolicy) -> None:
+    def __init__(self, policy: IntervalPolicy, harmless: Harmless | None = None) -> None:
         self.policy = policy
+        self._harmless = harmless or Harmless()
         self.stall_s = 0.0
         self.passed_over, self._is_refused = 0, False
         self._rate = FailureRate()
@@ -168,7 +172,7 @@ class Pacing:
         step, now_s = trainer.global_step, time.monotonic()
         self._note_step(step, now_s)
         if trainer.is_global_zero:  # here, since the step after a snapshot has waited for the rest of it by now
-            self._learn(now_s, tiers)
+            self._harmless.run("learning what snapshots cost", partial(self._learn, now_s, tiers), None)
         if trainer.world_size == 1:
             return self._decide(step, now_s, can_begin)
         if self.policy.by_step:
@@ -233,7 +237,10 @@ class Pacing:
         self._word.say(word)
 
     def _decide(self, step: int, at_s: float, can_begin: Callable[[], str]) -> str:
-        """How a snapshot is taken at a step, ``""`` if none is; on rank 0."""
+        """How a snapshot is taken at a step, ``""`` if none is; on rank 0, for whose word the others wait."""
+        return self._harmless.run("deciding on a snapshot", partial(self._decision, step, at_s, can_begin), "")
+
+    def _decision(self, step: int, at_s: float, can_begin: Callable[[], str]) -> str:
         if not self.policy.due(step, at_s) or (self.policy.by_step and not self._affords(at_s)):
             return ""
         how = can_begin()

@@ -7,18 +7,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.capture.attempt import Attempt
+from lightning_spot.capture.contents import Owners
 from lightning_spot.capture.leases import AHEAD_S
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import by_storage, optimizer_owned
+from lightning_spot.capture.unforeseen import failure_of
+from lightning_spot.errors import SpotError
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import KEY, Dump
-from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.per_trainer import OfTrainer
-from lightning_spot.exact.seams import Seam, Seams
+from lightning_spot.exact.seams import Seams
 from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.fit import earlier
 from lightning_spot.fit.agreement import Agreement
+from lightning_spot.fit.at_hand import AtHand
 from lightning_spot.fit.beginning import Beginning
+from lightning_spot.fit.harmless import Harmless
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.iterations import Iterations
 from lightning_spot.fit.pacing import Pacing
@@ -37,6 +41,8 @@ if TYPE_CHECKING:
 
 WAIT_FOR_SLOT_S = 600.0
 _SEAMS = 64  # that are looked ahead at for another snapshot: of steps of a tenth of a second as many as count
+_FOLLOWING = "following the iterations of training"
+_AHEAD = "making slots ahead"
 
 
 class Snapshotter(OfTrainer):
@@ -58,19 +64,21 @@ class Snapshotter(OfTrainer):
         together: writes snapshots with other ranks.
         iterations: tells the copying where training is; on ranks that write.
         in_shards: has every rank write its part, where each has a part of the model; else ``None``.
-        keeps_for_validation: whether the state in front of a validation is kept at hand, for a stop in the middle.
+        at_hand: the state of this rank.
+        harmless: runs what training can do without.
     """
 
     def __init__(self, trainer: pl.Trainer, location: Location, settings: SnapshotSettings, resume: Resume) -> None:
         super().__init__(trainer)
         self.location = location
         self.settings = settings
-        self.pacing = Pacing(settings.policy)
+        self.harmless = Harmless(strict=settings.ring.strict)
+        self.pacing = Pacing(settings.policy, self.harmless)
         self.together = Together(trainer, settings.ring)
+        self.at_hand = AtHand(trainer, self.together, self.harmless, strict=settings.ring.strict)
         self.attempt: Attempt | None = None
         self.number = 0
         self.begun_step = -1
-        self.keeps_for_validation = False
         self.iterations: Iterations | None = None
         self.in_shards = InShards(trainer, location, settings.ring) if is_sharded(trainer) else None
         self._resume = resume
@@ -78,7 +86,6 @@ class Snapshotter(OfTrainer):
         self._committed: Manifest | None = None
         self._where = ""
         self._skipped = self._torn = 0
-        self._kept: Dump | None = None
         self._seen_step = -1
         self._is_warm = self._steps_itself = False
         self._undo: list[Callable[[], None]] = []
@@ -90,7 +97,7 @@ class Snapshotter(OfTrainer):
 
     @property
     def skipped(self) -> int:
-        """Snapshots that were due and not taken, since no slot was free."""
+        """Snapshots that were due and not taken, since no slot was free, or to take them failed."""
         return self.pacing.passed_over + (self.attempt.skipped if self.attempt is not None else self._skipped)
 
     @property
@@ -156,22 +163,8 @@ class Snapshotter(OfTrainer):
     def before_validation(self, trainer: pl.Trainer) -> None:
         """Take a snapshot if one is due: a resumed run begins with this validation."""
         self._at_seam(before_validation=True)
-        if self.keeps_for_validation:
-            self._kept = FitState.of(trainer).dump(before_validation=True).kept()
+        self.at_hand.before_validation()
         self.disturbed()  # averaging callbacks exchange weights around a validation
-
-    def after_validation(self) -> None:
-        """Let the state go that was kept for the time of the validation."""
-        self._kept = None
-
-    def newest_state(self, seam: Seam) -> Dump | None:
-        """The newest state that a run can resume from exactly: in the middle of a validation, the one before it."""
-        if seam is Seam.SANITY_CHECK:
-            return None
-        if seam is Seam.VALIDATION:
-            kept, self._kept = self._kept, None
-            return kept if kept is not None and kept.is_unchanged else None
-        return FitState.of(self._trainer).dump(before_validation=seam is Seam.BEFORE_VALIDATION)
 
     def after_backward(self) -> None:
         """All gradients of a micro-batch are there. A module's own ``optimizer_step`` may go past Lightning's hook."""
@@ -194,6 +187,9 @@ class Snapshotter(OfTrainer):
 
     def wait_copied(self) -> None:
         """Wait for what is not copied yet: weights may change now."""
+        self.harmless.run("waiting for what is copied", self._wait_copied, None)
+
+    def _wait_copied(self) -> None:
         with self.pacing.stalling():
             if self.attempt is not None:
                 self.attempt.writer.copied()
@@ -201,42 +197,64 @@ class Snapshotter(OfTrainer):
             if self.in_shards is not None:
                 self.in_shards.copied()
 
+    def read(self, outputs: Any) -> None:
+        """Look at the progress of the batch that is done."""
+        self.harmless.run("reading the progress of training", lambda: self.pacing.read(self._trainer, outputs), None)
+
     def check_monitor(self) -> None:
         """Say so if the metric that the interval follows is not logged by now."""
         if self._is_warm:
-            self.pacing.check_monitor(self._trainer, self._trainer.current_epoch)
+            check = partial(self.pacing.check_monitor, self._trainer, self._trainer.current_epoch)
+            self.harmless.run("looking for the monitored metric", check, None)
 
     def end_training(self) -> None:
         """Take the last snapshot, of the finished run: after the module's own hook, which may change the weights."""
         self.wait_copied()
-        self.pacing.check_monitor(self._trainer, self._trainer.current_epoch)
-        self.warm()  # of a run that only comes to its end there was no step
+        self.harmless.run(_AHEAD, self.warm, None)  # of a run that only comes to its end there was no step
+        self.check_monitor()
         self.close()
         self._undo.append(after_train_end(self._trainer, lambda: self._take(complete=True)))
 
     def _at_seam(self, *, before_validation: bool) -> None:
+        """Take a snapshot if one is due. What fails costs it; but of several ranks, others may wait for what comes."""
         trainer = self._trainer
         if trainer.global_step == self._seen_step:
             return
         self._seen_step = trainer.global_step
+        step = partial(self._after_step, before_validation=before_validation)
+        if trainer.world_size > 1:
+            step()
+        elif not self.harmless.run("taking a snapshot", step, False) and self.attempt is not None:
+            self.attempt.count_failure()
+
+    def _after_step(self, *, before_validation: bool) -> bool:
+        trainer, run = self._trainer, self.harmless.run
         if self.iterations is not None:
-            self.iterations.ends()
-        self.warm()
+            run(_FOLLOWING, self.iterations.ends, None)
+        run(_AHEAD, self.warm, None)
         if how := checked(self.pacing.due(trainer, self._can_begin, self._paces)):
             self._take(before_validation=before_validation, how=how)
         self.pacing.look_ahead(trainer, self._can_begin)
+        run("leasing a slot ahead", self._lease_ahead, None)
+        if self.iterations is not None:
+            run(_FOLLOWING, self.iterations.begins, None)
+        return True
+
+    def _lease_ahead(self) -> None:
+        trainer = self._trainer
         if self.attempt is not None and trainer.world_size == 1 and self.pacing.next_within(trainer, AHEAD_S):
             self.attempt.writer.next_comes()
-        if self.iterations is not None:
-            self.iterations.begins()
 
     def _paces(self) -> tuple[TierPace, ...]:
         return self.attempt.safety.paces() if self.attempt is not None else ()
 
     def _can_begin(self) -> str:
         """How the ranks may begin, ``""`` for not now: slots are made after the first step, and waited for or not."""
+        return self.harmless.run("asking whether a snapshot can begin", self._way_to_begin, "")
+
+    def _way_to_begin(self) -> str:
         attempt, waits = self.attempt, self.settings.on_full == "wait"
-        if attempt is None or attempt.fenced or not (attempt.writer.ready or waits):
+        if attempt is None or attempt.fenced or attempt.failures.are_too_many or not (attempt.writer.ready or waits):
             return ""
         shards = self.in_shards
         return shards.how(attempt, waits=waits) if shards is not None else self.together.how(attempt, waits=waits)
@@ -245,10 +263,10 @@ class Snapshotter(OfTrainer):
         """Have slots made in the background as soon as the first step showed how large a snapshot is. Once."""
         if self._is_warm:
             return
-        self._is_warm = True
         module, optimizers = self._trainer.lightning_module, self._trainer.optimizers
         states = [list(optimizer.state.values()) for optimizer in optimizers]
         (self.attempt or self.in_shards or self.together).warm([*module.parameters(), *module.buffers(), states])
+        self._is_warm = True
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 
@@ -257,7 +275,7 @@ class Snapshotter(OfTrainer):
         trainer = self._trainer
         self.pacing.taken(trainer.global_step)
         with self.pacing.stalling():
-            dump = FitState.of(trainer).dump(before_validation=before_validation, at_end=complete)
+            dump = self.at_hand.state(before_validation=before_validation, at_end=complete)
             wait_s = WAIT_FOR_SLOT_S if self.settings.on_full == "wait" or complete else 0.0
             how = self.together.how_last(self.attempt) if complete else how
             followed = how == ALONE and not complete and self.pacing.next_within(trainer, FOLLOWED_S, seams=_SEAMS)
@@ -265,7 +283,7 @@ class Snapshotter(OfTrainer):
 
     def write(
         self,
-        dump: Dump,
+        dump: Dump | SpotError,
         *,
         complete: bool = False,
         urgent: bool = False,
@@ -276,7 +294,7 @@ class Snapshotter(OfTrainer):
         """Have a state written, by all ranks as they have agreed.
 
         Args:
-            dump: the state.
+            dump: the state; or why this rank does not have it: then the others are told, and there is no snapshot.
             complete: whether the run is at its end.
             urgent: whether training ends with it, for now.
             wait_s: how long to wait for a slot, seconds.
@@ -290,18 +308,27 @@ class Snapshotter(OfTrainer):
             waits = {"wait_s": wait_s, "commit_s": self.settings.flush_timeout_s if complete else wait_s}
             self.in_shards.write(self.attempt, dump, interval, complete=complete, how=how, **waits)
             return
-        checkpoint = self.together.checkpoint(dump, how)
+        checkpoint = self._checkpoint(dump, how)
         if self.attempt is not None:
-            checkpoint[KEY] |= {"interval": self.pacing.state_dict(), **self.attempt.origin}
             ranks = self.together.ranks(how)
             self.store(checkpoint, complete=complete, wait_s=wait_s, ranks=ranks, followed=followed)
         elif how != ALONE:
             name = snapshot_name(trainer.global_step, self.number, complete=complete)
-            self.together.share(dump, how, optimizer_owned(trainer.optimizers), name, wait_s)
+            self.together.share(dump, how, name, wait_s)
+
+    def _checkpoint(self, dump: Dump | SpotError, how: str) -> dict[str, Any] | SpotError:
+        """What rank 0 saves, or why it cannot."""
+        checkpoint = self.together.checkpoint(dump, how)
+        if self.attempt is not None and not isinstance(checkpoint, SpotError):
+            try:
+                checkpoint[KEY] |= {"interval": self.pacing.state_dict(), **self.attempt.origin}
+            except Exception as error:
+                return failure_of(error)
+        return checkpoint
 
     def store(
         self,
-        checkpoint: dict[str, Any],
+        checkpoint: dict[str, Any] | SpotError,
         *,
         complete: bool = False,
         wait_s: float,
@@ -311,10 +338,16 @@ class Snapshotter(OfTrainer):
         """Begin a snapshot on rank 0; on the others nothing happens. See :meth:`Attempt.write`."""
         trainer = self._trainer
         if self.attempt is not None and not self.attempt.fenced:
+            owned: Owners = {}
+            kept: Owners = {}
+            try:
+                owned, kept = optimizer_owned(trainer.optimizers), by_storage(trainer.lightning_module.parameters())
+            except Exception as error:
+                checkpoint = failure_of(error)
             self.attempt.write(
                 checkpoint,
-                owned=optimizer_owned(trainer.optimizers),
-                kept=by_storage(trainer.lightning_module.parameters()),
+                owned=owned,
+                kept=kept,
                 step=trainer.global_step,
                 epoch=trainer.current_epoch,
                 world_size=trainer.world_size,

@@ -12,18 +12,20 @@ gathered: should a share of these be missing, rank 0 has all that it needs to wr
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_spot.capture.attempt import Attempt, expected_nbytes
+from lightning_spot.capture.pausing import Pause
 from lightning_spot.capture.ring_settings import RingSettings
 from lightning_spot.capture.share import ShareWriter
 from lightning_spot.capture.split import ALIKE, BY_ONE_RANK, Number, Owners, Ranks
-from lightning_spot.errors import ShareMissing
+from lightning_spot.capture.tensors import optimizer_owned
+from lightning_spot.capture.unforeseen import failure_of
+from lightning_spot.errors import ShareMissing, SpotError
 from lightning_spot.exact import namespaces
-from lightning_spot.exact.dump import Dump
+from lightning_spot.exact.dump import Dump, gather
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.rank_states import Packing, Rooms
 from lightning_spot.exact.sharded import is_sharded
@@ -50,7 +52,6 @@ _NOT_APPROXIMATED = (
     " several hosts bring is not approximated. Leave compression= as it is to have each host send its share"
 )
 _MOST_FAILURES = 2
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 60.0, 3600.0
 
 
 class Together(OfTrainer):
@@ -113,7 +114,7 @@ class Together(OfTrainer):
         Args:
             attempt: on rank 0.
         """
-        is_needed = not self._writes_own_states or self._hold_their_own
+        is_needed = not self._writes_own_states or self.hold_their_own
         if self._trainer.world_size > 1 and is_needed and not is_sharded(self._trainer):
             self._mail = Mail(self._trainer, attempt)
 
@@ -150,7 +151,7 @@ class Together(OfTrainer):
             across: whether other hosts may take part.
         """
         writer = attempt.writer
-        if self._hold_their_own:
+        if self.hold_their_own:
             self._end()
         if not (self._members or self._hosts.can_bring or self._can_send):
             return ALONE
@@ -239,11 +240,18 @@ class Together(OfTrainer):
         together = attempt is not None and not attempt.fenced and self.how(attempt, across=False).startswith(TOGETHER)
         return GATHERED if self._trainer.strategy.broadcast(together) else ALONE
 
-    def checkpoint(self, dump: Dump, how: str) -> dict[str, Any]:
-        """The checkpoint of a snapshot, on rank 0; every rank calls this at the same place."""
-        if _is_beside(how):
-            return dump.shared(self._trainer, self.rooms) if self._trainer.is_global_zero else dump.checkpoint
-        return dump.gathered(self._trainer, self.rooms)
+    def checkpoint(self, dump: Dump | SpotError, how: str) -> dict[str, Any] | SpotError:
+        """The checkpoint of a snapshot, on rank 0, or why there is none; every rank calls this at the same place."""
+        try:
+            if isinstance(dump, SpotError):
+                if not _is_beside(how):
+                    gather(self._trainer, dump)  # the others are in it
+                return dump
+            if _is_beside(how):
+                return dump.shared(self._trainer, self.rooms) if self._trainer.is_global_zero else dump.checkpoint
+            return dump.gathered(self._trainer, self.rooms)
+        except Exception as error:
+            return failure_of(error)
 
     def ranks(self, how: str) -> Ranks | None:
         """On rank 0: who fills the snapshot; ``None`` if it does so alone."""
@@ -259,12 +267,21 @@ class Together(OfTrainer):
             return Ranks(shares, {}, sent=known)
         return Ranks(shares, known if _is_beside(how) else {})
 
-    def share(self, dump: Dump, how: str, owned: Owners, name: str, wait_s: float) -> None:
-        """On another rank: begin its share of a snapshot that is written together."""
+    def share(self, dump: Dump | SpotError, how: str, name: str, wait_s: float) -> None:
+        """On another rank: begin its share of a snapshot that is written together, or say why there is none."""
+        own: Packing | SpotError | bytes = b""
+        owned: Owners = {}
+        try:
+            if isinstance(dump, SpotError):
+                raise dump
+            own = Packing(dump.state) if _is_beside(how) else b""
+            owned = optimizer_owned(self._trainer.optimizers)
+        except Exception as error:
+            own = failure_of(error)
         if self._mail is not None and self._mail.sender is not None and how.endswith(SENT):
-            self._mail.sender.send(name, Packing(dump.state))
+            self._mail.sender.send(name, own)
         if self.writer is not None and not how.startswith(ALONE):
-            state = Packing(dump.state) if _is_beside(how) and not how.endswith(SENT) else b""
+            state = b"" if how.endswith(SENT) and not isinstance(own, SpotError) else own
             at = how.removeprefix(ACROSS) if how.startswith(ACROSS) else ""
             self.writer.begin(name, owned, state, wait_s, at)
 
@@ -274,7 +291,7 @@ class Together(OfTrainer):
             self.writer.copied()
 
     @property
-    def _hold_their_own(self) -> bool:
+    def hold_their_own(self) -> bool:
         """Whether ranks are known to hold other parameters, or other states of optimizers, than rank 0."""
         trainer = self._trainer
         if getattr(trainer.strategy.model, "parameters_to_ignore", ()):
@@ -290,27 +307,6 @@ class Together(OfTrainer):
     @property
     def _writes_own_states(self) -> bool:
         return len(self._members) == self._trainer.world_size
-
-
-class Pause:
-    """For how long ranks do without what has failed: a minute, then two, and so on up to an hour."""
-
-    def __init__(self) -> None:
-        self._next_s, self._until_s = _FIRST_PAUSE_S, 0.0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it can be tried (again)."""
-        return time.monotonic() >= self._until_s
-
-    def begin(self) -> None:
-        """It has failed."""
-        self._until_s = time.monotonic() + self._next_s
-        self._next_s = min(2 * self._next_s, _LAST_PAUSE_S)
-
-    def forget(self) -> None:
-        """It works: the next pause is as long as the first one."""
-        self._next_s = _FIRST_PAUSE_S
 
 
 def _is_beside(how: str) -> bool:

@@ -40,7 +40,7 @@ def secure(
     step = trainer.global_step
     taken = trainer.strategy.broadcast(_has_taken(snapshotter, step, deadline.left_s / 2))
     differs = taken and any(ranks.gather(_differs(snapshotter)))
-    dump = snapshotter.newest_state(seam) if differs or not taken else None
+    dump = snapshotter.at_hand.newest(seam) if differs or not taken else None
     if not all(ranks.gather(dump is not None)):
         dump = None
     plan = attempt.safety.plan(deadline) if attempt is not None else None

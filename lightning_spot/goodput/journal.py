@@ -103,6 +103,11 @@ class Journal:
         self._wake.set()
         self._thread.join(CLOSE_S)
 
+    def leave(self) -> None:
+        """Keep the record no longer, and wait for nothing: what was noted last stands."""
+        self._stopping = True
+        self._wake.set()
+
     def _now(self) -> float:
         return self._ahead_s + time.monotonic()
 

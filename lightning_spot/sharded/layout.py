@@ -265,7 +265,7 @@ def state_archive(state: Any, nbytes: int | None = None, layouter: Layouter | No
     """
     try:
         return filled((layouter or Layouter()).lay_out(state, nbytes))
-    except LayoutUnsupported:
+    except (LayoutUnsupported, MemoryError):
         raise
     except Exception as error:  # pickling runs the user's code, which may raise anything
         raise _cannot("the state of this rank", error) from error
@@ -279,6 +279,8 @@ def serialised(value: Any, what: str) -> bytes | bytearray:
     """
     try:
         return lay_out_plain(value).frame[0][1]
+    except MemoryError:
+        raise
     except Exception as error:  # as above
         raise _cannot(what, error) from error
 

@@ -95,6 +95,9 @@ class CopyJob:
 
     def _wait_cpu(self) -> None:
         self._handed_over.wait()
+        self._check()
+
+    def _check(self) -> None:
         if self._error is not None:
             raise SpotError(f"copying a tensor into its slot failed: {self._error}") from self._error
 
@@ -116,10 +119,21 @@ class CopyJob:
         if self._watches:
             Operation(self._trains).outlast(self._settled)
         self.settle()
+        self._check()
         self.pieces = []
         if self._before is not None:
             self._before.pieces = []
             self._before = None
+
+    def fail(self, error: Exception) -> None:
+        """Nobody may use what was copied, or is yet: the calling thread trains on, and did not wait for it."""
+        self._error = error
+        here = threading.get_ident()
+        with self._lock:
+            for task in self._tasks:
+                if task.taken_by == here:  # the background ends what this thread was at
+                    task.taken_by = None
+        self._woken()
 
     def follow(self, first: CopyJob) -> None:
         """Have :meth:`wait` wait, too, for what another job has ordered on GPUs: its :meth:`wait_cpu` does not.

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol
 
 from lightning_spot.staging.modes import BESIDE, MODES, Drift, Mode, ModeTrial, Partitions
 from lightning_spot.staging.partitions import LEAST_BYTES, Partition, bucket_ends, by_bucket, by_idle_time
 from lightning_spot.staging.profile import Clock, HostClock, Kind, Point, Profile, Profiler
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
 
 BUCKET_BYTES = 25 * 1024 * 1024
 """What fills a bucket of gradients, where there is no DDP that says: its default."""
@@ -41,6 +47,20 @@ class Timetable:
 
 
 _STILL = Timetable((), 0.0, stands_still=True)
+
+
+def _told(method: Callable[P, None]) -> Callable[P, None]:
+    """Have training go on where it cannot be followed: then nothing is spread over its iterations any more."""
+
+    @functools.wraps(method)
+    def told(*arguments: P.args, **named: P.kwargs) -> None:
+        try:
+            method(*arguments, **named)
+        except Exception as error:
+            schedule: Any = arguments[0]
+            schedule.turn_off(error)
+
+    return told
 
 
 class Schedule:
@@ -113,29 +133,35 @@ class Schedule:
         self.begin(tuple, self._bucket_bytes)
         self._profiler = None
 
+    @_told
     def iteration_begins(self) -> None:
         """The optimizer has stepped, and a snapshot has begun or not."""
         self._reached, self._batch, self._is_open = 0, -1, True
         if self._profiler is not None:
             self._profiler.begin()
 
+    @_told
     def batch_begins(self) -> None:
         """The forward pass of the next micro-batch begins."""
         self._batch += 1
         self._at(Kind.FORWARD)
 
+    @_told
     def backward_begins(self) -> None:
         """The backward pass begins."""
         self._at(Kind.BACKWARD)
 
+    @_told
     def gradient_ready(self, gradient: int) -> None:
         """The gradient of a parameter is accumulated. Called from the thread that computes it."""
         self._at(Kind.GRADIENT, gradient)
 
+    @_told
     def backward_ends(self) -> None:
         """All gradients of a micro-batch are there."""
         self._at(Kind.BACKWARD_END)
 
+    @_told
     def stepping(self) -> None:
         """The optimizer is about to step, or something else to change what is copied: nothing is held from here on."""
         if self._is_open and self._profiler is not None:
@@ -143,12 +169,14 @@ class Schedule:
         self._is_open = False
         self._jobs.clear()
 
+    @_told
     def disturbed(self) -> None:
         """Other work than training took time in this iteration: it does not count."""
         self._is_disturbed = True
         if self._profiler is not None:
             self._profiler.forget()
 
+    @_told
     def iteration_ends(self) -> None:
         """The optimizer has stepped; before a snapshot begins, which is part of the iteration that follows."""
         if not self._measures:
@@ -163,6 +191,17 @@ class Schedule:
             self._learn(self._clock.between(first, last)[0] if first is not None else None, mode)
         if self._profiler is not None and self._profiler.iterations() > _PROFILED:  # the first one is slow
             self._plan(self._profiler)
+
+    def turn_off(self, error: Exception) -> None:
+        """Copy all at once from now on. What is held goes when its time is up, or the optimizer steps."""
+        self.setting = "eager"
+        self._jobs.clear()
+        self._measure_anew()
+        logger.warning(
+            "lightning_spot: copying is not spread over iterations any more, training goes on: %s: %s",
+            type(error).__name__,
+            error,
+        )
 
     # -- asked by whoever watches gradients -------------------------------------------------------------------------
 
