@@ -252,9 +252,18 @@ def check_run_name(run: str) -> str:
     if not (isinstance(run, str) and _RUN_NAME.fullmatch(run)):
         raise SettingsError(
             f"run name {run!r} is not usable: it must start with a letter or digit and hold only letters, digits"
-            " and '._=+-' (at most 128); pass run='…'"
+            " and '._=+-' (at most 128)"
         )
     return run
+
+
+def why_no_place(url: str) -> str:
+    """Why something names no directory, and no URL, ``""`` if it may."""
+    if not url.strip():
+        return "it is empty; give a directory or URL, such as checkpoints/run-1"
+    if lost := re.match(r"([a-z][a-z0-9+.-]+):/(?!/)", url):  # it would be a directory on a disk that dies
+        return f"a URL has two slashes, {lost[1]}://{url[lost.end() :]}; for a directory write ./{url}"
+    return ""
 
 
 def plain_url(url: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -204,10 +205,26 @@ def test_a_node(start_node: Callable[..., RunningNode], tmp_path: Path, capsys: 
     assert f"no run is, or ever was, at '{node.url}/mistyped'" in " ".join(capsys.readouterr().err.split())
 
 
+WRONG = [
+    ([""], "'': it is empty; give a directory or URL"),
+    (["s3a:/x"], "'s3a:/x': a URL has two slashes, s3a://x; for a directory write ./s3a:/x"),
+    (["s3://"], "'s3://' does not end with a name of a run: give it by --run"),
+    (["x", "--memory", "10.0.0.5:1"], "--memory '10.0.0.5:1' is no node URL"),
+    (["x", "--memory", "spot://h:99999"], "--memory 'spot://h:99999' is no node URL"),
+    (["x", "--memory", "spot://h:9/run"], "--memory 'spot://h:9/run' names more than a node: give spot://h:9 only"),
+    (["x", "--memory", "auto"], "--memory 'auto' is no node URL"),
+    (["x", "--memory", ""], "--memory '' is no node URL"),
+    (["spot://h:9/run", "--memory", "x"], "--memory 'x' is no node URL"),
+    (["x", "--run", "a/b"], "--run: run name 'a/b' is not usable"),
+    (["x", "--run", ""], "--run: run name '' is not usable"),
+]
+"""Of each command that asks for a run; and what is wrong with it."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["show", "NOWHERE"], "no run is, or ever was, at 'NOWHERE': give the dirpath of one"),
+        (["show", "NOWHERE"], "no run is, or ever was, at 'NOWHERE': give the directory or URL of one"),
         (["ls", "spot://127.0.0.1:9/run"], "no memory node answers"),
         (["ls", "spot://127.0.0.1:9"], "names no run"),
         (["ls", "spot://127.0.0.1:port/run"], "no node URL"),
@@ -223,8 +240,8 @@ def test_a_node(start_node: Callable[..., RunningNode], tmp_path: Path, capsys: 
         (["node", "--memory", "1.5"], "--memory='1.5' is no size"),
         (["node", "--run-memory", "x"], "--run-memory='x' is no size"),
         (["node", "--drain-timeout", "nan"], "--drain-timeout=nan"),
-        (["node", "--flush-to", ""], "--flush-to '' is empty"),
-        (["node", "--allow", " "], "--allow ' ' is empty"),
+        (["node", "--flush-to", ""], "--flush-to '': it is empty"),
+        (["node", "--allow", " "], "--allow ' ': it is empty"),
         (["node", "--allow", "nonsense://bucket"], "'nonsense://bucket' cannot be used as a tier"),
         (["node", "--flush-to", "spot://h:0"], "no node URL"),
         (["drill", "--limit", "nan", "--", "true"], "--limit=nan"),
@@ -239,8 +256,26 @@ def test_a_node(start_node: Callable[..., RunningNode], tmp_path: Path, capsys: 
         (["doctor", "NOWHERE", "--snapshot-size", "x"], "--snapshot-size='x'"),
         (["doctor", "NOWHERE", "--sample", "64"], "--sample 64: that is 64 bytes. Give a unit"),
         (["doctor", "NOWHERE", "--lifetime", "0"], "--lifetime=0.0"),
-        (["doctor", "NOWHERE", "--replicas", "0"], "replicas=0"),
-        (["report", "spot://127.0.0.1:9/run"], "keeps no records of attempts: give dirpath"),
+        (["doctor", "NOWHERE", "--replicas", "0"], "--replicas=0"),
+        (["doctor", "NOWHERE", "--replicas", "2"], "--replicas=2: each replica is at a node of its own, and --memory"),
+        (["doctor", "spot://127.0.0.1:9"], "spot://127.0.0.1:9 is a memory node: give a directory or URL"),
+        (["doctor", "NOWHERE", *2 * ("--memory", "spot://h:9")], "--memory names spot://h:9 twice"),
+        *(
+            (([command, *given]), complaint)
+            for command in ("ls", "show", "verify", "pull")
+            for given, complaint in WRONG
+        ),
+        (["report", "s3a:/x"], "'s3a:/x': a URL has two slashes, s3a://x"),
+        (["report", ""], "'': it is empty; give a directory or URL"),
+        (["node", "--flush-to", "s3:/b"], "--flush-to 's3:/b': a URL has two slashes, s3://b"),
+        (["simulate", "--nodes", "0"], "--nodes=0"),
+        (["simulate", "--nodes", "2", "--correlated", "3"], "--correlated=3: of --nodes=2, 1 to all go at a time"),
+        (["simulate", "--gpus", "0"], "--gpus=0"),
+        (["simulate", "--gpus", "8", "--gpus-per-host", "0"], "--gpus-per-host=0"),
+        (["simulate", "--gpus", "8", "--sending-hosts", "-1"], "--sending-hosts=-1"),
+        (["simulate", "--gpus", "8", "--replicas", "0"], "--replicas=0"),
+        (["drill", "--keep", "/proc/none", "--", "true"], "--keep /proc/none cannot be made"),
+        (["report", "spot://127.0.0.1:9/run"], "keeps no records of attempts: give the run's"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -251,6 +286,7 @@ def test_bad_input_is_one_line(
     said = capsys.readouterr().err
     assert complaint.replace("NOWHERE", nowhere) in said
     assert "Traceback" not in said
+    assert not re.search(r"\b(dirpath|memory|run|replicas)=", said.replace("--", "")) or said.startswith("--")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 from rich.console import Console
 
+from lightning_spot.cli.given import check_replicas_given, location_of
 from lightning_spot.cli.output import wide_console
 from lightning_spot.cli.simulate import seconds
 from lightning_spot.client.starting import start
@@ -27,7 +28,7 @@ from lightning_spot.errors import SettingsError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.notices.detect import CLOUDS, detect_cloud
-from lightning_spot.run.location import AUTO, Location, check_replicas, memory_limit_bytes
+from lightning_spot.run.location import memory_limit_bytes
 from lightning_spot.tiers.filesystem import tier_errors
 from lightning_spot.tiers.store import Store
 
@@ -42,7 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``doctor``."""
     parser.add_argument("url", metavar="DIRPATH", help="durable directory or fsspec URL that snapshots are to go to")
     parser.add_argument(
-        "--memory", action="append", default=[], metavar="spot://HOST:PORT", help="also measure this memory node"
+        "--memory",
+        action="append",
+        default=[],
+        metavar="spot://HOST:PORT",
+        help="also measure this memory node",
     )
     parser.add_argument("--replicas", type=int, default=1, metavar="N", help="nodes that keep each snapshot (1)")
     parser.add_argument("--snapshot-size", default="1GB", metavar="SIZE", help="size of a snapshot (1GB)")
@@ -57,8 +62,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     check_number("--lifetime", arguments.lifetime, 0, above=True)
     if sample > (most := memory_limit_bytes(None)):
         raise SettingsError(f"--sample {arguments.sample}: at most half of this host's memory, {format_bytes(most)}")
-    location = Location.of(arguments.url, arguments.memory or AUTO, "doctor")
-    check_replicas(arguments.replicas, arguments.memory or AUTO)
+    location = location_of(arguments.url, arguments.memory, "doctor")
+    check_replicas_given(arguments.replicas, arguments.memory)
     say = Console(stderr=True, highlight=False).print
     problems: list[str] = []
     facts: dict[str, Any] = {"copy_bytes_per_s": copy_speed(sample)}

@@ -186,6 +186,10 @@ def drill(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.keep) if arguments.keep else Path(tempfile.mkdtemp(prefix="lightning-spot-drill-"))
     if arguments.keep and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise SettingsError(f"--keep {folder} is no empty directory; name a new one")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"--keep {folder} cannot be made: {error.strerror}") from error
     one = Drill(
         command=command,
         folder=folder.absolute(),

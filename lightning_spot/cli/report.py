@@ -7,6 +7,7 @@ import json
 import time
 from dataclasses import replace
 
+from lightning_spot.cli.given import location_of
 from lightning_spot.cli.output import plain_table, wide_console
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_seconds
@@ -14,7 +15,6 @@ from lightning_spot.errors import SettingsError, SnapshotNotFound
 from lightning_spot.goodput.ledger import AttemptRecord, Spent, history, lost_steps, spent, total
 from lightning_spot.goodput.reached import completed
 from lightning_spot.goodput.records import read_records
-from lightning_spot.run.location import Location
 
 _WIDE = 60
 _PARTS = {"start_s": "-", "restore_s": "r", "productive_s": "=", "stall_s": "s", "lost_s": "x", "down_s": "."}
@@ -30,8 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def report(arguments: argparse.Namespace) -> int:
     """Show the attempts of a run, and the whole."""
     if arguments.url.startswith("spot://"):
-        raise SettingsError(f"{arguments.url} names a memory node, which keeps no records of attempts: give dirpath")
-    url = Location.of(arguments.url, None, None).url
+        raise SettingsError(
+            f"{arguments.url} names a memory node, which keeps no records of attempts: give the run's directory or URL"
+        )
+    url = location_of(arguments.url, (), "report").url
     before, records = history(_records(url))
     if not records:
         raise SnapshotNotFound(

@@ -131,6 +131,9 @@ def simulate(arguments: argparse.Namespace) -> int:
     for flag in ("--work", "--lifetime", "--crash-every", "--memory-node-lifetime"):
         if _given(arguments, flag) is not None:
             check_number(flag, _given(arguments, flag), 0, above=True)
+    check_number("--nodes", arguments.nodes, 1, whole=True)
+    if not 1 <= arguments.correlated <= arguments.nodes:
+        raise SettingsError(f"--correlated={arguments.correlated}: of --nodes={arguments.nodes}, 1 to all go at a time")
     if arguments.gpus is not None:
         return sizing.rent(arguments)
     check_number("--runs", arguments.runs, 1, whole=True)

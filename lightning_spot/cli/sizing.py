@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from lightning_spot.cli.output import wide_console
-from lightning_spot.config import format_bytes, format_seconds
+from lightning_spot.config import check_number, format_bytes, format_seconds
 from lightning_spot.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -49,6 +49,11 @@ def rent(arguments: argparse.Namespace) -> int:
 
     if arguments.trace:
         raise SettingsError("--trace is of single machines: with --gpus, give their mean --lifetime")
+    for flag, value in (("--gpus", arguments.gpus), ("--gpus-per-host", arguments.gpus_per_host)):
+        check_number(flag, value, 1, whole=True)
+    check_number("--sending-hosts", arguments.sending_hosts, 0, whole=True)
+    if arguments.replicas is not None:
+        check_number("--replicas", arguments.replicas, 1, whole=True)
     node_lifetime_s = arguments.memory_node_lifetime
     demand = Demand(
         gpus=arguments.gpus,

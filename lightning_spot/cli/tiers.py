@@ -6,12 +6,12 @@ import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lightning_spot.cli.given import check_given, location_of
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import SettingsError, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import OWN_DIR, Manifest, snapshot_order
 from lightning_spot.memory.tier import Listed
 from lightning_spot.protocol.wire import parse_spot_url
-from lightning_spot.run.location import AUTO, Location
 from lightning_spot.run.patience import Patience, of_tier
 from lightning_spot.run.sources import DURABLE, MemorySource, Source, StoreSource
 from lightning_spot.run.survey import survey
@@ -52,7 +52,7 @@ class Found:
     problems: list[str] = field(default_factory=list)
     url: str = ""
     is_known: bool = True
-    hint: str = "give the dirpath of one"
+    hint: str = "give the directory or URL of one"
 
 
 def ask(arguments: argparse.Namespace) -> Found:
@@ -99,11 +99,15 @@ def _check_names_a_run(url: str) -> None:
 
 def _ask_nodes(arguments: argparse.Namespace) -> Found:
     """Ask nodes for a run by its name (``RUN``, or ``RUN@ID`` where several have it)."""
+    check_given("/", arguments.memory, arguments.run)
     address, path = parse_spot_url(str(arguments.url))
     run = arguments.run or path.split("/")[0]
     if not run:
         raise SettingsError(f"{arguments.url!r} names no run; write {address}/RUN")
-    found = Found(is_known=False, hint="a node that was restarted knows only what it had in memory; ask its dirpath")
+    found = Found(
+        is_known=False,
+        hint="a node that was restarted knows only what it had in memory; ask by the run's URL",
+    )
     nodes = [str(address), *(str(parse_spot_url(item)[0]) for item in arguments.memory)]
     for node in nodes:
         source = StoreSource(NodeStore(f"{node}/{run}"), node)
@@ -122,7 +126,7 @@ def _ask_nodes(arguments: argparse.Namespace) -> Found:
 
 def _ask_run(arguments: argparse.Namespace) -> Found:
     """Ask the tiers of a run by its durable directory, as a trainer does."""
-    location = Location.of(arguments.url, arguments.memory or AUTO, arguments.run)
+    location = location_of(arguments.url, arguments.memory, arguments.run)
     seen = survey(location, Patience(tries=1), commits=False)
     found = Found(unreadable=seen.unreadable, problems=[of_tier(tier, why) for tier, why in seen.problems.items()])
     for source, holdings in seen.answers:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import check_number, check_run_name, parse_bytes, plain_url, read_environment
+from lightning_spot.config import check_number, check_run_name, parse_bytes, plain_url, read_environment, why_no_place
 from lightning_spot.errors import NodeUnreachable, SettingsError, TierError
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.protocol.wire import parse_spot_url
@@ -53,22 +52,22 @@ class Location:
         url = os.fsdecode(dirpath)
         if not url.strip():
             raise SettingsError("dirpath is empty; give the run's directory or URL, such as checkpoints/run-1")
+        if why := why_no_place(url):
+            raise SettingsError(f"dirpath={url!r}: {why}")
         scheme = urlsplit(url).scheme if "://" in url else ""
         if scheme == "spot":
             node = f"spot://{urlsplit(url).netloc}"
             raise SettingsError(
                 f"dirpath={url!r}: dirpath is the durable tier; a memory node goes into memory={node!r}"
             )
-        if lost := re.match(r"([a-z][a-z0-9+.-]+):/(?!/)", url):  # it would be a directory on a disk that dies
-            raise SettingsError(
-                f"dirpath={url!r}: a URL has two slashes, {lost[1]}://{url[lost.end() :]}; for a directory"
-                f" write ./{url}"
-            )
         if scheme in ("", "file"):  # "~" is the home directory, as in Lightning's own callbacks: YAML knows no shell
             url = os.path.abspath(os.path.expanduser(url.removeprefix("file://")))
         else:
             url = plain_url(url)
-        name = check_run_name(run if run is not None else url.rstrip("/").rpartition("/")[2])
+        try:
+            name = check_run_name(run if run is not None else url.rstrip("/").rpartition("/")[2])
+        except SettingsError as error:
+            raise SettingsError(f"{error}; pass run='…'") from error
         if drill := read_environment().drill_dir:  # which must never write to the tiers of the real run
             return cls(name=name, url=os.path.join(drill, "runs", name), nodes=(), embedded=memory is not None)
         if memory is None or memory == AUTO:
@@ -167,6 +166,18 @@ def memory_limit_bytes(limit: str | float | None) -> int:
     if limit is not None:
         return parse_bytes(limit, "memory_limit", none="half of this host's memory")
     return host_memory_bytes() // 2
+
+
+def node_url(url: str) -> str:
+    """URL of a memory node alone.
+
+    Raises:
+        SettingsError: if it is none, or names more.
+    """
+    address, path = parse_spot_url(url)
+    if path:
+        raise SettingsError(f"{url!r} names more than a node: give {address} only")
+    return str(address)
 
 
 def _node_url(url: object) -> str:

@@ -16,6 +16,7 @@ from lightning_spot.config import (
     parse_bytes,
     parse_flag_bytes,
     read_environment,
+    why_no_place,
 )
 from lightning_spot.errors import SettingsError
 from lightning_spot.memory.prefixes import check_prefix
@@ -126,8 +127,8 @@ def settings_from(arguments: argparse.Namespace) -> NodeSettings:
 
 
 def _absolute(flag: str, url: str) -> str:
-    if not url.strip():  # it would be the directory that the node happens to be started in
-        raise SettingsError(f"{flag} {url!r} is empty; give a directory or URL, or leave it out")
+    if why := why_no_place(url):  # it would be below the directory that the node happens to be started in
+        raise SettingsError(f"{flag} {url!r}: {why}")
     return url if "://" in url else os.path.abspath(url)
 
 
