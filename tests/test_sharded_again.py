@@ -316,6 +316,22 @@ def test_what_torch_only_marks_as_conjugated_is_conjugated() -> None:
     assert images[0] != images[-1]
 
 
+@pytest.mark.parametrize("asks", ["C", "torch"])
+def test_what_torch_only_marks_as_negative_is_negative(asks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was written with the other sign, and without a word: it lies where it lay."""
+    if asks == "torch":
+        monkeypatch.setattr(whereabouts, "_compiled", None)
+    state = {"weight": torch.tensor([1.0, -2.0]), "other": torch.ones(3)}
+    with as_rank(0, (1,)):
+        layouter, images = ShardedLayouter(0, 2), []
+        for _ in range(3):
+            images += [image_of(layouter, state), image_of(layouter, state)]
+            assert images[-2:] == [image_of(ShardedLayouter(0, 2), {**state, "weight": state["weight"].clone()})] * 2
+            state["weight"].data = torch._neg_view(state["weight"].data)
+    assert images[0] != images[2]
+    assert images[0] == images[4]
+
+
 def test_flat_shards_are_looked_at_each_time() -> None:
     """What a shard has of a tensor is cut anew: nothing is known of it that could be compared."""
     elements = torch.arange(4.0)
