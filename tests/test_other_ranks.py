@@ -221,6 +221,18 @@ def test_what_cannot_be_dealt_is_named_and_passed_over(data: Any, more: State, n
     assert f"of {name if name == 'Backwards' else 'a DataLoader'} is not known" in reason
 
 
+def test_whether_the_rest_of_an_epoch_can_be_dealt_with_other_batches() -> None:
+    ranks = Ranks(2, 40)
+    ranks.train(3)
+    states, loader = ranks.states(), Ranks(2, 40, batch_size=5).loaders[1]
+    assert OtherRanks(states, 1, 2).can_deal(loader, 0)
+    assert not OtherRanks([states[0], {}], 1, 2).can_deal(loader, 0)  # in shards, a rank reads its own only
+    states[0]["loaders"][0]["yielded"] += 1
+    assert not OtherRanks(states, 1, 2).can_deal(loader, 0)
+    ranks.train()
+    assert not OtherRanks(ranks.states(), 1, 2).can_deal(loader, 0)
+
+
 def test_a_rank_that_was_not_there_draws_other_numbers() -> None:
     states = []
     for seed in (1, 2):

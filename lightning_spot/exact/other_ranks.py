@@ -1,6 +1,7 @@
 """The exact state of a snapshot that other ranks have taken, as one of the ranks that go on from it has it.
 
-There were more of them, or fewer, or as many that had other shares of the data (another size of tensor parallelism).
+There were more of them, or fewer, or as many that had other shares of the data (another size of tensor parallelism) or
+other batches.
 What all ranks had in common, and what each of them had for itself and this one can have, is as it was: the samples of
 the epoch that are left are dealt anew, what was summed up over ranks keeps its sum. The rest is named.
 """
@@ -87,9 +88,22 @@ class OtherRanks:
         )
         return {}
 
+    def can_deal(self, loader: Any, index: int) -> bool:
+        """Whether what is left of an epoch can be dealt anew through a loader, with other batches maybe."""
+        if not all(self._ranks):  # of a model in shards, each rank reads its own state only
+            return False
+        positions = self._positions(index)
+        own = positions[self._rank % len(positions)]
+        if own is None or "at_iter" not in own or own["exhausted"] or not self._is_common(positions):
+            return False
+        return order.is_dealt_to(loader_itself(loader), own["order"], self._share[1])
+
+    def _positions(self, index: int) -> list[Any]:
+        return [(state["loaders"] or [None] * (index + 1))[index] for state in self._ranks]
+
     def position(self, loader: Any, index: int) -> State | None:
         """Place at which a training loader goes on; ``None`` for the start of an epoch."""
-        positions = [(state["loaders"] or [None] * (index + 1))[index] for state in self._ranks]
+        positions = self._positions(index)
         own: State | None = positions[self._rank % len(positions)]
         if own is None or "at_iter" not in own:  # between two epochs
             return own
@@ -130,6 +144,8 @@ class OtherRanks:
         what = "weights, optimizers and schedulers go on as they were"
         if self._left is not None:
             what += f"; the {self._left} samples of epoch {trainer.current_epoch} that no rank has seen are dealt anew"
+        if len(self._ranks) == self._world and self._shares == self._share[1]:
+            return f"the batch size is another one: {what}"
         if len(self._ranks) == self._world:
             return f"{self._world} ranks with {self._shares} shares of the data -> {self._share[1]}: {what}"
         old = "1 rank" if len(self._ranks) == 1 else f"{len(self._ranks)} ranks"

@@ -65,6 +65,8 @@ class Restoring(OfTrainer):
         self._val_total: dict[str, int] | None = None
         self._precise: dict[str, torch.Tensor] = {}
         self._others: OtherRanks | None = None  # where those that took the snapshot had other shares of the data
+        self._with_other_batches: OtherRanks | None = None  # where they are the same, and may have had other batches
+        self._dealt_anew: OtherRanks | None = None
 
     @property
     def is_due(self) -> bool:
@@ -111,10 +113,12 @@ class Restoring(OfTrainer):
 
     def _of_this_rank(self, shared: State) -> State:
         trainer, ranks = self._trainer, shared["ranks"]
-        if are_these(shared, trainer):
-            return ranks[trainer.global_rank]  # type: ignore[no-any-return]
         share, shares = share_of(trainer), shared.get("shares")  # which earlier versions did not say
-        self._others = OtherRanks(ranks, trainer.global_rank, trainer.world_size, share, shares)
+        others = OtherRanks(ranks, trainer.global_rank, trainer.world_size, share, shares)
+        if are_these(shared, trainer):
+            self._with_other_batches = others
+            return ranks[trainer.global_rank]  # type: ignore[no-any-return]
+        self._others = others
         return self._others.values(trainer)
 
     def restore_masks(self) -> None:
@@ -136,7 +140,10 @@ class Restoring(OfTrainer):
                 self._switches.run(part.what, lambda part=part, key=key: part.restore(trainer, values["shipped"][key]))  # type: ignore[misc]
         self._restore_hooked(values)
         if self._others is not None:
-            self._go_on_from(self._others, values)
+            is_distributed = bool(private.ACCELERATOR_CONNECTOR.of(trainer).is_distributed)
+            values["results"] = self._others.results(is_distributed=is_distributed)
+        if (others := self._others or self._dealt_anew) is not None:
+            self._go_on_from(others, values)
         if self._val_total is not None and not self._validates(should_stop=values["should_stop"]):
             self._count_validations()
 
@@ -147,7 +154,7 @@ class Restoring(OfTrainer):
             self._switches.run(private.TOGGLES, lambda: toggled.restore(self._trainer.lightning_module, kept))
 
     def _go_on_from(self, others: OtherRanks, values: State) -> None:
-        """Of a run that other ranks have left: an epoch has another number of batches now, and maybe none is left."""
+        """Of a run that other ranks have left, or these with other batches: its epoch has more batches now, or less."""
         trainer = self._trainer
         loaders = self.loaders.training if self.loaders is not None else []
         done = max((done for loader in loaders if (done := batches_done(loader)) is not None), default=None)
@@ -155,9 +162,7 @@ class Restoring(OfTrainer):
             done = int(min(done, trainer.num_training_batches))  # of which a limit, or another loader, leaves less
             self._switches.run(private.PROGRESS, lambda: progress.number_batches(trainer, done))
         ended = all(position is not None and position.get("exhausted") for position in values["loaders"] or [None])
-        is_distributed = bool(private.ACCELERATOR_CONNECTOR.of(trainer).is_distributed)
         is_over = ended or (done is not None and done >= trainer.num_training_batches)
-        values["results"] = others.results(is_distributed=is_distributed)
         # Batches that these ranks would have seen by now may end with a validation, where those of the others had none.
         is_place = is_over or bool(done and others.is_between_batches)
         if is_place and self._val_total is None and not self._steps_are_over and self._validates(should_stop=False):
@@ -202,6 +207,10 @@ class Restoring(OfTrainer):
         if self._others is not None:
             return self._others.position(loader, index)
         if said := other_batches(loader, positions[index]):
+            others = self._with_other_batches
+            if others is not None and len(loaders) == 1 and others.can_deal(loader, index):
+                self._dealt_anew = others
+                return others.position(loader, index)
             rank_zero_warn(f"lightning_spot: {said}")
         return positions[index]  # type: ignore[no-any-return]
 
