@@ -85,6 +85,10 @@ AT_ENDS = {
         ),
         StopIn("on_train_epoch_end", 2),
     ),
+    "several-loaders-in-cycles": (
+        Case(model=m.Several, loaders=m.combined("max_size_cycle"), settings={"val_check_interval": 2}),
+        StopIn("on_train_epoch_end", 1),
+    ),
     "before-batch-norm-is-updated": (
         Case(
             callbacks=CALLBACKS["weight-averaging-stochastic-batchnorm"].callbacks,

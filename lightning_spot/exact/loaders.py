@@ -150,15 +150,17 @@ class Loaders:
     def capture(self) -> State:
         """What is not a position: requests, loaders for validation, which of several loaders has ended once.
 
-        That last is nothing where the epoch has no batches left: the next one begins with none that has ended.
-        Lightning asks for one more if it goes on there.
+        That last is all of them where the epoch has no batches left: Lightning asks for one more if it goes on there,
+        and one that had not ended would begin anew for that. In the next epoch, none has ended.
         """
         fit_loop = self._trainer.fit_loop
         reloaded = {
             "training": private.LAST_RELOAD.of(fit_loop),
             "validation": private.LAST_VAL_RELOAD.of(fit_loop.epoch_loop.val_loop),
         }
-        consumed = None if self._epoch_done else getattr(_iterator(self._trainer), "_consumed", None)
+        consumed = getattr(_iterator(self._trainer), "_consumed", None)
+        if consumed is not None and self._epoch_done:
+            consumed = [True] * len(consumed)
         return {
             "requests": {
                 name: request if name in self._due else {**request, "reloaded": reloaded[name]}
