@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
-from lightning_spot.cli import main
+from lightning_spot.cli import main, transfer
+from lightning_spot.cli.tiers import Found, ask
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode
@@ -328,3 +333,47 @@ def test_light_imports(module: str) -> None:
     code = f"import sys, {module}; print([name for name in ('torch', 'lightning', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
     assert done.stdout.strip() == "[]"
+
+
+class Superseded(pl.Callback):
+    """Runs a command in mid-training, and trains on for some steps once it has asked what there is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *command: str) -> None:
+        self.code, self.asked, self.trained = -1, threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self.call, args=(list(command),))
+        monkeypatch.setattr(transfer, "ask", self.ask)
+
+    def call(self, command: list[str]) -> None:
+        self.code = main(command)
+
+    def ask(self, arguments: argparse.Namespace) -> Found:
+        found = ask(arguments)
+        self.asked.set()
+        assert self.trained.wait(60)
+        return found
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 10:
+            self.thread.start()
+            assert self.asked.wait(60)
+        if trainer.global_step == 18:
+            self.trained.set()
+            self.thread.join(60)
+
+
+@pytest.mark.parametrize("command", ["pull", "verify"])
+def test_snapshots_that_are_superseded_while_a_command_looks_are_not_bad(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a snapshot at every step, those that were listed have left memory when they are to be opened."""
+    path, target = tmp_path / "run-1", tmp_path / "pulled.ckpt"
+    during = Superseded(monkeypatch, command, str(path), *(("--to", str(target)) if command == "pull" else ()))
+    spot = SpotCheckpoint(str(path), interval=EverySteps(1), on_full="wait", slots=2, durable_every_s=1000.0)
+    trainer(spot, during, max_epochs=1).fit(Net(), data())
+    said = capsys.readouterr()
+    assert during.code == 0, said.err
+    if command == "pull":
+        assert torch.load(target, weights_only=True)["global_step"] in (17, 18)
+    else:
+        assert re.search(r"^gone step-0+\d+-attempt-0001 at memory: ", said.out, re.MULTILINE)
+        assert "BAD" not in said.out

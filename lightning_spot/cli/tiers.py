@@ -73,6 +73,17 @@ def ask(arguments: argparse.Namespace) -> Found:
     return found
 
 
+def look_again(found: Found, source: Source, *, forget: bool) -> None:
+    """What a tier holds by now, in the place of what it was seen to hold before; nothing of it if that is forgotten."""
+    entries = [entry for entry in found.entries if entry.source is not source]
+    if not forget:
+        try:
+            entries.extend(_entries(source, source.survey()))
+        except SpotError as error:
+            found.problems.append(of_tier(source.tier, str(error)))
+    found.entries = sorted(entries, key=lambda entry: entry.manifest.order, reverse=True)
+
+
 def pick(found: Found, wanted: str | None) -> Entry:
     """The newest snapshot, or the newest of that name or step.
 

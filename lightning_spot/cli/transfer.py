@@ -14,12 +14,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from lightning_spot.cli.tiers import Entry, Found, ask, pick
+from lightning_spot.cli.tiers import Entry, Found, ask, look_again, pick
 from lightning_spot.config import PART_BYTES, format_bytes
 from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound, SpotError, TierError
 from lightning_spot.image.files import cut
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.run.reading import OpenSnapshot
+
+_LOOKS = 10
+"""How often the newest snapshot is looked for where training supersedes each one before it can be opened."""
 
 
 def pull(arguments: argparse.Namespace) -> int:
@@ -31,10 +34,11 @@ def pull(arguments: argparse.Namespace) -> int:
         if "/" not in str(arguments.snapshot):
             raise
         raise SnapshotNotFound(f"{error}. Where it is copied to is said by --to {arguments.snapshot}") from error
-    one_file = arguments.consolidate or not wanted.files
-    target = _target(arguments, wanted, one_file=one_file)
-    snapshot = _open_somewhere(found, wanted.name)
+    _target(arguments, wanted)  # an error in it is said before anything is read
+    snapshot = _open_newest(found) if arguments.snapshot is None else _open_somewhere(found, wanted.name)
     try:
+        wanted = snapshot.manifest
+        target, one_file = _target(arguments, wanted), arguments.consolidate or not wanted.files
         if wanted.files and one_file:
             _consolidate(snapshot, target)
         else:
@@ -49,7 +53,10 @@ def pull(arguments: argparse.Namespace) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Read and check every snapshot at every tier (or those of one name); exit code 1 if one is bad."""
+    """Read and check every snapshot at every tier (or those of one name); exit code 1 if one is bad.
+
+    One that left its tier meanwhile, as all do while training goes on, is not bad.
+    """
     found = ask(arguments)
     if arguments.snapshot is not None:
         name = pick(found, arguments.snapshot).manifest.name
@@ -65,6 +72,9 @@ def verify(arguments: argparse.Namespace) -> int:
         try:
             _open(entry).close()
         except SpotError as error:
+            if _has_left(entry):
+                print(f"gone {label}: it has left this tier since it was listed, as older ones do")
+                continue
             bad += 1
             print(f"BAD  {label}: {error}")
         else:
@@ -73,6 +83,24 @@ def verify(arguments: argparse.Namespace) -> int:
     for problem in found.problems:
         print(f"not asked: {problem}")
     return 1 if bad else 0
+
+
+def _open_newest(found: Found) -> OpenSnapshot:
+    """Open the newest snapshot. With one at every step it may have left memory since it was listed.
+
+    Its tier is asked again then, and what it has now is opened at once. Where training supersedes that, too, each time,
+    the older one of another tier is taken.
+    """
+    looks = 0
+    while True:
+        newest = found.entries[0]
+        try:
+            return _open_somewhere(found, newest.manifest.name)
+        except SnapshotNotFound:
+            looks += 1
+            look_again(found, newest.source, forget=looks >= _LOOKS)
+            if not found.entries:
+                raise
 
 
 def _open_somewhere(found: Found, name: str) -> OpenSnapshot:
@@ -97,8 +125,18 @@ def _open(entry: Entry) -> OpenSnapshot:
         return entry.source.open(entry.manifest, lambda nbytes: progress.update(task, advance=nbytes))
 
 
-def _target(arguments: argparse.Namespace, wanted: Manifest, *, one_file: bool) -> Path:
-    target, name = Path(arguments.to), wanted.name
+def _has_left(entry: Entry) -> bool:
+    """Whether the tier has it no more: as a whole, and not only a part of it."""
+    try:
+        holdings = entry.source.survey()
+    except SpotError:  # not known: what was wrong with the snapshot stands
+        return False
+    name = entry.manifest.name
+    return name not in holdings.unreadable and all(manifest.name != name for manifest in holdings.manifests)
+
+
+def _target(arguments: argparse.Namespace, wanted: Manifest) -> Path:
+    target, name, one_file = Path(arguments.to), wanted.name, arguments.consolidate or not wanted.files
     if target.is_dir():
         target = target / (name if not one_file or name.endswith(".ckpt") else f"{name}.ckpt")
     if target.exists() and not one_file:
