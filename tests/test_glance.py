@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lightning_spot.exact.attributes import OF_MODULES
 from lightning_spot.exact.changed_values import ChangedValues
@@ -67,6 +71,26 @@ def test_values_that_may_change_by_themselves_are_not_glanced_at() -> None:
         module = nn.Linear(2, 2)
         module.held = value  # type: ignore[assignment]
         assert glance_at(module) is None
+
+
+def test_what_torch_keeps_at_a_module_that_fsdp2_has_wrapped_is_not_looked_at() -> None:
+    module: Any = Own()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    finally:
+        dist.destroy_process_group()
+    assert any(type(value) is OrderedDict for value in vars(module).values())
+    trainer: Any = SimpleNamespace(lightning_module=module)
+    changed = ChangedValues()
+    changed.begin(trainer)
+    parts = list(module.named_modules())
+    assert not changed._glances.closer(parts)
+    module.factor = 3.0
+    assert changed.capture(trainer, parts)["attributes"] == {"": {"factor": 3.0}}
+    module.factor, module.registry = 2.0, OrderedDict(a=2)
+    assert changed._glances.closer(parts)
+    assert changed.capture(trainer, parts)["attributes"].keys() == {""}
 
 
 class Own(nn.Module):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lightning_spot.capture.contents import Unchanged
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.errors import NotSerialisable
-from lightning_spot.image import whereabouts
+from lightning_spot.image import rows, whereabouts
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.pieces import Pieces
 from lightning_spot.sharded import layout, plan
@@ -167,6 +167,7 @@ def test_whatever_changes_it_is_what_who_sees_it_for_the_first_time_lays_out(
 ) -> None:
     if asks == "torch":
         monkeypatch.setattr(whereabouts, "_compiled", None)
+        monkeypatch.setattr(rows, "_compiled", None)
     with as_rank(0, (2,)) as mesh:
         state = on_rank(new_state(), mesh)
         layouter = ShardedLayouter(0, 2)
@@ -198,7 +199,7 @@ def test_values_that_stay_are_one_file_and_others_have_their_own_places() -> Non
     with as_rank(0, (1,)):
         layouter, laid_out = ShardedLayouter(0, 1), []
         for name in ("short", "short", "other", "so long that it takes more room " * 9):
-            state = {"w": torch.ones(2), "groups": [{"name": name, "last": 1}]}
+            state = {"w": torch.ones(2), "groups": [{"name": name, "names": [name, "last"], "last": 1}]}
             written = layouter.lay_out(state, OWN, [4096], {})
             entries = {entry[0]: entry for entry in written.layout.frame}
             laid_out.append({file.name: entries.get(file.offset) for file in written.files})
@@ -211,6 +212,28 @@ def test_values_that_stay_are_one_file_and_others_have_their_own_places() -> Non
     names = ("__0_1.distcp", "shards.json", ".metadata")
     are_same = [[old[name] is new[name] for name in names] for old, new in itertools.pairwise(laid_out)]
     assert are_same == [[True, True, True], [False, True, True], [False, False, False]]
+
+
+class Text(str):
+    """Says nothing of what else it is."""
+
+
+def test_lists_of_texts_are_told_apart_by_every_text_and_from_all_else() -> None:
+    named = ["a", "b"]
+    assert layout._told(named) == layout._told(["".join(["a"]), "b"])
+    others: list[Any] = [
+        ["a"],
+        ["b", "a"],
+        ["a", "c"],
+        ["a", "b", "c"],
+        ("a", "b"),
+        "['a', 'b']",
+        ["a", 1],
+        [["a", "b"]],
+    ]
+    for other in [*others, [], {}, ["a", Text("b")], ["a", None]]:
+        assert layout._told(other) != layout._told(named), other
+    assert layout._told(["a", Text("b")]) is None
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["laid out", "as torch saves it"])
@@ -278,6 +301,7 @@ def test_other_memory_around_the_same_address_is_read_where_the_tensor_is(
     """As parameters that are put into one buffer come to lie: the bytes before them were taken for theirs."""
     if asks == "torch":
         monkeypatch.setattr(whereabouts, "_compiled", None)
+        monkeypatch.setattr(rows, "_compiled", None)
     memory = np.arange(48, dtype=np.float32)
     weight = torch.from_numpy(memory[16:32])
     state = {"weight": weight, "other": torch.ones(3)}

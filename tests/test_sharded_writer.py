@@ -21,8 +21,9 @@ from lightning_spot.capture.tensors import Owned, by_storage
 from lightning_spot.capture.views import SlotViews
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import NodeUnreachable, NotSerialisable, RingFull, ShareMissing
+from lightning_spot.errors import NodeUnreachable, NotSerialisable, RingFull, SettingsError, ShareMissing
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.resumable import Outline
 from lightning_spot.exact.sharded import Dtensors
@@ -30,7 +31,7 @@ from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.together import ALONE
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.host import InProcessHost
+from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.sharded.consolidate import read_folder
@@ -38,6 +39,7 @@ from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule, Timetable
+from tests.conftest import until
 from tests.fake_device import StreamOfEachThread
 from tests.small_trainer import RUN_ID, info_of
 
@@ -194,6 +196,51 @@ def test_other_ranks_hear_at_once_that_rank_0_cannot_begin(desk: Desk) -> None:
     with pytest.raises(ShareMissing, match=r"rank 0 cannot begin it .*cannot be serialised"):
         other.result(60.0)
     desk.copied()
+    assert desk.take(3).step == 3
+
+
+def ahead(desk: Desk) -> None:
+    """Have the slot of the next snapshot leased."""
+    desk.writer.settle(LAST_S)
+    desk.writer.next_comes()
+    until(lambda: desk.writer._leases.is_ahead, "a slot leased ahead")
+
+
+def test_training_asks_for_no_slot_that_was_leased_ahead(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk.take(1)
+    ahead(desk)
+    asked: list[threading.Thread] = []
+    call = NodeClient.call
+
+    def noted(client: NodeClient, *arguments: Any, **how: Any) -> Any:
+        asked.append(threading.current_thread())
+        return call(client, *arguments, **how)
+
+    monkeypatch.setattr(NodeClient, "call", noted)
+    desk.weights.fill_(2)
+    assert desk.take(2).step == 2
+    assert asked
+    assert threading.current_thread() not in asked
+
+
+def test_where_a_slot_that_was_leased_ahead_cannot_be_said_to_be_for_it_nobody_waits(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.take(1)
+    ahead(desk)
+    real = desk.first.say
+
+    def refused(lease: Lease) -> None:
+        raise SettingsError("it does not know of it")
+
+    monkeypatch.setattr(desk.first, "say", refused)
+    done, other = desk.begin(0, 2), desk.begin(1, 2)
+    with pytest.raises(SettingsError, match="does not know"):
+        done.result(60.0)
+    with pytest.raises(ShareMissing, match="rank 0 cannot begin it"):
+        other.result(60.0)
+    desk.copied()
+    monkeypatch.setattr(desk.first, "say", real)
     assert desk.take(3).step == 3
 
 

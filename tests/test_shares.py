@@ -16,6 +16,7 @@ from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.errors import Fenced, NodeUnreachable, RingFull, SettingsError, ShareMissing, SnapshotNotFound
 from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.parts import checksum
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.upload import Upload
 from lightning_spot.service.waiting import Waiting
@@ -112,6 +113,57 @@ def test_a_rank_may_ask_for_its_share_before_the_slot_is_leased(ranks: Ranks) ->
     asking = [ranks.pool.submit(ranks.join, 1, rank) for rank in (1, 2)]
     upload = ranks.lease(1)
     assert [each.result(LAST_S) for each in asking] == [upload, upload]
+
+
+def test_a_slot_may_be_leased_before_it_is_known_for_which_snapshot(ranks: Ranks) -> None:
+    asking = [ranks.pool.submit(ranks.join, 1, rank) for rank in (1, 2)]
+    upload = ranks.node.lease(RUN, 1, 10, session="rank-0")
+    shared = Shared(name=snapshot_name(1, 1), shares=3, layout="the places")
+    for _ in range(2):  # the first answer was lost
+        ranks.of.say(upload, NBYTES, shared)
+    assert [each.result(LAST_S) for each in asking] == [upload, upload]
+    assert upload.nbytes == NBYTES
+    for rank in range(3):
+        ranks.fill(upload, 1, rank)
+    assert ranks.node.seal(upload.id, manifest_of(1)).step == 1
+    following = ranks.node.lease(RUN, 1, 10, session="rank-0")  # of the same layout
+    layout_id = checksum(b"the places")
+    ranks.of.say(following, NBYTES, Shared(name=snapshot_name(2, 1), shares=3), layout_id)
+    joined = ranks.join(2, 1)
+    assert joined.joint is not None
+    assert joined.joint.shared.layout == "the places"
+    ranks.fill(joined, 2, 1)
+    ranks.fill(ranks.join(2, 2), 2, 2)
+    with pytest.raises(SettingsError, match="is not what this upload was opened for"):
+        ranks.node.seal(following.id, manifest_of(3))
+
+
+def test_a_slot_that_is_not_for_it_becomes_no_snapshot_of_ranks(ranks: Ranks) -> None:
+    shared, say = Shared(name=snapshot_name(2, 1), shares=3), ranks.of.say
+    with pytest.raises(SettingsError, match="something else"):
+        say(ranks.lease(1), NBYTES, shared)
+    with pytest.raises(SettingsError, match="something else"):  # its sender is on another host
+        say(ranks.node.lease(RUN, 1, NBYTES), NBYTES, shared)
+    upload = ranks.node.lease(RUN, 1, NBYTES, session="rank-0")
+    with pytest.raises(SettingsError, match="does not fit its slot"):
+        say(upload, upload.slot.capacity + 1, shared)
+    with pytest.raises(SettingsError, match="give it once more"):
+        say(upload, NBYTES, shared, "0" * 32)
+    ranks.bench.open(attempt=2, session="rank-0")
+    with pytest.raises(Fenced):
+        say(upload, NBYTES, shared)
+    assert upload.joint is None
+    ranks.node.abort(upload.id)
+    with pytest.raises(SnapshotNotFound):
+        say(upload, NBYTES, shared)
+
+
+def test_of_a_slot_that_is_said_to_be_for_one_that_is_over_nothing_comes(ranks: Ranks) -> None:
+    ranks.of.decline(RUN, 1, snapshot_name(1, 1), "no room")
+    upload = ranks.node.lease(RUN, 1, NBYTES, session="rank-0")
+    ranks.of.say(upload, NBYTES, Shared(name=snapshot_name(1, 1), shares=3))
+    with pytest.raises(ShareMissing, match="no room"):
+        ranks.node.seal(upload.id, manifest_of(1))
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before it has begun", "while it writes"])
@@ -318,11 +370,25 @@ def test_processes_fill_one_slot_through_the_node_of_their_host(hosts: Callable[
         second.placed(theirs)
         first.seal(lease, manifest)
         assert first.manifests()[0].checksums == manifest.sealed(memoryview(image)).checksums
-    first.decline(snapshot_name(3, 1), "no slot is free")
+    said = replace(shared, name=snapshot_name(3, 1))
+    joining = pool.submit(second.join, said.name, share=1, wait_s=LAST_S)
+    ahead = replace(first.lease(10, 30.0), shared=said, nbytes=NBYTES, is_said=False)
+    first.say(ahead)
+    theirs = joining.result(LAST_S)
+    assert (theirs.id, theirs.nbytes, theirs.shared) == (ahead.id, NBYTES, said)
+    second.placed(theirs)
+    first.abort(ahead)
+    ahead = first.lease(10, 30.0)
+    path, body = f"/v1/uploads/{ahead.id}/share", {"nbytes": NBYTES, "name": said.name, "digest": "d"}
+    for wrong in ({}, {"shares": 2, "at": "spot://host/run", "layout": ""}):
+        with pytest.raises(SettingsError, match="how many ranks"):
+            first._call("POST", path, {**body, **wrong})
+    first.abort(ahead)
+    first.decline(snapshot_name(4, 1), "no slot is free")
     with pytest.raises(ShareMissing, match="no slot is free"):
-        second.join(snapshot_name(3, 1), share=1, wait_s=LAST_S)
-    lease = first.lease(NBYTES, 30.0, shared=replace(shared, name=snapshot_name(4, 1)))
-    second.join(snapshot_name(4, 1), share=1, wait_s=LAST_S)
+        second.join(snapshot_name(4, 1), share=1, wait_s=LAST_S)
+    lease = first.lease(NBYTES, 30.0, shared=replace(shared, name=snapshot_name(5, 1)))
+    second.join(snapshot_name(5, 1), share=1, wait_s=LAST_S)
     second.disconnect()
     with pytest.raises(ShareMissing, match="rank 1 ended"):
-        first.seal(lease, replace(manifest, name=snapshot_name(4, 1), step=4))
+        first.seal(lease, replace(manifest, name=snapshot_name(5, 1), step=5))

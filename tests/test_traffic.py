@@ -49,10 +49,15 @@ def test_training_waits_for_no_collective_of_ours(warm_python: str, tmp_path: Pa
         blocked_s = sorted(talk["blocked_s"] for talk in talks)
         assert blocked_s[len(blocked_s) * 9 // 10] < 0.001  # other processes have these processors, too
 
-        asked = [path for step, path in found["asked"] if FIRST <= step < LAST]
-        # Rank 0: a slot, that it is sealed, how the tiers are. Others: their share, that it is in place. Some may come
-        # from the snapshot before, or for one more slot.
-        assert len(asked) <= (3 if rank == 0 else 2) * (snapshots + 2), asked
+        asked = [path for step, path, _ in found["asked"] if FIRST <= step < LAST]
+        # Rank 0: a slot, that it is sealed, how the tiers are; of a model in shards, for which snapshot the slot is
+        # that was leased ahead. Others: their share, that it is in place. Some may come from the snapshot before, or
+        # for one more slot.
+        most = 2 if rank else 4 if "--sharded" in how else 3
+        assert len(asked) <= most * (snapshots + 2), asked
+        # A slot that is leased ahead is not always there in time: steps take a moment here.
+        waited = [path for step, path, waits in found["asked"] if FIRST <= step < LAST and waits]
+        assert len(waited) <= (0 if rank else snapshots + 2), waited
 
 
 class Ranks:

@@ -64,7 +64,7 @@ class Traffic(pl.Callback):
     def __init__(self) -> None:
         self.step = -1
         self.talks: list[Talk] = []
-        self.asked: list[tuple[int, str]] = []
+        self.asked: list[tuple[int, str, bool]] = []
         self._inside = False
         for name in _COLLECTIVES:
             counted = self._counted(name, getattr(distributed_c10d, name))
@@ -100,7 +100,8 @@ class Traffic(pl.Callback):
     def _noted(self, ask: Callable[..., Any]) -> Callable[..., Any]:
         def noted(client: Any, *arguments: Any) -> Any:
             request = arguments[1] if isinstance(client, NodeClient) else None
-            self.asked.append((self.step, request.path if request is not None else "channel"))
+            waits = threading.current_thread() is threading.main_thread()
+            self.asked.append((self.step, request.path if request is not None else "channel", waits))
             return ask(client, *arguments)
 
         return noted

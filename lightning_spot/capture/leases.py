@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lightning_spot.capture.host_link import HostLink
@@ -70,7 +71,8 @@ class Leases:
             host: the ring.
             nbytes: size of the snapshot.
             wait_s: how long to wait for a clean slot.
-            shared: if other ranks will fill it too: then it is none that was leased ahead.
+            shared: if other ranks will fill it too. Of one that was leased ahead the ring is still to be told
+                (:meth:`Host.say`); where other hosts take part, it is none of these.
             making: whether its memory is made for it.
         """
         with self._lock:
@@ -79,8 +81,8 @@ class Leases:
             self._taken_s, self._pace_s = now_s, now_s - self._taken_s
         try:
             if ahead is not None and ahead[0] is host:  # else its ring is lost, and the slot with it
-                if nbytes <= len(ahead[1].map) and shared is None:
-                    return ahead[1]
+                if nbytes <= len(ahead[1].map) and (shared is None or not shared.at):
+                    return ahead[1] if shared is None else _for(ahead[1], nbytes, shared)
                 give_back(*ahead, untouched=True)
             return self._take_in_time(host, nbytes, wait_s, shared, lambda: making)
         finally:
@@ -143,6 +145,25 @@ class Leases:
                 except SpotError as error:
                     logger.debug("no slot ahead: %s", error)
 
+    def say(self, host: Host, lease: Lease) -> None:
+        """Of a slot that was leased ahead: have the other ranks take part. Where that fails, nobody waits for it.
+
+        Args:
+            host: the ring.
+            lease: as :meth:`take` gave it.
+
+        Raises:
+            SpotError: if there will be no snapshot.
+        """
+        if (shared := lease.shared) is None or lease.is_said:
+            return
+        try:
+            host.say(lease)
+        except BaseException as error:
+            name, why = shared.name, f"rank 0 cannot begin it ({error})"
+            self._link.ask(lambda host: host.decline(name, why), None)
+            raise
+
     def give_back(self) -> None:
         """Let the slot go that was leased ahead."""
         with self._lock:
@@ -167,6 +188,11 @@ class Leases:
         lease = host.lease(nbytes, wait_s, **more)
         self._leased(lease)
         return lease
+
+
+def _for(lease: Lease, nbytes: int, shared: Shared) -> Lease:
+    """A slot that was leased ahead, for a snapshot that is known now."""
+    return replace(lease, nbytes=nbytes, shared=shared, is_said=shared.shares == 1)
 
 
 def have_made(host: Host, nbytes: int, making: Making = Making.NOW) -> Lease:

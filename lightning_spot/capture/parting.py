@@ -15,6 +15,7 @@ import torch
 from lightning_spot.capture.contents import Owners
 from lightning_spot.capture.tensors import Owned, locals_of, storage_addresses
 from lightning_spot.image.pieces import Piece, Pieces, some
+from lightning_spot.image.rows import identities
 
 
 class Parted(NamedTuple):
@@ -80,8 +81,8 @@ class _Known:
         followed = set(compress(addresses, follow))
         of_owned = storage_addresses(local)
         self._places, self._unsteady = pieces.places, unsteady
-        self._ids = list(map(id, local))
-        self._is_elsewhere = [number not in saved for number in self._ids]
+        self._ids = identities(local)
+        self._is_elsewhere = [id(tensor) not in saved for tensor in local]
         self._elsewhere = list(compress(of_owned, self._is_elsewhere))
         self._is_watched = [address in followed for address in of_owned]
         self._parts = (
@@ -94,8 +95,7 @@ class _Known:
             return False
         local = locals_of(owned.tensors)
         return (
-            list(map(id, local)) == self._ids
-            and storage_addresses(compress(local, self._is_elsewhere)) == self._elsewhere
+            identities(local) == self._ids and storage_addresses(compress(local, self._is_elsewhere)) == self._elsewhere
         )
 
     def part(self, pieces: Pieces, owned: Owned) -> Parted:

@@ -91,6 +91,11 @@ class Pending:
         return None
 
     @property
+    def is_here(self) -> bool:
+        """Whether no other host takes part in it."""
+        return self.lease.shared is None or not self.lease.shared.at
+
+    @property
     def tried(self) -> Layout:
         """What of it is tried to be read back: of a sharded one, the rest of the checkpoint, which lies behind."""
         if not self.manifest.files:

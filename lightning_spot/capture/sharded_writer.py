@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from lightning_spot.capture.contents import Owners
@@ -64,7 +65,7 @@ class ShardedWriter(SnapshotWriter):
         token: of the attempt, see :class:`ShardedLayouter`.
     """
 
-    _leases_ahead = False
+    _leases_shared = True
 
     def __init__(
         self,
@@ -132,7 +133,8 @@ class ShardedWriter(SnapshotWriter):
             layout = self._portioned.moved(layout, shared.layout, nbytes, host=0)
             self.across.own_nbytes = layout.nbytes
             shared = replace(shared, shares=len(self.across.hosts[0]), at=self._at, image_nbytes=nbytes)
-        lease = host.lease(layout.nbytes, wait_s, shared=shared)
+        ask = host.lease if self._at else partial(self._leases.take, host)
+        lease = ask(layout.nbytes, wait_s, shared=shared)
         return layout, lease, replace(manifest, nbytes=nbytes, files=image.files)
 
     def _tell(self, image: ShardedImage, state_bytes: list[int]) -> str:

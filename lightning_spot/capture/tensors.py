@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from lightning_spot.image.rows import PLAIN, kinds_of, unwrapped
+
 logger = logging.getLogger(__name__)
 
 K = TypeVar("K")
 V = TypeVar("V", torch.Tensor, torch.UntypedStorage)
 
 _STRIDED = torch.strided
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _ONE_DICT = frozenset((dict,))
 _GLANCE_BYTES = 64
 
@@ -81,7 +82,7 @@ def tensors_in(state: Any) -> Iterator[torch.Tensor]:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a ``DTensor``; of others, the tensor itself."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return tensor
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
@@ -103,10 +104,7 @@ def storage_address(tensor: torch.Tensor) -> int:
 
 def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """:func:`local_of` each; to call that for thousands takes twice as long."""
-    local = list(tensors)
-    if not _PLAIN.issuperset(map(type, local)):
-        local = [tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor) for tensor in local]
-    return local
+    return unwrapped(list(tensors), "_local_tensor")
 
 
 def storage_addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
@@ -178,7 +176,7 @@ def optimizer_tensors(optimizers: Iterable[Any]) -> list[torch.Tensor]:
         states = list(optimizer.state.values())
         if _ONE_DICT.issuperset(map(type, states)):
             values = list(chain.from_iterable(map(dict.values, states)))
-            if all(issubclass(kind, torch.Tensor) for kind in set(map(type, values))):  # so it is nearly always
+            if all(issubclass(kind, torch.Tensor) for kind in kinds_of(values)):  # so it is nearly always
                 owned += values
                 continue
         for state in states:

@@ -73,7 +73,7 @@ class SnapshotWriter:
         copied_bytes: written into slots so far; what a slot held already is not written again.
     """
 
-    _leases_ahead = True
+    _leases_ahead, _leases_shared = True, False  # with DDP, whether ranks write together is known late
 
     def __init__(
         self,
@@ -105,8 +105,7 @@ class SnapshotWriter:
         self._pending: list[Pending] = []
         self._unsteady: frozenset[int] = frozenset()
         self._unchanged = Unchanged()
-        self._parting = Parting()
-        self._divider = Divider()
+        self._parting, self._divider = Parting(), Divider()
         self._outliner = Outliner(self.say_once)
         self._tasks = Background("spot-writer", leases.give_back, lambda: leases.idle_s)
 
@@ -134,9 +133,9 @@ class SnapshotWriter:
         self._maker.first(self.host, nbytes, gpu=gpu)
 
     def next_comes(self) -> None:
-        """The next snapshot comes within a second, and this rank alone writes it: its slot is leased meanwhile."""
-        host, last = self.host, self.committed
-        if host is not None and last is not None and last is not self.past_memory and self._leases_ahead and self.ready:
+        """The next snapshot comes within a second: its slot is leased meanwhile, unless other hosts take part."""
+        host, last, others = self.host, self.committed, self.across.wanted or self.across.hosts
+        if host and last and last is not self.past_memory and not others and self._leases_ahead and self.ready:
             self._tasks.put(lambda: self._supply.lease_ahead(host, last.nbytes, comes=True))
 
     def begin(
@@ -349,6 +348,7 @@ class SnapshotWriter:
         if not pending.done.set_running_or_notify_cancel():
             return  # Ctrl-C: its slot was given back
         try:
+            self._leases.say(host, pending.lease)
             found = self._unchanged.written_past_counts(pending.plan, pending.view)
             pending.job.wait()
             if (torn := pending.torn(found)) is not None:
@@ -374,7 +374,7 @@ class SnapshotWriter:
             self._say_why_not.committed()
             pending.done.set_result(pending.manifest)
             if not pending.manifest.complete:
-                leases = self._leases_ahead and pending.lease.shared is None
+                leases = self._leases_ahead and pending.is_here and (self._leases_shared or not pending.lease.shared)
                 self._supply.look_ahead(host, pending.outline.nbytes, is_short=is_short, leases=leases)
             self._look_at(pending.tried)
             if pending.lease.backing != "process":

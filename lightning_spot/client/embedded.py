@@ -96,8 +96,8 @@ class EmbeddedHost:
             body |= {"image_nbytes": shared.image_nbytes, **self._layout.to_send(shared.layout)}
         try:
             leased = self._wait_for_slot(upload, body, wait_s, limit_s or self.max_stall_s)
-            if shared is not None and shared.layout is not self._layout.text:  # it is long
-                self._layout = KnownLayout.of(shared.layout)
+            if shared is not None:
+                self._note(shared)
             return self._mapped(leased, nbytes, 0, shared)
         except BaseException as error:
             if type(error) is TierError or not isinstance(error, SpotError):
@@ -114,6 +114,15 @@ class EmbeddedHost:
             self._ping()  # a node that is busy is not lost; it takes the slot back by itself, unless it is there by now
             self._call("DELETE", f"/v1/uploads/{upload}")
             raise RingFull(f"the slot for it is still being made after {wait_s + limit_s:.0f} s") from error
+
+    def say(self, lease: Lease) -> None:
+        """See :meth:`Host.say`."""
+        shared = lease.shared
+        assert shared is not None
+        body = {"nbytes": lease.nbytes, "name": shared.name, "shares": shared.shares, "digest": shared.digest}
+        body |= self._layout.to_send(shared.layout)
+        self._call("POST", f"/v1/uploads/{lease.id}/share", body, again=True)
+        self._note(shared)
 
     def join(
         self, name: str, *, share: int, digest: str = "", wait_s: float, at: str = "", host: int = 0, told: str = ""
@@ -260,6 +269,11 @@ class EmbeddedHost:
             again=again,
             pulse=self._ping if longer else None,
         )
+
+    def _note(self, shared: Shared) -> None:
+        """The node knows of a layout now."""
+        if shared.layout is not self._layout.text:  # it is long
+            self._layout = KnownLayout.of(shared.layout)
 
     def _ping(self) -> None:
         self.client.ping(_PING_SHARE * self.max_stall_s)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_spot.exact import namespaces
+from lightning_spot.exact import namespaces, private
 from lightning_spot.exact.glance import Glance
 from lightning_spot.exact.objects import Inside, may_hold_objects
 from lightning_spot.exact.plain_values import (
@@ -42,6 +42,7 @@ class Attributes:
 
     def __init__(self, part: nn.Module, inside: Inside) -> None:
         self._names = _own_names() if isinstance(part, namespaces.classes("", "LightningModule")) else OF_MODULES
+        self._names |= {name for name in vars(part) if name.startswith(private.COMPOSABLE)}
         # Modules of torch keep nothing that their numbers would have to agree with.
         self._is_torchs = type(part).__module__.startswith("torch.nn")
         own = self._own(part)

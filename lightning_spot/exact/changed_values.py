@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress
-from typing import TYPE_CHECKING, Any
+from itertools import compress
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -26,6 +26,7 @@ from lightning_spot.exact.glance import Glances
 from lightning_spot.exact.objects import Inside
 from lightning_spot.exact.plain_values import SCALARS, put
 from lightning_spot.exact.tree import keys_of
+from lightning_spot.image.rows import Entries, values_in, which_train
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -197,18 +198,43 @@ class _Trained:
     """
 
     def __init__(self, modules: Sequence[NamedModule]) -> None:
-        self._row = self._of(modules)
+        tables = self._tables(modules)
+        self._names = [name for name, _ in modules]
+        self._entries, self._form = Entries(tables), self._form_of(tables)
+        self._trains = which_train(list(compress(values_in(tables), self._form.is_there)))
 
     def are_those_of(self, modules: Sequence[NamedModule]) -> bool:
         """Whether the same are, in modules of the same names."""
-        return self._row == self._of(modules)
+        if [name for name, _ in modules] != self._names:
+            return False
+        tables = self._tables(modules)
+        if not self._entries.are_in(tables):
+            if self._form_of(tables) != self._form:
+                return False
+            self._entries = Entries(tables)  # others of the same names
+        return which_train(list(compress(values_in(tables), self._form.is_there))) == self._trains
 
     @staticmethod
-    def _of(modules: Sequence[NamedModule]) -> tuple[list[Any], ...]:
-        tables = private.PARAMETERS.of_each([part for _, part in modules])
-        parameters = chain.from_iterable([table.values() for table in tables])
-        trains = [parameter is not None and parameter.requires_grad for parameter in parameters]
-        return [name for name, _ in modules], list(map(len, tables)), keys_of(tables), trains
+    def _tables(modules: Sequence[NamedModule]) -> list[State]:
+        return private.PARAMETERS.of_each([part for _, part in modules])
+
+    @staticmethod
+    def _form_of(tables: list[State]) -> _Form:
+        return _Form(list(map(len, tables)), keys_of(tables), [value is not None for value in values_in(tables)])
+
+
+class _Form(NamedTuple):
+    """What there is in the parameters' tables of modules, one after the other.
+
+    Attributes:
+        lengths: of each.
+        keys: in all of them.
+        is_there: of each, whether it has a parameter.
+    """
+
+    lengths: list[int]
+    keys: list[str]
+    is_there: list[bool]
 
 
 class _Glanced:

@@ -26,7 +26,7 @@ from lightning_spot.exact.named import follow_named
 from lightning_spot.exact.once import Once
 from lightning_spot.exact.per_trainer import PerTrainer
 from lightning_spot.exact.position import why_not_exact, why_workers_are_not_exact
-from lightning_spot.exact.randomness import State, capture_random
+from lightning_spot.exact.randomness import Generators, State
 from lightning_spot.exact.restoring import Restoring
 from lightning_spot.exact.seams import Seams, is_tuning
 from lightning_spot.exact.sharded import local_gradient
@@ -59,6 +59,7 @@ class FitState(PerTrainer):
     def _renew(self) -> None:
         self._switches = Switches()
         self._buffers = Buffers()
+        self._generators = Generators()
         self._hooked = ChangedValues()
         self.once = Once(self._trainer, self._switches, self._hooked, self._buffers)
         self._order = GradientOrder()
@@ -184,7 +185,7 @@ class FitState(PerTrainer):
         captured = self._buffers.capture(module, is_first=trainer.is_global_zero, has_any=has_buffers)
         positions = run(private.LOADERS, lambda: loaders.positions(at_end=at_end)) if loaders is not None else []
         return {
-            "random": capture_random(trainer.strategy.root_device),
+            "random": self._generators.capture(trainer.strategy.root_device),
             "loaders": positions,
             "around_loaders": run(private.LOADERS, loaders.capture) if loaders is not None else None,
             "buffers": captured,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 import types
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import torch
+
+from lightning_spot.image.rows import hold
 
 _STEADY = frozenset(
     (bool, int, float, str, type(None), type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device)
@@ -25,14 +25,14 @@ class Glance:
 
     Attributes:
         count: of all attributes.
-        values_of: those of these names, of an object's ``vars()``.
+        names: of those that count.
         values: as they were.
     """
 
     def __init__(self, owner: object, names: list[str]) -> None:
         self.count = len(vars(owner))
-        self.values_of = operator.itemgetter(*names, names[0])  # of one name alone it gives no tuple
-        self.values: tuple[Any, ...] = self.values_of(vars(owner))
+        self.names = tuple(names)
+        self.values = tuple(map(vars(owner).__getitem__, names))
 
     @classmethod
     def of(cls, owner: object, names: list[str]) -> Glance | None:
@@ -43,14 +43,7 @@ class Glance:
 
     def is_still_of(self, owner: object) -> bool:
         """Whether all of them have the values that they had, and no attribute has come or gone; if not, look closer."""
-        now = vars(owner)
-        if len(now) != self.count:
-            return False
-        try:
-            values = self.values_of(now)
-        except KeyError:
-            return False
-        return all(map(operator.is_, values, self.values))
+        return hold([vars(owner)], [self.count], [self.names], [self.values])
 
 
 class Glances:
@@ -62,19 +55,13 @@ class Glances:
 
     def __init__(self, glances: Sequence[Glance]) -> None:
         self._counts = [glance.count for glance in glances]
-        self._values_of = [glance.values_of for glance in glances]
-        self._values = list(chain.from_iterable([glance.values for glance in glances]))
+        self._names = [glance.names for glance in glances]
+        self._values = [glance.values for glance in glances]
 
     def are_still_of(self, owners: Sequence[object]) -> bool:
         """Whether :meth:`Glance.is_still_of` holds for each of them, in their order."""
         now = list(map(vars, owners))
-        if list(map(len, now)) != self._counts:
-            return False
-        try:
-            found = [values_of(own) for values_of, own in zip(self._values_of, now, strict=True)]
-        except KeyError:
-            return False
-        return all(map(operator.is_, chain.from_iterable(found), self._values))
+        return len(now) == len(self._counts) and hold(now, self._counts, self._names, self._values)
 
 
 def _is_steady(value: Any) -> bool:

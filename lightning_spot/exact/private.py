@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_spot.exact import namespaces
+from lightning_spot.image.rows import under
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -87,11 +88,17 @@ class Name:
         """
         return getattr(owner, self.name)
 
-    def of_each(self, owners: Sequence[Any]) -> list[Any]:
-        """The value in each of hundreds of owners."""
+    def of_each(self, owners: Sequence[Any], own: list[dict[str, Any]] | None = None) -> list[Any]:
+        """The value in each of hundreds of owners.
+
+        Args:
+            owners: that have one.
+            own: their ``vars()``, where these are at hand.
+        """
         if owners:
             self.of(owners[0])
-        return list(map(operator.attrgetter(self.name), owners))
+        found = under(own, self.name) if own is not None else [None]
+        return found if None not in found else list(map(operator.attrgetter(self.name), owners))
 
     def set(self, owner: Any, value: Any) -> None:
         """Set it in ``owner``."""
@@ -277,6 +284,9 @@ POST_HOOKS = Name(TREE, "_state_dict_hooks", lambda t: t.lightning_module, dict)
 COMM_HOOKS = Name(BUCKETS, "_comm_hooks", _ddp)
 REDUCER = Name(BUCKETS, "reducer", _ddp)
 TOGGLED = Name(TOGGLES, "_param_requires_grad_state", lambda t: t.lightning_module, dict)
+
+COMPOSABLE = "__composable_api_state_key_"
+"""How the names of attributes begin in which torch keeps, at a module, what FSDP2 and its like do with it."""
 
 # -- FSDP1 ------------------------------------------------------------------------------------------------------------
 

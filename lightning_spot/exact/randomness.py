@@ -17,14 +17,48 @@ def capture_random(device: torch.device | None = None) -> State:
     Args:
         device: also the generator of this device, if it is a GPU.
     """
-    state: State = {
-        "python": _plain(random.getstate()),
-        "numpy": _plain(np.random.get_state(legacy=False)),
-        "torch": torch.get_rng_state(),
-    }
-    if device is not None and device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+    return Generators().capture(device)
+
+
+class Generators:
+    """The process-wide generators, for one snapshot after the other.
+
+    Most stay as they are. The states of those are the same tensors each time, of which it is known how they are put
+    together; nobody writes to them.
+    """
+
+    def __init__(self) -> None:
+        self._words: tuple[int, ...] = ()  # of Python's
+        self._last: dict[str, torch.Tensor] = {}
+
+    def capture(self, device: torch.device | None = None) -> State:
+        """See :func:`capture_random`."""
+        state: State = {
+            "python": self._python(*random.getstate()),
+            "numpy": self._numpy(np.random.get_state(legacy=False)),
+            "torch": self._same("torch", torch.get_rng_state()),
+        }
+        if device is not None and device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(device)
+        return state
+
+    def _python(self, version: int, words: tuple[int, ...], gauss: float | None) -> list[Any]:
+        if words != self._words:
+            self._words, self._last["python"] = words, _words(words)
+        return [version, self._last["python"], gauss]
+
+    def _numpy(self, state: Any) -> Any:
+        found = _plain(state)
+        words = found.get("state")
+        if isinstance(words, dict) and isinstance(words.get("key"), torch.Tensor):
+            words["key"] = self._same("numpy", words["key"])
+        return found
+
+    def _same(self, kind: str, state: torch.Tensor) -> torch.Tensor:
+        last = self._last.get(kind)
+        if last is None or not torch.equal(last, state):
+            last = self._last[kind] = state
+        return last
 
 
 def restore_random(state: State, device: torch.device | None = None) -> None:
@@ -68,12 +102,16 @@ def _plain(state: Any) -> Any:
     """Numpy's states hold arrays, which do not load ``weights_only``, and Python's 625 numbers; tensors are better."""
     if isinstance(state, tuple):
         version, internal, gauss = state
-        return [version, torch.from_numpy(np.array(internal, dtype=np.int64)), gauss]  # a third of torch.tensor's time
+        return [version, _words(internal), gauss]
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
     if isinstance(state, np.ndarray):
         return torch.from_numpy(state.astype(np.int64) if state.dtype == np.uint32 else state.view(np.int64).copy())
     return state.item() if isinstance(state, np.generic) else state
+
+
+def _words(words: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(np.array(words, dtype=np.int64))  # a third of torch.tensor's time
 
 
 def _arrays(state: Any) -> Any:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Iterable, Iterator
-from itertools import chain, count, islice
+from itertools import chain, compress, count, islice
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -27,6 +28,7 @@ from lightning_spot.exact.parameter_names import clean, names_of
 from lightning_spot.exact.tree import state_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.portion import Image
+from lightning_spot.image.rows import each_of, identities, kinds_of, which_train
 from lightning_spot.image.shards import ShardedTensor
 from lightning_spot.sharded.items import EXTRA, EXTRA_SUFFIX, is_extra
 from lightning_spot.sharded.metadata import dtype_of
@@ -107,17 +109,21 @@ class Dtensors:
         """See :class:`Holder`; its own tensors, since to detach a DTensor takes 0.1 ms."""
         if (state := state_of(self._module)) is None:
             state = {clean(name): value for name, value in self._module.state_dict(keep_vars=True).items()}
-        form, (known, names) = (list(state), list(map(id, state.values()))), _known.get(self._module, (None, {}))
+        values = list(state.values())
+        form, (known, names) = (list(state), identities(values)), _known.get(self._module, (None, {}))
         if known != form:
             names = names_of(self._module)
             # Of parameters that are not in the state nobody would see that they are others.
-            _known[self._module] = (form if names.keys() <= set(form[1]) else None, names)
+            _known[self._module] = (form if names.keys() <= set(map(id, values)) else None, names)
         self._names = names
         return state
 
     def frozen(self, state: State) -> list[torch.Tensor]:
         """See :class:`Holder`; to ask the modules takes ten times as long."""
-        others = [value for value in state[self.key].values() if not getattr(value, "requires_grad", True)]
+        values = list(state[self.key].values())
+        if not all(issubclass(kind, torch.Tensor) for kind in kinds_of(values)):  # a module's extra state is any value
+            values = [value for value in values if isinstance(value, torch.Tensor)]
+        others = compress(values, map(operator.not_, each_of(which_train(values))))
         return [value for value in others if isinstance(value, torch.nn.Parameter)]
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:

@@ -16,6 +16,7 @@ from torch.nn import Module
 
 from lightning_spot.exact import private
 from lightning_spot.exact.parameter_names import clean
+from lightning_spot.image.rows import Entries, kinds_of, values_in
 
 State = dict[str, Any]
 
@@ -39,49 +40,52 @@ def state_of(root: Module) -> State | None:
     if not all(hasattr(root, name.name) for name in _NEEDED):  # a torch of other days
         return None
     tree, modules = _tree_of(root)
-    if not _are_plain(modules):
+    own = list(map(vars, modules))
+    pre_hooks = private.PRE_HOOKS.of_each(modules, own)
+    if not _are_plain(modules, own, pre_hooks):
         return None
-    for name, module, hooks in zip(tree.names, modules, private.PRE_HOOKS.of_each(modules), strict=True):
-        for hook in hooks.values() if hooks else ():
+    for name, module, hooks in compress(zip(tree.names, modules, pre_hooks, strict=True), pre_hooks):
+        for hook in hooks.values():
             hook(module, f"{name}." if name else "", True)
-    return tree.state(modules)
+    return tree.state(modules, own)
 
 
-def _are_plain(modules: Sequence[Module]) -> bool:
-    """Whether all modules give what they have in torch's own way."""
-    kinds = set(map(type, modules))
+def _are_plain(modules: Sequence[Module], own: list[State], pre_hooks: list[State]) -> bool:
+    """Whether all modules give what they have in torch's own way.
+
+    Args:
+        modules: the modules.
+        own: their ``vars()``.
+        pre_hooks: of each.
+    """
+    kinds = kinds_of(list(modules))
     if any(getattr(kind, name) is not getattr(Module, name) for kind in kinds for name in _OF_CLASSES):
         return False
-    own = list(map(vars, modules))
     if any(["state_dict" in each or "_save_to_state_dict" in each for each in own]):
         return False
-    if any(private.POST_HOOKS.of_each(modules)):
+    if any(private.POST_HOOKS.of_each(modules, own)):
         return False
-    hooks = chain.from_iterable([hooks.values() for hooks in private.PRE_HOOKS.of_each(modules) if hooks])
+    hooks = chain.from_iterable([hooks.values() for hooks in pre_hooks if hooks])
     return all(getattr(hook, "__module__", "").startswith(_FSDPS) for hook in hooks)
 
 
-class _Rows(NamedTuple):
-    """What there is in tables, one after the other.
+class _Form(NamedTuple):
+    """What the names in a state dict depend on, of tables one after the other.
 
     Attributes:
         keys: in all of them.
         lengths: of each.
-        values: by their identity; for those of state only whether there is one.
+        is_none: of each value, whether it is none.
     """
 
     keys: list[str]
     lengths: list[int]
-    values: list[Any]
+    is_none: list[bool]
 
 
 def keys_of(tables: Sequence[State]) -> list[str]:
     """The keys of all, one after the other; the tables of a scripted module cannot be iterated over themselves."""
     return list(chain.from_iterable([table.keys() for table in tables]))
-
-
-def _values(tables: Sequence[State]) -> list[Any]:
-    return list(chain.from_iterable([table.values() for table in tables]))
 
 
 class _Tree:
@@ -102,8 +106,9 @@ class _Tree:
         first = {id(module): number for number, module in reversed(list(enumerate(modules)))}
         self.is_first = [first[id(module)] == number for number, module in enumerate(modules)]
         self._known = list(map(weakref.ref, modules))
-        self._below = self._rows(modules)
-        self._form: _Rows | None = None
+        self._below = Entries(private.MODULES.of_each(modules))
+        self._form: _Form | None = None
+        self._entries: Entries | None = None
         self._left_out: list[set[str]] = []
         self._saved: list[bool] = []
         self._saved_names: list[str] = []
@@ -113,24 +118,27 @@ class _Tree:
         modules = [known() for known in self._known]
         there = [module for module in modules if module is not None]
         # The root is the same. So are those below a module that is the same, if they are those that were there.
-        return there if len(there) == len(modules) and self._rows(there) == self._below else None
+        is_still = len(there) == len(modules) and self._below.are_in(private.MODULES.of_each(there))
+        return there if is_still else None
 
-    @staticmethod
-    def _rows(modules: Sequence[Module]) -> _Rows:
-        tables = private.MODULES.of_each(modules)
-        return _Rows(keys_of(tables), list(map(len, tables)), list(map(id, _values(tables))))
+    def state(self, modules: Sequence[Module], own: list[State]) -> State:
+        """Parameters and buffers of the modules that belong into a state dict.
 
-    def state(self, modules: Sequence[Module]) -> State:
-        """Parameters and buffers of the modules that belong into a state dict."""
-        buffers = private.BUFFERS.of_each(modules)
-        tables = list(chain.from_iterable(zip(private.PARAMETERS.of_each(modules), buffers, strict=True)))
-        values = _values(tables)
-        form = _Rows(keys_of(tables), list(map(len, tables)), [value is None for value in values])
+        Args:
+            modules: the modules.
+            own: their ``vars()``.
+        """
+        buffers = private.BUFFERS.of_each(modules, own)
+        tables = list(chain.from_iterable(zip(private.PARAMETERS.of_each(modules, own), buffers, strict=True)))
+        values = values_in(tables)
         left_out = private.NON_PERSISTENT.of_each(list(compress(modules, buffers)))
-        if form != self._form or left_out != self._left_out:
-            self._form = None  # until all of it is known
-            self._look(modules)
-            self._form, self._left_out = form, list(map(set, left_out))
+        if self._entries is None or not self._entries.are_in(tables) or left_out != self._left_out:
+            form = _Form(keys_of(tables), list(map(len, tables)), [value is None for value in values])
+            if form != self._form or left_out != self._left_out:
+                self._form = self._entries = None  # until all of it is known
+                self._look(modules)
+                self._form, self._left_out = form, list(map(set, left_out))
+            self._entries = Entries(tables)
         return dict(zip(self._saved_names, compress(values, self._saved), strict=True))
 
     def _look(self, modules: Sequence[Module]) -> None:

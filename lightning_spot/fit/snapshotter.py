@@ -242,7 +242,8 @@ class Snapshotter(OfTrainer):
 
     def _lease_ahead(self) -> None:
         trainer = self._trainer
-        if self.attempt is not None and trainer.world_size == 1 and self.pacing.next_within(trainer, AHEAD_S):
+        is_known = trainer.world_size == 1 or self.in_shards is not None
+        if self.attempt is not None and is_known and self.pacing.next_within(trainer, AHEAD_S):
             self.attempt.writer.next_comes()
 
     def _paces(self) -> tuple[TierPace, ...]:

@@ -9,6 +9,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from lightning_spot.image.rows import numbers
+
 Form = tuple[Any, ...]
 T = TypeVar("T")
 
@@ -16,6 +18,13 @@ _RENEWED_SHARE = 4  # where a fourth of the tensors are others each time, to com
 
 identity_of = operator.attrgetter("_cdata")
 """Which storage it is, whatever object Python has for it; another one may have the same once it is gone."""
+
+
+def identities_of(storages: list[torch.UntypedStorage]) -> object:
+    """The same of each, to be compared with that of others."""
+    return numbers(storages, "_cdata")
+
+
 _shape, _dtype, _trains = map(operator.attrgetter, ("shape", "dtype", "requires_grad"))
 
 

@@ -95,8 +95,9 @@ class Layouter:
         places.place(storages)
         last = places.all[-1] if places.all else None
         end, last_nbytes = (last.end, last.nbytes) if last is not None else (0, 0)
-        tail, directory_at = _tail(pickled, places.entries, last_nbytes, end)
-        if nbytes is not None:
+        if nbytes is None:
+            tail, directory_at = _tail(pickled, places.entries, last_nbytes, end)
+        else:
             tail, directory_at = _filled_up(pickled, places.entries, last_nbytes, end, nbytes)
         frame = (*places.before, (end, tail))
         return Layout(end + len(tail), frame, places.pieces(storages, directory_at + CRC_IN_DIRECTORY))

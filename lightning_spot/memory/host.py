@@ -34,6 +34,7 @@ class Lease:
             ``""``.
         share: which of several ranks' shares this is, 0 for the rank that leased the slot.
         shared: what that one said of the snapshot, if several ranks fill it.
+        is_said: whether the ring knows of that: a slot may be leased before it is known for which snapshot.
     """
 
     id: str
@@ -44,6 +45,7 @@ class Lease:
     held: str = ""
     share: int = 0
     shared: Shared | None = None
+    is_said: bool = True
 
 
 class Host(Protocol):
@@ -95,6 +97,12 @@ class Host(Protocol):
 
         Raises:
             RingFull: if there is none in time.
+        """
+
+    def say(self, lease: Lease) -> None:
+        """Say for which snapshot a slot was leased, and have the other ranks of this host join it.
+
+        To say it again does nothing. Who leased the slot with ``shared`` has said it.
         """
 
     def join(
@@ -258,6 +266,10 @@ class InProcessHost:
         memory = upload.slot.memory
         assert memory is not None
         return Lease(upload.id, memory.map, nbytes, "process", upload.slot.index, upload.held, 0, shared)
+
+    def say(self, lease: Lease) -> None:
+        """See :meth:`Host.say`."""
+        raise SettingsError("a ring inside the trainer (memory=None) cannot be filled by several ranks")
 
     def join(
         self, name: str, *, share: int, digest: str = "", wait_s: float, at: str = "", host: int = 0, told: str = ""

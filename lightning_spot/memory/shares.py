@@ -85,6 +85,34 @@ class Shares:
                 del known[next(iter(known))]
             return Joint(shared, layout_id)
 
+    def say(self, upload: Upload, nbytes: int, shared: Shared, layout_id: str = "") -> None:
+        """Say for which snapshot a slot was leased. To say it again does nothing: an answer may have been lost.
+
+        Args:
+            upload: leased on this host for nothing in particular.
+            nbytes: size of the snapshot.
+            shared: see :meth:`joint`.
+            layout_id: see there.
+
+        Raises:
+            Fenced: if its attempt no longer holds the run.
+            SettingsError: if it was leased for something else, or is too small.
+            SnapshotNotFound: if it has ended.
+        """
+        with self._changed:
+            if upload.joint is not None and upload.joint.shared.name == shared.name:
+                return
+            if upload.ended:
+                raise SnapshotNotFound(f"upload {upload.id!r} does not exist (any more)")
+            check_fence(upload.run, upload.attempt, self._registry.highest(upload.run))
+            if upload.name or upload.joint is not None or upload.sealing or not upload.session:
+                raise SettingsError(f"upload {upload.id} was begun for something else than {shared.name}")
+            if nbytes > upload.slot.capacity:
+                raise SettingsError(f"{shared.name} of {nbytes} bytes does not fit its slot of {upload.slot.capacity}")
+            upload.joint = self.joint(upload.run, shared, layout_id)
+            upload.name, upload.nbytes = shared.name, nbytes
+            self.begun(upload)
+
     def begun(self, upload: Upload) -> None:
         """An upload was opened; ranks may join it."""
         if upload.joint is not None:

@@ -15,6 +15,7 @@ GET        /v1/runs/RUN/files                  every file of the run, in memory 
 POST       /v1/runs/RUN/uploads                take a slot
 POST       /v1/runs/RUN/shares                 take a share of one that several ranks fill (this host only)
 POST       /v1/runs/RUN/decline                there will be no such snapshot to share (this host only)
+POST       /v1/uploads/ID/share                for which snapshot it was taken, if ranks fill it (this host only)
 POST       /v1/uploads/ID/placed               the bytes of a share are in place (this host only)
 POST       /v1/…/joint…                        one that several hosts bring together: see :mod:`.hosts`
 POST       /v1/uploads/ID/stream               fill it, over a connection of its own: see ``protocol/wire.py``
@@ -113,6 +114,7 @@ class Service:
                 web.get("/v1/runs/{run}/files", files.listing),
                 web.post("/v1/runs/{run}/shares", shares.join),
                 web.post("/v1/runs/{run}/decline", shares.decline),
+                web.post("/v1/uploads/{upload}/share", shares.say),
                 web.post("/v1/uploads/{upload}/placed", shares.placed),
                 *hosts.routes(),
                 web.post("/v1/check", self._check),

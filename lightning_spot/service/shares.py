@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from lightning_spot.errors import SettingsError
 from lightning_spot.image.packing import can_pack
 from lightning_spot.memory.joint import MOST_SHARES, Shared, is_durable
 from lightning_spot.memory.node import Node
@@ -68,6 +69,17 @@ class ShareRequests:
         )
         assert upload is not None
         return web.json_response({**leased(self._node, upload), **joined(upload, body)})
+
+    async def say(self, request: web.Request) -> web.Response:
+        """A slot that was leased ahead is for a snapshot that ranks fill together."""
+        only_same_host(request)
+        body = await shared_body(request)
+        upload, shared = self._node.find_upload(request.match_info["upload"]), shared_of(body)
+        if shared is None or shared.at:  # hosts are told of theirs when it is leased
+            raise SettingsError("it is to be said how many ranks of this host fill it")
+        nbytes, layout_id = integer(body, "nbytes", None, 0, MOST_BYTES), identifier(body, "layout_id")
+        await asyncio.to_thread(self._shares.say, upload, nbytes, shared, layout_id)
+        return web.json_response({})
 
     async def placed(self, request: web.Request) -> web.Response:
         """The bytes of a share are in place, or never will be."""

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_spot.errors import NotSerialisable
+from lightning_spot.image.rows import kinds_of
 from lightning_spot.image.shards import Path
 
 _LEAF, _MAPPING, _LIST = range(3)
 _ONE_DICT = frozenset((dict,))
+_SCALARS = frozenset((str, int, float, bool, type(None)))
 
 
 class _Dicts(NamedTuple):
@@ -44,7 +46,7 @@ EXTRA = "extra_state"
 
 def is_extra(name: str) -> bool:
     """Whether an item of a model's state dict is the extra state of a module."""
-    return name.rpartition(".")[2] == EXTRA_SUFFIX
+    return name.endswith(EXTRA_SUFFIX) and name.rpartition(".")[2] == EXTRA_SUFFIX
 
 
 class Items:
@@ -83,12 +85,12 @@ class Items:
         inner: list[tuple[int, _Form]] = []
         kinds = self._kinds
         items = value if is_list else list(value.values())
-        if self._leaves.issuperset(map(type, items)):  # so it is of a model
+        if self._leaves.issuperset(kinds_of(items)):  # so it is of a model
             found += items
             return len(value) if is_list else tuple(value), inner
-        if _ONE_DICT.issuperset(map(type, items)):
+        if _ONE_DICT.issuperset(kinds_of(items)):
             below = list(chain.from_iterable(map(dict.values, items)))
-            if self._leaves.issuperset(map(type, below)):  # so it is of an optimizer, which has one for each parameter
+            if self._leaves.issuperset(kinds_of(below)):  # so it is of an optimizer, which has one for each parameter
                 found += below
                 dicts = _Dicts(list(map(len, items)), list(chain.from_iterable(items)))
                 return len(value) if is_list else tuple(value), dicts
@@ -113,6 +115,8 @@ def _kind(what: type) -> int:
 
 def _is_one_item(values: list[Any]) -> bool:
     """Whether a list is one item: it holds no tensors, and nothing that is taken apart."""
+    if _SCALARS.issuperset(kinds_of(values)):  # as the names of thousands of parameters
+        return True
     return not any(
         isinstance(value, (torch.Tensor, Mapping)) or (isinstance(value, list) and not _is_one_item(value))
         for value in values

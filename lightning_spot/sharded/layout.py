@@ -18,6 +18,7 @@ from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, NotSeriali
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
 from lightning_spot.image.layout import Entry, Layout, Layouter, filled, lay_out_plain
 from lightning_spot.image.parts import checksum
+from lightning_spot.image.rows import kinds_of
 from lightning_spot.image.shards import SHARDS_FILE, Archived, Path, Shards, StoredValue
 from lightning_spot.sharded import metadata
 from lightning_spot.sharded.items import is_extra
@@ -31,6 +32,7 @@ _VALUES_FILE = "__0_1.distcp"
 Frame = list[Entry]
 
 _SCALARS = frozenset((type(None), bool, int, float, str))
+_TEXTS = frozenset((str,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,7 @@ class _Values:
     def __init__(self) -> None:
         self.unreadable = ""
         self._last: tuple[Sequence[Path], list[bytes | bytearray], _Archives] = ((), [], _Archives((), b""))
-        self._known: dict[Path, tuple[str, bytes | bytearray]] = {}
+        self._known: dict[Path, tuple[object, bytes | bytearray]] = {}
         self._tried: set[tuple[Path, type]] = set()
 
     def archive(self, paths: Sequence[Path], found: Sequence[Any]) -> _Archives:
@@ -222,10 +224,10 @@ class _Values:
         return archives
 
     def _archived(self, path: Path, value: Any) -> bytes | bytearray:
-        told = repr(value) if _is_plain(value) else None
+        told = _told(value)
         known = self._known.get(path)
         if told is None or known is None or known[0] != told:
-            known = (told or "", serialised(value, metadata.name_of(path)))
+            known = (told, serialised(value, metadata.name_of(path)))
             if told is not None:
                 self._known[path] = known
             elif (path, type(value)) not in self._tried and not any(map(is_extra, map(str, path[1:2]))):
@@ -297,9 +299,16 @@ def _cannot(what: str, error: Exception) -> NotSerialisable:
     )
 
 
+def _told(value: Any) -> object:
+    """What tells all of a plain value, ``None`` of others."""
+    if type(value) is list and _TEXTS.issuperset(kinds_of(value)):  # as the names of thousands of parameters
+        return (list, *value)
+    return repr(value) if _is_plain(value) else None
+
+
 def _is_plain(value: Any) -> bool:
     """Whether ``repr`` tells all of a value."""
-    if type(value) in (tuple, list):  # as the names of thousands of parameters
+    if type(value) in (tuple, list):
         return _SCALARS.issuperset(map(type, value)) or all(map(_is_plain, value))
     return type(value) in _SCALARS
 

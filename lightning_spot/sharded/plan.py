@@ -19,10 +19,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_spot.errors import NotSerialisable
+from lightning_spot.image.rows import PLAIN, are_of_kinds, have
 from lightning_spot.image.shards import Path
 from lightning_spot.sharded.flat import FlatShard, Refused, boxes
 from lightning_spot.sharded.items import Items
-from lightning_spot.sharded.private import box_of, root_of, spec_of, spec_of_sharded
+from lightning_spot.sharded.private import SPEC, box_of, root_of, spec_of
 
 State = dict[str, Any]
 """Nested state: DTensors, flat shards, tensors and plain values in dicts and lists."""
@@ -124,8 +125,8 @@ class Planner:
         self._seen: list[_Seen | None] = []
         self._row = _Row((), ())
         self._plan: Plan | None = None
-        self._tensors: list[int] = []
-        self._values: list[int] = []
+        self._is_tensor: list[bool] = []
+        self._is_value: list[bool] = []
         self._boxes: dict[Any, list[_Box]] = {}
 
     def plan(self, state: State) -> Planned:
@@ -144,7 +145,7 @@ class Planner:
         plan = self._plan
         if plan is None or self._paths is not self._items.paths or not self._are_alike(items):
             plan = self._make(items)
-        return Planned(plan, [items[number] for number in self._tensors], [items[number] for number in self._values])
+        return Planned(plan, list(compress(items, self._is_tensor)), list(compress(items, self._is_value)))
 
     def _are_alike(self, items: list[Any]) -> bool:
         """Whether all items have the form of those that were planned: most are sharded by the same object."""
@@ -173,20 +174,18 @@ class Planner:
         for path, item in zip(paths, items, strict=True):
             if isinstance(item, Refused):
                 raise NotSerialisable(f"{_name(path)} cannot be saved in shards: {item.reason}")
-        of_tensors = [number for number, item in enumerate(items) if is_tensor(item)]
-        for number in of_tensors:
-            path, value = paths[number], items[number]
+        which = list(map(is_tensor, items))
+        for path, value in zip(compress(paths, which), compress(items, which), strict=True):
             chunks = []
             for ranks, offsets, sizes in self._boxes_of(path, value):
                 rank = min(ranks, key=lambda rank: (written[rank], rank))
                 written[rank] += prod(sizes) * value.dtype.itemsize
                 chunks.append(Chunk(rank, offsets, sizes))
             tensors.append(TensorItem(path, _dtype_name(value.dtype), tuple(value.shape), tuple(chunks)))
-        self._seen = [_seen(item) if is_tensor(item) else None for item in items]
+        self._seen = [_seen(item) if is_one else None for item, is_one in zip(items, which, strict=True)]
         self._row = _Row(items, self._seen)
-        of_values = [number for number, seen in enumerate(self._seen) if seen is None]
-        self._paths, self._tensors, self._values = paths, of_tensors, of_values
-        values = tuple(paths[number] for number in of_values)
+        self._paths, self._is_tensor, self._is_value = paths, which, list(map(operator.not_, which))
+        values = tuple(compress(paths, self._is_value))
         self._plan = plan = Plan(self._world_size, tuple(tensors), values)
         return plan
 
@@ -235,7 +234,7 @@ class _Row:
     def __init__(self, items: Sequence[Any], seen: Sequence[_Seen | None]) -> None:
         self._types = list(map(type, items))
         self._is_sharded = [known is not None and known.spec is not None for known in seen]
-        self._is_plain = [kind in _PLAIN for kind in self._types]
+        self._is_plain = [kind in PLAIN for kind in self._types]
         self._is_other = [
             known is not None and not sharded and not plain
             for known, sharded, plain in zip(seen, self._is_sharded, self._is_plain, strict=True)
@@ -245,19 +244,18 @@ class _Row:
         self._dtypes, self._shapes = list(map(_dtype, plain)), list(map(_shape, plain))
         self._forms = list(map(_form_of, compress(items, self._is_other)))
 
-    def is_of(self, items: Sequence[Any]) -> bool:
+    def is_of(self, items: list[Any]) -> bool:
         """Whether other items are alike; if not, look closer: of what is no tensor, all are of the same types."""
         plain = list(compress(items, self._is_plain))
         return (
-            list(map(type, items)) == self._types
-            and all(map(operator.is_, map(spec_of_sharded, compress(items, self._is_sharded)), self._specs))
-            and all(map(operator.is_, map(_dtype, plain), self._dtypes))
+            are_of_kinds(items, self._types)
+            and have(list(compress(items, self._is_sharded)), SPEC, self._specs)
+            and have(plain, "dtype", self._dtypes)
             and list(map(_shape, plain)) == self._shapes
             and list(map(_form_of, compress(items, self._is_other))) == self._forms
         )
 
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _dtype, _shape = map(operator.attrgetter, ("dtype", "shape"))
 
 

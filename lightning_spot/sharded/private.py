@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.tensor import DTensor
 
+SPEC = "_spec"
+"""Attribute of a ``DTensor``, see :func:`spec_of`."""
+
 
 def spec_of(value: Any) -> Any:
     """What says all of how a ``DTensor`` is sharded: another object if that changes. ``None`` of what has no such."""
-    return getattr(value, "_spec", None) if isinstance(value, DTensor) else None
-
-
-spec_of_sharded: Callable[[DTensor], Any] = attrgetter("_spec")
-"""The same, of one that has such."""
+    return getattr(value, SPEC, None) if isinstance(value, DTensor) else None
 
 
 def root_of(mesh: Any) -> Any:

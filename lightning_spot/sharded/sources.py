@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from lightning_spot.errors import NotSerialisable
-from lightning_spot.image.forms import identity_of
+from lightning_spot.image.forms import identities_of
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece, Pieces, Places, places_of
+from lightning_spot.image.rows import are_given_by, called, unwrapped
 from lightning_spot.image.shards import Path
 from lightning_spot.image.whereabouts import whereabouts
 from lightning_spot.sharded import metadata
 from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.places import Placed
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _is_complex = operator.methodcaller("is_complex")
 
 
@@ -35,10 +35,11 @@ class Sources:
 
     def __init__(self, sources: Sequence[tuple[int, Source]] = ()) -> None:
         self._numbers = [number for number, _ in sources]
+        self._are_in_order = self._numbers == list(range(len(self._numbers)))
         self._sources = [source for _, source in sources]
         self._known: list[Callable[[], torch.Tensor | None]] = []
         self._whereabouts: object = None
-        self._identities: list[int] = []
+        self._identities: object = None
         self._places: Places | None = None
 
     def pieces(self, tensors: Sequence[torch.Tensor | FlatShard]) -> Pieces:
@@ -50,29 +51,28 @@ class Sources:
         Raises:
             NotSerialisable: if this rank has others than a tensor's placements say.
         """
-        found = list(map(tensors.__getitem__, self._numbers))
-        local: list[Any] = [
-            tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor) for tensor in found
-        ]
+        are_all = self._are_in_order and len(tensors) == len(self._numbers)
+        found = list(tensors if are_all else map(tensors.__getitem__, self._numbers))
+        local = unwrapped(found, "_local_tensor")
         if self._places is not None and self._are_where_they_were(local):
-            storages = [tensor.untyped_storage() for tensor in local]
-            if list(map(identity_of, storages)) == self._identities:  # not one that begins earlier
+            storages = called(local, "untyped_storage")
+            if identities_of(storages) == self._identities:  # not one that begins earlier
                 return Pieces(storages, self._places, local)
         self._places = None
         pieces = [source.piece(tensor) for source, tensor in zip(self._sources, found, strict=True)]
         places = places_of(pieces)
         self._known = [source.local for source in self._sources]
         # None had to be put in order; nor will one that torch conjugates by a mark, which moves nothing.
-        if all(map(operator.is_, [known() for known in self._known], local)) and not any(map(_is_complex, local)):
-            self._whereabouts, self._places = whereabouts(local), places
-            self._identities = [identity_of(piece.storage) for piece in pieces]
+        if are_given_by(self._known, local) and not any(map(_is_complex, local)):
+            self._whereabouts = whereabouts(local)
+            self._identities = identities_of([piece.storage for piece in pieces])
+            self._places = places
         return Pieces([piece.storage for piece in pieces], places)
 
     def _are_where_they_were(self, local: list[Any]) -> bool:
         """Whether what this rank has of each tensor is the same object, with the same elements; if not, look closer."""
-        known = [known() for known in self._known]
         return (
-            all(map(operator.is_, known, local))
+            are_given_by(self._known, local)
             and whereabouts(local) == self._whereabouts
             and not any(map(torch.Tensor.is_neg, local))  # by a mark alone: it moves nothing
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import compress
 from operator import methodcaller
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from lightning_spot.image.pieces import Piece, Pieces, Places, nbytes_of
@@ -35,6 +35,20 @@ _CPU_ONLY = frozenset(("cpu",))
 _address = methodcaller("data_ptr")
 
 
+class _Lain(NamedTuple):
+    """What the storages of a row lie on.
+
+    Attributes:
+        places: of the row.
+        kinds: of devices.
+        are_here: whether all are the CPU's.
+    """
+
+    places: Places | None
+    kinds: Sequence[str]
+    are_here: bool
+
+
 class Copier:
     """Copies pieces into slots, on ``threads`` background threads and a side CUDA stream.
 
@@ -59,7 +73,7 @@ class Copier:
         self._clock = clock
         self._sampler = Sampler()
         self._cuda = CudaCopier(buffer_bytes, device)
-        self._known: tuple[Places | None, Sequence[str]] = (None, ())  # places met last, and what they lie on
+        self._known = _Lain(None, (), are_here=False)
         self._threads = [LoneThread(target=self._work, name=f"spot-copier-{index}") for index in range(threads)]
         for thread in self._threads:
             thread.start()
@@ -173,7 +187,8 @@ class Copier:
         on_gpu: list[Held] = []
         for place, after_s, spans in parts:
             kinds = self._kinds_of(pieces, spans)
-            on_cpu = spans if _CPU_ONLY.issuperset(kinds) else list(compress(spans, map("cpu".__eq__, kinds)))
+            are_here = self._known.are_here if kinds is self._known.kinds else _CPU_ONLY.issuperset(kinds)
+            on_cpu = spans if are_here else list(compress(spans, map("cpu".__eq__, kinds)))
             for span, kind in zip(spans, kinds, strict=True) if on_cpu is not spans else ():
                 if kind == "cpu":
                     continue
@@ -189,11 +204,10 @@ class Copier:
         """What each span lies on; of pieces that lie where they lay, it is known."""
         if not (isinstance(pieces, Pieces) and isinstance(spans, Spans)):
             return self._cuda.device.kinds(storages_of(spans))
-        places, kinds = self._known
-        if places is not pieces.places:
+        if self._known.places is not pieces.places:
             kinds = self._cuda.device.kinds(spans.storages)
-            self._known = (pieces.places, kinds)
-        return kinds
+            self._known = _Lain(pieces.places, kinds, are_here=_CPU_ONLY.issuperset(kinds))
+        return self._known.kinds
 
     def _notify(self) -> None:
         with self._wake:

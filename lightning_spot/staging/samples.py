@@ -5,14 +5,17 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from lightning_spot.image.pieces import Piece
+import torch
+
+from lightning_spot.image.pieces import Piece, Pieces
 
 STORAGES = 32
 """Of how many storages some bytes are noted each time; of all, from when one has shown such a write."""
 
 _BYTES, _WARY_BYTES = 64, 4096
+_Place = tuple[torch.UntypedStorage, int, int]
 _dice = random.Random()  # training's own generator is left alone
 
 
@@ -20,27 +23,27 @@ class Samples:
     """Bytes of storages as they were, and must stay until :meth:`changed` was asked.
 
     Args:
-        pieces: that are about to be copied; of those on a GPU nothing is noted.
+        pieces: storages that are about to be copied, first byte, and length; of those on a GPU nothing is noted.
         nbytes: how many bytes of each.
     """
 
-    def __init__(self, pieces: Sequence[Piece], nbytes: int) -> None:
-        self._noted: list[tuple[Piece, int, int, bytes]] = []
-        for piece in pieces:
-            if piece.storage.device.type == "cpu":
-                size = min(nbytes, piece.nbytes)
-                place = piece.start + int(_dice.random() * (piece.nbytes - size + 1))
-                address = piece.storage.data_ptr()
-                self._noted.append((piece, place, address, ctypes.string_at(address + place, size)))
+    def __init__(self, pieces: Iterable[_Place], nbytes: int) -> None:
+        self._noted: list[tuple[torch.UntypedStorage, int, int, bytes]] = []
+        for storage, start, length in pieces:
+            if storage.device.type == "cpu":
+                size = min(nbytes, length)
+                place = start + int(_dice.random() * (length - size + 1))
+                address = storage.data_ptr()
+                self._noted.append((storage, place, address, ctypes.string_at(address + place, size)))
 
     def changed(self) -> frozenset[int]:
         """Addresses of the storages whose bytes are others now. They are let go: it is asked once."""
         noted, self._noted = self._noted, []
         return frozenset(
             address
-            for piece, place, address, was in noted
-            if piece.storage.data_ptr() == address  # else it has other memory by now, and what was copied is not said
-            and piece.storage.nbytes() >= place + len(was)
+            for storage, place, address, was in noted
+            if storage.data_ptr() == address  # else it has other memory by now, and what was copied is not said
+            and storage.nbytes() >= place + len(was)
             and ctypes.string_at(address + place, len(was)) != was
         )
 
@@ -58,10 +61,17 @@ class Sampler:
     def take(self, pieces: Sequence[Piece]) -> Samples:
         """Note bytes of some of the storages."""
         if self.is_wary:
-            return Samples(pieces, _WARY_BYTES)
+            return Samples(_places(pieces), _WARY_BYTES)
         if len(pieces) <= STORAGES:
-            return Samples(pieces, _BYTES)
+            return Samples(_places(pieces), _BYTES)
         # One of each share of them: to draw from all takes four times as long.
         ends = [len(pieces) * number // STORAGES for number in range(STORAGES + 1)]
         drawn = [first + int(_dice.random() * (end - first)) for first, end in itertools.pairwise(ends)]
-        return Samples([pieces[number] for number in drawn], _BYTES)
+        if not isinstance(pieces, Pieces):
+            return Samples(_places([pieces[number] for number in drawn]), _BYTES)
+        storages, starts, sizes = pieces.storages, pieces.places.starts, pieces.places.sizes
+        return Samples([(storages[number], starts[number], sizes[number]) for number in drawn], _BYTES)
+
+
+def _places(pieces: Iterable[Piece]) -> list[_Place]:
+    return [(piece.storage, piece.start, piece.nbytes) for piece in pieces]
