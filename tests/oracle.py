@@ -153,6 +153,7 @@ class Server:
 
 Tell = Callable[..., None]
 SMALL, LARGE = 3000, 3 * 2**20
+_SESSION = "trainer"
 SIZES = (SMALL, SMALL, LARGE, SMALL, SMALL)
 STEPS = len(SIZES)
 
@@ -229,16 +230,17 @@ def run_info(root: Path, *, attempt: int = 1, keep: int = 2, session: str = "") 
     return replace(run, keep=keep, durable_url=url, session=session)
 
 
-def use_node(root: Path, tell: Tell) -> None:
+def use_node(root: Path, tell: Tell, *, followed: bool = False) -> None:
     """Seal into a ring in tmpfs, which has to let snapshots go and grow a slot, and flush."""
     try:
         node = Node(slots=2, memory_bytes=2**26, open_store=LocalStore, allow=None, area=root / "area")
     except OSError:
         tell("refused", "node")  # the program ends then, and says why
         return
-    attempt = node.open_run(run_info(root, attempt=node.claimed("run") + 1, keep=1)).attempt
+    node.begin_session(_SESSION)
+    attempt = node.open_run(run_info(root, attempt=node.claimed("run") + 1, keep=1, session=_SESSION)).attempt
     for step in range(1, STEPS + 1):
-        if _worked(tell, _seal, node, attempt, step):
+        if _worked(tell, _seal, node, attempt, step, followed=followed):
             tell("committed", step)
             if step in (2, STEPS):
                 left = node.flush("run", 10.0)
@@ -247,19 +249,24 @@ def use_node(root: Path, tell: Tell) -> None:
     node.close(keep_unsafe=True)
 
 
-def _seal(node: Node, attempt: int, step: int) -> None:
+def use_followed(root: Path, tell: Tell) -> None:
+    """The same of snapshots that follow each other in moments, which are sealed when somebody needs them."""
+    use_node(root, tell, followed=True)
+
+
+def _seal(node: Node, attempt: int, step: int, *, followed: bool) -> None:
     image = image_of(step)
     upload = node.lease("run", attempt, len(image), wait_s=20.0)
     with upload.slot.view(len(image)) as view:
         view[:] = image
     try:
-        node.seal(upload.id, manifest_of(step))
+        node.seal(upload.id, manifest_of(step), followed=followed)
     except BaseException:
         node.abort(upload.id)  # as the trainer does
         raise
 
 
-SCENARIOS = {"store": use_store, "file": use_file, "node": use_node}
+SCENARIOS = {"store": use_store, "file": use_file, "node": use_node, "followed": use_followed}
 
 
 # -- the tracer -------------------------------------------------------------------------------------------------------

@@ -372,7 +372,9 @@ def check_node(root: Path, told: dict[str, int]) -> None:
     assert max(there, default=0) >= durable, "what was durable is lost with the machine"
     heir = Node(slots=2, memory_bytes=2**26, open_store=LocalStore, allow=None, area=root / "area")
     try:
-        adopted = [slot.manifest.step for slot in heir.ring.committed("run") if slot.manifest]
+        held = [(slot, slot.manifest) for slot in heir.ring.committed("run") if slot.manifest]
+        assert all(slot.view().tobytes() == image_of(manifest.step) for slot, manifest in held), "other bytes"
+        adopted = [manifest.step for _slot, manifest in held if manifest.is_sealed]
         assert max([*adopted, *there], default=0) >= committed, "what was committed is lost with the node"
         assert heir.flush("run", 20.0) == [], "the heir does not flush"
     finally:
@@ -382,7 +384,7 @@ def check_node(root: Path, told: dict[str, int]) -> None:
     assert left is None, f"memory is not given back: {left}"
 
 
-CHECKS = {"store": check_store, "file": check_file, "node": check_node}
+CHECKS = {"store": check_store, "file": check_file, "node": check_node, "followed": check_node}
 
 
 SOME_OR_ALL = pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.soak)], ids=["some", "all"])
@@ -398,7 +400,7 @@ def test_killed_at_every_call_and_in_every_write(points: Points, scenario: str, 
 
 
 @SOME_OR_ALL
-@pytest.mark.parametrize(("scenario", "span"), [("store", 1), ("store", 12), ("file", 1), ("node", 1)])
+@pytest.mark.parametrize(("scenario", "span"), [("store", 1), ("store", 12), ("file", 1), ("node", 1), ("followed", 1)])
 def test_disk_full_at_every_call_and_in_every_write(points: Points, scenario: str, span: int, every: int) -> None:
     count = points.each(scenario, span, CHECKS[scenario], every)
     print(f"{count} points")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -271,6 +272,17 @@ def test_a_durable_tier_leaves_out_most_of_those_that_follow_each_other(
     assert bench.tier().puts()[-1] == step + 3
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_with_little_memory_nobody_waits_until_it_is_not_followed(make: Callable[..., Followed], slots: int) -> None:
+    """Where the only slot holds it, the next one waits for that."""
+    bench = make(slots=slots)
+    began_s = time.monotonic()
+    for step in range(1, 5):
+        bench.save(step, followed=True, wait_s=20)
+    assert time.monotonic() - began_s < unsealed.FOLLOWED_S / 2
+    assert slots > 1 or bench.tier().puts()[:3] == [1, 2, 3]
+
+
 def test_nobody_reads_what_is_not_sealed(make: Callable[..., Followed]) -> None:
     bench = make(opened=False)
     bench.open(durable=False)
@@ -323,6 +335,7 @@ def test_what_cannot_be_sealed_is_dropped(
     until(lambda: len(bench.tier().tries) == 2, "the tier to be at it")
     bench.follow(3)
     monkeypatch.setattr(Sealing, "run", raising)
+    monkeypatch.setattr(unsealed, "_AGAIN_S", (0.01,))
     with caplog.at_level(logging.ERROR):
         bench.node.seal_committed(RUN_ID)
     assert "cannot be sealed" in caplog.text
@@ -333,6 +346,60 @@ def test_what_cannot_be_sealed_is_dropped(
 
 def raising(*_: Any) -> Manifest:
     raise MemoryError
+
+
+def test_what_cannot_be_sealed_for_a_moment_is_sealed_later(
+    make: Callable[..., Followed], monkeypatch: pytest.MonkeyPatch, at_once: None
+) -> None:
+    """Those before it have gone: to drop it would lose all that came since a tier took one."""
+    bench = make(opened=False)
+    bench.open(durable=False)
+    monkeypatch.setattr(unsealed, "_AGAIN_S", (0.01, 0.01, 0.01))
+    run, failures = Sealing.run, iter((MemoryError(), RuntimeError("can't start new thread"), OSError()))
+
+    def now_and_then(self: Sealing, threads: int) -> Manifest:
+        if (failure := next(failures, None)) is not None:
+            raise failure
+        return run(self, threads)
+
+    monkeypatch.setattr(Sealing, "run", now_and_then)
+    bench.follow(1, 2)
+    until(lambda: bench.sealed() == [2], "it to be sealed")
+
+
+def test_a_node_that_ends_leaves_what_it_could_not_seal_to_the_next_one(
+    make: Callable[..., Followed], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bench = make(area=tmp_path / "area", opened=False)
+    bench.open(durable=False)
+    bench.follow(1)
+    with monkeypatch.context() as patched:
+        tried = threading.Event()
+
+        def failing(*_: Any) -> Manifest:
+            tried.set()
+            raise MemoryError
+
+        patched.setattr(Sealing, "run", failing)
+        patched.setattr(unsealed, "_AGAIN_S", (60.0,))
+        bench.node.end_session(TRAINER)
+        assert tried.wait(10)
+        bench.die()
+    assert make(area=tmp_path / "area", opened=False, slots=4).sealed() == [1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_breaks_off_is_followed_by_another(
+    make: Callable[..., Followed], monkeypatch: pytest.MonkeyPatch, at_once: None
+) -> None:
+    bench = make(opened=False)
+    bench.open(durable=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.node.ring, "sealed", raising)
+        bench.follow(1)
+        until(lambda: not threads() and bench.node._unsealed._thread is None, "the thread to break off")
+    bench.follow(2)
+    until(lambda: bench.sealed() == [2], "it to be sealed")
 
 
 def test_without_threads_a_reader_seals_it(make: Callable[..., Followed], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,6 +437,20 @@ def test_what_a_killed_node_left_unsealed_is_sealed_by_the_next_one(
     assert make(area=area, opened=False, slots=4).sealed() == [2]  # by its record, not anew
 
 
+def test_what_left_no_record_supersedes_nothing_that_did(
+    make: Callable[..., Followed], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its host's tmpfs is full: after a kill of the node it is gone, and the one before it must not be."""
+    bench = make(area=tmp_path / "area", opened=False)
+    bench.open(durable=False)
+    bench.follow(1)
+    assert bench.node.ring.area is not None
+    monkeypatch.setattr(bench.node.ring.area, "_write", lambda *_: False)
+    bench.follow(2)
+    bench.die()
+    assert make(area=tmp_path / "area", opened=False, slots=4).sealed() == [1]
+
+
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[EmbeddedHost]:
     made = starting.start(str(tmp_path), "run", slots=3, memory_bytes=64 * MIB, idle_timeout_s=10.0, max_stall_s=5.0)
@@ -403,6 +484,59 @@ def test_each_way_of_reading_from_a_node_has_it_sealed(host: EmbeddedHost, how: 
     else:
         files = host.client.call("GET", f"/v1/runs/{quoted(host.run)}/files")
         assert [entry["path"] for entry in files["files"]] == [f"{manifest.name}/model.ckpt"]
+
+
+def test_who_reads_one_by_its_name_has_no_other_sealed(host: EmbeddedHost) -> None:
+    """Each piece of a large file is a request: the newest would be sealed for each."""
+    first = small_trainer.take(host, 7, MIB, followed=True)
+    assert host.manifests()[0].is_sealed
+    small_trainer.take(host, 8, MIB, followed=True)
+    for _ in range(2):
+        host.client.receive(f"/v1/files/{quoted(host.run, first.name)}/model.ckpt", 0, memoryview(bytearray(MIB)))
+        os.close(host.open_snapshot(first)[0])
+    assert [item["manifest"]["name"] for item in host._as_is()["snapshots"]] == [first.name]
+
+
+SLOW_S, STALL_S = 1.5, 0.5
+
+
+@pytest.fixture
+def slow_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedHost]:
+    """Of a node to which sealing takes longer than a trainer waits for an answer: a large snapshot."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import time\n"
+        "from lightning_spot.image.sealing import Sealing\n"
+        "run = Sealing.run\n"
+        f"Sealing.run = lambda *how: (time.sleep({SLOW_S}), run(*how))[1]\n"
+    )
+    path = [str(tmp_path), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path).rstrip(os.pathsep))
+    monkeypatch.setattr(starting, "subprocess", subprocess)  # a node of its own, which is forked from none
+    run = str(tmp_path / "run")
+    made = starting.start(run, "run", slots=3, memory_bytes=64 * MIB, idle_timeout_s=10.0, max_stall_s=STALL_S)
+    made.open_run(replace(small_trainer.info_of(run, 1), durable_every_s=3600.0))
+    small_trainer.take(made, 1, MIB, followed=True)
+    until(lambda: made.safe_step() == 1, "the first one to be durable")
+    small_trainer.take(made, 2, MIB, followed=True)
+    yield made
+    made.leave(complete=True)
+
+
+def test_no_question_of_a_trainer_waits_until_it_is_sealed(slow_host: EmbeddedHost) -> None:
+    """It would take its node for lost, at a notice, too."""
+    began_s = time.monotonic()
+    assert slow_host.safe_step() == 1
+    assert slow_host.refused() == []
+    assert len(slow_host.flush(0.05)) == 1  # waits no longer than it was told to
+    assert time.monotonic() - began_s < SLOW_S
+    until(lambda: slow_host.flush(0.05) == [], "what somebody waits for to be brought")
+    assert slow_host.safe_step() == 2
+
+
+def test_who_resumes_waits_until_it_is_sealed(slow_host: EmbeddedHost) -> None:
+    began_s = time.monotonic()
+    assert [manifest.step for manifest in slow_host.manifests()] == [2, 1]
+    assert time.monotonic() - began_s > STALL_S
 
 
 # -- in a training ----------------------------------------------------------------------------------------------------

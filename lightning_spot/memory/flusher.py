@@ -123,6 +123,12 @@ class Flusher:
         with self._ring.changed:
             return self.work.is_urgent(run)
 
+    @property
+    def busy(self) -> bool:
+        """Whether something is being done at a tier."""
+        with self._ring.changed:
+            return bool(self._busy)
+
     def wants(self, run: str, *, by_itself: bool = False) -> bool:
         """Whether a tier would take a new snapshot of a run (its key) at once.
 

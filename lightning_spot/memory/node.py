@@ -283,7 +283,7 @@ class Node:
         if key is not None:
             self.routes.ask_soon(key)
         deadline_s = time.monotonic() + wait_s
-        self._unsealed.seal(key)
+        self._unsealed.hurry(key)
         late = self.uploads.abroad.wait_brought(key, wait_s)
         return [*late, *self.flusher.wait_clean(key, max(0.0, deadline_s - time.monotonic()))]
 
@@ -334,9 +334,11 @@ class Node:
             self.ring.notify()
 
     def _expects(self, run: str) -> bool:
-        """Whether a run may go on to another snapshot, and nobody waits for what is there."""
+        """Whether a run may go on to another snapshot, for which there is room, and nobody waits for what is there."""
         info = self.registry.info(run)
-        return info is not None and bool(info.session) and not self.flusher.is_urgent(run)
+        if info is None or not info.session or self.flusher.is_urgent(run):
+            return False
+        return self.flusher.busy or not self.ring.is_stuck  # with memory for one, the next one waits until it is safe
 
     def _committed(self, key: str, manifest: Manifest) -> None:
         self.flusher.keep(key, manifest.name)  # a file of that name may have been removed just before

@@ -150,6 +150,8 @@ class Ring(SlotTable):
         """Whether there is no room now for one more snapshot as large as those that are here."""
         with self.changed:
             nbytes = max((slot.manifest.nbytes for slot in self.slots if slot.manifest is not None), default=1)
+            # One that a larger node has left here may fit no bound of this one.
+            nbytes = min(nbytes, self._limits.memory_bytes, self._limits.run_memory_bytes or nbytes)
             return find_room(self.slots, "", max(1, nbytes), capacity_for(nbytes, self._limits), self._limits) is None
 
     @property
@@ -188,10 +190,10 @@ class Ring(SlotTable):
             slot.safe = list(safe)
             slot.manifest, slot.sequence, slot.places = manifest, self._sequence, places
             slot.state, slot.committed_s = SlotState.COMMITTED, time.monotonic()
-            if self.area is not None:
-                self.area.record(slot)
-            # Only now: killed between the two, both are left, never none.
-            for other in [*older, *self._never_sealed(slot.run, manifest)]:
+            is_kept = self.area is None or self.area.record(slot)
+            # Only now: killed between the two, both are left, never none. What the next node here would not find, since
+            # there was no room for its record, supersedes none that it would.
+            for other in [*older, *(self._never_sealed(slot.run, manifest) if is_kept else [])]:
                 self._forget(other)
             self.refresh(slot.run)
             self.notify()

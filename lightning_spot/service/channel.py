@@ -130,8 +130,10 @@ class DescriptorChannel:
             _send(connection, {"capacity": memory.capacity, "generation": slot.generation}, memory.fd)
             return
         key = self._node.registry.key(str(asked["run"]))
-        self._node.seal_committed(key)
         slot_or_none = self._node.ring.find(key, str(asked["name"]))
+        if slot_or_none is not None and slot_or_none.unsealed:
+            self._node.seal_committed(key)
+            slot_or_none = self._node.ring.find(key, str(asked["name"]))
         manifest = slot_or_none.manifest if slot_or_none is not None else None
         if slot_or_none is None or manifest is None or slot_or_none.memory is None or slot_or_none.unsealed:
             _send(connection, {"missing": True}, None)

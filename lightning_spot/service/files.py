@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 from collections.abc import Iterator
@@ -156,6 +157,8 @@ class Files:
     async def _find(self, text: str, path: str) -> tuple[Slot | None, Manifest, Below | None]:
         """What a path names, in memory or below."""
         key, directory = self._node.registry.key(text), self._directory(text)
+        with contextlib.suppress(SnapshotNotFound):
+            return *resolve(self._node.ring, key, path), None  # for this one, no other is sealed
         await have_sealed(self._node, key)
         try:
             return *resolve(self._node.ring, key, path), None

@@ -91,9 +91,13 @@ class RunRequests:
         return web.json_response({})
 
     async def snapshots(self, request: web.Request) -> web.Response:
-        """The attempt that writes, what is in memory, what a tier has refused."""
+        """The attempt that writes, what is in memory, what a tier has refused.
+
+        What is not sealed yet is sealed first; with ``as_is`` in the body it is left out, and nobody waits.
+        """
         run = request.match_info["run"]
-        await have_sealed(self._node, self._node.registry.key(run))
+        if (await json_body(request)).get("as_is") is not True:
+            await have_sealed(self._node, self._node.registry.key(run))
         listed = [
             {"manifest": slot.manifest.to_dict(), "dirty": slot.dirty, "safe": slot.safe}
             for slot in self._node.committed(run)
