@@ -21,6 +21,7 @@ import torch
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.cli import main, transfer
 from lightning_spot.cli.tiers import Found, ask
+from lightning_spot.config import format_bytes
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode
@@ -144,6 +145,16 @@ def test_verify(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"good {newest.name} at memory" in said
     # pull takes the copy that is good
     assert main(["pull", str(run_dir), "--to", str(run_dir / "pulled.ckpt")]) == 0
+
+
+def test_doctor_reckons_with_the_size_of_the_snapshots_that_are_there(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was 1 GB for a run of any size."""
+    newest = LocalStore(run_dir).survey().manifests[0]
+    capsys.readouterr()
+    assert main(["doctor", str(run_dir), "--sample", "1MB"]) == 0
+    assert f"snapshots of {format_bytes(newest.nbytes)}: " in capsys.readouterr().out
 
 
 def test_what_cannot_be_read_is_listed_with_its_reason(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -254,6 +254,7 @@ def test_a_memory_node_that_does_not_answer(run: Path, caplog: pytest.LogCapture
     assert begins(run, **settings) == 9  # the durable tier has answered, and has something
     lines = [record.message for record in caplog.records if "spot://127.0.0.1:9" in record.message]
     assert any("no memory node answers at" in line for line in lines)
+    assert any("The newest snapshot of those that answer is taken" in line for line in lines)
     assert all(line.count("spot://127.0.0.1:9") == 1 for line in lines)
     for folder in run.glob("step-*"):
         shutil.rmtree(folder)

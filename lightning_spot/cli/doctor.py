@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 ALONE, WITH_NODE = "durable tier only", "with the memory node"
 _WORTH_A_NODE = 0.01
+_USUAL_BYTES = 10**9
+"""Size of a snapshot of which nothing is known."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also measure this memory node",
     )
     parser.add_argument("--replicas", type=int, default=1, metavar="N", help="nodes that keep each snapshot (1)")
-    parser.add_argument("--snapshot-size", default="1GB", metavar="SIZE", help="size of a snapshot (1GB)")
+    parser.add_argument(
+        "--snapshot-size", metavar="SIZE", help="size of a snapshot (that of the newest at DIRPATH, or 1GB)"
+    )
     parser.add_argument("--lifetime", type=seconds, default=7200.0, metavar="TIME", help="of a machine, mean (2h)")
     parser.add_argument("--sample", default="64MB", metavar="SIZE", help="how much to write for a measurement (64MB)")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
@@ -58,11 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Measure and recommend; 1 if a tier cannot be used."""
-    snapshot_bytes, sample = _size(arguments, "--snapshot-size"), _size(arguments, "--sample")
+    given = None if arguments.snapshot_size is None else _size(arguments, "--snapshot-size")
+    sample = _size(arguments, "--sample")
     check_number("--lifetime", arguments.lifetime, 0, above=True)
     if sample > (most := memory_limit_bytes(None)):
         raise SettingsError(f"--sample {arguments.sample}: at most half of this host's memory, {format_bytes(most)}")
     location = location_of(arguments.url, arguments.memory, "doctor")
+    snapshot_bytes = given if given is not None else _newest_bytes(location.url)
     check_replicas_given(arguments.replicas, arguments.memory)
     say = Console(stderr=True, highlight=False).print
     problems: list[str] = []
@@ -100,6 +106,15 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 def _size(arguments: argparse.Namespace, flag: str) -> int:
     return parse_flag_bytes(getattr(arguments, flag[2:].replace("-", "_")), flag)
+
+
+def _newest_bytes(url: str) -> int:
+    """Size of the newest snapshot of a run that is there already."""
+    try:
+        manifests = open_store(url).survey().manifests
+    except SpotError:  # it is measured next, and named there
+        manifests = []
+    return manifests[0].nbytes if manifests else _USUAL_BYTES
 
 
 def copy_speed(nbytes: int) -> float:

@@ -77,9 +77,12 @@ def open_newest(
         TierError, SettingsError: see :func:`doubt`.
         CorruptSnapshot: if there are snapshots but none can be used: going on would silently start afresh.
     """
+    error = doubt(found)
+    goes_on = ". The newest snapshot of those that answer is taken; what only that one has is not"
+    so = goes_on if error is None else ""
     for tier, reason in found.problems.items():
-        logger.warning("lightning_spot: %s", patience.unanswered(tier, reason))
-    if (error := doubt(found)) is not None:
+        logger.warning("lightning_spot: %s%s", patience.unanswered(tier, reason), so)
+    if error is not None:
         raise error
     reasons: list[str] = []
     unreadable = dict(found.unreadable)
