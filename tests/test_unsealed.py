@@ -283,6 +283,32 @@ def test_with_little_memory_nobody_waits_until_it_is_not_followed(make: Callable
     assert slots > 1 or bench.tier().puts()[:3] == [1, 2, 3]
 
 
+def test_a_tier_is_free_for_it_once_something_else_is_done_there(
+    make: Callable[..., Followed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where that ends without a change in memory, such as a deletion."""
+    monkeypatch.setattr(unsealed, "FOLLOWED_S", 60.0)
+    bench = make(opened=False)
+    bench.open(durable_every_s=0.0)
+    bench.save(1)
+    until(lambda: bench.newest().safe, "the tier to take it")
+    began, goes_on = threading.Event(), threading.Event()
+    delete = bench.tier().delete
+
+    def slowly(manifest: Manifest) -> None:
+        began.set()
+        goes_on.wait(10)
+        delete(manifest)
+
+    monkeypatch.setattr(bench.tier(), "delete", slowly)
+    bench.node.remove(RUN, snapshot_name(1, 1))
+    assert began.wait(10)
+    bench.follow(2)
+    assert bench.newest().unsealed
+    goes_on.set()
+    until(lambda: bench.newest().safe, "the tier to take it", 10)
+
+
 def test_nobody_reads_what_is_not_sealed(make: Callable[..., Followed]) -> None:
     bench = make(opened=False)
     bench.open(durable=False)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_spot.exact import namespaces, private
+from lightning_spot.exact.further_kinds import is_known_again, needs_its_like
 from lightning_spot.exact.glance import Glance
 from lightning_spot.exact.objects import Inside, may_hold_objects
 from lightning_spot.exact.plain_values import (
@@ -19,7 +20,6 @@ from lightning_spot.exact.plain_values import (
     copy_of,
     is_kept,
     is_same,
-    mark,
 )
 
 State = dict[str, Any]
@@ -47,7 +47,8 @@ class Attributes:
         self._is_torchs = type(part).__module__.startswith("torch.nn")
         own = self._own(part)
         self._scalars = _scalars(own)
-        self._marks = {} if self._is_torchs else _marks(own)
+        self._marks = {} if self._is_torchs else _marks(own, inside)
+        self._first = {} if self._is_torchs else _known(own)
         self._others = {} if self._is_torchs else _not_plain(part, own)
         held = {} if self._is_torchs else {name: value for name, value in own.items() if may_hold_objects(value)}
         self._inside = {name: seen for name, value in held.items() if (seen := inside.of(value)) is not None}
@@ -78,15 +79,34 @@ class Attributes:
                 raise NotPlain
             left = [MOST_BYTES, MOST_ITEMS]
             for name, value in own.items():
-                if is_kept(type(value)) and self._is_to_be_kept(name, value, before):
-                    changed[name] = copy_of(value, left)
+                if is_kept(type(value)) and self._is_to_be_kept(name, value, before, inside):
+                    if self._is_kept_alone(name, value, inside, left, changed):
+                        continue
+                    self._lose(part, [name])
         except NotPlain:
             self._lose(part, self._changed_beside(part, own, inside))
             return {name: value for name, value in changed.items() if name == "training"}
         return changed
 
-    def _is_to_be_kept(self, name: str, value: Any, before: Collection[str]) -> bool:
-        return name in before or name not in self._marks or not is_same(self._marks[name], mark(value))
+    def _is_to_be_kept(self, name: str, value: Any, before: Collection[str], inside: Inside) -> bool:
+        return name in before or name not in self._marks or not is_same(self._marks[name], inside.mark(value))
+
+    def _is_kept_alone(self, name: str, value: Any, inside: Inside, left: list[int], changed: State) -> bool:
+        """Add a copy of a value to what has changed; ``False`` if only this value cannot be kept.
+
+        That is so where the program has made it before training, and training changed what is in it.
+        """
+        is_as_made = name in self._first and self._first[name] is value
+        if needs_its_like(value) and not (name in self._first and type(self._first[name]) is type(value)):
+            raise NotPlain
+        try:
+            changed[name] = copy_of(value, left)
+        except NotPlain:
+            is_written_to = name in self._marks and is_same(self._marks[name], inside.mark(value), loosely=True)
+            if not (is_as_made or is_written_to):
+                raise
+            return False
+        return True
 
     def _changed_within(self, own: State, inside: Inside) -> Iterator[str]:
         """Objects, and what holds some, in which something is otherwise than when they were first seen."""
@@ -96,7 +116,7 @@ class Attributes:
 
     def _changed_beside(self, part: nn.Module, own: State, inside: Inside) -> Iterator[str]:
         """What changes further, after something was made that cannot be kept: that alone may be made anew, in time."""
-        scalars, marks = _scalars(own), _marks(own)
+        scalars, marks = _scalars(own), _marks(own, inside)
         if self._since is None:
             self._since = scalars, marks
         for name, value in _not_plain(part, own).items():  # what was made since: it is looked into from now on
@@ -117,8 +137,13 @@ def _scalars(own: State) -> State:
     return {name: value for name, value in own.items() if type(value) in SCALARS}
 
 
-def _marks(own: State) -> State:
-    return {name: mark(value) for name, value in own.items() if is_kept(type(value))}
+def _marks(own: State, inside: Inside) -> State:
+    return {name: inside.mark(value) for name, value in own.items() if is_kept(type(value))}
+
+
+def _known(own: State) -> State:
+    """What is known again by being the same object: no tensors, or arrays, that would be kept alive for that."""
+    return {name: value for name, value in own.items() if is_known_again(type(value))}
 
 
 def _not_plain(part: nn.Module, own: State) -> State:
@@ -131,7 +156,7 @@ def _not_plain(part: nn.Module, own: State) -> State:
 
 
 def _is_own_method(part: nn.Module, name: str, value: Any) -> bool:
-    is_of_part = isinstance(value, MethodType) and value.__self__ is part
+    is_of_part = type(value) is MethodType and value.__self__ is part  # to a proxy of what is gone, isinstance fails
     return is_of_part and value.__func__ is getattr(type(part), name, None)
 
 

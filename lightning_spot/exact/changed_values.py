@@ -108,6 +108,7 @@ class ChangedValues:
         self._trained = _Trained(())
         self._glances = _Glanced({})
         self._settings: State = {}
+        self._limits: State = {}  # that the program gave
         self._kinds: dict[str, type] = {}
 
     def begin(self, trainer: pl.Trainer) -> None:
@@ -115,7 +116,7 @@ class ChangedValues:
         modules = list(trainer.lightning_module.named_modules())
         self._trains = _trains(modules)
         self._trained = _Trained(modules)
-        inside = Inside()
+        inside = Inside([part for _, part in modules])
         self._modules = {name: Attributes(part, inside) for name, part in _parts(modules)}
         self._glances = _Glanced(self._modules)
         self._settings = _settings(trainer)
@@ -131,7 +132,7 @@ class ChangedValues:
         before, known = self.before, self._modules
         attributes = before.attributes
         parts = _parts(modules) if attributes else self._glances.closer(list(_parts(modules)))
-        changed, inside = {}, Inside()
+        changed, inside = {}, Inside([part for _, part in modules])
         for name, part in parts:
             if name in known:
                 changed[name] = known[name].changed(part, attributes.get(name, ()), inside)
@@ -144,6 +145,7 @@ class ChangedValues:
             "trains": self._trains_now(modules),
             "attributes": {name: values for name, values in changed.items() if values},
             "settings": {**changed_of(self._settings, settings), **those_of(before.settings, settings)},
+            "limits": self._limits,
             "before": before.saved(),
         }
 
@@ -172,9 +174,19 @@ class ChangedValues:
             if name not in _LIMITS and hasattr(trainer, name):
                 setattr(trainer, name, value)
 
+    def note_limits(self, trainer: pl.Trainer) -> None:
+        """Note how long the program has training go on, before hooks may change that."""
+        self._limits = {name: value for name, value in _settings(trainer).items() if name in _LIMITS}
+
     def restore_limits(self, trainer: pl.Trainer, saved: State) -> None:
-        """Put back how long training is to go on, as far as hooks had changed it: before its loops begin."""
-        limits = {name: saved["settings"][name] for name in _LIMITS if name in saved["settings"]}
+        """Put back how long training is to go on, as far as hooks had changed it: before its loops begin.
+
+        Where the program gives another limit than it gave to the training before, that one counts.
+        """
+        given = self._limits
+        before = saved.get("limits", given)
+        names = [name for name in _LIMITS if name in saved["settings"] and given.get(name) == before.get(name)]
+        limits = {name: saved["settings"][name] for name in names}
         self.before.settings |= limits.keys()
         if "max_epochs" in limits:
             trainer.fit_loop.max_epochs = limits["max_epochs"]

@@ -73,6 +73,7 @@ class FitState(PerTrainer):
         if self._undo:
             return
         self._switches.probe(self._trainer)
+        self._switches.run(private.HOOKED, lambda: self._hooked.note_limits(self._trainer))
         self._switches.run(private.LOADERS, self._follow_loaders)
         self._undo += [*self.once.follow_tuners(), follow_named(self._trainer)]
         self._callbacks = list(self._trainer.callbacks)  # type: ignore[attr-defined] # Lightning's Trainer has it

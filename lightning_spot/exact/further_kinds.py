@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 
 from lightning_spot.exact.randomness import capture_generator, restore_generator
 
@@ -23,21 +24,31 @@ SETS: frozenset[type] = frozenset((set, frozenset))
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 """Kinds of generators whose state can be read."""
 
-_OPEN = (np.ndarray, np.generic, Enum, *GENERATORS)
-_CLOSED: frozenset[type] = frozenset((complex, bytes, bytearray))
+_OPEN = (np.generic, Enum, *GENERATORS)
+_CLOSED: frozenset[type] = frozenset((np.ndarray, complex, bytes, bytearray))
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str)}
 _DICTIONARIES: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _KIND = "lightning_spot.kind"
-_MOST_WHOLE = 2**20
-"""Bytes of an array that is compared whole; of larger ones, some are."""
+MOST_WHOLE = 2**22
+"""Bytes of arrays that are compared whole, in a value; of larger ones, some are."""
+
+_LEAST_WHOLE = 2**12
 
 _SAMPLES = 4096
 
 
 @functools.lru_cache(maxsize=1024)
 def is_further(kind: type) -> bool:
-    """Whether values of a kind are of these, and not of those that hold others."""
-    return kind in _CLOSED or issubclass(kind, _OPEN)
+    """Whether values of a kind are of these, and not of those that hold others.
+
+    Arrays of a kind of their own are not: one may be mapped from a large file. The system's generator has no state.
+    """
+    return kind in _CLOSED or (issubclass(kind, _OPEN) and not issubclass(kind, random.SystemRandom))
+
+
+def is_known_again(kind: type) -> bool:
+    """Whether a value of a kind is one of these, but no array, or holds others: then it may be written to."""
+    return kind in KEYED or kind in SETS or issubclass(kind, (Enum, *GENERATORS))
 
 
 class Seen(NamedTuple):
@@ -46,7 +57,7 @@ class Seen(NamedTuple):
     Attributes:
         kind: of it.
         content: equal as long as it is the same.
-        holds: the value itself, so that no other can take its address.
+        holds: the value itself, where that can be known only as long as no other takes its address.
     """
 
     kind: type
@@ -54,14 +65,20 @@ class Seen(NamedTuple):
     holds: Any = None
 
 
-def seen(value: Any) -> Seen:
-    """What a value of a further kind is, to be compared later."""
+def seen(value: Any, whole: int = MOST_WHOLE) -> Seen:
+    """What a value of a further kind is, to be compared later.
+
+    Args:
+        value: of such a kind.
+        whole: bytes of an array that is compared whole, if not more than a few.
+    """
     if isinstance(value, GENERATORS):
         state = value.get_state() if isinstance(value, torch.Generator) else None
-        return Seen(type(value), state.numpy().tobytes() if state is not None else pickle.dumps(_state(value)))
+        content = state.numpy().tobytes() if state is not None else pickle.dumps(_state(value))
+        return Seen(type(value), content, value)
     if isinstance(value, np.ndarray):
-        if value.nbytes <= _MOST_WHOLE and not value.dtype.hasobject:
-            return Seen(type(value), (value.dtype.str, value.shape, value.tobytes()))
+        if value.nbytes <= max(_LEAST_WHOLE, whole) and not value.dtype.hasobject:
+            return Seen(type(value), (value.dtype.str, value.shape, xxhash.xxh3_128_digest(value.tobytes())))
         some = b"" if value.dtype.hasobject else value.flat[:: -(-value.size // _SAMPLES)].tobytes()
         return Seen(type(value), (id(value), value.shape, some), value)
     if isinstance(value, np.generic):
@@ -92,10 +109,8 @@ def encoded(value: Any) -> dict[str, Any] | None:
         plain = type(value.value) in (bool, int, float, str)
         return {_KIND: "enum", "of": type(value).__qualname__, "value": value.value} if plain else None
     if isinstance(value, (np.ndarray, np.generic)):
-        if type(value) is not np.ndarray and isinstance(value, np.ndarray):
-            return None
         kind = value.dtype
-        if kind.hasobject or kind.fields is not None:
+        if kind.hasobject or kind.kind == "V":  # other packages' numbers are of that kind too, and have no name
             return None
         return {_KIND: "numpy", "dtype": kind.str, "shape": list(value.shape), "bytes": _bytes(value.tobytes())} | (
             {"number": True} if isinstance(value, np.generic) else {}
@@ -155,7 +170,10 @@ def decoded(saved: dict[str, Any], items: list[Any], present: Any) -> Any:
         return set(items) if kind == "set" else frozenset(items)
     pairs = list(zip(items[::2], items[1::2], strict=True))
     if kind == "defaultdict":
-        return defaultdict(_FACTORIES.get(saved.get("factory", "")), pairs)
+        factory = saved.get("factory")
+        if factory is not None and factory not in _FACTORIES and type(present) is not defaultdict:
+            return present
+        return defaultdict(_FACTORIES.get(factory or ""), pairs)
     return _DICTIONARIES[kind](dict(pairs))
 
 

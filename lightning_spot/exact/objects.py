@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from torchmetrics import Metric
 
 from lightning_spot.capture.tensors import Glances
 from lightning_spot.exact import namespaces
-from lightning_spot.exact.plain_values import SCALARS, is_kept, is_same, mark
+from lightning_spot.exact.plain_values import MOST_ITEMS, SCALARS, is_kept, is_same, mark, without
 from lightning_spot.exact.private import writes_of
 
-_CLOSED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, weakref.ref)
+_PROXIES = (weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
+_CLOSED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, *_PROXIES)
 _PACKAGES = frozenset(("asyncio", "concurrent", "lightning_spot", "logging", "multiprocessing", "pathlib", "threading"))
 _CONTAINERS = (list, tuple, dict, deque)
 _DEEPEST = 3
@@ -27,10 +29,16 @@ _MOST_TENSORS = 8
 class Inside:
     """What is in objects, as far as it is seen: plain values, tensors, generators, and other objects, to some depth.
 
-    Each object is looked at once, whoever holds it.
+    Each object is looked at once, whoever holds it. Tensors of the module that is trained are not: they are in a
+    checkpoint, whoever else knows them.
+
+    Args:
+        modules: all parts of that module.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
+        self._modules = modules
+        self._trained: set[int] | None = None
         self._seen: dict[int, Any] = {}
         self._verdicts: dict[int, tuple[Any, bool]] = {}
 
@@ -54,7 +62,7 @@ class Inside:
             value: an object, or a container of some.
             depth: of objects around it.
         """
-        if depth > _DEEPEST or type(value) in SCALARS or isinstance(value, _CLOSED):
+        if depth > _DEEPEST or type(value) in SCALARS or issubclass(type(value), _CLOSED):
             return None
         if id(value) not in self._seen:
             self._seen[id(value)] = None  # it may hold itself
@@ -65,23 +73,39 @@ class Inside:
         if isinstance(value, _CONTAINERS):
             if len(value) > _MOST_ITEMS:
                 return None
-            items = value.items() if isinstance(value, dict) else enumerate(value)
+            items = list(value.items() if isinstance(value, dict) else enumerate(list(value)))  # others may write to it
             found = ((key, self.of(item, depth + 1)) for key, item in items if may_hold_objects(item))
             return {key: seen for key, seen in found if seen is not None} or None
         if not _is_open(value):
             return None
         if isinstance(value, nn.Module) and not isinstance(value, Metric):
-            return _tensors(value)
+            return self._tensors(value)
         return {name: self._part(item, depth) for name, item in list(vars(value).items())[:_MOST_ITEMS]}
 
     def _part(self, value: Any, depth: int) -> Any:
         kind: type = type(value)
-        return mark(value, most=_MOST_ITEMS) if kind in SCALARS or is_kept(kind) else self.of(value, depth + 1)
+        if kind in SCALARS or is_kept(kind):
+            return self.mark(value, most=_MOST_ITEMS)
+        return self.of(value, depth + 1)
+
+    def mark(self, value: Any, *, most: int = MOST_ITEMS) -> Any:
+        """See :func:`~lightning_spot.exact.plain_values.mark`."""
+        return without(mark(value, most=most), self._is_trained)
+
+    def _is_trained(self, tensor: torch.Tensor) -> bool:
+        if self._trained is None:
+            self._trained = {id(each) for part in self._modules for each in _own_tensors(part)}
+        return id(tensor) in self._trained
+
+    def _tensors(self, module: nn.Module) -> _Tensors:
+        """Some of those of a module, but none that is trained."""
+        found = [each for each in (*module.parameters(), *module.buffers()) if not self._is_trained(each)]
+        return _Tensors(found[:: max(1, len(found) // _MOST_TENSORS)][:_MOST_TENSORS])
 
 
 def may_hold_objects(value: Any) -> bool:
     """Whether a value is an object that no checkpoint holds, or a container in which there may be some."""
-    return isinstance(value, _CONTAINERS) or not (type(value) in SCALARS or is_kept(type(value)))
+    return issubclass(type(value), _CONTAINERS) or not (type(value) in SCALARS or is_kept(type(value)))
 
 
 def _is_open(value: Any) -> bool:
@@ -108,9 +132,9 @@ class _Tensors:
         return same and self.counts == other.counts and not self._glances.are_others
 
 
-def _tensors(module: nn.Module) -> _Tensors:
-    found = [*module.parameters(), *module.buffers()]
-    return _Tensors(found[:: max(1, len(found) // _MOST_TENSORS)][:_MOST_TENSORS])
+def _own_tensors(part: nn.Module) -> Iterator[torch.Tensor]:
+    yield from part.parameters(recurse=False)
+    yield from part.buffers(recurse=False)
 
 
 def _is_same(before: Any, now: Any) -> bool:

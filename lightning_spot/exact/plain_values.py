@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import nn
 
 from lightning_spot.exact.further_kinds import (
     KEYED,
+    MOST_WHOLE,
     SETS,
     Seen,
     decoded,
@@ -41,13 +43,14 @@ def is_kept(kind: type) -> bool:
     return kind in _KEPT or is_further(kind)
 
 
-def mark(value: Any, depth: int = 0, *, most: int = MOST_ITEMS) -> Any:
+def mark(value: Any, depth: int = 0, *, most: int = MOST_ITEMS, whole: int = MOST_WHOLE) -> Any:
     """What a value is, without a copy of its tensors: those are held, so that no other can take their address.
 
     Args:
         value: any value.
         depth: of containers around it.
         most: items of a container; of one with more it is seen only whether it is another one.
+        whole: bytes of arrays that are compared whole; of further ones, some are.
     """
     kind: type = type(value)
     if kind in SCALARS:
@@ -55,14 +58,15 @@ def mark(value: Any, depth: int = 0, *, most: int = MOST_ITEMS) -> Any:
     if isinstance(value, torch.Tensor):
         return _Marked(value, writes_of(value))
     if is_further(kind):
-        return seen(value)
+        return seen(value, whole)
     if not (kind in _CONTAINERS or kind in KEYED or kind in SETS) or depth > _DEEPEST or len(value) > most:
         return value
     if kind in SETS:
         return Seen(kind, frozenset(value)) if all(type(item) in SCALARS for item in value) else value
+    whole //= max(1, len(value))
     if kind is dict or kind in KEYED:
-        return {key: mark(item, depth + 1, most=most) for key, item in value.items()}
-    return [mark(item, depth + 1, most=most) for item in value]
+        return {key: mark(item, depth + 1, most=most, whole=whole) for key, item in list(value.items())}
+    return [mark(item, depth + 1, most=most, whole=whole) for item in list(value)]
 
 
 class _Marked(NamedTuple):
@@ -70,16 +74,34 @@ class _Marked(NamedTuple):
     version: int
 
 
-def is_same(left: Any, right: Any) -> bool:
-    """Whether two marks are of one value that nobody has written to between."""
+def without(marked: Any, is_left_out: Callable[[torch.Tensor], bool]) -> Any:
+    """A mark that does not tell of some tensors whether they were written to."""
+    if isinstance(marked, _Marked):
+        return marked.tensor if is_left_out(marked.tensor) else marked
+    if type(marked) is dict:
+        return {key: without(item, is_left_out) for key, item in marked.items()}
+    return [without(item, is_left_out) for item in marked] if type(marked) is list else marked
+
+
+def is_same(left: Any, right: Any, *, loosely: bool = False) -> bool:
+    """Whether two marks are of one value that nobody has written to between.
+
+    Args:
+        left: a mark.
+        right: another one.
+        loosely: whether what is written within a generator does not count.
+    """
     if isinstance(left, _Marked) or isinstance(right, _Marked):
         return type(left) is type(right) and left.tensor is right.tensor and left.version == right.version
-    if isinstance(left, Seen) or isinstance(right, Seen):
-        return type(left) is type(right) and left[:2] == right[:2]
+    if isinstance(left, Seen) and isinstance(right, Seen):
+        if loosely and left.holds is not None and left.holds is right.holds:
+            return True
+        return left[:2] == right[:2]
     if isinstance(left, dict) and isinstance(right, dict):
-        return list(left) == list(right) and all(is_same(left[key], right[key]) for key in left)
+        return list(left) == list(right) and all(is_same(left[key], right[key], loosely=loosely) for key in left)
     if isinstance(left, list) and isinstance(right, list):
-        return len(left) == len(right) and all(map(is_same, left, right))
+        pairs = zip(left, right, strict=False)
+        return len(left) == len(right) and all(is_same(*pair, loosely=loosely) for pair in pairs)
     return left is right or (type(left) in SCALARS and type(left) is type(right) and left == right)
 
 

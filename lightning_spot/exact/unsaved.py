@@ -11,6 +11,7 @@ from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.exact import namespaces
+from lightning_spot.exact.objects import Inside
 from lightning_spot.exact.plain_values import SCALARS, is_kept, is_same, mark
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Unsaved:
 def _attributes(trainer: pl.Trainer, without: set[str] | frozenset[str] = frozenset()) -> Iterator[tuple[str, Any]]:
     """Each that can be watched, and a mark by which it is known again; of two of a class, each has its number."""
     seen: dict[str, int] = {}
+    inside = Inside(trainer.lightning_module.modules())
     owners: list[Any] = [trainer.datamodule, *trainer.callbacks]  # type: ignore[attr-defined] # Lightning's Trainer has them
     owners = [owner for owner in owners if owner is not None and _is_to_be_named(owner)]
     own_kinds = [each for each in trainer.optimizers if not type(each).__module__.startswith("torch.")]
@@ -81,7 +83,7 @@ def _attributes(trainer: pl.Trainer, without: set[str] | frozenset[str] = frozen
             if name in without or attribute in saved:
                 continue
             if type(value) in SCALARS or is_kept(type(value)):
-                yield name, mark(value, most=_MOST_ITEMS)
+                yield name, inside.mark(value, most=_MOST_ITEMS)
     yield from ((name, mark(value)) for name, value in _put_together(trainer) if name not in without)
 
 

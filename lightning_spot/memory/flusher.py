@@ -221,7 +221,8 @@ class Flusher:
                 with self._ring.changed:
                     self._busy.discard(url)
                     if job.slot is not None:
-                        self._ring.unpin(job.slot)
+                        job.slot.readers -= 1
+                    self._ring.notify()  # what is unsealed may wait for a tier that is free
 
     def _next(self, url: str) -> Job | None:
         """The next thing to do at a tier, its slot pinned; ``None`` when this thread is not needed any more."""

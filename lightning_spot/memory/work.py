@@ -198,6 +198,7 @@ class Work:
         self._backoffs.pop(url, None)
         self._errors.pop(url, None)
         self._begun = {key: begun_s for key, begun_s in self._begun.items() if key[0] != url or self._paced(key[1])}
+        self._took_s = {key: seconds for key, seconds in self._took_s.items() if key in self._begun}
 
     def error(self, url: str) -> str:
         """What fails at a tier at present, for people."""
