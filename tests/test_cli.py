@@ -225,6 +225,7 @@ WRONG = [
     ([""], "'': it is empty; give a directory or URL"),
     (["s3a:/x"], "'s3a:/x': a URL has two slashes, s3a://x; for a directory write ./s3a:/x"),
     (["s3://"], "'s3://' does not end with a name of a run: give it by --run"),
+    (["10.0.0.5:7070/run"], "'10.0.0.5:7070/run': for a memory node write spot://10.0.0.5:7070/run"),
     (["x", "--memory", "10.0.0.5:1"], "--memory '10.0.0.5:1' is no node URL"),
     (["x", "--memory", "spot://h:99999"], "--memory 'spot://h:99999' is no node URL"),
     (["x", "--memory", "spot://h:9/run"], "--memory 'spot://h:9/run' names more than a node: give spot://h:9 only"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from lightning_spot.run.patience import Patience, of_tier
 from lightning_spot.run.sources import DURABLE, MemorySource, Source, StoreSource
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers.store import Holdings
+
+_NODE_LIKE = re.compile(r"[^/:]+:\d+(/|$)")
+"""What a memory node's address looks like without its scheme: taken for a directory."""
 
 
 @dataclass(slots=True)
@@ -68,7 +72,8 @@ def ask(arguments: argparse.Namespace) -> Found:
     found.url = str(arguments.url)
     if not (found.is_known or found.entries or found.unreadable):
         problems = "".join(f"; {problem}" for problem in found.problems)
-        raise SnapshotNotFound(f"no run is, or ever was, at {found.url!r}: {found.hint}{problems}")
+        hint = f"for a memory node write spot://{found.url}" if _NODE_LIKE.match(found.url) else found.hint
+        raise SnapshotNotFound(f"no run is, or ever was, at {found.url!r}: {hint}{problems}")
     found.entries.sort(key=lambda entry: entry.manifest.order, reverse=True)
     return found
 
