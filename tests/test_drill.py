@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from lightning_spot.cli import main
+from lightning_spot.cli import training as trainings
 from lightning_spot.cli.drill import Drill, Verdict
 from lightning_spot.config import DRILL_VARIABLE
 from lightning_spot.exact.compare import compare, differences
@@ -71,6 +72,18 @@ def test_ranks_that_a_launcher_starts_in_sessions_of_their_own(tmp_path: Path, m
     assert len(heard) == 1  # not by the rank that was started instead
     assert LocalStore(tmp_path / "disturbed" / "runs" / "run").claimed() == 1 + 4
     assert not [pid for pid in os.listdir("/proc") if pid.isdecimal() and is_of(int(pid), tmp_path)]  # none is left
+
+
+def test_whoever_has_the_number_of_a_training_that_ended_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
+        monkeypatch.setattr(trainings, "descendants", lambda _pid: [other.pid])
+        with trainings.training(["true"], tmp_path / "run", tmp_path / "notice") as trained:
+            trained.process.wait(30)
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.3)
+        other.kill()
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ class Training:
 
     def launched(self) -> list[int]:
         """Processes that a launcher such as torchrun has put into groups of their own, and not the run's node."""
+        if self.process.poll() is not None:  # its number may be another process's by now
+            return []
         nodes = [find_record(str(run)).process() for run in (self._folder / "runs").glob("*")]
         known = {node.pid for node in nodes if node is not None}
         return [pid for pid in descendants(self.process.pid) if pid not in known and not self._is_in_group(pid)]
