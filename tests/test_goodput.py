@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,7 +38,7 @@ from lightning_spot.config import read_environment
 from lightning_spot.errors import NodeUnreachable, SettingsError
 from lightning_spot.fit.pacing import Pacing, starts_between
 from lightning_spot.goodput.journal import Journal
-from lightning_spot.goodput.ledger import AttemptRecord, lost_steps, spent, total
+from lightning_spot.goodput.ledger import Account, AttemptRecord, lost_steps, spent, total
 from lightning_spot.goodput.reached import Reached, read_reached
 from lightning_spot.goodput.records import read_records, write_record
 from lightning_spot.image.manifest import Manifest
@@ -102,6 +103,11 @@ def test_a_record_keeps_its_size() -> None:
     assert 200 < len(record.snapshots) <= 500
     again = AttemptRecord.from_dict(json.loads(json.dumps({**record.as_dict(), "of_a_later_version": 1})))
     assert again == record
+    record.earlier = Account(1, latest=[attempt(1, 0.0, 1.0, (0, 5), 2.0, snapshots=[(3, 1.5)])])
+    assert record.as_dict() == asdict(record)
+    kept = record.as_dict()
+    record.begin_snapshot(10_000, 1e4)
+    assert kept["snapshots"][-1] != (10_000, 1e4)  # it is of that moment
 
 
 def test_records_are_read_in_order_and_damaged_ones_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -51,8 +51,12 @@ class AttemptRecord:
             self.snapshots = self.snapshots[::2]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
+        """Plain values; the training thread asks for them at each snapshot, of which there may be hundreds."""
+        earlier = asdict(self.earlier) if self.earlier is not None else None
+        return {name: getattr(self, name) for name in self.__slots__} | {
+            "snapshots": list(self.snapshots),
+            "earlier": earlier,
+        }
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> AttemptRecord:
