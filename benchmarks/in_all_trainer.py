@@ -46,7 +46,7 @@ class Plan:
         batch: samples in a step; sets how long it takes.
         every: steps between snapshots.
         early: snapshots before the first mark: slots are made and touched meanwhile.
-        snapshots: between the two marks.
+        snapshots: between the two marks; as many as take longer than the durable tier is left alone (30 s).
         partitions: how ours copies; the default is what ``"auto"`` comes to here when it has tried all ways.
         durable_every_s: how far apart ours are at the durable tier, see ``SpotCheckpoint``.
     """
@@ -58,7 +58,7 @@ class Plan:
     batch: int
     every: int = 4
     early: int = 3
-    snapshots: int = 8
+    snapshots: int = 20
     partitions: Partitions = "still"
     durable_every_s: float | None = None
 

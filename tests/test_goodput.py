@@ -103,7 +103,7 @@ def test_a_record_keeps_its_size() -> None:
     assert 200 < len(record.snapshots) <= 500
     again = AttemptRecord.from_dict(json.loads(json.dumps({**record.as_dict(), "of_a_later_version": 1})))
     assert again == record
-    record.earlier = Account(1, latest=[attempt(1, 0.0, 1.0, (0, 5), 2.0, snapshots=[(3, 1.5)])])
+    record.earlier = Account(attempts=1, latest=[attempt(1, 0.0, 1.0, (0, 5), 2.0, snapshots=[(3, 1.5)])])
     assert record.as_dict() == asdict(record)
     kept = record.as_dict()
     record.begin_snapshot(10_000, 1e4)
