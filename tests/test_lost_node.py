@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import mmap
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import torch
 from lightning_spot import SpotCheckpoint
 from lightning_spot.capture.ending import Ending, LastState
 from lightning_spot.capture.host_link import HostLink
+from lightning_spot.capture.leases import Leases
 from lightning_spot.capture.past_memory import PastMemory
 from lightning_spot.capture.safety import Safety
 from lightning_spot.capture.streaming import stream_parts
@@ -31,7 +33,8 @@ from lightning_spot.fit.beginning import Beginning
 from lightning_spot.image.layout import lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.deadline import Deadline
-from lightning_spot.memory.host import Host, InProcessHost
+from lightning_spot.memory.host import Host, InProcessHost, Lease
+from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.record import find_record
 from lightning_spot.run.survey import Survey
@@ -358,6 +361,22 @@ def test_what_a_lost_ring_could_not_be_told_the_next_one_is_told() -> None:
     until(lambda: len(told) == 2, "the new ring to be told")
     link.tell(say)
     assert told == [new] * 3
+
+
+def test_of_a_snapshot_whose_ring_is_lost_before_it_is_said_for_which_the_slot_is_the_next_ring_is_told() -> None:
+    told: list[str] = []
+
+    def gone(*_what: object) -> None:
+        raise NodeUnreachable("it has gone")
+
+    lost = cast(Host, SimpleNamespace(max_stall_s=1.0, disconnect=lambda: None, say=gone, decline=gone))
+    new = cast(Host, SimpleNamespace(decline=lambda name, why: told.append(f"{name}: {why}")))
+    leases = Leases(HostLink(lost, lambda: new), lambda _lease: None, lambda _full, _left_s: None)
+    shared = Shared(name="step-000000002-attempt-0001", shares=2)
+    with mmap.mmap(-1, 10) as memory, pytest.raises(NodeUnreachable):
+        leases.say(lost, Lease("id", memory, 10, "tmpfs", 0, shared=shared, is_said=False))
+    until(lambda: told, "the new ring to be told")
+    assert told == [f"{shared.name}: rank 0 cannot begin it (it has gone)"]
 
 
 class Damaging:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -242,6 +243,64 @@ def test_where_a_slot_that_was_leased_ahead_cannot_be_said_to_be_for_it_nobody_w
     desk.copied()
     monkeypatch.setattr(desk.first, "say", real)
     assert desk.take(3).step == 3
+
+
+@contextmanager
+def unsaid(desk: Desk) -> Iterator[Future[Any]]:
+    """Step 2 begun on rank 0 in a slot that was leased ahead; the background does not come to it meanwhile."""
+    desk.kept = []
+    desk.take(1)
+    ahead(desk)
+    may_go_on = threading.Event()
+    desk.writer._tasks.put(lambda: may_go_on.wait(60.0) and None)
+    try:
+        yield desk.begin(0, 2)
+    finally:
+        may_go_on.set()
+
+
+def test_a_slot_leased_ahead_is_said_before_a_later_snapshot_is_begun(desk: Desk) -> None:
+    """Else the others hear that it was overtaken, and rank 0 waits for ten minutes for what they do not write."""
+    with unsaid(desk) as second:
+        third = desk.begin(0, 3)
+        other = desk.begin(1, 2)
+        desk.copied()
+        assert other.exception(30.0) is None
+    other = desk.begin(1, 3)
+    desk.copied()
+    assert other.exception(60.0) is None
+    assert [done.result(60.0).step for done in (second, third)] == [2, 3]
+
+
+def test_a_slot_leased_ahead_is_said_before_a_later_snapshot_is_declined(desk: Desk) -> None:
+    """Else it is over for the others before it has begun."""
+    with unsaid(desk) as second:
+        with pytest.raises(NotSerialisable):
+            desk.begin(0, 3, bad=lambda: 0)
+        other = desk.begin(1, 2)
+        desk.copied()
+        assert other.exception(30.0) is None
+    assert second.result(60.0).step == 2
+
+
+def test_a_slot_leased_ahead_is_said_at_once_where_an_earlier_snapshot_is_not_done(desk: Desk) -> None:
+    """Else the others' training waits until rank 0 has sealed that one."""
+    desk.kept = []
+    desk.take(1)
+    desk.writer.settle(LAST_S)
+    begun = [desk.begin(0, 2)]
+    desk.writer.next_comes()  # to be done once step 2 is there
+    begun.append(desk.begin(0, 3))
+    others = [desk.begin(1, 2)]
+    begun[0].result(60.0)
+    until(lambda: desk.writer._leases.is_ahead, "a slot leased ahead")
+    begun.append(desk.begin(0, 4))
+    lease = desk.other_host.join(snapshot_name(4, 1), share=1, wait_s=1.0)
+    assert lease.shared is not None
+    others += [desk.begin(1, step) for step in (3, 4)]
+    desk.copied()
+    assert [other.exception(60.0) for other in others] == [None] * 3
+    assert [done.result(60.0).step for done in begun] == [2, 3, 4]
 
 
 def test_other_ranks_hear_at_once_that_rank_0_is_fenced(desk: Desk) -> None:

@@ -252,7 +252,7 @@ class Attempt:
             again: see :meth:`write`.
         """
         name = snapshot_name(step, self.number, complete=complete, again=again)
-        self.writer.link.tell(lambda host: host.decline(name, why, at))
+        self.writer.decline(name, why, at)
 
     def _not_begun(
         self, checkpoint: dict[str, Any] | None, manifest: Manifest | None, error: SpotError, ranks: Ranks | None

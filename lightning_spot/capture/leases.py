@@ -44,6 +44,7 @@ class Leases:
         self._ahead: tuple[Host, Lease] | None = None
         self._taken_s, self._pace_s = float("-inf"), float("inf")
         self._is_awaited = False  # the next slot is for who waits for it, not to be leased ahead
+        self._unsaid: dict[str, tuple[Host, Lease]] = {}  # one at most
 
     @property
     def is_ahead(self) -> bool:
@@ -75,6 +76,7 @@ class Leases:
                 (:meth:`Host.say`); where other hosts take part, it is none of these.
             making: whether its memory is made for it.
         """
+        self.say_now()
         with self._lock:
             ahead, self._ahead, self._is_awaited = self._ahead, None, True
             now_s = time.monotonic()
@@ -82,7 +84,7 @@ class Leases:
         try:
             if ahead is not None and ahead[0] is host:  # else its ring is lost, and the slot with it
                 if nbytes <= len(ahead[1].map) and (shared is None or not shared.at):
-                    return ahead[1] if shared is None else _for(ahead[1], nbytes, shared)
+                    return ahead[1] if shared is None else self._for(*ahead, nbytes, shared)
                 give_back(*ahead, untouched=True)
             return self._take_in_time(host, nbytes, wait_s, shared, lambda: making)
         finally:
@@ -160,9 +162,28 @@ class Leases:
         try:
             host.say(lease)
         except BaseException as error:
+            if isinstance(error, NodeUnreachable):
+                self._link.lose(host, error)
             name, why = shared.name, f"rank 0 cannot begin it ({error})"
-            self._link.ask(lambda host: host.decline(name, why), None)
+            self._link.tell(lambda host: host.decline(name, why))
             raise
+        finally:
+            self._unsaid.pop(lease.id, None)
+
+    def say_now(self) -> None:
+        """Say at once what :meth:`say` is still to say: before anything is said of a later snapshot.
+
+        Who waits for a snapshot would hear that it was overtaken by a later one, or is over with one that cannot begin.
+        To say it twice is no harm; what fails here fails there, too.
+        """
+        for host, lease in list(self._unsaid.values()):
+            self._unsaid.pop(lease.id, None)
+            try:
+                host.say(lease)
+            except NodeUnreachable as error:
+                self._link.lose(host, error)
+            except SpotError as error:
+                logger.debug("for which snapshot a slot is could not be said: %s", error)
 
     def give_back(self) -> None:
         """Let the slot go that was leased ahead."""
@@ -170,6 +191,13 @@ class Leases:
             ahead, self._ahead = self._ahead, None
         if ahead is not None:
             give_back(*ahead, untouched=True)
+
+    def _for(self, host: Host, lease: Lease, nbytes: int, shared: Shared) -> Lease:
+        """A slot that was leased ahead, for a snapshot that is known now."""
+        lease = replace(lease, nbytes=nbytes, shared=shared, is_said=shared.shares == 1)
+        if not lease.is_said:
+            self._unsaid[lease.id] = (host, lease)
+        return lease
 
     def _ask(
         self,
@@ -188,11 +216,6 @@ class Leases:
         lease = host.lease(nbytes, wait_s, **more)
         self._leased(lease)
         return lease
-
-
-def _for(lease: Lease, nbytes: int, shared: Shared) -> Lease:
-    """A slot that was leased ahead, for a snapshot that is known now."""
-    return replace(lease, nbytes=nbytes, shared=shared, is_said=shared.shares == 1)
 
 
 def have_made(host: Host, nbytes: int, making: Making = Making.NOW) -> Lease:

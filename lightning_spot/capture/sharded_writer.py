@@ -96,8 +96,7 @@ class ShardedWriter(SnapshotWriter):
         try:
             return super().begin(checkpoint, manifest, **how)
         except BaseException as error:
-            why, at = f"rank 0 cannot begin it ({error})", self._at
-            self.link.tell(lambda host: host.decline(manifest.name, why, at))
+            self.decline(manifest.name, f"rank 0 cannot begin it ({error})", self._at)
             raise
 
     @property

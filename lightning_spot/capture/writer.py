@@ -184,6 +184,9 @@ class SnapshotWriter:
         done: Future[Manifest] = Future()
         try:
             opened = self._open(host, checkpoint, manifest, within(deadline_s), divide)
+            self._forget_done()
+            if self._pending:  # the background is at these, and other ranks would wait for it
+                self._leases.say_now()
             layout, lease, manifest = opened.layout, opened.lease, opened.manifest
             view = self._views.of(host, lease)
             trusts = not (manifest.complete or manifest.is_again)
@@ -194,7 +197,6 @@ class SnapshotWriter:
             floats = floats_of(opened.whole, owned) if self._approximates else ()
             about = (outline_of(layout), plan, view, sent, floats, followed and ranks is None)
             pending = Pending(manifest, lease, job, done, destinations, *about)
-            self._forget_done()
             self._pending.append(pending)
             self.across.begun(pending)
             self._tasks.put(lambda: self._finish(host, pending))
@@ -282,6 +284,11 @@ class SnapshotWriter:
         self.across.at = store.url if isinstance(store, NodeStore) else ""
         self._look_at(outline_of(layout))
         return stored
+
+    def decline(self, name: str, why: str, at: str = "") -> None:
+        """There will be no snapshot of that name: no other rank waits for it. See :meth:`Host.decline`."""
+        self._leases.say_now()
+        self.link.tell(lambda host: host.decline(name, why, at))
 
     def miss(self, error: SpotError) -> None:
         """Note that a snapshot was not taken because of another rank's share of it."""
