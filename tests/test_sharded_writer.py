@@ -303,6 +303,30 @@ def test_a_slot_leased_ahead_is_said_at_once_where_an_earlier_snapshot_is_not_do
     assert [done.result(60.0).step for done in begun] == [2, 3, 4]
 
 
+def test_a_part_that_training_could_not_wait_for_is_not_written(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training went on, and may have written to its tensors past torch's counts."""
+    desk.kept = []
+    desk.take(1)
+    other = desk.begin(1, 2)
+    wait = threading.Event.wait
+
+    def fails(event: threading.Event, timeout: float | None = None) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            raise MemoryError
+        return wait(event, timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Event, "wait", fails)
+        desk.other.copied()
+    desk.weights.numpy()[:] = 2.0  # as the optimizer does
+    done = desk.begin(0, 2)
+    with pytest.raises(ShareMissing):
+        other.result(60.0)
+    with pytest.raises(ShareMissing):
+        done.result(60.0)
+    assert desk.take(3).step == 3
+
+
 def test_other_ranks_hear_at_once_that_rank_0_is_fenced(desk: Desk) -> None:
     desk.kept = []
     other = desk.begin(1, 1)

@@ -78,6 +78,18 @@ class Task(Generic[What]):
     late: bool = False
     done: Future[None] = field(default_factory=Future)
 
+    def give_up(self, error: Exception | None) -> None:
+        """Training goes on without the copies: they do not begin any more.
+
+        Args:
+            error: for which nobody may use those that have begun; ``None`` if training waits for these.
+        """
+        with self.lock:
+            job = self.job
+            self.late = job is None
+        if job is not None and error is not None:
+            job.fail(error)
+
 
 class Follower(ABC, Generic[What]):
     """Writes a rank's parts.
@@ -115,10 +127,10 @@ class Follower(ABC, Generic[What]):
     def copied(self) -> None:
         """Return when the tensors may change: call it before every optimizer step, swap of weights, and at the end."""
         for task in self._pending:
-            self._wait(task, task.begun)
-            if (job := task.job) is None:
-                continue
             try:
+                self._wait(task, task.begun)
+                if (job := task.job) is None:
+                    continue
                 task.look()
                 job.wait_cpu()
                 self._copier.fence()
@@ -126,7 +138,7 @@ class Follower(ABC, Generic[What]):
             except SpotError:
                 continue  # the background thread reports it
             except Exception as error:  # training goes on without it
-                job.fail(error)
+                task.give_up(error)
         self._pending = [task for task in self._pending if not task.done.done()]
 
     def check_all(self) -> None:
@@ -198,8 +210,7 @@ class Follower(ABC, Generic[What]):
             self._say_once("waits", why, task.who, task.name, limit_s - SAY_S)
             if event.wait(limit_s - SAY_S):
                 return
-        with task.lock:
-            task.late = task.job is None
+        task.give_up(None)
 
     # -- on the background thread ---------------------------------------------------------------------------------
 
