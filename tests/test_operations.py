@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -71,3 +72,50 @@ def test_a_program_that_has_its_garbage_left_alone_is_not_overruled(monkeypatch:
         sys.setprofile(None)
         assert gc.isenabled() is (turns < when), f"undone in turn {when}"
     assert when > 3
+
+
+_HAMMER = """
+import gc, sys, threading, time
+from lightning_spot.staging.operations import Operation
+
+class Bad:
+    def __init__(self): self.me = self
+    def __del__(self): time.sleep(0.0005)  # others run
+
+def first(n, x=1, y=2):
+    z = [n]; q = (x, y); w = {1: 2}; r = s = u = v = n
+    def inner(): return len((x, y, z, q, w, r, s, u, v))
+    return second(n - 1) if n else inner()
+
+def second(n):
+    p = n
+    return third(n - 1) if n else p
+
+def third(n, *args, **more):
+    a = b = c = d = e = f = g = n
+    h = lambda: len((a, b, c))
+    return first(n - 1) if n else h()
+
+def work():
+    i = 0
+    while True:
+        i += 1
+        first(25 + i % 7); third(20 + i % 5); second(15 + i % 11)
+
+thread = threading.Thread(target=work, daemon=True)
+thread.start()
+sys.setswitchinterval(1e-5)
+gc.set_threshold(5, 1, 1)
+end_s = time.monotonic() + 20
+while time.monotonic() < end_s:
+    operation = Operation(thread.ident)
+    for _ in range(3):
+        Bad()
+        operation.is_over
+"""
+
+
+@pytest.mark.soak
+def test_frames_of_a_thread_that_runs_are_walked_whatever_garbage_lets_run() -> None:
+    """On Python 3.11 two of three such processes died of a segmentation fault within 8 s."""
+    subprocess.run([sys.executable, "-c", _HAMMER], check=True, timeout=120)

@@ -10,8 +10,11 @@ import operator
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 LONGEST_S = 2.0
 """An operation that takes longer is not waited for: nothing that writes to one tensor does."""
@@ -20,6 +23,10 @@ _FIRST_LOOK_S, _LATER_LOOKS_S = 0.001, 0.05
 
 _MAY_STOP_FOR_EVER = (3, 11) <= sys.version_info < (3, 11, 9)
 """Whether to collect garbage while Python lists its frames can hang the process (python/cpython issue 106883)."""
+
+_IN_MIDST_OF_A_FRAME = sys.version_info[:2] == (3, 11)
+"""Whether garbage is collected in the middle of making the object of a frame. That may let another thread run, whose
+frame is gone then: its memory is written to, and what is found in it is no frame."""
 
 _call: Any = getattr(operator, "call", None)  # Python 3.11 has it
 
@@ -48,7 +55,7 @@ class Operation:
         while frame is not None:  # what it was doing may call back into Python
             if (id(frame), frame.f_lasti) == self._place:
                 return False
-            frame = frame.f_back
+            frame = _caller_of(frame)
         return True
 
     def outlast(self, told: threading.Event) -> None:
@@ -60,24 +67,29 @@ class Operation:
 
 def _frame_of(thread: int) -> FrameType | None:
     """What a thread is in, as far as Python sees it; ``None`` if it has ended."""
-    frames = _listed_alone() if _MAY_STOP_FOR_EVER else sys._current_frames()
+    # To list them holds a lock that a thread needs in order to end.
+    frames = _alone(sys._current_frames) if _MAY_STOP_FOR_EVER else sys._current_frames()
     return frames.get(thread)
 
 
-def _listed_alone() -> dict[int, FrameType]:
-    """The frames of all threads, listed while no garbage is collected.
+def _caller_of(frame: FrameType) -> FrameType | None:
+    """What has called a function of another thread."""
+    return _alone(functools.partial(getattr, frame, "f_back")) if _IN_MIDST_OF_A_FRAME else frame.f_back
 
-    To list them holds a lock that a thread needs in order to end, and garbage may let other threads run. All steps are
-    taken by one call of C, in which no other thread gets its turn: a program that has its garbage left alone just now
-    does so before or after them, and not in between, where it would be undone.
+
+def _alone(function: Callable[[], Result]) -> Result:
+    """What a function of C returns, called while no garbage is collected: that may let other threads run.
+
+    All steps are taken by one call of C, in which no other thread gets its turn: a program that has its garbage left
+    alone just now does so before or after them, and not in between, where it would be undone.
     """
     was_on: list[int] = []
     turn_off = functools.partial(was_on.extend, map(_call, [ctypes.pythonapi.PyGC_Disable]))
-    steps = itertools.chain((turn_off, sys._current_frames), itertools.compress([gc.enable], was_on))
+    steps = itertools.chain((turn_off, function), itertools.compress([gc.enable], was_on))
     try:
-        _, frames, *_ = list(map(_call, steps))
-    except BaseException:  # of the steps, only to list them fails, where there is no memory
+        _, found, *_ = list(map(_call, steps))
+    except BaseException:  # of the steps, only this function fails, where there is no memory
         if any(was_on):
             gc.enable()
         raise
-    return frames  # type: ignore[no-any-return] # see _call
+    return found  # type: ignore[no-any-return] # see _call
