@@ -565,6 +565,19 @@ def test_who_resumes_waits_until_it_is_sealed(slow_host: EmbeddedHost) -> None:
     assert time.monotonic() - began_s > STALL_S
 
 
+def test_where_memory_goes_with_the_trainer_the_durable_tier_gets_each_that_it_can_take(tmp_path: Path) -> None:
+    host = InProcessHost(slots=3, memory_bytes=64 * MIB, open_store=LocalStore)
+    info = small_trainer.info_of(str(tmp_path / "run"), 1)
+    assert info.durable_every_s is None
+    host.open_run(info)
+    for step in range(1, 4):
+        lease = host.lease(3 * MIB, 10.0)
+        small_trainer.fill(lease, step)
+        host.seal(lease, small_trainer.manifest_of(step, 1, 3 * MIB), followed=True)
+        until(lambda step=step: host.safe_step() == step, "it to be durable", deadline_s=unsealed.FOLLOWED_S / 2)  # type: ignore[misc]
+    host.leave(complete=True)
+
+
 # -- in a training ----------------------------------------------------------------------------------------------------
 
 

@@ -246,7 +246,10 @@ class InProcessHost:
 
     def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`Host.open_run`."""
-        opened = self._node.open_run(replace(info, session=IN_PROCESS))
+        pace_s = (
+            info.durable_every_s or 0.0
+        )  # what is in this memory goes with the trainer: the next tier gets what it can
+        opened = self._node.open_run(replace(info, session=IN_PROCESS, durable_every_s=pace_s))
         self.run, self.attempt = info.text, opened.attempt
         return opened
 
