@@ -49,7 +49,7 @@ def test_an_exact_training(warm_python: str, tmp_path: Path) -> None:
 def test_a_training_that_is_not(warm_python: str, tmp_path: Path) -> None:
     code, report = drill(warm_python, tmp_path, "clock", kills=1)
     assert code == 1
-    assert report["differences"][0].startswith("state_dict.net.0.")
+    assert report["differences"][0].startswith("state_dict.net.")  # a shift of all inputs may show in statistics only
 
 
 def is_of(pid: int, folder: Path) -> bool:
@@ -70,7 +70,8 @@ def test_ranks_that_a_launcher_starts_in_sessions_of_their_own(tmp_path: Path, m
     assert [done.partition(" ")[0] for done in one.disturbances] == ["notice", "SIGTERM", "SIGKILL"]
     heard = (tmp_path / "disturbed" / "rank-heard").read_text().split()
     assert len(heard) == 1  # not by the rank that was started instead
-    assert LocalStore(tmp_path / "disturbed" / "runs" / "run").claimed() == 1 + 4
+    # One is ended as soon as it is started, maybe before it has its number.
+    assert 1 + 3 <= LocalStore(tmp_path / "disturbed" / "runs" / "run").claimed() <= 1 + 4
     assert not [pid for pid in os.listdir("/proc") if pid.isdecimal() and is_of(int(pid), tmp_path)]  # none is left
 
 

@@ -296,7 +296,7 @@ class Remembers(Net):
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.cache = self.net(batch[0])
-        self.predicted = [self.cache]
+        self.predicted = [self.cache.clone()]
         return self.cache
 
 

@@ -104,8 +104,7 @@ class SnapshotWriter:
         self._supply = Supply(self._maker, leases)
         self._pending: list[Pending] = []
         self._unsteady: frozenset[int] = frozenset()
-        self._unchanged = Unchanged()
-        self._parting, self._divider = Parting(), Divider()
+        self._unchanged, self._parting, self._divider = Unchanged(), Parting(), Divider()
         self._outliner = Outliner(self.say_once)
         self._tasks = Background("spot-writer", leases.give_back, lambda: leases.idle_s)
 
@@ -168,8 +167,7 @@ class SnapshotWriter:
         Raises:
             SpotError: if no snapshot can be begun now; nothing that is saved already is touched.
         """
-        host = self.host
-        if host is None:
+        if (host := self.host) is None:
             raise NodeUnreachable("the memory node on this host is lost; a new one is being started")
         deadline_s = time.monotonic() + wait_s
         self._supply.wait_warm(host, wait_s)
@@ -269,15 +267,12 @@ class SnapshotWriter:
         self.across.close()
 
     def store_past_memory(self, checkpoint: Any, manifest: Manifest, store: Store) -> Manifest:
-        """Bring a snapshot that fits no slot to a tier, part by part. Training waits until it is there.
+        """Bring a snapshot that fits no slot to a tier, part by part, or raise a ``SpotError``. Training waits for it.
 
         Args:
             checkpoint: what to save; nothing changes it meanwhile.
             manifest: what it is; size and checksums are filled in.
             store: the tier.
-
-        Raises:
-            SpotError: if it is not there in the end.
         """
         layout = self._outliner.lay_out(checkpoint)
         self.committed = self.past_memory = stored = store_streamed(layout, manifest, store)
@@ -292,8 +287,7 @@ class SnapshotWriter:
 
     def miss(self, error: SpotError) -> None:
         """Note that a snapshot was not taken because of another rank's share of it."""
-        self.missed += 1
-        self.missed_because = str(error)
+        self.missed, self.missed_because = self.missed + 1, str(error)
 
     def _look_at(self, outline: Layout) -> None:
         if (problem := self._look(outline)) is not None:
