@@ -22,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
+import psutil
 import pytest
 
 from lightning_spot.client import starting
@@ -166,6 +167,13 @@ def until(holds: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -
             return value
         never.wait(0.02)
     raise AssertionError(f"waited {deadline_s:.0f} s in vain for: {what}")
+
+
+def lives(pid: int) -> bool:
+    """Whether there is a process of that number, and it is no zombie."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
+    return False
 
 
 def named_run(name: str, durable: Path | str | None = None, **more: Any) -> RunInfo:

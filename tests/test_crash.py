@@ -37,7 +37,7 @@ from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.retention import retain
-from tests.conftest import until
+from tests.conftest import lives, until
 from tests.oracle import HOME, Server, check_checkpoint, file_of, image_of, manifest_of, run_info
 
 TRAINER, NODE, BOTH, MACHINE = "trainer", "node", "both", "machine"
@@ -169,15 +169,8 @@ def kill_node(dirpath: Path) -> int | None:
     with contextlib.closing(host.session):
         pid = int(host.client.call("GET", "/v1/status")["pid"])
     os.kill(pid, signal.SIGKILL)
-    until(lambda: not alive(pid), "a killed node to be gone")
+    until(lambda: not lives(pid), "a killed node to be gone")
     return pid
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 def again_and_again(training: Training, kinds: list[str], chance: random.Random, longest_s: float) -> None:

@@ -40,7 +40,7 @@ from lightning_spot.protocol.record import find_record
 from lightning_spot.run.survey import Survey
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Store
-from tests.conftest import RunningNode, new_process, until
+from tests.conftest import RunningNode, lives, new_process, until
 from tests.filled import fill
 from tests.gated import RUN_ID, GatedStore, image_of, manifest_of
 from tests.models import Net, Probe, data, trainer
@@ -86,14 +86,6 @@ class Strike(pl.Callback):
             self.strike()
 
 
-def ended(pid: int) -> bool:
-    """Whether a process is gone, or a zombie of this one."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
 STRIKES = [
     pytest.param(
         when,
@@ -126,7 +118,7 @@ def test_the_end_is_durable_although_the_node_is_lost(
     trainer(callback, probe, strike).fit(Net(), data())
     assert check_all(tmp_path, probe)[0].complete
     assert "is complete at step 40; its last snapshot is in" in caplog.text
-    until(lambda: ended(strike.struck[0]), "the lost node to be gone")
+    until(lambda: not lives(strike.struck[0]), "the lost node to be gone")
     new_process()
     again = spot(tmp_path, notices=None)
     trainer(again).fit(Net(), data())
@@ -165,7 +157,7 @@ def test_a_node_that_hangs_keeps_training_no_longer_than_max_stall_s(
     assert strike.longest_s < 30.0  # on a machine that does much else; a few seconds on a quiet one
     assert "did not answer within max_stall_s=1.0 s" in caplog.text
     assert check_all(tmp_path, probe)[0].complete
-    until(lambda: ended(strike.struck[0]), "the node that hung to be gone")
+    until(lambda: not lives(strike.struck[0]), "the node that hung to be gone")
 
 
 @pytest.mark.parametrize("memory", ["auto", None])

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import psutil
 import pytest
 
 from lightning_spot.client import session, starting
@@ -39,7 +38,7 @@ from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.service import program
 from lightning_spot.service.program import main
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import RunningNode, named_run, until
+from tests.conftest import RunningNode, lives, named_run, until
 from tests.small_trainer import PHASES, image_of, info_of, manifest_of, reach, take
 
 NBYTES = 3 * 2**20
@@ -111,15 +110,9 @@ def safe_everywhere(dirpath: Path, host: EmbeddedHost | None) -> dict[int, Manif
 def nothing_is_left(runtime_dir: Path, pids: set[int]) -> None:
     """No process of a node, no file in the runtime directory, no slot in tmpfs."""
     shm = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"])
-    until(lambda: not any(_alive(pid) for pid in pids), "the nodes to end")
+    until(lambda: not any(lives(pid) for pid in pids), "the nodes to end")
     until(lambda: not list(runtime_dir.iterdir()), f"files to go: {list(runtime_dir.iterdir())}")
     assert list(shm.rglob("slot-*")) == []
-
-
-def _alive(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    return False
 
 
 def go_on_and_end(dirpath: Path, runtime_dir: Path, newest: int, attempt: int, pids: set[int]) -> None:
@@ -250,7 +243,7 @@ def test_a_stopped_node_is_replaced_and_its_snapshots_are_taken_over(
     again = start(tmp_path)
     assert time.monotonic() - began_s < LATEST_S
     assert node_pid(again) != pid
-    assert not _alive(pid)
+    assert not lives(pid)
     assert "does not answer; it is ended" in caplog.text
     again.open_run(info_of(str(tmp_path), 1))
     take(again, 1, NBYTES)
@@ -283,10 +276,10 @@ def test_a_process_that_got_the_dead_nodes_number_is_never_hit(tmp_path: Path, m
             fcntl.flock(alive, fcntl.LOCK_EX)
             with pytest.raises(NodeUnreachable, match="does not answer"):
                 start(tmp_path)
-        assert not changed.kill(0.1) or _alive(bystander.pid)
-        assert _alive(bystander.pid)
+        assert not changed.kill(0.1) or lives(bystander.pid)
+        assert lives(bystander.pid)
         assert process.kill(5.0)
-        assert not _alive(bystander.pid)
+        assert not lives(bystander.pid)
     finally:
         bystander.kill()
         bystander.wait()
@@ -312,7 +305,7 @@ def test_a_worker_that_holds_the_connections_does_not_keep_a_dead_trainer_alive(
     trainer = Small(tmp_path, "filling", worker=True)
     trainer.kill()
     try:
-        assert _alive(trainer.worker)
+        assert lives(trainer.worker)
         host = start(tmp_path)
         until(lambda: filling(host) == 0, "the dead trainer's slot to be free")
         host.open_run(info_of(str(tmp_path), 2))  # RunBusy otherwise
@@ -429,9 +422,9 @@ def test_an_embedded_node_serves_its_trainer_after_sigterm(tmp_path: Path, runti
     assert host.flush(10.0) == []
     time.sleep(0.7)
     take(host, 2, NBYTES)
-    assert _alive(pid)
+    assert lives(pid)
     host.leave(complete=False)
-    until(lambda: not _alive(pid), "the node to end")
+    until(lambda: not lives(pid), "the node to end")
     assert max(safe_everywhere(tmp_path, None)) == 2
     nothing_is_left(runtime_dir, {pid})
 
@@ -442,9 +435,9 @@ def test_a_second_sigterm_ends_the_node_at_once(tmp_path: Path) -> None:
     pid = node_pid(host)
     os.kill(pid, TERM)
     time.sleep(0.5)
-    assert _alive(pid)
+    assert lives(pid)
     os.kill(pid, TERM)
-    until(lambda: not _alive(pid), "the node to end")
+    until(lambda: not lives(pid), "the node to end")
 
 
 @pytest.fixture

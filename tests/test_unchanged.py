@@ -406,17 +406,17 @@ def last_of(
     writes: pl.Callback,
     model: Grown,
     strategy: Any = "auto",
-    **settings: Any,
 ) -> dict[str, torch.Tensor]:
     """The model in the last snapshot of a training that gets a notice in the validation behind step 8.
 
     A regular snapshot of that step is there by then, of which a byte was compared: another one than those written to.
+    There are two slots, each filled before: one that is made late holds nothing to compare, and is filled anew.
     """
     monkeypatch.setattr(contents, "CHECK_BYTES", 1)
     monkeypatch.setattr(contents.Turns, "next", lambda _, among: among - 1)  # another share than that number's
     monkeypatch.setattr(contents, "_looks_alike", lambda _piece, _view: True)
-    usual = {"interval": EverySteps(1), "on_full": "wait", "notices": "signal", "grace_s": 60.0}
-    spot = SpotCheckpoint(str(tmp_path / "run"), **usual, **settings)
+    usual: dict[str, Any] = {"interval": EverySteps(1), "on_full": "wait", "slots": 2, "notices": "signal"}
+    spot = SpotCheckpoint(str(tmp_path / "run"), **usual, grace_s=60.0)
     with pytest.raises(SystemExit):
         trainer(writes, spot, val_check_interval=8, strategy=strategy).fit(model, data(12), data(2))
     newest = LocalStore(tmp_path / "run").survey().manifests[0]
@@ -486,6 +486,6 @@ def test_what_is_taken_in_the_place_of_one_that_differs_is_compared_whole_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes into a slot that holds something else, of which another part may differ."""
-    saved = last_of(tmp_path, monkeypatch, WritesBoth(), GrownTwice(), slots=2)
+    saved = last_of(tmp_path, monkeypatch, WritesBoth(), GrownTwice())
     assert saved["frozen"][7] == 1e9
     assert saved["frozen_too"][7:9].tolist() == [1e9, 7.0]

@@ -15,8 +15,7 @@ import pytest
 
 from lightning_spot.protocol.process import ProcessId
 from tests import folders, warm
-from tests.conftest import RunningNode, until
-from tests.test_sessions import _alive
+from tests.conftest import RunningNode, lives, until
 
 StartNode = Callable[..., RunningNode]
 
@@ -54,13 +53,13 @@ def test_signals_and_kills_go_through(warm_python: str) -> None:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         assert pid != process.pid
-        assert _alive(pid)
+        assert lives(pid)
         process.send_signal(number)
         assert process.wait() == -number
         if number == signal.SIGKILL:  # the next one is made after its death
             subprocess.run([warm_python, "-c", "pass"], check=True)
-            assert not _alive(pid)
-        until(lambda pid=pid: not _alive(pid), "the fork to end")
+            assert not lives(pid)
+        until(lambda pid=pid: not lives(pid), "the fork to end")
         process.stdout.close()
 
 
@@ -89,7 +88,7 @@ def test_a_fork_is_a_process_with_a_number_and_a_code(start_node: StartNode, tmp
     with pytest.raises(subprocess.TimeoutExpired):
         node.process.wait(0.0)
     assert node.stop(signal.SIGKILL) == node.process.poll() == -signal.SIGKILL
-    assert not _alive(node.process.pid)
+    assert not lives(node.process.pid)
     with open(tmp_path / "log", "wb") as log:
         refused = warm.Fork(node.python, ["-m", "lightning_spot", "ls"], stdout=log, environment=os.environ)
     assert refused.wait(60) == 2
@@ -141,9 +140,9 @@ def test_nothing_that_was_forked_outlives_who_asked_for_it(tmp_path: Path) -> No
     with subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True) as session:
         assert session.stdout is not None
         pid = int(session.stdout.readline())
-        assert _alive(pid)
+        assert lives(pid)
         session.kill()
-    until(lambda: not _alive(pid), "the node to end")
+    until(lambda: not lives(pid), "the node to end")
     until(lambda: not folder.exists(), "its server to tidy up")
 
 
