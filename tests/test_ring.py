@@ -27,6 +27,7 @@ from lightning_spot.errors import (
     TierError,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory import area as area_module
 from lightning_spot.memory import portions, putting, room
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.node import Node
@@ -739,6 +740,33 @@ def test_a_damaged_leftover_is_dropped(make: Callable[..., Bench], runtime_dir: 
         file.write(b"\0damage\0")
     killed.die()
     assert make(area=area).committed() == [1]
+
+
+@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), MemoryError()], ids=["map", "objects"])
+@pytest.mark.parametrize("times", [1, 9])
+def test_what_cannot_be_taken_over_for_want_of_memory_is_not_dropped(
+    make: Callable[..., Bench], runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, times: int
+) -> None:
+    """It is tried again; if it does not pass, the node does not start, and the next one takes it over."""
+    area, left = runtime_dir / "area", [error] * times
+    killed = make(area=area)
+    killed.open(durable=False)
+    killed.save(1)
+    killed.save(2)
+    killed.die()
+
+    def short(fd: int, nbytes: int, real: Callable[..., mmap.mmap] = slot_module.map_shared) -> mmap.mmap:
+        if left:
+            raise left.pop()
+        return real(fd, nbytes)
+
+    monkeypatch.setattr(slot_module, "map_shared", short)
+    monkeypatch.setattr(area_module, "_AGAIN_S", (0.01, 0.01))
+    if times > 1:
+        with pytest.raises(TierError, match="cannot be read now"):
+            make(area=area)
+        left.clear()
+    assert make(area=area).committed() == [2, 1]
 
 
 def test_small_tmpfs_falls_back_to_memory_files(

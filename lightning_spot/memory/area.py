@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _LOCK = "lock"
 _MOST_AREAS = 100
+_AGAIN_S = (0.2, 1.0, 4.0)  # what passes, such as want of memory, is tried again after so long each time
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,9 @@ class SlotArea:
         """Slots that earlier nodes committed, checked byte by byte (or sealed); whatever else is here is removed.
 
         Those in the directories beside this one, which nobody holds any more, are brought here first.
+
+        Raises:
+            TierError: if one cannot be read now, for want of memory or of descriptors: all stay for the next node.
         """
         for other in self._places:
             if other == self.path or not other.is_dir():
@@ -137,7 +142,11 @@ class SlotArea:
             if lock is not None:
                 with lock:
                     self._take_in(other)
-        slots = [slot for path in self.path.glob("slot-*.json") if (slot := self._reopen(path)) is not None]
+        try:
+            slots = [slot for path in self.path.glob("slot-*.json") if (slot := self._reopen(path)) is not None]
+        except TierError:
+            self._lock_file.close()
+            raise
         kept = {f"slot-{slot.index}" for slot in slots}
         for leftover in [*self.path.glob("slot-*"), *self.path.glob("*.tmp")]:
             if leftover.stem not in kept or leftover.suffix == ".tmp":
@@ -188,6 +197,19 @@ class SlotArea:
         self._lock_file.close()
 
     def _reopen(self, record_path: Path) -> Slot | None:
+        """The slot of a record, ``None`` if that or its bytes are damaged. What cannot be read now is not damaged."""
+        pauses_s = iter(_AGAIN_S)
+        while True:
+            try:
+                return self._reopen_now(record_path)
+            except (OSError, MemoryError) as error:
+                why = str(error) or type(error).__name__
+                if (pause_s := next(pauses_s, None)) is None:
+                    raise TierError(f"what an earlier node left in {record_path} cannot be read now: {why}") from error
+                logger.warning("%s cannot be taken over now (%s); it is tried again", record_path, why)
+                time.sleep(pause_s)
+
+    def _reopen_now(self, record_path: Path) -> Slot | None:
         index = record_path.stem.removeprefix("slot-")
         if not index.isdigit():
             return None
@@ -206,11 +228,16 @@ class SlotArea:
             slot.safe, slot.refused = list(record["safe"]), list(record["refused"])
             slot.settled, slot.given = bool(record.get("settled")), bool(record.get("given"))
             slot.sequence, slot.generation = int(record["sequence"]), 1
-        except (OSError, ValueError, KeyError, TypeError, CorruptSnapshot, LayoutUnsupported) as error:
+        except (FileNotFoundError, ValueError, KeyError, TypeError, CorruptSnapshot, LayoutUnsupported) as error:
             logger.warning("a slot left by an earlier node is dropped: %s", error)
             if slot.memory is not None:
                 slot.memory.close()
             return None
+        except BaseException:
+            if slot.memory is not None:
+                slot.memory.path = None  # it stays where it is
+                slot.memory.close()
+            raise
         slot.manifest, slot.run, slot.state = sealed, key_of(manifest), SlotState.COMMITTED
         if not manifest.is_sealed:  # that node was killed before anybody needed the checksums
             self.record(slot)

@@ -215,7 +215,11 @@ class SlotMemory:
     def reopen(cls, path: Path) -> SlotMemory:
         """Open a slot that an earlier node left in tmpfs."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        return cls(fd, map_shared(fd, os.fstat(fd).st_size), "tmpfs", path)
+        try:
+            return cls(fd, map_shared(fd, os.fstat(fd).st_size), "tmpfs", path)
+        except BaseException:
+            os.close(fd)
+            raise
 
     def view(self, nbytes: int) -> memoryview:
         """The first ``nbytes`` bytes, writable. Release it before the slot is closed."""
