@@ -22,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
+import hypothesis
 import psutil
 import pytest
 
@@ -41,8 +42,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are small: more thre
 def pytest_configure(config: pytest.Config) -> None:
     """Temporary files go to memory where there is room: a disk syncs each small file for milliseconds.
 
-    A worker, which was forked by :func:`pytest_xdist_setupnodes`, is told where by the one that began it.
+    A worker, which was forked by :func:`pytest_xdist_setupnodes`, is told where by the one that began it. What
+    hypothesis makes up may take long on a machine that does much else: 200 ms for one example is no bound there.
     """
+    hypothesis.settings.register_profile("slow", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+    hypothesis.settings.load_profile("slow")
     if folders.has_room_in_memory():
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(folders.SHM))
     if (given := getattr(config, "workerinput", None)) is not None:

@@ -11,7 +11,9 @@ from pathlib import Path
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 
+from lightning_spot.tiers.local import LocalStore
 from tests import exact_cases
+from tests.conftest import until
 from tests.exact_cases import Model, loader, train
 
 
@@ -61,6 +63,7 @@ def main() -> int:
     class KillAt(pl.Callback):
         def on_before_backward(self, trainer: pl.Trainer, *_: object) -> None:
             if trainer.fit_loop.total_batch_idx == arguments.kill_at:
+                until(lambda: LocalStore(arguments.root / "run").survey().manifests, "a snapshot to resume from")
                 os._exit(9)
 
     exact_cases.SAMPLES = 48  # epochs of 6 batches at two ranks

@@ -109,7 +109,7 @@ def _in_background(call: Any) -> threading.Thread:
 def main() -> None:
     wish = json.loads(sys.argv[1])
     host = starting.start(
-        wish["dirpath"], "run", slots=wish["slots"], memory_bytes=2**28, idle_timeout_s=30.0, max_stall_s=2.0
+        wish["dirpath"], "run", slots=wish["slots"], memory_bytes=2**28, idle_timeout_s=30.0, max_stall_s=20.0
     )
     host.open_run(info_of(wish["dirpath"], wish["attempt"]))
     for step in range(1, wish["committed"] + 1):

@@ -87,7 +87,7 @@ def test_a_file_that_a_user_named_is_never_cut() -> None:
         Manifest.from_json(json.dumps({**manifest().to_dict(), "file": ""}))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 2)), min_size=1, max_size=4),
     tail=st.integers(0, 5000),

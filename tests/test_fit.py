@@ -710,6 +710,7 @@ def test_a_zombie_is_fenced_and_trains_on(tmp_path: Path, caplog: pytest.LogCapt
     class Successor(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step == 10:
+                until(lambda: manifests(tmp_path), "a first one to be durable")
                 LocalStore(tmp_path / "run-1").claim(claim_of(2))
 
     run = trainer(spot(tmp_path, flush_timeout_s=5.0), Successor())

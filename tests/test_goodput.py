@@ -218,8 +218,8 @@ def test_a_heartbeat_outlives_a_kill(tmp_path: Path) -> None:
     class Look(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             time.sleep(0.02)
-            if trainer.global_step == 30:
-                seen.extend(read_records(url))
+            if trainer.global_step == 30:  # which stands, while what beats goes on
+                seen.extend(until(lambda: [record for record in read_records(url) if record["step"] >= 20], "a beat"))
 
     trainer(GoodputMonitor(url, heartbeat_s=0.05), Look()).fit(Net(), data())
     assert seen[0]["end"] == "running"

@@ -81,7 +81,7 @@ def test_an_error_of_ours_ends_no_training_and_harms_no_snapshot(
 ) -> None:
     step = 0 if where.endswith((".warm", "._add")) else 5
     strike = Strike(where, MemoryError("none is left"), step=step)
-    net, _ = fit(tmp_path / "run", strike)
+    net, _ = fit(tmp_path / "run", strike, on_full="wait")
     assert not strike.left, "it was not called"
     assert is_alike(net, undisturbed)
     newest = LocalStore(tmp_path / "run").survey().manifests[0]

@@ -69,7 +69,6 @@ def test_the_interval_grows_with_cost_and_with_reliability(stall_s: float, mtbf_
 
 
 @given(st.floats(1e-4, 0.5), st.floats(100.0, 1e6))
-@settings(deadline=None)
 def test_it_is_the_best_there_is(ratio: float, mtbf_s: float) -> None:
     """Against a minimisation of the exact expected time (Daly 2006, eq. 20) by scipy."""
     stall_s = ratio * mtbf_s
@@ -232,7 +231,7 @@ def test_it_goes_on_where_a_snapshot_was_taken() -> None:
 
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=30, max_size=200))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_no_metric_breaks_it(values: list[float]) -> None:
     for policy in (ConvergenceAware(), COCI(profile_threshold=10, fit_interval=5)):
         policy.learn(Costs(stall_s=1.0, mtbf_s=3600.0, total_steps=200))
@@ -288,7 +287,6 @@ def test_readings_take_no_more_memory_as_a_run_grows() -> None:
     st.floats(0.001, 0.1),
     st.floats(0.0, 0.05),
 )
-@settings(deadline=None)
 def test_spread_keeps_its_bounds(speed: list[float], snapshots: float, half: float, most: float) -> None:
     price = Price(stall=half, rework=half)
     stretch = spread(np.array(speed), snapshots=snapshots, price=price, most_rise=most)

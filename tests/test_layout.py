@@ -424,7 +424,7 @@ states = st.recursive(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(states)
 def test_any_state_is_saved_as_torch_does(state: Any) -> None:
     assert_like_torch(Layouter(), state)

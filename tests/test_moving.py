@@ -16,7 +16,7 @@ SIZES = st.one_of(st.integers(0, 300), st.integers(16_000, 16_500), st.integers(
 
 
 @compiled
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(SIZES, st.integers(0, 80), st.integers(0, 80)), max_size=6), st.randoms())
 def test_every_byte_arrives_and_none_beside_it_is_touched(moves: list[tuple[int, int, int]], random) -> None:
     total = sum(nbytes + before + between for nbytes, before, between in moves) + 200

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lightning_spot.errors import NoticeUnavailable, SettingsError
-from lightning_spot.notices import metadata
+from lightning_spot.notices import detect, metadata, signals
 from lightning_spot.notices.alibaba import AlibabaSource
 from lightning_spot.notices.aws import AwsSource
 from lightning_spot.notices.azure import AzureSource
@@ -35,7 +35,9 @@ from tests.metadata_server import MetadataServer
 
 
 @pytest.fixture
-def server() -> Iterator[MetadataServer]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetadataServer]:
+    """It is given more time than one beside a real machine, which has its processors to itself."""
+    monkeypatch.setitem(metadata.ask.__kwdefaults__, "wait_s", 20.0)
     running = MetadataServer()
     yield running
     running.close()
@@ -77,13 +79,13 @@ def test_nothing_then_a_notice(subject: Subject) -> None:
     assert subject.source.poll() is None
     assert subject.source.poll() is None
     subject.announce(60.0)
-    notice = until(subject.source.poll, "a notice", 5)
+    notice = until(subject.source.poll, "a notice")
     assert notice.kind == "stop"
     assert notice.source == subject.source.name
     assert notice.text
     expected = 30.0 if subject.source.name == "gcp" else 60.0
-    assert notice.grace_s == pytest.approx(expected, abs=2.0)
-    assert notice.deadline_s == pytest.approx(time.monotonic() + expected, abs=3.0)
+    assert notice.grace_s == pytest.approx(expected, abs=10.0)  # whole seconds, on a machine that may be slow
+    assert notice.deadline_s == pytest.approx(time.monotonic() + expected, abs=10.0)
     subject.source.close()
     subject.source.close()
 
@@ -91,9 +93,9 @@ def test_nothing_then_a_notice(subject: Subject) -> None:
 def test_the_first_notice_is_latched(subject: Subject) -> None:
     watcher = Watcher([subject.source])
     subject.announce(60.0)
-    until(subject.source.poll, "a notice", 5)
+    until(subject.source.poll, "a notice")
     watcher.start()
-    first = until(lambda: watcher.notice, "the notice", 10)
+    first = until(lambda: watcher.notice, "the notice")
     time.sleep(0.3)  # the fake server's time slides with every question
     assert watcher.notice is first
     watcher.stop()
@@ -120,7 +122,7 @@ def test_a_hanging_service_is_given_up(server: MetadataServer) -> None:
     started = time.monotonic()
     with pytest.raises(NoticeUnavailable):
         metadata.ask(server.url, "/", source="aws", headers={}, wait_s=0.2)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15  # it would hang for 30 s
 
 
 def test_aws_renews_its_token(server: MetadataServer) -> None:
@@ -271,30 +273,35 @@ def test_a_signal_to_the_whole_group_ends_workers_and_raises_nothing_of_them(sou
     assert signal.getsignal(signal.SIGCHLD) is torch_raises
 
 
-def hear_of_a_worker_first() -> None:
+def hear_of_a_worker_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """One ends by itself, and then one by a signal to the whole group, which comes here a moment later."""
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         signal.raise_signal(signal.SIGCHLD)
+    monkeypatch.setattr(signals, "_GROUP_S", 20.0)  # a thread may be kept waiting for longer than a signal takes
     late = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGUSR2))
     late.start()
     signal.raise_signal(signal.SIGCHLD)
     late.join()
 
 
-def test_a_worker_may_hear_of_a_signal_to_the_whole_group_before_this_process_does(source: SignalSource) -> None:
+def test_a_worker_may_hear_of_a_signal_to_the_whole_group_before_this_process_does(
+    source: SignalSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of one that was killed alone, torch's error comes a moment later."""
     source.expect_workers()
-    hear_of_a_worker_first()
+    hear_of_a_worker_first(monkeypatch)
     assert source.notice is not None
     source.restore()
     source.expect_workers()  # nothing: signals are watched no more
     assert signal.getsignal(signal.SIGCHLD) is torch_raises
 
 
-def test_workers_that_end_by_a_signal_at_the_end_do_not_break_off_what_it_waits_for(source: SignalSource) -> None:
+def test_workers_that_end_by_a_signal_at_the_end_do_not_break_off_what_it_waits_for(
+    source: SignalSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The signal is kept until the last snapshot is safe; torch's error of a worker came in the middle of that."""
     source.hold()
-    hear_of_a_worker_first()
+    hear_of_a_worker_first(monkeypatch)
     signal.raise_signal(signal.SIGCHLD)
     source.restore()
     assert signal.getsignal(signal.SIGCHLD) is torch_raises
@@ -341,6 +348,7 @@ def test_choosing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_detection(tmp_path: Path, server: MetadataServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LIGHTNING_SPOT_CLOUD")
+    monkeypatch.setattr(detect, "ASK_ALL_S", 40.0)
     for file, text, cloud in [
         ("sys_vendor", "Amazon EC2", "aws"),
         ("product_name", "Google Compute Engine", "gcp"),
@@ -468,7 +476,7 @@ def test_ranks_that_end_one_after_the_other_warn_of_nothing(caplog: pytest.LogCa
     caplog.set_level(logging.DEBUG)
     server = ExchangeServer("secret")
     exchange = Exchange("127.0.0.1", server.port, "secret")
-    assert exchange.get("anything", 0.05) is None  # it is connected
+    until(lambda: server._writers, "it to be known there")
     Ballot("stop", rank=1, world_size=2, exchange=exchange, called=lambda: None)
     server.close(over=True)
     until(lambda: "has come to its end" in caplog.text, "the other rank to hear of the end")

@@ -71,7 +71,7 @@ class Ranks:
         return [{"random": capture_random(), "loaders": [position_of(loader)]} for loader in self.loaders]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     worlds=st.lists(st.integers(1, 4), min_size=2, max_size=4),
     cuts=st.lists(st.integers(0, 5), min_size=3, max_size=3),

@@ -19,7 +19,7 @@ from lightning_spot.staging.partitions import (
 
 SIZES = st.lists(st.one_of(st.integers(0, 5000), st.integers(0, 10**9)), max_size=40)
 ANY_TIME = st.one_of(st.floats(0, 10), st.floats(allow_nan=True, allow_infinity=True), st.just(0.0))
-QUICK = settings(max_examples=60, deadline=None)
+QUICK = settings(max_examples=60)
 
 
 def each_byte_once(partitions: list[Partition], sizes: list[int]) -> None:

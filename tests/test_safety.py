@@ -118,7 +118,7 @@ def test_training_does_not_stand_still_for_an_urgent_snapshot(tmp_path: Path, mo
 
     def seal(self: InProcessHost, lease: Any, manifest: Any, *more: Any, **named: Any) -> None:
         if manifest.step == 3:
-            stood.append(not begun.wait(1.0))
+            stood.append(not begun.wait(30.0))
         real(self, lease, manifest, *more, **named)
 
     def settle(self: SnapshotWriter, wait_s: float) -> None:

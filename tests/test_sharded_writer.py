@@ -339,6 +339,7 @@ def test_other_ranks_hear_at_once_that_rank_0_is_fenced(desk: Desk) -> None:
 def test_the_rest_of_a_snapshot_is_tried_and_its_tensors_have_their_places_in_the_iteration(desk: Desk) -> None:
     manifest = desk.take(1)
     desk.writer.settle(60.0)
+    until(lambda: desk.looked, "it to be tried")
     assert desk.looked == [{"epoch": 1}]
     assert desk.schedule.asked[-1:] == [(desk.weights.untyped_storage().data_ptr(), 400)]
     assert manifest.files

@@ -273,6 +273,7 @@ def test_what_did_not_change_is_not_copied_again_by_any_rank(desk: Desk) -> None
         done = desk.begin(step)
         desk.copied()
         done.result(LAST_S)
+        assert desk.first.flush(LAST_S) == []  # else a third slot may be made, which holds nothing yet
         before = [writer.copied_bytes for writer in desk.shares]
     desk.begin(5).result(LAST_S)
     nbytes = sum(weight.nbytes for weight in desk.ranks[0].weights)

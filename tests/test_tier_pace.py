@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lightning_spot import COCI, ConvergenceAware, EverySeconds, OverheadBudget, RemoteSnapshot, YoungDaly
@@ -69,7 +69,6 @@ def test_the_pace_is_that_of_the_nearest_tier_outside_the_machine(
 
 
 @given(st.floats(0.01, 30.0), st.floats(600.0, 1e5), st.floats(0.0, 300.0))
-@settings(deadline=None)
 def test_no_other_interval_is_much_better(stall_s: float, mtbf_s: float, near_s: float) -> None:
     """Machines alone fail: then neither a shorter nor a longer interval than the policy's has a lower overhead."""
     assume(stall_s + near_s < mtbf_s / 20)  # the closed form is of first order
@@ -255,7 +254,6 @@ def test_tiers_catch_up_while_machines_come_back() -> None:
     at_s=st.floats(1.0, 2000.0),
     kind=st.sampled_from(Failure),
 )
-@settings(deadline=None)
 def test_another_tier_never_makes_a_failure_take_more(
     gap_s: float, drains: list[tuple[float, Failure]], extra: tuple[float, Failure], at_s: float, kind: Failure
 ) -> None:
@@ -299,7 +297,6 @@ def test_a_memory_node_never_makes_a_failure_take_more_at_the_pace_it_allows(
 
 
 @given(st.lists(st.floats(0.5, 50.0), min_size=3, max_size=60), st.floats(0.0, 60.0), st.floats(1.0, 1000.0))
-@settings(deadline=None)
 def test_where_snapshots_come_unevenly_a_tier_is_close_to_what_it_would_be(
     gaps: list[float], drain_s: float, at_s: float
 ) -> None:

@@ -367,7 +367,7 @@ def test_adapters_cost_what_they_train(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(SnapshotWriter, "begin", counting)
     model = Adapters()
-    each: dict[str, Any] = {"interval": EverySteps(1), "on_full": "wait", "durable_every_s": 0.0}
+    each: dict[str, Any] = {"interval": EverySteps(1), "on_full": "wait", "durable_every_s": 0.0, "slots": 2}
     snapshots = RemoteSnapshot(str(tmp_path / "run"), memory=None, **each)
     trainer(snapshots, EachDurable(tmp_path / "run", 1), max_epochs=1).fit(model, data(12))
     nbytes = {True: 0, False: 0}

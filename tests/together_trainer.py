@@ -93,8 +93,8 @@ class Account(pl.Callback):
         snapshotter = self.spot.snapshots.snapshotter
         assert snapshotter is not None
         writer = snapshotter.attempt.writer if snapshotter.attempt is not None else snapshotter.together.writer
-        if snapshotter.attempt is not None:
-            snapshotter.attempt.writer.settle(60.0)
+        if writer is not None:
+            writer.settle(60.0)  # what another rank has copied counts when its part is in place, too
         told = {
             "copied": writer.copied_bytes if writer is not None else 0,
             "missed": getattr(writer, "missed", 0),
