@@ -96,6 +96,27 @@ def test_ranks_with_other_settings_are_told_the_first_difference(one: Any, other
     assert "start all ranks with the same program and settings" in found[0]
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_rank_that_waits_for_one_without_our_callback_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, late: bool
+) -> None:
+    """Nothing was said of it, on any rank, until the process group gave up after half an hour."""
+    monkeypatch.setattr(alike, "LATE_S", 0.01 if late else 60.0)
+    gather = alike.Agreement.gather
+
+    def wait(agreement: alike.Agreement, mine: Any) -> list[Any]:
+        if late:
+            until(lambda: caplog.text.count("has waited") == 2, "both ranks to say it")
+        return gather(agreement, mine)
+
+    monkeypatch.setattr(alike.Agreement, "gather", wait)
+    assert checked(spot(), spot()) == [None, None]
+    assert caplog.text.count("Each rank needs the same callbacks") == (2 if late else 0)
+    assert not [
+        each for each in threading.enumerate() if isinstance(each, threading.Timer) and not each.finished.is_set()
+    ]
+
+
 def test_ranks_with_other_versions_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alike, "versions", lambda: {"torch": f"2.{rank_of_this_thread()}"})
     found = checked(spot(), spot())

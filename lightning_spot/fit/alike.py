@@ -6,7 +6,11 @@ Where they have built different models, no snapshot can be put together, and tor
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
+import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch.nn import Module
@@ -22,6 +26,11 @@ from lightning_spot.fit.taking_part import parts_of
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+logger = logging.getLogger(__name__)
+
+LATE_S = 60.0
+"""A rank that waits so long for the others to begin says what for: one that has none of our callbacks never comes."""
+
 _OF_TRAINER = ("max_epochs", "max_steps", "accumulate_grad_batches", "val_check_interval", "check_val_every_n_epoch")
 _START = "start all ranks with the same program and settings"
 
@@ -35,7 +44,9 @@ def check_alike(trainer: pl.Trainer) -> None:
     ranks = Agreement(trainer)
     if ranks.size == 1:
         return
-    if found := _difference(ranks.gather(_facts(trainer))):
+    with _saying_for_what(ranks.rank):
+        everyones = ranks.gather(_facts(trainer))
+    if found := _difference(everyones):
         raise SettingsError(f"all ranks must be alike, and {found}: install the same versions everywhere, and {_START}")
 
 
@@ -53,6 +64,30 @@ def check_one_model(trainer: pl.Trainer) -> None:
         return
     found = _difference(ranks.gather(tensors)) or "its tensors come in another order on one of them"
     raise SettingsError(f"all ranks must build the same model, and {found}: {_START}")
+
+
+@contextlib.contextmanager
+def _saying_for_what(rank: int) -> Iterator[None]:
+    """Say it if ranks are waited for that do not come, which they cannot say by themselves."""
+    late = threading.Timer(
+        LATE_S,
+        logger.warning,
+        (
+            "lightning_spot: rank %d has waited %.0f s for the others to begin. Each rank needs the same callbacks: one"
+            " that has no SpotCheckpoint, or none of its parts, is waited for in vain",
+            rank,
+            LATE_S,
+        ),
+    )
+    late.daemon = True
+    try:
+        late.start()
+    except RuntimeError as error:  # no more threads can be had: then nobody says it
+        logger.debug("what is waited for is not said: %s", error)
+    try:
+        yield
+    finally:
+        late.cancel()
 
 
 def _difference(everyones: list[dict[str, str]]) -> str:
