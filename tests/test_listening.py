@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import struct
 import threading
@@ -76,6 +77,29 @@ class OneOfTwo(SimpleNamespace):
 def rank(number: int, *others: Any) -> Any:
     strategy = Strategy(rank=number, said=[], others=list(others))
     return OneOfTwo(global_rank=number, world_size=2, strategy=strategy)
+
+
+def test_rank_0_has_the_connections_of_more_ranks_than_a_process_may_have_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With 1,500 ranks, and 1,024 files, rank 0 could open nothing any more, and printed thousands of errors."""
+    monkeypatch.setattr("lightning_spot.fit.ranks.main_address", lambda _: "127.0.0.1")
+    before, connections = resource.getrlimit(resource.RLIMIT_NOFILE), list[Exchange]()
+    first = rank(0)
+    first.world_size = 300
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[0]), before[1]))
+        ranks = Ranks(first)
+        try:
+            connections += (Exchange(*ranks._address) for _ in range(299))
+            connections[0].set("stop", 7)
+            assert {each.get("stop", LAST_S) for each in connections} == {7}
+        finally:
+            for each in connections:
+                each.close()
+            ranks.end(over=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_where_rank_0_cannot_listen_all_ranks_end_with_that_error(monkeypatch: pytest.MonkeyPatch) -> None:

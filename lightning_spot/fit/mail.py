@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.mail import Mailbox, Sender
 from lightning_spot.fit.agreement import Agreement
-from lightning_spot.fit.ranks import main_address
+from lightning_spot.fit.ranks import allow_ranks, main_address
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -35,6 +35,7 @@ class Mail:
         agreement, secret, box, problem = Agreement(trainer), secrets.token_hex(32), None, ""
         self.sender: Sender | None = None
         if attempt is not None:
+            allow_ranks(agreement)
             try:
                 box = attempt.writer.mailbox = Mailbox(secret)
             except OSError as error:

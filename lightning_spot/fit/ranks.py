@@ -16,16 +16,28 @@ from lightning_spot.exact.fit_state import FitState
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.notices.ballot import Ballot
 from lightning_spot.notices.exchange import Exchange, ExchangeServer
+from lightning_spot.protocol.listening import allow_descriptors
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 logger = logging.getLogger(__name__)
 
+_FILES_OF_A_RANK = 4
+
 
 def main_address(trainer: pl.Trainer) -> str:
     """Address of rank 0, as all ranks know it."""
     return str(private.CLUSTER_ENVIRONMENT.of(private.ACCELERATOR_CONNECTOR.of(trainer)).main_address)
+
+
+def allow_ranks(agreement: Agreement) -> None:
+    """Let rank 0 have the connections of all ranks, of each one to the exchange and one for mail, beside its own files.
+
+    What most systems allow a process at first, 1,024, does for 256 ranks.
+    """
+    if agreement.rank == 0:
+        allow_descriptors(_FILES_OF_A_RANK * agreement.size)
 
 
 class Ranks:
@@ -40,6 +52,7 @@ class Ranks:
         self._ballots: list[Ballot] = []
         self._server: ExchangeServer | None = None
         if agreement.size > 1:
+            allow_ranks(agreement)
             secret = secrets.token_hex(16)
             self._server = agreement.on_rank_zero(lambda: ExchangeServer(secret))
             port, secret = agreement.tell((self._server.port if self._server is not None else 0, secret))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import resource
 import socket
 import threading
 from collections.abc import Callable, Coroutine
@@ -15,6 +17,8 @@ from concurrent.futures import Future
 from typing import Any
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+
+logger = logging.getLogger(__name__)
 
 _PROBES = 3
 
@@ -25,6 +29,17 @@ def port_of_all_interfaces() -> socket.socket:
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
+
+
+def allow_descriptors(wanted: int) -> None:
+    """Let this process have so many open files, as far as it may raise its limit: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError) as error:
+            logger.debug("the limit of open files stays at %d: %s", soft, error)
 
 
 def keep_alive(connection: socket.socket, silent_s: float) -> None:

@@ -6,12 +6,8 @@ Knows nothing of requests beyond whether one is being handled.
 from __future__ import annotations
 
 import asyncio
-import logging
-import resource
 from collections.abc import Callable
 from typing import Any
-
-logger = logging.getLogger(__name__)
 
 HEAD_TIMEOUT_S = 10.0
 """A request's line and headers must be there within this time of its first byte, and of the connection's start."""
@@ -19,10 +15,11 @@ HEAD_TIMEOUT_S = 10.0
 IDLE_TIMEOUT_S = 60.0
 """A kept-alive connection without a request is closed after this time."""
 
-MOST_CONNECTIONS = 1024
+MOST_CONNECTIONS = 4096
 """When there are so many, a new one takes the place of the one that has been idle longest."""
 
-_WANTED_DESCRIPTORS = 8192
+DESCRIPTORS = 8192
+"""Open files that a node should be allowed: each connection is one, and each stream of parts one more."""
 
 
 class Connections:
@@ -156,14 +153,3 @@ class Accepted(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def allow_descriptors() -> None:
-    """Raise this process' limit of open files as far as it may: each connection is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _WANTED_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        except (OSError, ValueError) as error:
-            logger.debug("the limit of open files stays at %d: %s", soft, error)

@@ -25,9 +25,10 @@ from lightning_spot.config import format_bytes, read_environment
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.memory.area import remove_abandoned
 from lightning_spot.memory.node import Node
+from lightning_spot.protocol.listening import allow_descriptors
 from lightning_spot.protocol.record import NodeRecord, hold, sweep
 from lightning_spot.service.channel import DescriptorChannel
-from lightning_spot.service.connections import allow_descriptors
+from lightning_spot.service.connections import DESCRIPTORS
 from lightning_spot.service.handlers import Service
 from lightning_spot.service.settings import NodeSettings, add_arguments, settings_from
 from lightning_spot.tiers.files import why_not_writable
@@ -57,7 +58,7 @@ def run_node(settings: NodeSettings) -> int:
         OSError: if the port is taken; nothing was touched then.
         SettingsError: if it is to write to what no file system that is installed can.
     """
-    allow_descriptors()
+    allow_descriptors(DESCRIPTORS)
     record = settings.record
     if record is None:
         for url in settings.allow:
