@@ -21,7 +21,7 @@ from tests.network import TOKEN, Network, listening, network_or_skip
 from tests.test_sharded_fit import check_states, final
 
 STEPS = 30
-"""Of each training in shards."""
+"""Of each training."""
 
 Kind = TypeVar("Kind", bound="Machines")
 
@@ -68,6 +68,23 @@ class Machines:
         time.sleep(8.0)
         self.network.mend(host)
 
+    def come_to(self, step: int) -> None:
+        """Train until that step."""
+        until(lambda: self.steps("run") >= step or self.ended(), f"step {step}", 200.0)
+        assert not self.ended(), self.log()
+
+    def ended(self) -> bool:
+        """Whether a rank has, or, under a launcher, all ranks of a machine."""
+        return any(rank.poll() is not None for rank in self.ranks)
+
+    def end(self) -> None:
+        """Both machines are lost, if one is: what is left there waits for the others."""
+        for host in ("first", "second"):
+            self.network.lose(host)
+
+    def log(self) -> str:
+        return "".join((self.root / "run" / f"log-{number}").read_text() for number in (0, 1))
+
     def wait(self, name: str) -> list[int]:
         codes = [rank.wait(300) for rank in self.ranks]
         print((self.root / name / "log-0").read_text())
@@ -99,16 +116,6 @@ class Sharded(Machines):
         self.train("run", STEPS)
         self.come_to(step)
 
-    def come_to(self, step: int) -> None:
-        until(lambda: self.steps("run") >= step or self.ended(), f"step {step}", 200.0)
-        assert not self.ended(), self.log()
-
-    def ended(self) -> bool:
-        return any(rank.poll() is not None for rank in self.ranks)
-
-    def log(self) -> str:
-        return "".join((self.root / "run" / f"log-{number}").read_text() for number in (0, 1))
-
     def lose(self, what: str) -> None:
         """Something is lost. Training goes on without it, or is started again."""
         if what == "a link":
@@ -128,11 +135,6 @@ class Sharded(Machines):
         self.network.lose("memory")
         until(lambda: self.steps("run") > before + 3 or self.ended(), "it to go on", 200.0)
         self.start_node()
-
-    def end(self) -> None:
-        """Both machines are lost, if one is: what is left there waits for the others."""
-        for host in ("first", "second"):
-            self.network.lose(host)
 
     def kill_rank(self) -> None:
         """One rank of the second machine."""
@@ -176,25 +178,25 @@ def twin(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Path:
 # -- when something is lost -----------------------------------------------------------------------------------------
 
 
-def staging(machines: Sharded) -> None:
+def staging(machines: Machines) -> None:
     """A step has ended: its state is copied."""
     machines.come_to(machines.steps("run") + 1)
 
 
-def sending(machines: Sharded) -> None:
+def sending(machines: Machines) -> None:
     staging(machines)
     before = machines.network.received("memory")
     until(lambda: machines.network.received("memory") > before + 100_000, "a portion to be on its way", 100.0)
 
 
-def committing(machines: Sharded) -> None:
+def committing(machines: Machines) -> None:
     """Two portions have come since a step has ended, or nearly so."""
     staging(machines)
     before = machines.network.received("memory")
     until(lambda: machines.network.received("memory") > before + 900_000, "all of it to be there", 100.0)
 
 
-def restoring(machines: Sharded) -> None:
+def restoring(machines: Machines) -> None:
     machines.end()
     machines.network.shape("memory", 4_000_000)  # it is read for seconds
     before = [machines.network.received(host) for host in ("first", "second")]
@@ -207,7 +209,7 @@ def restoring(machines: Sharded) -> None:
     until(reads, "both to be at reading", 200.0)
 
 
-PHASES: list[Callable[[Sharded], None]] = [staging, sending, committing, restoring]
+PHASES: list[Callable[[Machines], None]] = [staging, sending, committing, restoring]
 
 
 def flushing(machines: Machines) -> None:

@@ -25,12 +25,14 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.exact.compare import differences
 from lightning_spot.fit.hosts import Hosts
 from lightning_spot.fit.together import ACROSS, ALONE, Together
+from lightning_spot.image.packing import Compression
+from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.run.location import Location
 from tests.conftest import until
 from tests.gated import MIB
-from tests.machines import Machines, flushing, started
+from tests.machines import PHASES, STEPS, Machines, flushing, started
 from tests.served import served
 from tests.test_every_step import digest
 from tests.test_together import accounts, check_states, load, manifests, train
@@ -202,21 +204,21 @@ LOST = ["a rank", "a machine", "the first machine", "the memory node", "a link"]
     [
         ("the first machine", flushing),
         *(pytest.param(what, flushing, marks=pytest.mark.soak) for what in LOST if what != "the first machine"),
-        *(pytest.param(what, training, marks=pytest.mark.soak) for what in LOST),
+        *(pytest.param(what, when, marks=pytest.mark.soak) for what in LOST for when in (training, *PHASES)),
     ],
 )
 def test_two_machines_train_and_something_is_lost(
     machines: Machines, tmp_path: Path, what: str, when: Callable[[Machines], None]
 ) -> None:
-    machines.train("twin", 30)
+    machines.train("twin", STEPS)
     assert machines.wait("twin") == [0, 0]
     check_states(tmp_path / "twin")
     told = accounts(tmp_path / "twin", 2)
     assert told[0]["brought"] >= 10
-    machines.train("run", 30)
-    until(lambda: machines.steps("run") >= 12, "it to train", 120.0)
+    machines.train("run", STEPS)
+    machines.come_to(12)
     when(machines)
-    lose(machines, what, 30)
+    lose(machines, what, STEPS)
     assert machines.wait("run") == [0, 0]
     check_states(tmp_path / "run")
     ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]
@@ -348,15 +350,23 @@ class OnTwoRanks(SimpleNamespace):
     """A trainer, as far as it is asked for its ranks."""
 
 
-def test_approximations_on_several_hosts_are_sent_by_the_first_which_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("hosts", "compression", "said"),
+    [
+        (Hosts(count=2), "topk", r".*Leave compression="),
+        (Hosts(count=MOST_HOSTS + 1), "auto", f"at most {MOST_HOSTS} hosts"),
+        (Hosts(count=2, why_not="rank 1: no room"), "auto", ".*one has none: rank 1: no room"),
+    ],
+)
+def test_where_the_first_host_sends_everything_by_itself_a_warning_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: Hosts, compression: Compression, said: str
 ) -> None:
-    monkeypatch.setattr(Hosts, "meet", lambda *_: Hosts(count=2))
-    ring = RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=False, compression="topk")
+    monkeypatch.setattr(Hosts, "meet", lambda *_: hosts)
+    ring = RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=False, compression=compression)
     trainer: Any = OnTwoRanks(strategy=DDPStrategy(), world_size=2, global_rank=0)
     attempt: Any = SimpleNamespace(writer=SimpleNamespace(across=SimpleNamespace()))
     together = Together(trainer, ring)
-    with pytest.warns(UserWarning, match=r"the host of rank 0 sends every snapshot by itself.*Leave compression="):
+    with pytest.warns(UserWarning, match=f"the host of rank 0 sends every snapshot by itself, since {said}"):
         assert not together.begin(attempt, Location.of(tmp_path, "spot://a:1", None), "run", 1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import random
 import socket
@@ -32,9 +33,10 @@ from lightning_spot.errors import (
     SpotError,
     TooManyStreams,
 )
-from lightning_spot.image.layout import Layout, lay_out
+from lightning_spot.image.layout import lay_out
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.portion import Portion, Portions, cut, is_whole, joined
+from lightning_spot.image.pieces import Piece
+from lightning_spot.image.portion import MOST_HOSTS, Portion, Portions, cut, is_whole, joined
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory import visits
 from lightning_spot.memory.joint import Shared
@@ -53,6 +55,17 @@ RUN = f"run@{RUN_ID}"
 LAST_S = 100.0  # of what never takes so long
 
 
+def image_of(state: dict[str, Any]) -> tuple[bytes, tuple[Piece, ...]]:
+    """The file of a checkpoint, and where its storages lie."""
+    layout = lay_out(state)
+    image = bytearray(layout.nbytes)
+    for offset, data in layout.frame:
+        image[offset : offset + len(data)] = data
+    for piece in layout.pieces:
+        image[piece.offset : piece.offset + piece.nbytes] = bytes(piece.storage)
+    return bytes(image), tuple(layout.pieces)
+
+
 class Checkpoint:
     """A checkpoint of some weights, of which the other host brings the second half."""
 
@@ -61,14 +74,8 @@ class Checkpoint:
         self.weights = [torch.rand(2_000, generator=dice) for _ in range(8)]
         if frozen:
             self.weights[4:] = [torch.full((2_000,), float(index)) for index in range(4)]
-        self.layout: Layout = lay_out({"weights": self.weights, "note": note})
-        image = bytearray(self.layout.nbytes)
-        for offset, data in self.layout.frame:
-            image[offset : offset + len(data)] = data
-        for piece in self.layout.pieces:
-            image[piece.offset : piece.offset + piece.nbytes] = bytes(piece.storage)
-        self.image = bytes(image)
-        self.theirs: Ranges = joined((piece.offset, piece.nbytes) for piece in self.layout.pieces[4:])
+        self.image, pieces = image_of({"weights": self.weights, "note": note})
+        self.theirs: Ranges = joined((piece.offset, piece.nbytes) for piece in pieces[4:])
 
     def told(self) -> str:
         return json.dumps(Portions((self.theirs,), (1,)).to_dict())
@@ -109,7 +116,7 @@ class Team:
     def lead(self, step: int, checkpoint: Checkpoint, shares: int = 1) -> Upload:
         name = snapshot_name(step, self.attempt)
         shared = Shared(name=name, shares=shares, digest="d", layout=checkpoint.told(), at=self.at)
-        nbytes = checkpoint.layout.nbytes
+        nbytes = len(checkpoint.image)
         return self.first.lease(RUN, self.attempt, nbytes, name=shared.name, session="first", shared=shared)
 
     def fill(self, upload: Upload, checkpoint: Checkpoint) -> None:
@@ -133,7 +140,7 @@ class Team:
         """What the second host does."""
         upload = self.join(step)
         portion = Portion(checkpoint.theirs)
-        assert upload.nbytes == portion.nbytes < checkpoint.layout.nbytes
+        assert upload.nbytes == portion.nbytes < len(checkpoint.image)
         with upload.slot.view(upload.nbytes) as view:
             for start, nbytes in checkpoint.theirs:
                 place = portion.place(start)
@@ -224,7 +231,7 @@ def test_only_what_changed_is_sent_of_each_portion(team: Team) -> None:
     same = Checkpoint(1)
     for step in (1, 2, 3):
         team.check(team.take(step, same), same)
-    once = same.layout.nbytes
+    once = len(same.image)
     assert team.sent(team.first).bytes + team.sent(team.second).bytes < once + 5_000
     frozen = [Checkpoint(seed, frozen=True) for seed in (4, 5)]
     team.take(4, frozen[0])
@@ -767,7 +774,7 @@ def test_with_a_spare_replica_lost_older_snapshots_are_not_waited_for(pair: Team
 def test_what_is_not_every_byte_once_is_not_committed(team: Team) -> None:
     checkpoint = Checkpoint(1)
     joint = NodeStore(team.at).joint
-    nbytes, image = checkpoint.layout.nbytes, memoryview(checkpoint.image)
+    nbytes, image = len(checkpoint.image), memoryview(checkpoint.image)
     for step, missing in enumerate(("a byte", "a portion"), 1):
         shared = Shared(name=snapshot_name(step, 1), shares=2, layout=checkpoint.told())
         begun = joint.begin(shared, nbytes, attempt=1, hosts=2)
@@ -780,6 +787,43 @@ def test_what_is_not_every_byte_once_is_not_committed(team: Team) -> None:
         joint.give_up(begun)
     team.all_free()
     assert not team.memory.committed(RUN)
+
+
+@pytest.mark.parametrize("hosts", [100, pytest.param(MOST_HOSTS, marks=pytest.mark.soak)])
+def test_as_many_hosts_as_a_large_job_has_bring_a_snapshot_together(tmp_path: Path, hosts: int) -> None:
+    """More than 64 were refused, of a model in shards with an error and of DDP without a word."""
+    weights = torch.rand(hosts, 1024)
+    image, (piece,) = image_of({"weights": weights})
+    spans = [((piece.offset + 4096 * host, 4096),) for host in range(1, hosts)]
+    portions = Portions(tuple(spans), (8,) * (hosts - 1))
+    nbytes, told = len(image), json.dumps(portions.to_dict())
+    memory = Node(slots=None, memory_bytes=64 * MIB, open_store=open_store, allow=[str(tmp_path)])
+    with served(memory) as port, contextlib.ExitStack() as stack, ThreadPoolExecutor(hosts) as pool:
+        stores = [NodeStore(f"spot://127.0.0.1:{port}/{RUN}") for _ in range(hosts)]
+        for store in stores:
+            stack.callback(store.client.close)
+        info = RunInfo(name="run", id=RUN_ID, location=f"file://{tmp_path}/run", attempt=1, token="t")
+        stores[0].open_run(replace(info, durable_url=str(tmp_path / "run")))
+
+        def bring(host: int, name: str) -> None:
+            joint = stores[host].joint
+            gathering = joint.join(name, attempt=1, host=host, wait_s=LAST_S)
+            joint.bring(gathering, memoryview(image), spans[host - 1], None, lambda: None)
+            joint.placed(gathering, host)
+
+        for step in (1, 2):
+            name = snapshot_name(step, 1)
+            others = [pool.submit(bring, host, name) for host in range(1, hosts)]
+            begun = stores[0].joint.begin(Shared(name=name, shares=hosts, layout=told), nbytes, attempt=1, hosts=hosts)
+            stores[0].joint.bring(begun, memoryview(image), portions.rest(nbytes), None, lambda: None)
+            for other in others:
+                other.result(LAST_S)
+            sealed = stores[0].joint.seal(begun, manifest_of(step, nbytes=nbytes), lambda: None)
+            assert sealed.checksums
+            newest = memory.committed(RUN)[0]
+            assert newest.manifest is not None
+            assert newest.manifest.step == step
+            assert torch.equal(torch.load(io.BytesIO(newest.view()))["weights"], weights)
 
 
 @pytest.mark.parametrize("is_there", [False, True])
@@ -835,7 +879,7 @@ def test_requests_of_hosts_are_for_what_hosts_fill_only(team: Team) -> None:
         with pytest.raises(SpotError, match="not one that several hosts fill"):
             client.call("POST", f"/v1/uploads/{upload.id}/joint/{what}", body)
     team.memory.abort(upload.id)
-    for bad in ({"hosts": 1}, {"hosts": 65}, {"hosts": 2, "nbytes": 0}, {"hosts": 2, "name": "best.ckpt"}):
+    for bad in ({"hosts": 1}, {"hosts": MOST_HOSTS + 1}, {"hosts": 2, "nbytes": 0}, {"hosts": 2, "name": "best.ckpt"}):
         request = {"attempt": 1, "nbytes": 1000, "name": snapshot_name(1, 1), **bad}
         with pytest.raises(SettingsError):
             client.call("POST", f"/v1/runs/{RUN}/joint", request)

@@ -35,6 +35,7 @@ from lightning_spot.fit.hosts import Hosts
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.one_place import check_place
 from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory import joint
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.node import Node
 from lightning_spot.run.claims import claim_of
@@ -217,6 +218,14 @@ def test_shards_of_ranks_that_are_no_neighbours_come_together_whichever_of_them_
     share = 4 * ROWS * COLUMNS // 4
     for nbytes in copied:  # what is frozen, once for each slot
         assert 6 * share < nbytes < 13 * share
+
+
+def test_a_host_fills_its_own_shares_only_however_many_ranks_there_are(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of all ranks was held against the bound for those of one host: more than 1,024 took no snapshot."""
+    monkeypatch.setattr(joint, "MOST_SHARES", 3)
+    desk.check(desk.take(1))
 
 
 @contextlib.contextmanager

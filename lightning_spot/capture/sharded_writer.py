@@ -127,11 +127,12 @@ class ShardedWriter(SnapshotWriter):
         if why := self._layouter.unreadable:
             self.say_once("unreadable", "snapshots are taken, but NO RESUME from them will be possible: %s", why)
         nbytes, layout, told = image.layout.nbytes, image.layout, self._tell(image, state_bytes)
-        shared = Shared(name=manifest.name, shares=self._world_size, digest=image.digest, layout=told)
+        here = len(self.across.hosts[0]) if self._at else self._world_size
+        shared = Shared(name=manifest.name, shares=here, digest=image.digest, layout=told)
         if self._at:
-            layout = self._portioned.moved(layout, shared.layout, nbytes, host=0)
+            layout = self._portioned.moved(layout, told, nbytes, host=0)
             self.across.own_nbytes = layout.nbytes
-            shared = replace(shared, shares=len(self.across.hosts[0]), at=self._at, image_nbytes=nbytes)
+            shared = replace(shared, at=self._at, image_nbytes=nbytes)
         ask = host.lease if self._at else partial(self._leases.take, host)
         lease = ask(layout.nbytes, wait_s, shared=shared)
         return layout, lease, replace(manifest, nbytes=nbytes, files=image.files)

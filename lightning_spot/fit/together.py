@@ -32,6 +32,7 @@ from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.hosts import Hosts
 from lightning_spot.fit.mail import Mail
+from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.run.location import Location
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
@@ -47,9 +48,9 @@ SENT = ", with what each rank knows sent to rank 0"
 ACROSS = "together with the ranks of all hosts, at "
 """Begins the word that all hosts bring a snapshot to a memory node, whose URL follows."""
 
+_BY_ITSELF = "the host of rank 0 sends every snapshot by itself, since "
 _NOT_APPROXIMATED = (
-    "compression='topk' with ranks on several hosts: the host of rank 0 sends every snapshot by itself, since what"
-    " several hosts bring is not approximated. Leave compression= as it is to have each host send its share"
+    "what several hosts bring is not approximated. Leave compression= as it is to have each host send its share"
 )
 _MOST_FAILURES = 2
 
@@ -101,12 +102,20 @@ class Together(OfTrainer):
         self._members = list(hosts.ranks[0]) if len(hosts.ranks[0]) > 1 else []
         if attempt is not None:
             attempt.writer.across.wanted = hosts.can_bring
-            if hosts.count > 1 and location.nodes and self._settings.compression == "topk":
-                rank_zero_warn(f"lightning_spot: {_NOT_APPROXIMATED}")
+            if hosts.count > 1 and location.nodes and (why := self._why_by_itself(hosts)):
+                rank_zero_warn(f"lightning_spot: {_BY_ITSELF}{why}")
         if hosts.mine is None or trainer.global_rank in (0, *self._members) or hosts.can_bring:
             return attempt is None and hosts.mine is not None
         hosts.leave()
         return False
+
+    def _why_by_itself(self, hosts: Hosts) -> str:
+        """Why no other host than that of rank 0 sends anything to memory nodes; ``""`` if all do."""
+        if self._settings.compression == "topk":
+            return _NOT_APPROXIMATED
+        if hosts.count > MOST_HOSTS:
+            return f"at most {MOST_HOSTS} hosts bring one together, and these are {hosts.count}"
+        return f"every rank needs the node of its host, and one has none: {hosts.why_not}" if hosts.why_not else ""
 
     def begin_training(self, attempt: Attempt | None) -> None:
         """Have ranks that cannot write what only they know send it. Every rank calls it, when there are optimizers.

@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 from lightning_spot.errors import RingFull
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.slots import Making
 from lightning_spot.memory.upload import Upload
 
-_MOST_WAITING = 256
+_MOST_WAITING = 2 * MOST_HOSTS  # all hosts of one snapshot wait until it begins; those of others are served, too
 _LEASE_THREADS = 32  # of their own: memory is made on them, for seconds, and what else is asked is answered meanwhile
 ASKED_AGAIN_S = 10.0
 """So long after its connection broke, the first of several hosts counts as gone unless it was heard of again."""
