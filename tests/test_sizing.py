@@ -13,7 +13,9 @@ import pytest
 from lightning_spot.cli import sizing
 from lightning_spot.cli.command import main
 from lightning_spot.errors import SettingsError
-from lightning_spot.simulation.sizing import COPIES, Demand, size
+from lightning_spot.image.portion import MOST_HOSTS
+from lightning_spot.simulation.sizing import COPIES, CPU_S_PER_BYTE, Demand, size
+from tests.chained import FIRST, RUN, SECOND, THIRD, chained
 
 PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
 JOB = Demand(gpus=64, state_bytes=100e9, durable_bytes_per_s=80e6)
@@ -28,32 +30,46 @@ def test_the_table_of_the_page_is_what_the_command_says(capsys: pytest.CaptureFi
         found = json.loads(capsys.readouterr().out)
         assert main(["simulate", *command.strip("`").split()]) == 0
         said = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if "  " in line)
-        names = ("machines", "one is lost every", "memory nodes", "memory of each", "each receives", "safe in")
+        names = ("machines", "one is lost every", "memory nodes", "memory of each", "each receives")
+        names = (*names, "processors of each", "safe in")
         plain = [said[name].strip() for name in (*names, "lost", "lost without nodes")]
         assert [*plain, "yes" if found["pays"] else "no"] == told
 
 
+def test_a_snapshot_is_whole_at_one_node_as_it_is_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three nodes that a run named, it was told to rent, each had a third of what it sends: one has all of it."""
+    with chained(tmp_path, monkeypatch) as make:
+        bench = make()
+        bench.start(FIRST, SECOND, THIRD)
+        bench.save(1, wait_s=10)
+        assert bench.flush() == []
+        held = [[slot.manifest for slot in node.committed(RUN)] for node in bench.nodes.values()]
+    (manifest,) = (each for found in held for each in found)
+    found = size(replace(JOB, state_bytes=manifest.nbytes), 1)
+    assert (found.replicas, found.memory_bytes) == (1, COPIES * manifest.nbytes)
+
+
 def test_more_of_anything_never_makes_it_worse() -> None:
     found = size(JOB)
-    assert size(replace(JOB, node_bytes_per_s=2.5e9)).lost <= found.lost
-    assert size(replace(JOB, lifetime_s=86400.0)).lost <= found.lost
-    assert size(replace(JOB, node_price=0.5)).nodes <= found.nodes
-    assert size(replace(JOB, state_bytes=400e9)).nodes > found.nodes
+    assert size(replace(JOB, node_bytes_per_s=2.5e9)).lost < found.lost
+    assert size(replace(JOB, lifetime_s=86400.0)).lost < found.lost
+    assert size(replace(JOB, node_back_s=0.0), 1).lost < size(JOB, 1).lost
     larger = [size(replace(JOB, gpus=64 * factor)) for factor in (1, 2, 4, 8)]
     assert all(one.lost <= other.lost for one, other in itertools.pairwise(larger))  # more machines fail more often
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_what_is_rented_holds_and_takes_what_it_must(replicas: int) -> None:
-    for gpus, state in itertools.product((8, 64, 512), (10e9, 100e9, 3e12)):
-        job = replace(JOB, gpus=gpus, state_bytes=state)
+    for gpus, state, node_bytes_per_s in itertools.product((8, 64, 512), (10e9, 100e9, 3e12), (1.25e9, 25e9)):
+        job = replace(JOB, gpus=gpus, state_bytes=state, node_bytes_per_s=node_bytes_per_s)
         found = size(job, replicas)
-        assert found.nodes >= replicas
-        assert found.memory_bytes <= job.node_memory_bytes
-        assert found.memory_bytes * found.nodes == pytest.approx(COPIES * replicas * state)
+        assert found.replicas == replicas
+        assert found.memory_bytes == COPIES * state
         assert found.in_bytes_per_s <= job.node_bytes_per_s * 1.001
-        assert found.in_bytes_per_s * found.nodes <= job.senders * job.host_bytes_per_s * 1.001
+        assert found.in_bytes_per_s * replicas <= job.senders * job.host_bytes_per_s * 1.001
+        assert found.processors >= found.in_bytes_per_s * CPU_S_PER_BYTE
         assert found.safe_s <= found.interval_s
+        assert found.by_hosts == (replicas * job.node_bytes_per_s >= job.senders * job.host_bytes_per_s)
 
 
 def test_a_second_replica_pays_where_nodes_do_not_last() -> None:
@@ -62,32 +78,41 @@ def test_a_second_replica_pays_where_nodes_do_not_last() -> None:
 
 
 def test_one_host_that_sends_all_is_bound_by_its_own_network() -> None:
-    found = size(replace(JOB, sending_hosts=1))
+    found = size(replace(JOB, sending_hosts=1, node_bytes_per_s=12.5e9))
     assert found.by_hosts
     assert found.safe_s == pytest.approx(80.0)
-    assert found.nodes == 2  # for their memory
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"gpus": 0}, {"state_bytes": -1.0}, {"lifetime_s": 0.0}, {"sending_hosts": -1}, {"stall_s": -1.0}],
+    [
+        {"gpus": 0},
+        {"state_bytes": -1.0},
+        {"lifetime_s": 0.0},
+        {"sending_hosts": -1},
+        {"stall_s": -1.0},
+        {"node_price": -1},
+    ],
 )
 def test_what_is_no_job_is_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=next(iter(wrong))):
         replace(JOB, **wrong)
 
 
-def test_a_state_that_no_fleet_holds_is_named() -> None:
-    with pytest.raises(SettingsError, match="larger ones"):
-        size(replace(JOB, state_bytes=1e15))
+def test_a_state_that_the_node_does_not_hold_and_a_job_that_brings_none_together_are_named() -> None:
+    with pytest.raises(SettingsError, match=r"3e\+12 bytes of memory.*take a larger one"):
+        size(replace(JOB, state_bytes=1e12, node_memory_bytes=256 * 2.0**30))
+    with pytest.raises(SettingsError, match=f"at most {MOST_HOSTS}"):
+        replace(JOB, gpus=8 * MOST_HOSTS + 1)
 
 
 def test_the_command_says_what_to_rent(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["simulate", "--gpus", "64", "--state", "100GB", "--memory-node-price", "1.5", "--price", "25"]
     assert main(command) == 0
     said = capsys.readouterr().out
-    assert "rent 3 memory nodes with 100.00 GB" in said
-    assert "4.50 an hour" in said
+    assert "rent 1 memory node with 300.00 GB" in said
+    assert "1.50 an hour" in said
+    assert "the machines can send 10.00 GB/s" in said
     assert main([*command, "--replicas", "2"]) == 0
     assert "SpotCheckpoint(replicas=2)" in capsys.readouterr().out
     assert main(["simulate", "--gpus", "8", "--state", "1GB"]) == 0

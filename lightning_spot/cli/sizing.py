@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser, size: Callable[[str], int]) -
         size: reads a size, or a size per second.
     """
     rent = parser.add_argument_group("what to rent (nothing is simulated then)")
-    rent.add_argument("--gpus", type=int, metavar="N", help="GPUs of the job: say how many memory nodes it needs")
+    rent.add_argument("--gpus", type=int, metavar="N", help="GPUs of the job: say which memory node it needs")
     rent.add_argument("--state", type=size, metavar="SIZE", help="one snapshot of the whole job (--snapshot-size)")
     rent.add_argument("--gpus-per-host", type=int, default=8, metavar="N", help="GPUs of a machine (8)")
     rent.add_argument(
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser, size: Callable[[str], int]) -
         "--host-speed", type=size, default=1_250_000_000, metavar="SIZE/s", help="what a machine can send (1.25GB/s)"
     )
     rent.add_argument(
-        "--memory-node-memory", type=size, default=256 * 2**30, metavar="SIZE", help="of a memory node (256GiB)"
+        "--memory-node-memory", type=size, default=0, metavar="SIZE", help="of a memory node (as much as it needs)"
     )
     rent.add_argument("--replicas", type=int, metavar="N", help="nodes that keep each snapshot (1 or 2, which pays)")
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser, size: Callable[[str], int]) -
 def rent(arguments: argparse.Namespace) -> int:
     """Print what to rent."""
     from lightning_spot.simulation.failures import NODE_MTBF_S
-    from lightning_spot.simulation.sizing import NODE_PRICE, Demand, size
+    from lightning_spot.simulation.sizing import Demand, size
 
     if arguments.trace:
         raise SettingsError("--trace is of single machines: with --gpus, give their mean --lifetime")
@@ -67,7 +67,8 @@ def rent(arguments: argparse.Namespace) -> int:
         stall_s=arguments.stall,
         lifetime_s=arguments.lifetime,
         node_lifetime_s=NODE_MTBF_S if node_lifetime_s is None else node_lifetime_s,
-        node_price=arguments.memory_node_price / arguments.price if arguments.price > 0 else NODE_PRICE,
+        node_back_s=arguments.restart,
+        node_price=arguments.memory_node_price / arguments.price if arguments.price > 0 else None,
     )
     found = size(demand, arguments.replicas)
     if arguments.json:
@@ -88,10 +89,10 @@ def described(demand: Demand, found: Rent) -> dict[str, str]:
         "state": format_bytes(demand.state_bytes),
         "machines": str(demand.hosts),
         "one is lost every": format_seconds(demand.mtbf_s),
-        "memory nodes": str(found.nodes),
-        "replicas": str(found.replicas),
+        "memory nodes": str(found.replicas),
         "memory of each": format_bytes(found.memory_bytes),
         "each receives": f"{format_bytes(found.in_bytes_per_s)}/s",
+        "processors of each": str(found.processors),
         "a snapshot every": format_seconds(found.interval_s),
         "safe in": format_seconds(found.safe_s),
         "lost": f"{100 * found.lost:.1f} %",
@@ -104,13 +105,15 @@ def _advice(demand: Demand, found: Rent, price: float) -> list[str]:
         return [f"a machine is lost every {format_seconds(demand.mtbf_s)}: no snapshots make up for that"]
     if not found.pays:
         return ["what memory nodes would save is less than they cost: the durable tier alone will do"]
-    cost = f", {price * found.nodes:.2f} an hour" if price else ""
-    lines = [
-        f"rent {found.nodes} memory node{'s' if found.nodes > 1 else ''} with {format_bytes(found.memory_bytes)} for"
-        f" snapshots, {format_bytes(found.in_bytes_per_s)}/s in and {format_bytes(found.out_bytes_per_s)}/s out{cost}"
-    ]
+    nodes = f"{found.replicas} memory node{'s' if found.replicas > 1 else ''}"
+    speeds = f"{format_bytes(found.in_bytes_per_s)}/s in and {format_bytes(found.out_bytes_per_s)}/s out"
+    cost = f", {price * found.replicas:.2f} an hour" if price else ""
+    lines = [f"rent {nodes} with {format_bytes(found.memory_bytes)} for snapshots, {speeds}{cost}"]
     if found.replicas > 1:
         lines.append(f"SpotCheckpoint(replicas={found.replicas})")
     if found.by_hosts:
-        lines.append(f"the machines' own network bounds it ({demand.senders} send): faster nodes change nothing")
+        lines.append(f"the machines' own network bounds it ({demand.senders} send): a faster node changes nothing")
+    else:
+        most = format_bytes(demand.senders * demand.host_bytes_per_s / found.replicas)
+        lines.append(f"the node's network bounds it: the machines can send {most}/s (--memory-node-speed)")
     return lines

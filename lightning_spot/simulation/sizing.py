@@ -1,6 +1,7 @@
-"""What to rent for a job of many machines: how many memory nodes, how large, how fast, and how many replicas.
+"""What to rent for a job of many machines: how large and how fast a memory node, and how many replicas.
 
-Formulas, to first order; docs/scale.md derives them.
+A run goes to one memory node, and with replicas to as many: all of each snapshot is there. Other nodes that it names
+are spare. Formulas, to first order; docs/scale.md derives them.
 """
 
 from __future__ import annotations
@@ -9,19 +10,23 @@ import math
 from dataclasses import dataclass
 
 from lightning_spot.errors import SettingsError
+from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.simulation.closed_form import FailureClass, lost_s, overhead
 from lightning_spot.simulation.failures import NODE_MTBF_S
 
 COPIES = 3
 """Snapshots of a run that a node holds at once: the newest, one that arrives, one that goes on to the durable tier."""
 
-NODE_PRICE = 0.05
-"""Price of a memory node in prices of a machine of the job, unless it is said: 256 GiB of memory beside eight GPUs."""
+NODE_PRICE, NODE_PRICE_BYTES = 0.05, 256 * 2**30
+"""Of a memory node, in prices of a machine of the job, unless it is said: for so much memory, beside eight GPUs."""
+
+CPU_S_PER_BYTE = 0.8 / 2**30
+"""Of a node that receives: ``python -m benchmarks scale`` measures it, see docs/scale.md."""
 
 NOTICED_S = 15.0
-"""From the loss of a memory node until snapshots go to another one: asked every 10 s, it is waited for at most 5 s."""
+"""From the loss of a memory node until it is known: it is asked every 10 s, and waited for at most 5 s."""
 
-_MOST_NODES = 4096
+_MAY_BE_0 = ("sending_hosts", "stall_s", "node_memory_bytes", "node_back_s", "node_price")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +40,13 @@ class Demand:
         sending_hosts: machines that send a share of each snapshot; 0 for all. One, where one host has the whole file.
         host_bytes_per_s: what a machine sends to memory nodes beside training.
         node_bytes_per_s: what a memory node receives.
-        node_memory_bytes: what it has for snapshots.
+        node_memory_bytes: what it can have for snapshots; 0 for as much as is needed.
         durable_bytes_per_s: what it brings to the durable tier.
         stall_s: how long training waits for a snapshot.
         lifetime_s: mean of a machine's.
         node_lifetime_s: mean of a memory node's.
-        node_price: of a memory node, in prices of a machine.
+        node_back_s: from its loss until there is another one.
+        node_price: of a memory node, in prices of a machine; ``None`` for what its memory costs.
     """
 
     gpus: int
@@ -49,22 +55,21 @@ class Demand:
     sending_hosts: int = 0
     host_bytes_per_s: float = 1.25e9
     node_bytes_per_s: float = 1.25e9
-    node_memory_bytes: float = 256 * 2.0**30
+    node_memory_bytes: float = 0.0
     durable_bytes_per_s: float = 400e6
     stall_s: float = 1.0
     lifetime_s: float = 7200.0
     node_lifetime_s: float = NODE_MTBF_S
-    node_price: float = NODE_PRICE
+    node_back_s: float = 600.0
+    node_price: float | None = None
 
     def __post_init__(self) -> None:
-        if self.sending_hosts < 0:
-            raise SettingsError(f"sending_hosts={self.sending_hosts}: 0 or more machines send")
         for name in self.__dataclass_fields__:
-            if name not in ("sending_hosts", "stall_s", "node_price") and not getattr(self, name) > 0:
-                raise SettingsError(f"{name}={getattr(self, name)}: it must be more than 0")
-        for name in ("stall_s", "node_price"):
-            if getattr(self, name) < 0:
-                raise SettingsError(f"{name}={getattr(self, name)}: it must be 0 or more")
+            value, may_be_0 = getattr(self, name), name in _MAY_BE_0
+            if value is not None and not (value >= 0 if may_be_0 else value > 0):
+                raise SettingsError(f"{name}={value}: it must be {'0 or more' if may_be_0 else 'more than 0'}")
+        if self.hosts > MOST_HOSTS:
+            raise SettingsError(f"{self.hosts} machines: at most {MOST_HOSTS} bring a snapshot together")
 
     @property
     def hosts(self) -> int:
@@ -87,12 +92,12 @@ class Rent:
     """What to rent, and what it gains.
 
     Attributes:
-        nodes: memory nodes.
-        replicas: at how many of them each snapshot is kept.
-        memory_bytes: that each node needs for snapshots.
+        replicas: memory nodes; each has every snapshot.
+        memory_bytes: that each needs for snapshots.
         in_bytes_per_s: that each receives.
-        out_bytes_per_s: that each brings to the durable tier.
-        safe_s: from a snapshot's begin until it is at all its replicas.
+        processors: that each needs for that.
+        out_bytes_per_s: that the one that carries the run on brings to the durable tier.
+        safe_s: from a snapshot's begin until it is at all of them.
         interval_s: between two snapshots.
         lost: share of the time that snapshots and lost machines take, without the time until new machines run.
         alone: the same without memory nodes, the hosts writing to the durable tier by themselves.
@@ -100,10 +105,10 @@ class Rent:
         pays: whether what the nodes save is more than they cost.
     """
 
-    nodes: int
     replicas: int
     memory_bytes: float
     in_bytes_per_s: float
+    processors: int
     out_bytes_per_s: float
     safe_s: float
     interval_s: float
@@ -121,63 +126,58 @@ def size(demand: Demand, replicas: int | None = None) -> Rent:
         replicas: how many; ``None`` for one or two, whichever costs less.
 
     Raises:
-        SettingsError: if the memory of thousands of nodes would not do, or ``replicas`` is less than 1.
+        SettingsError: if a node's memory would not do, or ``replicas`` is less than 1.
     """
     if replicas is not None and replicas < 1:
         raise SettingsError(f"replicas={replicas}: at least 1")
-    choices = [
-        (count, nodes) for count in ((1, 2) if replicas is None else (replicas,)) for nodes in _counts(demand, count)
-    ]
-    replicas, nodes = min(choices, key=lambda choice: _cost(demand, *choice))
-    safe_s = _safe_s(demand, replicas, nodes)
+    memory_bytes = COPIES * demand.state_bytes
+    if 0 < demand.node_memory_bytes < memory_bytes:
+        raise SettingsError(
+            f"a run goes to one memory node, which needs {memory_bytes:.3g} bytes of memory for {COPIES} snapshots of"
+            f" {demand.state_bytes:.3g}; it has {demand.node_memory_bytes:.3g}: take a larger one, or the durable tier"
+            " alone"
+        )
+    replicas = min((1, 2), key=lambda count: _cost(demand, count)) if replicas is None else replicas
+    safe_s = _safe_s(demand, replicas)
     interval_s = _period_s(demand, safe_s)
-    held_bytes = replicas * demand.state_bytes / nodes
+    in_bytes_per_s = demand.state_bytes / safe_s
     alone = _lost(demand, demand.state_bytes / (demand.senders * demand.durable_bytes_per_s))
     return Rent(
-        nodes=nodes,
         replicas=replicas,
-        memory_bytes=COPIES * held_bytes,
-        in_bytes_per_s=held_bytes / safe_s,
-        out_bytes_per_s=min(demand.durable_bytes_per_s, demand.state_bytes / nodes / interval_s),
+        memory_bytes=memory_bytes,
+        in_bytes_per_s=in_bytes_per_s,
+        processors=math.ceil(in_bytes_per_s * CPU_S_PER_BYTE),
+        out_bytes_per_s=min(demand.durable_bytes_per_s, demand.state_bytes / interval_s),
         safe_s=safe_s,
         interval_s=interval_s,
-        lost=_lost_with(demand, replicas, nodes),
+        lost=_lost_with(demand, replicas),
         alone=alone,
-        by_hosts=_hosts_s(demand, replicas) >= _nodes_s(demand, replicas, nodes),
-        pays=_cost(demand, replicas, nodes) < demand.hosts * alone,
+        by_hosts=_hosts_s(demand, replicas) >= _node_s(demand),
+        pays=_cost(demand, replicas) < demand.hosts * alone,
     )
 
 
-def both_lost(demand: Demand, nodes: int) -> float:
+def both_lost(demand: Demand) -> float:
     """Share of the time that is lost, with one replica, to a memory node and a machine that go together.
 
-    A lost node's snapshots are sent to another one at once. A machine that is lost before they are there takes the job
-    back to the durable tier.
+    Until there is another node, and a snapshot at it, a machine that is lost takes the job back to the durable tier.
     """
-    gone_s = NOTICED_S + _safe_s(demand, 1, nodes)
-    durable_s = demand.state_bytes / (nodes * demand.durable_bytes_per_s)
-    back_s = lost_s(_period_s(demand, _safe_s(demand, 1, nodes)), durable_s)
-    return nodes / demand.node_lifetime_s * min(1.0, gone_s / demand.mtbf_s) * back_s
+    safe_s = _safe_s(demand, 1)
+    gone_s = NOTICED_S + demand.node_back_s + safe_s
+    back_s = lost_s(_period_s(demand, safe_s), demand.state_bytes / demand.durable_bytes_per_s)
+    return min(1.0, gone_s / demand.mtbf_s) * back_s / demand.node_lifetime_s
 
 
-def _counts(demand: Demand, replicas: int) -> range:
-    """Numbers of nodes with enough memory for so many replicas, up to one for each share of each."""
-    fewest = max(replicas, math.ceil(COPIES * replicas * demand.state_bytes / demand.node_memory_bytes))
-    if fewest > _MOST_NODES:
-        raise SettingsError(
-            f"{replicas} replicas of {demand.state_bytes:.3g} bytes need {fewest} nodes of"
-            f" {demand.node_memory_bytes:.3g} bytes of memory: take larger ones"
-        )
-    return range(fewest, max(fewest, min(_MOST_NODES, replicas * demand.senders)) + 1)
-
-
-def _cost(demand: Demand, replicas: int, nodes: int) -> float:
+def _cost(demand: Demand, replicas: int) -> float:
     """What the machines lose and the nodes cost, in prices of a machine."""
-    return demand.hosts * _lost_with(demand, replicas, nodes) + demand.node_price * nodes
+    price = demand.node_price
+    if price is None:
+        price = NODE_PRICE * max(1.0, COPIES * demand.state_bytes / NODE_PRICE_BYTES)
+    return demand.hosts * _lost_with(demand, replicas) + price * replicas
 
 
-def _lost_with(demand: Demand, replicas: int, nodes: int) -> float:
-    return _lost(demand, _safe_s(demand, replicas, nodes)) + (both_lost(demand, nodes) if replicas == 1 else 0.0)
+def _lost_with(demand: Demand, replicas: int) -> float:
+    return _lost(demand, _safe_s(demand, replicas)) + (both_lost(demand) if replicas == 1 else 0.0)
 
 
 def _hosts_s(demand: Demand, replicas: int) -> float:
@@ -185,14 +185,13 @@ def _hosts_s(demand: Demand, replicas: int) -> float:
     return replicas * demand.state_bytes / (demand.senders * demand.host_bytes_per_s)
 
 
-def _nodes_s(demand: Demand, replicas: int, nodes: int) -> float:
-    """Seconds in which the nodes receive it; a share goes to one node for each replica, so more than that are idle."""
-    used = min(nodes, replicas * demand.senders)
-    return replicas * demand.state_bytes / (used * demand.node_bytes_per_s)
+def _node_s(demand: Demand) -> float:
+    """Seconds in which a node receives it; with replicas, all of them at the same time."""
+    return demand.state_bytes / demand.node_bytes_per_s
 
 
-def _safe_s(demand: Demand, replicas: int, nodes: int) -> float:
-    return max(_hosts_s(demand, replicas), _nodes_s(demand, replicas, nodes))
+def _safe_s(demand: Demand, replicas: int) -> float:
+    return max(_hosts_s(demand, replicas), _node_s(demand))
 
 
 def _period_s(demand: Demand, safe_s: float) -> float:
