@@ -21,6 +21,7 @@ from benchmarks.ingest import node
 from benchmarks.measure import Result, scratch, seconds, training_state
 from lightning_spot.client import starting
 from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.stores import open_store
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.chosen import choose
 from lightning_spot.fit.restore import Hosts
@@ -58,18 +59,19 @@ def run(quick: bool) -> list[Result]:
     near: list[float] = []
     far: list[float] = []
     plain: list[float] = []
-    many: dict[str, list[_Pair]] = {"this host's node": [], "a node over HTTP loopback": []}
+    many: dict[str, list[_Pair]] = {"this host's node": [], "a node over HTTP loopback": [], "a directory": []}
     with scratch() as folder, node(folder) as url, _at_nodes(folder, url) as manifest:
         location = Location.of(folder / "run", url, "run")
         file = Path("/dev/shm") / f"{folder.name}.ckpt"
         shutil.copy(folder / "run" / manifest.data_path, file)
         memory, remote = MemorySource(str(folder / "run"), "run"), StoreSource(NodeStore(f"{url}/run"), url)
+        durable = StoreSource(open_store(str(folder / "run")), str(folder / "run"))
         try:
             for _ in range(rounds + 1):
                 plain.append(seconds(lambda: torch.load(file, weights_only=True)))
                 near.append(seconds(lambda: _restore(memory)))
                 far.append(seconds(lambda: _restore(remote)))
-                for (_, pairs), source in zip(many.items(), (memory, remote), strict=True):
+                for (_, pairs), source in zip(many.items(), (memory, remote, durable), strict=True):
                     one = _together(1, location, source, folder)
                     pairs.append((one, _together(RANKS, location, source, folder)))
         finally:
