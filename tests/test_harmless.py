@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -239,3 +240,42 @@ def test_of_several_ranks_the_others_hear_of_it_and_wait_for_nothing(
     found = manifests(tmp_path / "run")
     assert [manifest.step for manifest in found if manifest.complete] == [12]
     assert len({manifest.step for manifest in found}) >= 9, "one was lost, and then rank 0 takes the next ones alone"
+
+
+class AtException(Strike):
+    """Strikes when an exception has ended the training."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise ArithmeticError("the program's own")
+
+    def on_exception(self, *_: Any) -> None:
+        sys.setprofile(self.strike)
+
+
+AT_THE_END = [
+    "capture/ending:Ending.bring",
+    "capture/ending:Ending._flush",
+    "capture/ending:Ending._where_newest_is",
+    "fit/snapshotter:Snapshotter.close",
+    "fit/together:Together.close",
+    "fit/beginning:Beginning.let_go",
+]
+
+
+@pytest.mark.parametrize("where", AT_THE_END)
+def test_an_error_of_ours_at_the_end_loses_nothing_that_is_committed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    """What is in this process only is brought to the durable tier all the same, and the ring is let go."""
+    strike, before = AtException(where, MemoryError("none is left"), step=12), threads()
+    with pytest.raises(ArithmeticError):
+        fit(tmp_path / "run", strike, durable_every_s=60.0)
+    assert not strike.left, "it was not called"
+    assert LocalStore(tmp_path / "run").survey().manifests[0].step == 12
+    assert len([record for record in caplog.records if "none is left" in record.getMessage()]) == 1
+    assert threads() <= before
+
+
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}

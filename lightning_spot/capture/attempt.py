@@ -320,8 +320,9 @@ class Attempt:
         last = self._last if complete and not self.fenced else None
         untrained = complete and not self._ended
         ending = Ending(self.writer, self._past_memory, self.location.url, self.info, last, untrained=untrained)
+        deadline_s = time.monotonic() + wait_s
         try:
-            durable = ending.bring(wait_s)
+            durable = self._bring(ending, deadline_s)
             return durable if self._last is not None or not self._ended else False
         except Exception as error:
             self._complain("finish", failure_of(error))
@@ -331,6 +332,20 @@ class Attempt:
             self.writer.close()
             if self._late_claim is not None:
                 self._late_claim.close()
+
+    def _bring(self, ending: Ending, deadline_s: float) -> bool | None:
+        """Bring what is committed to safety; once more if that fails in a way that nobody has foreseen.
+
+        A ring in this process ends with it, and all that is in it.
+        """
+        try:
+            return ending.bring(within(deadline_s))
+        except Exception as error:
+            failure = failure_of(error)
+            if failure is error:
+                raise
+            self._complain("finish", failure)
+            return ending.bring(within(deadline_s))
 
     def _write_past_memory(self, checkpoint: dict[str, Any], manifest: Manifest, error: SpotError) -> None:
         self.writer.say_once(

@@ -131,7 +131,7 @@ class Exit(OfTrainer):
         """Bring what is committed to safety. The state at hand may be in mid-step: it is no snapshot."""
         begun = [snapshotter for snapshotter in self._snapshotters if snapshotter.attempt is not None]
         for snapshotter in self._snapshotters:
-            snapshotter.close()
+            snapshotter.harmless.run("the end of snapshots", snapshotter.close, None)
         for snapshotter in begun:
             earlier.node_was_left(snapshotter.location, snapshotter.number, error)
         self.let_go()

@@ -379,12 +379,12 @@ class Snapshotter(OfTrainer):
         Returns:
             whether the snapshot of the end was seen at the durable tier; ``None`` if none was to be taken.
         """
-        self.close()
-        self.together.close()
         attempt, self.attempt = self.attempt, None
-        self._beginning.let_go()
+        ends = [self.close, self.together.close, self._beginning.let_go]
         if self.in_shards is not None:
-            self.in_shards.finish(wait_s)
+            ends.append(partial(self.in_shards.finish, wait_s))
+        for end in ends:  # whatever fails in one, the others follow, and what is committed is brought to safety
+            self.harmless.run("the end of snapshots", end, None)
         if attempt is None:
             return None
         durable = attempt.finish(wait_s, complete=complete)
