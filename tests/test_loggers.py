@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import shutil
 import warnings
 from pathlib import Path
@@ -72,6 +73,29 @@ def test_csv(tmp_path: Path, version: int | str | None, stop: StopAt, accumulate
         assert rows(folder) == rows(twin)
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
     assert len(rows(folder)) == len({tuple(row.items()) for row in rows(folder)})
+
+
+def test_no_row_is_lost_in_a_kill_while_a_column_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first validation does: Lightning alone empties the file for that, and its rows are in the process only."""
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    class Kills(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 7:
+                logger.log_metrics({"another": 1.0}, 7)
+                with monkeypatch.context() as patch:
+                    patch.setattr(csv.DictWriter, "writeheader", killed)
+                    with pytest.raises(KeyboardInterrupt):
+                        logger.save()
+                left.extend(rows(Path(logger.log_dir)))
+
+    logger, left = CSVLogger(str(tmp_path), "logs"), list[dict[str, str]]()
+    fit(tmp_path / "b", logger, Kills(), seed=1)
+    assert [row["step"] for row in left] == [str(step) for step in range(6)]
+    assert "1.0" in [row["another"] for row in rows(Path(logger.log_dir))]
+    assert "save" not in vars(logger.experiment), "something of ours stays behind"
 
 
 class Saves(pl.Callback):

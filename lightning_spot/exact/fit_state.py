@@ -121,6 +121,7 @@ class FitState(PerTrainer):
             return
         self._begun = True
         trainer, restoring = self._trainer, self._restoring
+        self._undo += self._switches.run(private.LOGGERS, lambda: loggers.keep_whole(trainer)) or []
         restoring.restore_masks()
         self._switches.run(private.HOOKED, lambda: self._hooked.begin(trainer))
         restoring.begin()

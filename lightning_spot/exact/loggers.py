@@ -11,6 +11,8 @@ import csv
 import os
 import shutil
 import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +70,32 @@ def continue_in(trainer: pl.Trainer, places: list[dict[str, Any]], *, of_another
                 f"lightning_spot: {place['kind']} has begun run {logger.version!r}; the snapshot was logged to"
                 f" {place['version']!r}. To go on in one run, give every attempt the same id{hint}"
             )
+
+
+def keep_whole(trainer: pl.Trainer) -> list[Callable[[], object]]:
+    """Have no row of a CSV file get lost if the run is killed while a column is added to it.
+
+    Lightning then empties the file and writes it anew: for a moment its rows are in the process only.
+
+    Returns:
+        what takes that back.
+    """
+    if not trainer.is_global_zero:
+        return []
+    loggers: list[Any] = [logger for logger in trainer.loggers if _is(logger, "CSVLogger")]
+    writers = [logger.experiment for logger in loggers if os.path.isdir(logger.log_dir)]
+    for writer in writers:
+        writer.save = partial(_save_whole, writer, writer.save)
+    return [partial(vars(writer).pop, "save", None) for writer in writers]
+
+
+def _save_whole(writer: Any, save: Callable[[], None]) -> None:
+    file, added = Path(writer.metrics_file_path), set[str]().union(*writer.metrics).difference(writer.metrics_keys)
+    if added and file.exists():
+        columns = sorted(added.union(writer.metrics_keys))
+        _replace(file, columns, _rows(file)[1])
+        writer.metrics_keys = columns
+    save()
 
 
 def _place(logger: Any, step: int, at_end: bool) -> dict[str, Any]:
@@ -179,15 +207,20 @@ def _truncate(logger: Any, rows: int, former: Path) -> bool:
         warnings.filterwarnings("ignore", message="Experiment logs directory")
         writer: Any = logger.experiment
     if keys:
-        temporary = file.with_name(f".{file.name}.tmp")
-        with open(temporary, "w", newline="", encoding="utf-8") as output:
-            out = csv.DictWriter(output, fieldnames=keys)
-            out.writeheader()
-            out.writerows(found[:rows])
-        os.replace(temporary, file)
+        _replace(file, keys, found[:rows])
         writer.metrics_keys = list(keys)
     _keep(file, at_end=False)
     return bool(keys)
+
+
+def _replace(file: Path, columns: Sequence[str], rows: list[dict[str, str]]) -> None:
+    """Write a file anew; killed meanwhile, the former one is there."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    with open(temporary, "w", newline="", encoding="utf-8") as output:
+        out = csv.DictWriter(output, fieldnames=columns)
+        out.writeheader()
+        out.writerows(rows)
+    os.replace(temporary, file)
 
 
 def _rows(file: Path) -> tuple[list[str], list[dict[str, str]]]:
