@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact.compare import differences
+from lightning_spot.exact.compare import main as compare_files
 from lightning_spot.fit.shards import load_shards
 from lightning_spot.fit.taking_part import takes_part
 from lightning_spot.image.manifest import Manifest
@@ -127,8 +129,18 @@ def test_one_rank_is_stopped_and_goes_on_as_if_it_had_not_been(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_others_read_it(tmp_path: Path) -> None:
+def test_others_read_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path / "whole", seed=11, ranks=1)
+
+    # A drill compares two of them.
+    last, *_, first = (str(tmp_path / "whole" / "run" / manifest.name) for manifest in snapshots(tmp_path / "whole"))
+    for other, is_equal in ((last, True), (first, False)):
+        capsys.readouterr()
+        assert compare_files([last, other]) == 0
+        different = json.loads(capsys.readouterr().out)["different"]
+        kinds = {line.partition(".")[0] for line in different}
+        assert is_equal == (not kinds)
+        assert is_equal or {"state_dict", "optimizer_0", "ranks"} <= kinds
 
     # Lightning alone reads the same directory; the optimizer that has not stepped is not in it.
     newest = snapshots(tmp_path / "whole")[0]

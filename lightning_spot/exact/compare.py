@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date, timedelta
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,11 @@ import torch
 
 from lightning_spot.exact.placeholder import Placeholder, kind_of, parts_of
 from lightning_spot.exact.unpickling import read_checkpoint, with_ranks
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.sharded.consolidate import read_folder
+from lightning_spot.sharded.metadata import REST_FILE
+from lightning_spot.sharded.places import state_file
+from lightning_spot.sharded.reader import ImageReader, load_all
 
 IGNORED = (
     "GoodputMonitor",
@@ -211,14 +217,30 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def _read(path: Path) -> Any:
+    """A checkpoint; of one in shards, which is a directory, all shards put together, and what each rank knew."""
+    if not path.is_dir():
+        with open(path, "rb") as file:
+            return read_checkpoint(file)
+    image, manifest = read_folder(path)
+    rest = read_checkpoint(io.BytesIO(_file(image, manifest, REST_FILE)))
+    ranks = [file.name for file in manifest.files if file.name in map(state_file, range(manifest.world_size))]
+    states = {name: read_checkpoint(io.BytesIO(_file(image, manifest, name))) for name in ranks}
+    return {**load_all(ImageReader(image, manifest)), **rest, "ranks": states}
+
+
+def _file(image: memoryview, manifest: Manifest, name: str) -> memoryview:
+    span = manifest.span_of(name)
+    return image[span.offset : span.stop]
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Compare two checkpoint files and print the differences, and those of the runs themselves, as JSON."""
+    """Compare two checkpoints, files or directories, and print how they and their runs differ, as JSON."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("first")
     parser.add_argument("second")
     arguments = parser.parse_args(argv)
-    with open(arguments.first, "rb") as first, open(arguments.second, "rb") as second:
-        found = list(compare(read_checkpoint(first), read_checkpoint(second)))
+    found = list(compare(_read(Path(arguments.first)), _read(Path(arguments.second))))
     different, of_the_run = ([str(item) for item in found if item.of_the_run is side] for side in (False, True))
     print(json.dumps({"different": different, "of_the_run": of_the_run}))
     return 0
