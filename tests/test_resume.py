@@ -6,7 +6,9 @@ error that names the way on; and nothing that was there is deleted.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
 import json
 import os
 import shutil
@@ -22,6 +24,7 @@ import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.callbacks.auto_resume import AutoResume
+from lightning_spot.client.connection import BoundedSocket
 from lightning_spot.client.starting import attach
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import CorruptSnapshot, NodeUnreachable, SpotError, TierError
@@ -36,6 +39,7 @@ from lightning_spot.run.survey import ask_all, survey
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings
 from tests import faulty
+from tests.conftest import RunningNode
 from tests.faulty import Plan
 from tests.models import EachDurable, Net, Probe, data, trainer
 from tests.test_fit import Stop, StopAt
@@ -247,6 +251,19 @@ def test_a_tier_that_is_dead_for_some_calls_costs_no_step(run: Path, at: int, sp
     assert first in (9, TierError, CorruptSnapshot)
     assert begins(f"faulty://{run}") in (9, 10)
     assert set(before) <= set(names(run)) | {name for name in before if "000000003" in name or "000000006" in name}
+
+
+def test_no_connection_to_a_memory_node_stays_after_a_resume(
+    run: Path, tmp_path: Path, start_node: Callable[..., RunningNode]
+) -> None:
+    settings: dict[str, Any] = {"memory": start_node("--allow", str(tmp_path)).url, "interval": EverySteps(1)}
+    callbacks = [SpotCheckpoint(str(run), run="run-1", notices=None, **settings) for _ in range(2)]
+    for callback in callbacks:  # the second one resumes what the node has, too
+        with contextlib.suppress(Stop):
+            trainer(callback, StopAt(11)).fit(Net(), data())
+    gc.collect()
+    left = [item for item in gc.get_objects() if type(item) is BoundedSocket and item.fileno() >= 0]
+    assert left == []
 
 
 def test_a_memory_node_that_does_not_answer(run: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -88,7 +88,8 @@ class Beginning:
         )
 
     def let_go(self) -> None:
-        """Let the ring go if no attempt has begun."""
+        """Let go of what was found, whose connections stay open else, and of the ring if no attempt has begun."""
+        self.found = None
         host, self._host = self._host, None
         if host is not None:
             leave(host)

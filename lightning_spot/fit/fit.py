@@ -50,6 +50,7 @@ class Fit(PerTrainer):
     def end(self) -> None:
         """Let the trainer's loaders and loops go. A second call does nothing."""
         FitState.of(self._trainer).detach()
+        self.resume.let_go()
         self._renew()
 
     def leave(self) -> None:

@@ -124,6 +124,10 @@ class Resume(OfTrainer):
         found = self._found = survey(location)
         return found
 
+    def let_go(self) -> None:
+        """Let go of what the tiers have, and with it of connections to nodes."""
+        self._found = None
+
     def _say(self, named: Location, selected: Selection) -> None:
         if selected.warning:
             rank_zero_warn(f"lightning_spot: {selected.warning}")
