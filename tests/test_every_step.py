@@ -58,6 +58,9 @@ class Adapted(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch)
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
     def on_train_batch_end(self, *_: Any) -> None:
         self.batches += 1
         self.head.weight.data.clamp_(-0.05, 0.05)
@@ -146,12 +149,12 @@ class Witness(pl.Callback):
         self.compared += 1
 
 
-def check(root: Path, steps: int, model: pl.LightningModule, *callbacks: pl.Callback) -> Witness:
+def check(root: Path, steps: int, model: pl.LightningModule, *callbacks: pl.Callback, **more: Any) -> Witness:
     """Train with a snapshot at every step, each of which becomes durable, and compare them."""
     witness = Witness(root / "run")
     each: dict[str, Any] = {"interval": EverySteps(1), "on_full": "wait", "durable_every_s": 0.0}
     snapshots = RemoteSnapshot(str(root / "run"), memory=None, keep=2, **each)
-    fit = trainer(*callbacks, snapshots, EachDurable(root / "run", 1), witness, max_epochs=1)
+    fit = trainer(*callbacks, snapshots, EachDurable(root / "run", 1), witness, max_epochs=1, **more)
     fit.fit(model, data(steps), data(2))
     assert witness.compared == steps - 1
     return witness
@@ -172,10 +175,22 @@ def test_every_snapshot_is_its_step(
     witness.compare(newest.step)
 
 
-@pytest.mark.parametrize("steps", [pytest.param(100, marks=pytest.mark.soak)])
-def test_every_snapshot_is_its_step_with_averages_that_are_swapped(tmp_path: Path, steps: int) -> None:
+@pytest.mark.parametrize("steps", STEPS)
+def test_every_snapshot_is_its_step_with_averages_that_are_swapped(
+    tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each validation swaps them, right after a snapshot has begun."""
     averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
-    check(tmp_path, steps, OfOneSize(), averaging.EMAWeightAveraging(decay=0.9))
+    swaps: list[int] = []
+    swap = averaging.WeightAveraging._swap_models
+
+    def counted(self: Any, module: pl.LightningModule) -> None:
+        swaps.append(module.global_step)
+        swap(self, module)
+
+    monkeypatch.setattr(averaging.WeightAveraging, "_swap_models", counted)
+    check(tmp_path, steps, OfOneSize(), averaging.EMAWeightAveraging(decay=0.9), val_check_interval=3)
+    assert set(swaps) >= set(range(3, steps, 3))
 
 
 class Unhurried(pl.Callback):
