@@ -45,7 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     A worker, which was forked by :func:`pytest_xdist_setupnodes`, is told where by the one that began it. What
     hypothesis makes up may take long on a machine that does much else: 200 ms for one example is no bound there.
     """
-    hypothesis.settings.register_profile("slow", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+    unhealthy = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]  # that is left to chance
+    hypothesis.settings.register_profile("slow", deadline=None, suppress_health_check=unhealthy)
     hypothesis.settings.load_profile("slow")
     if folders.has_room_in_memory():
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(folders.SHM))

@@ -20,7 +20,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from tests.conftest import new_process
+from lightning_spot.tiers.local import LocalStore
+from tests.conftest import new_process, until
 
 LENGTH = 144
 
@@ -80,11 +81,14 @@ class Adds(pl.LightningModule):
 
 
 class KillAt(pl.Callback):
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
+    """Ends this process in a batch, once there is something to resume from: memory goes with it."""
+
+    def __init__(self, batch: int, run: Path) -> None:
+        self.batch, self.store = batch, LocalStore(run)
 
     def on_before_backward(self, trainer: pl.Trainer, *_: object) -> None:
         if trainer.fit_loop.total_batch_idx == self.batch:
+            until(lambda: self.store.survey().manifests, "a snapshot to be durable")
             os._exit(9)
 
 
@@ -120,7 +124,7 @@ def train(
             "enable_checkpointing": False,
             "logger": False,
             "num_sanity_val_steps": 0,
-            "callbacks": [KillAt(kill_at), _ends_unless_finite(), *more, spot],
+            "callbacks": [KillAt(kill_at, root / "run"), _ends_unless_finite(), *more, spot],
             **settings,
         }
     )

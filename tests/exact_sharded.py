@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_spot import EverySteps, SpotCheckpoint
 from tests.conftest import new_process
 from tests.exact_cases import Model, loader
+from tests.models import EachDurable
 
 
 class Sharded(Model):
@@ -90,9 +91,10 @@ def train_with(
     accelerator: str = "cpu",
     **settings: Any,
 ) -> pl.Trainer:
-    """The same with any sharded strategy; the model is made after seeding."""
+    """The same with any sharded strategy; the model is made after seeding. Each snapshot becomes durable."""
     pl.seed_everything(seed, verbose=False)
-    spot = SpotCheckpoint(str(root / "run"), interval=EverySteps(2), on_full="wait", keep=100, run="run")
+    each: dict[str, Any] = {"interval": EverySteps(2), "on_full": "wait", "durable_every_s": 0.0}
+    spot = SpotCheckpoint(str(root / "run"), keep=100, run="run", **each)
     trainer = pl.Trainer(
         accelerator=accelerator,
         devices=ranks,
@@ -105,7 +107,7 @@ def train_with(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[*callbacks, spot],
+        callbacks=[*callbacks, EachDurable(root / "run", 2), spot],
         **settings,
     )
     trainer.fit(model(), loader(), loader())

@@ -70,14 +70,19 @@ def clear_up() -> None:
             if named is None or own_name(here).rpartition("-")[2] != named[3]:
                 continue  # of another process namespace: its numbers say nothing here
             if not ProcessId(int(named[1]), int(named[2]), here.namespace).alive:
-                for alive in folder.rglob("*.alive"):
-                    if (node := ProcessId.from_json(alive.read_bytes())) is not None:
-                        node.kill(_KILL_S)
+                with contextlib.suppress(FileNotFoundError):  # another one clears up, too
+                    _end_nodes(folder)
                 shutil.rmtree(folder, ignore_errors=True)
     for folder in Path(tempfile.gettempdir()).glob(f"{WARM}*"):
-        with contextlib.suppress(FileNotFoundError):  # another one clears up, too
+        with contextlib.suppress(FileNotFoundError):
             if time.time() - folder.stat().st_mtime > _SURELY_BEGUN_S and not _answers(folder / "nodes"):
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_nodes(folder: Path) -> None:
+    for alive in folder.rglob("*.alive"):
+        if (node := ProcessId.from_json(alive.read_bytes())) is not None:
+            node.kill(_KILL_S)
 
 
 def _answers(path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -17,10 +18,10 @@ SIZES = st.one_of(st.integers(0, 300), st.integers(16_000, 16_500), st.integers(
 
 @compiled
 @settings(max_examples=60)
-@given(st.lists(st.tuples(SIZES, st.integers(0, 80), st.integers(0, 80)), max_size=6), st.randoms())
-def test_every_byte_arrives_and_none_beside_it_is_touched(moves: list[tuple[int, int, int]], random) -> None:
-    total = sum(nbytes + before + between for nbytes, before, between in moves) + 200
-    source, expected = random.randbytes(total), bytearray(random.randbytes(total))
+@given(st.lists(st.tuples(SIZES, st.integers(0, 80), st.integers(0, 80)), max_size=6), st.integers(0, 2**32))
+def test_every_byte_arrives_and_none_beside_it_is_touched(moves: list[tuple[int, int, int]], seed: int) -> None:
+    total, dice = sum(nbytes + before + between for nbytes, before, between in moves) + 200, random.Random(seed)
+    source, expected = dice.randbytes(total), bytearray(dice.randbytes(total))
     taken = ctypes.create_string_buffer(source, total)
     target = ctypes.create_string_buffer(bytes(expected), total)
     rows, read, written = [], 0, 0
