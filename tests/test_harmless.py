@@ -279,3 +279,32 @@ def test_an_error_of_ours_at_the_end_loses_nothing_that_is_committed(
 
 def threads() -> set[str]:
     return {thread.name for thread in threading.enumerate()}
+
+
+URGENT = [
+    (0, "fit/urgent:_has_taken"),
+    (1, "fit/iterations:Iterations.end"),
+    (0, "capture/safety:Safety.plan"),
+    (1, "capture/following:Follower.check_all"),
+]
+
+
+@pytest.mark.parametrize(
+    ("rank", "where"),
+    [
+        (1, "fit/at_hand:AtHand.newest"),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in URGENT),
+    ],
+)
+def test_at_a_notice_the_others_hear_of_an_error_and_all_leave(
+    tmp_path: Path, warm_python: str, rank: int, where: str
+) -> None:
+    """Without a deadline, ranks would wait in the others' agreement for as long as a process group waits."""
+    arguments = ("--strike", rank, 6, where, "--notice", 1, 6, "--every", 4)
+    began_s = time.monotonic()
+    assert run_trainer(warm_python, "tests.together_trainer", tmp_path / "run", *arguments) == 143
+    assert time.monotonic() - began_s < 50.0
+    log = (tmp_path / "run" / "log").read_text()
+    assert "the urgent snapshot failed, training goes on: MemoryError: of a test" in log
+    other = "the urgent snapshot failed, training goes on: rank 1: MemoryError: of a test"
+    assert (other in log) is (rank == 1)

@@ -126,6 +126,36 @@ def test_the_end_is_durable_although_the_node_is_lost(
     assert again.resumed_from.step == 40
 
 
+def test_of_a_node_that_another_version_has_left_on_this_host_it_is_said_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(Stop):
+        trainer(spot(tmp_path, notices=None), StopAt(7)).fit(Net(), data())
+    process = find_record(str(tmp_path / "run-1")).process()
+    assert process is not None
+    new_process()
+    with monkeypatch.context() as upgraded:
+        upgraded.setattr("lightning_spot.client.node_client.PROTOCOL_VERSION", 99)
+        trainer(spot(tmp_path, notices=None)).fit(Net(), data())
+    said = [record.getMessage() for record in caplog.records if "another version of lightning_spot" in record.message]
+    assert any("no memory node could be started on this host" in line for line in said)
+    assert all(f"`kill {process.pid}`; what it has is brought to the durable tier" in line for line in said)
+    until(lambda: process.kill(10.0), "it to be gone")
+
+
+@pytest.mark.parametrize("when", [7, 20])
+def test_of_a_node_that_is_lost_there_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, when: int
+) -> None:
+    """Three said the same."""
+    callback = spot(tmp_path, max_stall_s=1.0, notices=None, durable_every_s=0)
+    trainer(callback, Strike(callback, signal.SIGKILL, when)).fit(Net(), data())
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1, said
+    assert "the memory node on this host is lost" in said[0]
+    assert "snapshots are missed, also those on their way" in said[0]
+
+
 def test_a_node_that_is_lost_before_the_attempt_begins_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

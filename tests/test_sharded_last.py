@@ -18,6 +18,7 @@ import torch
 
 from lightning_spot.capture import contents
 from lightning_spot.capture.attempt import Attempt
+from lightning_spot.capture.ending import LastState
 from lightning_spot.capture.following import Task
 from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.ring_settings import RingSettings, open_host
@@ -25,7 +26,7 @@ from lightning_spot.capture.split import Number
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import NodeUnreachable, TierError
+from lightning_spot.errors import NodeUnreachable, SnapshotFailed, TierError
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.sharded import Dtensors
 from lightning_spot.fit.hosts import Hosts, _open
@@ -148,7 +149,7 @@ class Ranks:
         attempt = self.attempt if rank == 0 else None
         try:
             waits = {"wait_s": LAST_S, "commit_s": commit_s}
-            self.in_shards[rank].write(attempt, dump, {}, complete=complete, how=how, **waits)
+            self.in_shards[rank].write(attempt, dump, dict, complete=complete, how=how, **waits)
         except TierError:  # one of all
             raise
         except BaseException:
@@ -304,6 +305,30 @@ def test_where_rank_0_may_not_go_on_no_rank_does(make: Callable[[str], Ranks], m
     assert [type(error) for error in raised] == [TierError] * 4
     assert "rank 0: the state is too large" in str(raised[3])
     ranks.finish()
+
+
+@pytest.mark.parametrize("memory", ["auto", ""])
+def test_the_others_hear_of_what_fails_before_rank_0_asks_its_writer(
+    make: Callable[[str], Ranks], monkeypatch: pytest.MonkeyPatch, memory: str
+) -> None:
+    """They waited for its slot."""
+    ranks, of, failures = make(memory), LastState.of, [SnapshotFailed("none is left")]
+    ranks.write(1)
+
+    def fails_once(*what: Any) -> LastState:
+        if failures:
+            raise failures.pop()
+        return of(*what)
+
+    told: list[str] = []
+    decline = ranks.attempt.writer.decline
+    monkeypatch.setattr(ranks.attempt.writer, "decline", lambda *what: (told.append(what[0]), decline(*what)))
+    monkeypatch.setattr(LastState, "of", fails_once)
+    ranks.weights += 1
+    ranks.write(2, complete=True)
+    assert told == [snapshot_name(2, 1, complete=True)]
+    assert ranks.finish()
+    ranks.check(snapshot_name(2, 1, complete=True, again=True))
 
 
 def test_all_ranks_wait_for_the_end_no_longer_than_was_said(

@@ -226,6 +226,11 @@ class RemoteSnapshot(Part):
         return self.snapshotter.torn if self.snapshotter is not None else 0
 
     @property
+    def is_passed_over(self) -> bool:
+        """Whether training goes on and ``on_train_start`` was not called: another callback has changed the list."""
+        return self.snapshotter is not None and not self.snapshotter.has_begun
+
+    @property
     def _iterations(self) -> Iterations | None:
         return self.snapshotter.iterations if self.snapshotter is not None else None
 
@@ -264,6 +269,8 @@ class RemoteSnapshot(Part):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """The forward pass of a micro-batch begins: what was held for it is copied."""
+        if self.is_passed_over:
+            self.on_train_start(trainer, pl_module)
         if (iterations := self._iterations) is not None:
             iterations.schedule.batch_begins()
 

@@ -195,6 +195,13 @@ class SpotCheckpoint(SpotCallback):
         for part in self.parts:
             part.setup(trainer, pl_module, stage)
 
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any) -> None:
+        """Forward it; and that training has begun, where a callback that changed the list kept it from us."""
+        if self.snapshots.is_passed_over:
+            self.on_train_start(trainer, pl_module)
+        for part in self.parts:
+            part.on_train_batch_start(trainer, pl_module, *batch)
+
 
 _FORWARDED = (
     "on_load_checkpoint",
@@ -202,7 +209,6 @@ _FORWARDED = (
     "on_sanity_check_end",
     "on_train_start",
     "on_train_epoch_start",
-    "on_train_batch_start",
     "on_before_backward",
     "on_after_backward",
     "on_train_batch_end",

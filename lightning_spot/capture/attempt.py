@@ -176,6 +176,7 @@ class Attempt:
             followed: whether another one is to follow in a moment, see :meth:`Host.seal`.
         """
         manifest: Manifest | None = None
+        is_asked = False  # a writer of a state in shards tells the other ranks by itself, once it is
         try:
             manifest = self._manifest(step, epoch, world_size, complete=complete, again=again)
             self._ended |= complete
@@ -184,13 +185,14 @@ class Attempt:
             if complete:
                 self._last = LastState.of(checkpoint, manifest)
             how: dict[str, Any] = {"owned": owned, "kept": kept, "ranks": ranks, "followed": followed}
+            is_asked = isinstance(checkpoint, ShardedCheckpoint)
             self._begun = self.writer.begin(checkpoint, manifest, wait_s=wait_s, **how)
         except Exception as raised:
             error = failure_of(raised)
             self._begun = Future()
             self._begun.set_exception(error)
             is_shared = ranks is not None or isinstance(self.writer, ShardedWriter)
-            if is_shared and not isinstance(checkpoint, ShardedCheckpoint):  # of that, its writer has told
+            if is_shared and not is_asked:
                 self.decline(step, str(error), complete=complete, at=ranks.at if ranks is not None else "", again=again)
             whole = checkpoint if isinstance(checkpoint, dict) else None
             self._not_begun(whole, manifest, error, ranks)
@@ -288,7 +290,8 @@ class Attempt:
                 self._last = None  # to try again at the end would be in vain
             if isinstance(error, ShareMissing):
                 self.writer.miss(error)
-            self._complain(type(error).__name__, error)
+            # That the node is lost was said when it was.
+            self._complain(type(error).__name__, error, was_said=self.writer.link.is_loss(error))
 
     def _has_all(self, name: str, ranks: Ranks | None) -> bool:
         """Whether all of a checkpoint is here; what other ranks send is waited for, and put into its rooms."""
@@ -362,10 +365,11 @@ class Attempt:
         except SpotError as failure:
             self._complain("past-memory-failed", failure)
 
-    def _complain(self, key: str, error: SpotError) -> None:
+    def _complain(self, key: str, error: SpotError, *, was_said: bool = False) -> None:
         if self._settings.strict:
             raise error
-        self.writer.say_once(key, "no snapshot now, training goes on: %s", error)
+        if not was_said:
+            self.writer.say_once(key, "no snapshot now, training goes on: %s", error)
 
     def _reopen(self) -> Host:
         host = open_host(self.location, self._settings)

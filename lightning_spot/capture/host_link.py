@@ -96,9 +96,15 @@ class HostLink:
         silent = isinstance(error.__cause__, TimeoutError)
         reason = f"it did not answer within max_stall_s={host.max_stall_s:.1f} s" if silent else error
         logger.warning(
-            "lightning_spot: the memory node on this host is lost (%s); starting a new one, training goes on", reason
+            "lightning_spot: the memory node on this host is lost (%s); starting a new one, training goes on. Until"
+            " that is there, snapshots are missed, also those on their way",
+            reason,
         )
         host.disconnect()
+
+    def is_loss(self, error: BaseException) -> bool:
+        """Whether an error says no more than what was said when a ring was lost."""
+        return isinstance(error, NodeUnreachable) and self.losses > 0
 
     def wait(self, wait_s: float) -> Host | None:
         """The ring, as soon as there is one; ``None`` if none came within ``wait_s`` seconds."""

@@ -395,6 +395,6 @@ class SnapshotWriter:
             self.miss(error)
         if isinstance(error, TornSnapshot):
             self.say_once("torn", "%s", error)
-        else:
+        elif not self.link.is_loss(error):  # of which it was said
             self._say_why_not(pending.manifest.name, str(error))
         pending.done.set_exception(error)

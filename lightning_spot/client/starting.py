@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.config import MAX_STALL_S
-from lightning_spot.errors import NodeUnreachable
+from lightning_spot.errors import NodeUnreachable, ProtocolMismatch
 from lightning_spot.protocol.record import NodeRecord, find_record
 
 logger = logging.getLogger(__name__)
@@ -99,6 +99,14 @@ def _connect(
                     return EmbeddedHost(record, run, max_stall_s)
                 except NodeUnreachable as error:
                     _wait_or_end(record, error, deadline)
+                except ProtocolMismatch as error:
+                    process = record.process()
+                    raise ProtocolMismatch(
+                        "another version of lightning_spot has started the memory node of this run on this host, and it"
+                        f" is still there ({error}). End it: `kill {process.pid if process is not None else 'PID'}`;"
+                        " what it has is brought to the durable tier before it goes",
+                        tier=str(record.http),
+                    ) from error
             elif wanted := settings():
                 _spawn(record, deadline, **wanted)
             else:

@@ -88,19 +88,25 @@ class Agreement(OfTrainer):
         Raises:
             Exception: of this rank, or the first of the others, of the same kind where it is one of ours.
         """
-        result: T | None = None
-        mine: Exception | None = None
+        result: list[T] = []
+        self.everyones(lambda: result.append(action()))
+        return result[0]
+
+    def everyones(self, action: Callable[[], T]) -> list[T]:
+        """What an action gives on each rank, in their order, likewise; it should be short."""
+        mine: T | Failed
+        raised: Exception | None = None
         try:
-            result = action()
+            mine = action()
         except Exception as error:  # raised again below, once the others know
-            mine = error
-        everyones = self.gather(Failed.of(mine, self.rank) if mine is not None else None)
-        if mine is not None:
-            raise mine
-        for failed in everyones:
-            if failed is not None:
-                raise failed.error()
-        return result  # type: ignore[return-value] # what the action gave, which may be None
+            raised, mine = error, Failed.of(error, self.rank)
+        everyones = self.gather(mine)
+        if raised is not None:
+            raise raised
+        for each in everyones:
+            if isinstance(each, Failed):
+                raise each.error()
+        return everyones
 
     def on_rank_zero(self, action: Callable[[], T]) -> T | None:
         """The same of what rank 0 does alone; ``None`` on the others."""

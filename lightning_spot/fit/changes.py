@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from lightning_spot.errors import ModelChanged
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.hyperparameters import OF_DATA, OF_MODEL, held
 from lightning_spot.sharded.reader import changed
@@ -44,6 +45,49 @@ def check_model(trainer: pl.Trainer, checkpoint: dict[str, Any], snapshot: str) 
     if missing or unexpected or reshaped:
         way = "set strict_loading=False in the LightningModule to load what fits, "
         raise changed(snapshot, missing=missing, unexpected=unexpected, reshaped=reshaped, way=way)
+
+
+def check_optimizers(trainer: pl.Trainer, snapshot: str) -> None:
+    """Have the optimizers of a checkpoint refused that are not those of the program, just before they are loaded.
+
+    Torch would name neither. That is so late since hooks may change the checkpoint until then.
+
+    Args:
+        trainer: that resumes.
+        snapshot: its name and place, for the message.
+    """
+    strategy: Any = trainer.strategy
+    load = strategy.load_optimizer_state_dict
+
+    def load_optimizer_state_dict(checkpoint: Mapping[str, Any]) -> None:
+        vars(strategy).pop("load_optimizer_state_dict", None)
+        saved, present = checkpoint["optimizer_states"], trainer.optimizers
+        if len(saved) != len(present):
+            raise _other_optimizers(snapshot, f"{len(saved)} optimizers", f"{len(present)}")
+        for number, (state, optimizer) in enumerate(zip(saved, present, strict=True)):
+            if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+                continue
+            before, now = _groups(state["param_groups"]), _groups(optimizer.param_groups)
+            if before != now:
+                raise _other_optimizers(snapshot, f"optimizer {number} with {before}", now)
+        load(checkpoint)
+
+    strategy.load_optimizer_state_dict = load_optimizer_state_dict
+
+
+def _groups(groups: list[dict[str, Any]]) -> str:
+    return f"groups of {', '.join(str(len(group['params'])) for group in groups)} parameters"
+
+
+def _other_optimizers(snapshot: str, before: str, now: str) -> ModelChanged:
+    return ModelChanged(
+        f"snapshot {snapshot} has {before}, and configure_optimizers makes {now}. If the program was changed, take that"
+        " back; if it replaces optimizers, or adds groups of parameters, in mid-training, make them so in"
+        " configure_optimizers when it is started again. Or start afresh with resume=False",
+        missing=[],
+        unexpected=[],
+        reshaped=[],
+    )
 
 
 def other_hyperparameters(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -182,20 +183,29 @@ class InShards(OfTrainer):
             attempt: on rank 0.
             wait_s: how long to wait for a memory node, where several hosts need one; a minute at most.
         """
-        for writer in (attempt.writer if attempt is not None else None, self._joining):
-            if writer is not None:
-                writer.check_all()
-        at = ""
-        if attempt is not None and attempt.writer.across.hosts and not attempt.fenced:
-            deadline_s = time.monotonic() + min(wait_s, _CARRIER_S)
-            while not (at := self._carrier(attempt, anew=True)) and time.monotonic() < deadline_s:
-                time.sleep(_LOOK_S)
-            if not at:
-                attempt.writer.say_once("no carrier", _NO_CARRIER, ", ".join(self._location.nodes))
+
+        def place() -> str:
+            for writer in (attempt.writer if attempt is not None else None, self._joining):
+                if writer is not None:
+                    writer.check_all()
+            return self._awaited(attempt, wait_s) if attempt is not None else ""
+
+        at = Agreement(self._trainer).everyones(place)[0]
         if not self._hosts.can_bring:
             return GATHERED
-        told = Agreement(self._trainer).tell(at)
-        return GATHERED + ACROSS + told if told else ""
+        return GATHERED + ACROSS + at if at else ""
+
+    def _awaited(self, attempt: Attempt, wait_s: float) -> str:
+        """On rank 0: where several hosts bring an urgent snapshot, or that of the end; ``""`` if there is no place."""
+        if not attempt.writer.across.hosts or attempt.fenced:
+            return ""
+        deadline_s = time.monotonic() + min(wait_s, _CARRIER_S)
+        while not (at := self._carrier(attempt, anew=True)):
+            if time.monotonic() >= deadline_s:
+                attempt.writer.say_once("no carrier", _NO_CARRIER, ", ".join(self._location.nodes))
+                break
+            time.sleep(_LOOK_S)
+        return at
 
     def _carrier(self, attempt: Attempt, *, anew: bool) -> str:
         """Where hosts bring snapshots: URL of the run at the memory node that carries it on; ``""`` if none does.
@@ -213,7 +223,7 @@ class InShards(OfTrainer):
         self,
         attempt: Attempt | None,
         dump: Dump | SpotError,
-        interval: dict[str, Any],
+        interval: Callable[[], dict[str, Any]],
         *,
         complete: bool,
         how: str,
@@ -237,13 +247,11 @@ class InShards(OfTrainer):
         """
         is_last, deadline_s = not how, time.monotonic() + wait_s
         how = how or self._how_last(attempt, wait_s)
-        checkpoint = self._checkpoint(attempt, dump, how) if how else None
+        checkpoint = self._checkpoint(attempt, dump, how, interval) if how else None
         if checkpoint is None:
             if complete and attempt is not None and not attempt.fenced:
                 attempt.miss_end()  # else the run would end as if there were a snapshot of its end
             return
-        if attempt is not None and not attempt.fenced and isinstance(checkpoint, ShardedCheckpoint):
-            checkpoint.rest[KEY].update(interval=interval, **attempt.origin)
         name = (self._trainer.global_step, complete)
         again, self._begun = name == self._begun, name
         begin = functools.partial(self._begin, attempt, checkpoint, complete=complete, still=is_last)
@@ -269,7 +277,7 @@ class InShards(OfTrainer):
         return bool(agreement.tell(lost))
 
     def _checkpoint(
-        self, attempt: Attempt | None, dump: Dump | SpotError, how: str
+        self, attempt: Attempt | None, dump: Dump | SpotError, how: str, interval: Callable[[], dict[str, Any]]
     ) -> ShardedCheckpoint | SpotError | None:
         """What this rank writes, or why it cannot; ``None`` if all know that one cannot. Every rank calls it."""
         mine = self._own(dump)
@@ -288,6 +296,8 @@ class InShards(OfTrainer):
         if isinstance(mine, ShardedCheckpoint):
             try:
                 holder_of(self._trainer).complete(mine.state, self._kinds)
+                if attempt is not None:
+                    mine.rest[KEY] |= {"interval": interval(), **attempt.origin}
             except Exception as error:
                 return failure_of(error)
         return mine
@@ -327,18 +337,9 @@ class InShards(OfTrainer):
                 kept = {address: tensors for address, tensors in frozen.items() if address not in owned}
         except Exception as error:
             checkpoint = failure_of(error)
+        what: dict[str, Any] = {"kept": kept, "step": step, "complete": complete, "wait_s": wait_s, "again": again}
         if self._joining is not None:
-            self._joining.write(
-                checkpoint,
-                owned=owned.by_storage,
-                kept=kept,
-                step=step,
-                complete=complete,
-                wait_s=wait_s,
-                at=at,
-                still=still,
-                again=again,
-            )
+            self._joining.write(checkpoint, owned=owned.by_storage, at=at, still=still, **what)
         elif attempt is not None and attempt.fenced:
             why = "a later attempt has taken the run over"
             attempt.decline(step, why, complete=complete, at=at, again=again)
@@ -346,20 +347,16 @@ class InShards(OfTrainer):
             attempt.write(
                 checkpoint,
                 owned=owned,
-                kept=kept,
-                step=step,
                 epoch=trainer.current_epoch,
                 world_size=trainer.world_size,
-                complete=complete,
-                wait_s=wait_s,
                 ranks=ranks,
-                again=again,
+                **what,
             )
 
     def _ask(self, mine: ShardedCheckpoint | SpotError) -> tuple[int, list[Kinds]]:
         """Length of the longest of the ranks' own states, and what each has of others. Every rank calls it."""
         agreement = Agreement(self._trainer)
-        everyones = agreement.gather(agreement.together(lambda: self._told(mine)))
+        everyones = agreement.everyones(lambda: self._told(mine))
         return max(nbytes for nbytes, _ in everyones), [kinds for _, kinds in everyones]
 
     def _told(self, mine: ShardedCheckpoint | SpotError) -> tuple[int, Kinds]:

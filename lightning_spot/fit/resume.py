@@ -25,7 +25,7 @@ from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.fit import earlier
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.alike import check_one_model
-from lightning_spot.fit.changes import check_model, other_hyperparameters
+from lightning_spot.fit.changes import check_model, check_optimizers, other_hyperparameters
 from lightning_spot.fit.chosen import ResumedFrom, choose
 from lightning_spot.fit.fingerprint import Fingerprint
 from lightning_spot.fit.left_elsewhere import bring_from_other_hosts
@@ -271,6 +271,7 @@ class Resume(OfTrainer):
         check_resumable(trainer, checkpoint)
         if not is_sharded(trainer):  # whose model has been loaded already
             check_model(trainer, checkpoint, f"{chosen.name} ({chosen.url})")
+            check_optimizers(trainer, f"{chosen.name} ({chosen.url})")
         if said := self._what_differs(other_hyperparameters(trainer, checkpoint), chosen):
             rank_zero_warn(f"lightning_spot: {said}")
         home = namespaces.of(trainer, "utilities.migration")

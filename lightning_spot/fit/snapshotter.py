@@ -60,6 +60,7 @@ class Snapshotter(OfTrainer):
         pacing: decides when.
         attempt: that writes, on rank 0; ``None`` before it has begun and when it is finished.
         number: of the attempt, from 1, on every rank; 0 before it has begun.
+        has_begun: whether :meth:`begin_training` was called.
         begun_step: ``global_step`` of the newest snapshot that was begun, -1 before the first.
         together: writes snapshots with other ranks.
         iterations: tells the copying where training is; on ranks that write.
@@ -85,9 +86,8 @@ class Snapshotter(OfTrainer):
         self._beginning = Beginning(trainer, location, settings.ring, resume, self.in_shards)
         self._committed: Manifest | None = None
         self._where = ""
-        self._skipped = self._torn = 0
-        self._seen_step = -1
-        self._is_warm = self._steps_itself = False
+        self._skipped, self._torn, self._seen_step = 0, 0, -1
+        self._is_warm = self._steps_itself = self.has_begun = False
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -130,7 +130,7 @@ class Snapshotter(OfTrainer):
 
     def begin_training(self) -> None:
         """Start counting, and listen for the places at which a snapshot can be taken."""
-        trainer = self._trainer
+        trainer, self.has_begun = self._trainer, True
         self._seen_step = trainer.global_step
         if self.attempt is not None and self._resume.lineage is not None:
             self.attempt.lineage = self._resume.lineage
@@ -305,9 +305,9 @@ class Snapshotter(OfTrainer):
         trainer = self._trainer
         self.begun_step = trainer.global_step
         if self.in_shards is not None:
-            how, interval = "" if complete or urgent else how, self.pacing.state_dict()
-            waits = {"wait_s": wait_s, "commit_s": self.settings.flush_timeout_s if complete else wait_s}
-            self.in_shards.write(self.attempt, dump, interval, complete=complete, how=how, **waits)
+            how, commit_s = "" if complete or urgent else how, self.settings.flush_timeout_s if complete else wait_s
+            waits = {"wait_s": wait_s, "commit_s": commit_s}
+            self.in_shards.write(self.attempt, dump, self.pacing.state_dict, complete=complete, how=how, **waits)
             return
         checkpoint = self._checkpoint(dump, how)
         if self.attempt is not None:

@@ -243,11 +243,14 @@ class Together(OfTrainer):
         Args:
             attempt: on rank 0.
         """
-        for writer in (attempt.writer if attempt is not None else None, self.writer):
-            if writer is not None:
-                writer.check_all()
-        together = attempt is not None and not attempt.fenced and self.how(attempt, across=False).startswith(TOGETHER)
-        return GATHERED if self._trainer.strategy.broadcast(together) else ALONE
+
+        def are_together() -> bool:
+            for writer in (attempt.writer if attempt is not None else None, self.writer):
+                if writer is not None:
+                    writer.check_all()
+            return attempt is not None and not attempt.fenced and self.how(attempt, across=False).startswith(TOGETHER)
+
+        return GATHERED if Agreement(self._trainer).everyones(are_together)[0] else ALONE
 
     def checkpoint(self, dump: Dump | SpotError, how: str) -> dict[str, Any] | SpotError:
         """The checkpoint of a snapshot, on rank 0, or why there is none; every rank calls this at the same place."""

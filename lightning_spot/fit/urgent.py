@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.seams import Seam
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.together import ALONE
@@ -33,21 +34,19 @@ def secure(
     Returns:
         one line on what is safe where, on rank 0; empty on the others.
     """
-    attempt, ranks = snapshotter.attempt, Agreement(trainer)
-    snapshotter.wait_copied()
-    if snapshotter.iterations is not None:  # none comes over which to spread it, and training does not stand still
-        snapshotter.iterations.end()
-    step = trainer.global_step
-    taken = trainer.strategy.broadcast(_has_taken(snapshotter, step, deadline.left_s / 2))
-    differs = taken and any(ranks.gather(_differs(snapshotter)))
-    dump = snapshotter.at_hand.newest(seam) if differs or not taken else None
+    attempt, ranks, step = snapshotter.attempt, Agreement(trainer), trainer.global_step
+    # What each rank does by itself is agreed on: where it fails on one, the others would wait in what follows.
+    ranks.together(partial(_stand_still, snapshotter))
+    taken = ranks.everyones(lambda: _has_taken(snapshotter, step, deadline.left_s / 2))[0]
+    differs = taken and any(ranks.everyones(lambda: _differs(snapshotter)))
+    dump = _newest(snapshotter, ranks, seam) if differs or not taken else None
     if not all(ranks.gather(dump is not None)):
         dump = None
-    plan = attempt.safety.plan(deadline) if attempt is not None else None
-    take = trainer.strategy.broadcast(plan is not None and plan.take)
+    plan = ranks.on_rank_zero(lambda: attempt.safety.plan(deadline) if attempt is not None else None)
+    take = ranks.tell(plan is not None and plan.take)
     again: Callable[[], None] | None = None
     if dump is not None and take:
-        snapshotter.warm()  # of a run that was resumed in front of a validation there was no step yet
+        ranks.together(snapshotter.warm)  # of a run that was resumed in front of a validation there was no step yet
         former = attempt.writer.committed if attempt is not None else None
         how = snapshotter.together.how_last(attempt)
         # In the place of one that differs, rank 0 takes it alone: the others' shares of that name are over.
@@ -62,6 +61,19 @@ def secure(
     if attempt is None or plan is None:
         return ""
     return attempt.safety.bring(deadline, plan, cut_short, again)
+
+
+def _stand_still(snapshotter: Snapshotter) -> None:
+    snapshotter.wait_copied()
+    if snapshotter.iterations is not None:  # none comes over which to spread it
+        snapshotter.iterations.end()
+
+
+def _newest(snapshotter: Snapshotter, ranks: Agreement, seam: Seam) -> Dump | None:
+    """The newest state of this rank, see :meth:`AtHand.newest`; an error of one rank is an error of all."""
+    take = partial(snapshotter.at_hand.newest, seam)
+    # Where ranks wait for each other within their optimizers' states, the others do not come to what would follow.
+    return take() if snapshotter.together.hold_their_own else ranks.together(take)
 
 
 def _has_taken(snapshotter: Snapshotter, step: int, wait_s: float, former: Manifest | None = None) -> bool:

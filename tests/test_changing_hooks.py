@@ -1,0 +1,83 @@
+"""Hooks that change what Lightning goes through: its list of callbacks, the optimizers of a training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.errors import ModelChanged
+from tests.conftest import new_process
+from tests.models import Net, data, trainer
+from tests.test_fit import Stop, StopAt
+
+
+def spot(root: Path, **more: Any) -> SpotCheckpoint:
+    settings = {"memory": None, "interval": EverySteps(2), "on_full": "wait", "notices": None}
+    return SpotCheckpoint(str(root), **{**settings, **more})
+
+
+class Reverses(pl.Callback):
+    """Changes the list that Lightning goes through just then: some are called twice, others not at all."""
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.callbacks.reverse()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_list_of_callbacks_that_is_changed_as_training_begins_costs_no_snapshots(tmp_path: Path, others: int) -> None:
+    """None but the last was taken, without a word, and no notice heard."""
+
+    def fit(root: Path, *stop: pl.Callback) -> tuple[Net, SpotCheckpoint]:
+        new_process()
+        pl.seed_everything(1, verbose=False)
+        callback, net = spot(root / "run"), Net()
+        trainer(Reverses(), *[pl.Callback() for _ in range(others)], *stop, callback).fit(net, data(12))
+        return net, callback
+
+    whole, _ = fit(tmp_path / "whole")
+    with pytest.raises(Stop):
+        fit(tmp_path / "broken", StopAt(9))
+    again, callback = fit(tmp_path / "broken")
+    assert callback.resumed_from is not None
+    assert callback.resumed_from.step == 8
+    assert callback.goodput.compute() > 0.0
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in whole.state_dict().items())
+
+
+class Replaces(pl.Callback):
+    """Has another optimizer from a step on."""
+
+    def __init__(self, groups: int, optimizers: int) -> None:
+        self.groups, self.optimizers = groups, optimizers
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == 3:
+            parameters = list(module.parameters())
+            groups = [{"params": parameters[number :: self.groups]} for number in range(self.groups)]
+            trainer.optimizers = [torch.optim.Adam(groups) for _ in range(self.optimizers)]
+            trainer.lr_scheduler_configs[0].scheduler.optimizer = trainer.optimizers[0]
+
+
+@pytest.mark.parametrize(
+    ("groups", "optimizers", "said"),
+    [
+        (3, 1, r"has optimizer 0 with groups of 2, 2, 2 parameters, and configure_optimizers makes groups of 6 par"),
+        (1, 2, r"has 2 optimizers, and configure_optimizers makes 1\b"),
+    ],
+)
+def test_an_optimizer_that_was_replaced_in_mid_training_is_one_clear_error(
+    tmp_path: Path, groups: int, optimizers: int, said: str
+) -> None:
+    """Torch's own named no snapshot and no way on; that one of two was left out was not said at all."""
+    run = tmp_path / "run"
+    with pytest.raises(Stop):
+        trainer(Replaces(groups, optimizers), StopAt(9), spot(run)).fit(Net(), data(12))
+    new_process()
+    with pytest.raises(ModelChanged, match=said):
+        trainer(spot(run)).fit(Net(), data(12))
+    trainer(spot(run, resume=False)).fit(Net(), data(12))
