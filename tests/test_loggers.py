@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.exact.compare import differences
 from tests import exact_cases
+from tests.conftest import new_process
 from tests.exact_cases import Augmented, Model, loader
 from tests.models import trainer
 from tests.test_exact import Stop, StopAt, rows
@@ -96,6 +97,33 @@ def test_no_row_is_lost_in_a_kill_while_a_column_is_added(tmp_path: Path, monkey
     assert [row["step"] for row in left] == [str(step) for step in range(6)]
     assert "1.0" in [row["another"] for row in rows(Path(logger.log_dir))]
     assert "save" not in vars(logger.experiment), "something of ours stays behind"
+
+
+@pytest.mark.parametrize("by_another", [False, True])
+def test_a_second_fit_goes_on_with_its_rows_behind_those_of_the_first(tmp_path: Path, by_another: bool) -> None:
+    """Of a trainer's two fits in one log, the resume of the first took out what the second had logged."""
+
+    def fit_twice(root: Path, *stop: pl.Callback) -> list[dict[str, str]]:
+        new_process()
+        pl.seed_everything(1, verbose=False)
+        logger = CSVLogger(str(root), "logs", flush_logs_every_n_steps=1)
+        more: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1}
+        spot = SpotCheckpoint(str(root / "run"), memory=None, interval=EverySteps(5), on_full="wait", notices=None)
+        run, model = trainer(spot, *stop, **more, max_epochs=1), Model()
+        run.fit(model, loader())
+        if by_another:
+            more["logger"] = CSVLogger(str(root), "logs", logger.version, flush_logs_every_n_steps=1)
+            run = trainer(spot, *stop, **more, max_epochs=2)
+        run.fit_loop.max_epochs = 2
+        run.fit(model, loader())
+        (folder,) = (root / "logs").iterdir()
+        assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+        return rows(folder)
+
+    whole = fit_twice(tmp_path / "whole")
+    with pytest.raises(Stop):
+        fit_twice(tmp_path / "broken", StopAt(16 + 13))
+    assert fit_twice(tmp_path / "broken") == whole
 
 
 class Saves(pl.Callback):

@@ -9,12 +9,11 @@ from typing import Any
 from torch import nn
 
 from lightning_spot.exact import namespaces, private
-from lightning_spot.exact.further_kinds import is_known_again, needs_its_like
+from lightning_spot.exact.further_kinds import MOST_ITEMS, enums_in, is_known_again, named, needs_its_like
 from lightning_spot.exact.glance import Glance
 from lightning_spot.exact.objects import Inside, may_hold_objects
 from lightning_spot.exact.plain_values import (
     MOST_BYTES,
-    MOST_ITEMS,
     SCALARS,
     NotPlain,
     copy_of,
@@ -36,6 +35,7 @@ class Attributes:
         inside: looks into objects.
 
     Attributes:
+        enums: classes of those that the program has made it with, by name.
         glance: that tells, as long as nothing changes; ``None`` where none would.
         lost: names of what has changed, as ``Class.attribute``, and is not kept.
     """
@@ -50,6 +50,7 @@ class Attributes:
         self._marks = {} if self._is_torchs else _marks(own, inside)
         self._first = {} if self._is_torchs else _known(own)
         self._others = {} if self._is_torchs else _not_plain(part, own)
+        self.enums = {} if self._is_torchs else named(kind for value in own.values() for kind in enums_in(value))
         held = {} if self._is_torchs else {name: value for name, value in own.items() if may_hold_objects(value)}
         self._inside = {name: seen for name, value in held.items() if (seen := inside.of(value)) is not None}
         self._since: tuple[State, State] | None = None
@@ -100,7 +101,7 @@ class Attributes:
         if needs_its_like(value) and not (name in self._first and type(self._first[name]) is type(value)):
             raise NotPlain
         try:
-            changed[name] = copy_of(value, left)
+            changed[name] = copy_of(value, left, self.enums)
         except NotPlain:
             is_written_to = name in self._marks and is_same(self._marks[name], inside.mark(value), loosely=True)
             if not (is_as_made or is_written_to):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -169,10 +170,13 @@ class ChangedValues:
         for name, values in saved["attributes"].items():
             for attribute, value in values.items():
                 if name in parts:
-                    put(parts[name], attribute, value, module.device)
+                    put(parts[name], attribute, value, module.device, self._enums(name))
         for name, value in saved["settings"].items():
             if name not in _LIMITS and hasattr(trainer, name):
                 setattr(trainer, name, value)
+
+    def _enums(self, name: str) -> dict[str, type[Enum]]:
+        return self._modules[name].enums if name in self._modules else {}
 
     def note_limits(self, trainer: pl.Trainer) -> None:
         """Note how long the program has training go on, before hooks may change that."""
@@ -199,7 +203,7 @@ class ChangedValues:
         for name, values in saved["attributes"].items():
             for attribute, value in values.items():
                 if name in parts and is_generator(value):
-                    put(parts[name], attribute, value, trainer.lightning_module.device)
+                    put(parts[name], attribute, value, trainer.lightning_module.device, self._enums(name))
 
 
 class _Trained:

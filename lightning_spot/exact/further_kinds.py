@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import pickle
 import random
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -26,12 +27,16 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 
 _OPEN = (np.generic, Enum, *GENERATORS)
 _CLOSED: frozenset[type] = frozenset((np.ndarray, complex, bytes, bytearray))
+_HOLDING: frozenset[type] = KEYED | SETS | frozenset((dict, list, tuple, deque))
+_STEADY: frozenset[type] = frozenset((bool, int, float, str, type(None), complex, bytes))
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str)}
 _DICTIONARIES: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _KIND = "lightning_spot.kind"
-MOST_WHOLE = 2**22
-"""Bytes of arrays that are compared whole, in a value; of larger ones, some are."""
+MOST_WHOLE = 2**24
+"""Bytes of arrays that are compared whole, in a value: as many as are kept; of what is beyond, some are."""
 
+MOST_ITEMS = 100_000
+DEEPEST = 8
 _LEAST_WHOLE = 2**12
 
 _SAMPLES = 4096
@@ -65,20 +70,50 @@ class Seen(NamedTuple):
     holds: Any = None
 
 
-def seen(value: Any, whole: int = MOST_WHOLE) -> Seen:
+def is_steady(value: Any) -> bool:
+    """Whether a value in a set stays as it is, and is known by what it is equal to."""
+    kind: type = type(value)  # of a proxy of what is gone, isinstance fails
+    if kind in (tuple, frozenset):
+        return all(map(is_steady, value))
+    return kind in _STEADY or issubclass(kind, Enum)
+
+
+def enums_in(value: Any, depth: int = 0) -> Iterator[type[Enum]]:
+    """Classes of the enums in a value, as deep as containers are kept."""
+    kind: type = type(value)
+    if issubclass(kind, Enum):
+        yield kind
+    elif kind in _HOLDING and depth <= DEEPEST and len(value) <= MOST_ITEMS:
+        parts = (*value.keys(), *value.values()) if issubclass(kind, dict) else tuple(value)
+        for part in parts:
+            yield from enums_in(part, depth + 1)
+
+
+def named(kinds: Iterable[type[Enum]]) -> dict[str, type[Enum]]:
+    """Classes by the name by which an enum is saved; none of those that share one."""
+    found: dict[str, set[type[Enum]]] = {}
+    for kind in kinds:
+        found.setdefault(kind.__qualname__, set()).add(kind)
+    return {name: next(iter(each)) for name, each in found.items() if len(each) == 1}
+
+
+def seen(value: Any, whole: list[int]) -> Seen:
     """What a value of a further kind is, to be compared later.
 
     Args:
         value: of such a kind.
-        whole: bytes of an array that is compared whole, if not more than a few.
+        whole: bytes of arrays that may still be compared whole; a few always are.
     """
     if isinstance(value, GENERATORS):
         state = value.get_state() if isinstance(value, torch.Generator) else None
         content = state.numpy().tobytes() if state is not None else pickle.dumps(_state(value))
         return Seen(type(value), content, value)
     if isinstance(value, np.ndarray):
-        if value.nbytes <= max(_LEAST_WHOLE, whole) and not value.dtype.hasobject:
-            return Seen(type(value), (value.dtype.str, value.shape, xxhash.xxh3_128_digest(value.tobytes())))
+        if value.nbytes <= max(_LEAST_WHOLE, whole[0]) and not value.dtype.hasobject:
+            whole[0] -= value.nbytes
+            is_plain = value.flags.c_contiguous and value.nbytes
+            data = value.reshape(-1).view(np.uint8).data if is_plain else value.tobytes()
+            return Seen(type(value), (value.dtype.str, value.shape, xxhash.xxh3_128_digest(data)))
         some = b"" if value.dtype.hasobject else value.flat[:: -(-value.size // _SAMPLES)].tobytes()
         return Seen(type(value), (id(value), value.shape, some), value)
     if isinstance(value, np.generic):
@@ -142,13 +177,14 @@ def items_of(saved: dict[str, Any]) -> list[Any]:
     return list(saved.get("items", ()))
 
 
-def decoded(saved: dict[str, Any], items: list[Any], present: Any) -> Any:
+def decoded(saved: dict[str, Any], items: list[Any], present: Any, enums: Mapping[str, type[Enum]]) -> Any:
     """The value that was :func:`encoded`; ``present`` where it cannot be made.
 
     Args:
         saved: as it was encoded.
         items: of a container, as values again.
         present: what stands in its place: a generator is set to the state, an enum gives its class.
+        enums: classes of others that the program has, by name.
     """
     kind = saved[_KIND]
     if kind == "generator":
@@ -157,7 +193,8 @@ def decoded(saved: dict[str, Any], items: list[Any], present: Any) -> Any:
         return present
     if kind == "enum":
         is_its_like = isinstance(present, Enum) and type(present).__qualname__ == saved["of"]
-        return type(present)(saved["value"]) if is_its_like else present
+        its_class = type(present) if is_its_like else enums.get(saved["of"])
+        return its_class(saved["value"]) if its_class is not None else present
     if kind == "numpy":
         array = np.frombuffer(saved["bytes"].numpy().tobytes(), saved["dtype"]).reshape(saved["shape"]).copy()
         return array[()] if saved.get("number") else array

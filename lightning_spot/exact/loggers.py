@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 _KEPT = ".metrics-of-earlier-attempts.csv"
 """Second name of a CSV file: where the user fixes the version, Lightning deletes the first one at each start."""
 
+_CUT_OFF = ".metrics-before-resume.csv"
+"""A CSV file as it was before a resume: of a run that had ended, the rest may be of a later ``fit`` in this program."""
+
 
 def places_of(trainer: pl.Trainer, *, before_validation: bool, at_end: bool) -> list[dict[str, Any]]:
     """Where each logger is, as plain values, on rank 0; what it has buffered is written first.
@@ -113,6 +116,7 @@ def _place(logger: Any, step: int, at_end: bool) -> dict[str, Any]:
         file = Path(logger.log_dir) / "metrics.csv"
         place["rows"] = len(_rows(file)[1])
         _keep(file, at_end)
+        file.with_name(_CUT_OFF).unlink(missing_ok=True)
     return place
 
 
@@ -199,6 +203,9 @@ def _truncate(logger: Any, rows: int, former: Path) -> bool:
     file = Path(logger.log_dir) / "metrics.csv"
     source = former / file.name
     keys, found = _rows(source if source.exists() else source.with_name(_KEPT))
+    cut_off = file.with_name(_CUT_OFF)
+    if len(found) < rows and _begin_alike(found, (whole := _rows(cut_off))[1]):
+        keys, found = whole
     kept = file.with_name(_KEPT)
     if file.exists() and not kept.exists():
         with contextlib.suppress(OSError):
@@ -206,11 +213,19 @@ def _truncate(logger: Any, rows: int, former: Path) -> bool:
     with warnings.catch_warnings():  # that its log files will be deleted: these are kept
         warnings.filterwarnings("ignore", message="Experiment logs directory")
         writer: Any = logger.experiment
+    if former == file.parent and len(found) > rows:
+        _replace(cut_off, keys, found)
     if keys:
         _replace(file, keys, found[:rows])
         writer.metrics_keys = list(keys)
     _keep(file, at_end=False)
     return bool(keys)
+
+
+def _begin_alike(rows: list[dict[str, str]], longer: list[dict[str, str]]) -> bool:
+    """Whether a log begins with these rows; it may have got further columns since."""
+    pairs = zip(rows, longer, strict=False)
+    return len(longer) > len(rows) and all(mine.items() <= other.items() for mine, other in pairs)
 
 
 def _replace(file: Path, columns: Sequence[str], rows: list[dict[str, str]]) -> None:

@@ -14,7 +14,8 @@ from torchmetrics import Metric
 
 from lightning_spot.capture.tensors import Glances
 from lightning_spot.exact import namespaces
-from lightning_spot.exact.plain_values import MOST_ITEMS, SCALARS, is_kept, is_same, mark, without
+from lightning_spot.exact.further_kinds import MOST_ITEMS
+from lightning_spot.exact.plain_values import SCALARS, is_kept, is_same, mark, without
 from lightning_spot.exact.private import writes_of
 
 _PROXIES = (weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
