@@ -53,7 +53,13 @@ def test_the_node_behind_carries_a_run_on(make: Callable[..., Chained]) -> None:
     assert bench.behind[SECOND].opened == 0
     (newest, *_) = bench.node.committed(RUN)
     assert sorted(newest.safe) == sorted([bench.tier().url, f"{FIRST}/{RUN}"])
-    assert [run["carries"] for run in bench.nodes[FIRST].listed()] == [True]
+    assert [(run["carries"], run["complete"]) for run in bench.nodes[FIRST].listed()] == [(True, False)]
+    bench.save(4, wait_s=10, complete=True)
+    assert bench.flush() == []
+    assert [run["complete"] for run in bench.nodes[FIRST].listed()] == [True]  # no trainer has told it so
+    bench.open(attempt=2, nodes=(FIRST, SECOND))
+    until(lambda: [run["attempt"] for run in bench.nodes[FIRST].listed()] == [2], "it to know of the next attempt")
+    assert [run["complete"] for run in bench.nodes[FIRST].listed()] == [False]
 
 
 def test_what_reached_the_memory_node_becomes_durable_with_nobody_else_alive(make: Callable[..., Chained]) -> None:
@@ -462,11 +468,13 @@ def test_1_gb_over_5_gbit_s_is_safe_within_its_bytes_over_bandwidth() -> None:
     finally:
         assert f"ls-test-{os.getpid()}" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
     ideal_s = found["nbytes"] * 8 / benchmark.BITS_PER_S
-    raw, safe = min(found["raw_s"]) / ideal_s, statistics.median(found["safe_s"]) / ideal_s
-    print(f"plain sockets {raw:.2f}, safe {safe:.2f} x bytes / bandwidth")
-    if raw > 1.08:
+    raw = statistics.median(found["raw_s"]) / ideal_s
+    ratios = [safe_s / raw_s for safe_s, raw_s in zip(found["safe_s"], found["raw_s"], strict=True)]
+    print(f"plain sockets {raw:.2f} x bytes / bandwidth, safe {statistics.median(ratios):.2f} x plain sockets")
+    if raw > 1.5:
         pytest.skip(f"this machine is too busy to move 5 Gbit/s: plain sockets take {raw:.2f} x")
-    assert safe <= benchmark.TARGET
+    # Each beside its own plain transfer: what else this machine does slows both of them.
+    assert statistics.median(ratios) <= benchmark.TARGET
 
 
 def _held(store: NodeStore) -> Any:

@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -262,3 +263,16 @@ def _upgraded_and_left(listener: socket.socket) -> list[socket.socket]:
 
     threading.Thread(target=serve, daemon=True).start()
     return taken
+
+
+def test_a_client_that_is_gone_leaves_no_connection_open(start_node: Callable[..., RunningNode]) -> None:
+    """Each resume over a memory node left one, until it was collected with a ResourceWarning."""
+    client = NodeClient(parse_spot_url(start_node().url)[0])
+    client.call("GET", "/v1/runs")
+    (connection,) = client._pool._idle
+    connected = connection.sock
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        del client, connection
+        gc.collect()
+        assert connected.fileno() == -1

@@ -79,12 +79,12 @@ class Training:
                 os.kill(self._running, signal.SIGKILL)
         self._trainers.close()
 
-    def start(self, **settings: Any) -> tuple[int, Path]:
-        """Start a trainer, which has these settings, and check what it resumed from."""
+    def start(self) -> tuple[int, Path]:
+        """Start a trainer and check what it resumed from."""
         self._trials += 1
         oracle = self._root / f"oracle-{self._trials}"
         request = {"elements": 3000, "watched": True, "ballast": self.ballast, "pace_s": self.pace_s, "alarm_s": 120}
-        self._trainers.say({"dirpath": str(self.dirpath), "oracle": str(oracle), **request, **settings})
+        self._trainers.say({"dirpath": str(self.dirpath), "oracle": str(oracle), **request})
         self._running = pid = int(self._trainers.read())
         ((step, tier, whole),) = until(lambda: lines(oracle, "from"), f"trainer {self._trials} to begin", 60)
         assert whole == "whole", f"trainer {self._trials}: the state of step {step} from {tier} is no single step's"
@@ -175,10 +175,9 @@ def kill_node(dirpath: Path) -> int | None:
 
 def again_and_again(training: Training, kinds: list[str], chance: random.Random, longest_s: float) -> None:
     for number, kind in enumerate(kinds):
-        # However slow the machine is, one is to resume from memory: from what is durable nowhere, and so is kept there.
-        pid, oracle = training.start(**({"durable_every_s": 3600.0} if number == 0 else {}))
-        if number == 0:
-            until(lambda oracle=oracle: len(lines(oracle, "told")) > 1, "two snapshots", 90)
+        pid, oracle = training.start()
+        if number == 0:  # however slow the machine is, one is to resume from memory
+            until(lambda oracle=oracle: lines(oracle, "told"), "the first snapshot", 90)
         time.sleep(chance.random() * longest_s)
         training.kill(pid, oracle, kind, chance)
     training.start()

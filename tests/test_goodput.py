@@ -38,7 +38,7 @@ from lightning_spot.config import read_environment
 from lightning_spot.errors import NodeUnreachable, SettingsError
 from lightning_spot.fit.pacing import Pacing, starts_between
 from lightning_spot.goodput.journal import Journal
-from lightning_spot.goodput.ledger import Account, AttemptRecord, lost_steps, spent, total
+from lightning_spot.goodput.ledger import Account, AttemptRecord, history, lost_steps, spent, total
 from lightning_spot.goodput.reached import Reached, read_reached
 from lightning_spot.goodput.records import read_records, write_record
 from lightning_spot.image.manifest import Manifest
@@ -94,6 +94,24 @@ def test_lost_steps_are_those_done_again() -> None:
     assert lost_steps([first, never, second]) == [20, 0, 0]
     further_back = attempt(3, 240.0, 250.0, (60, 300), 500.0)
     assert lost_steps([first, second, further_back]) == [40, 120, 0]
+
+
+def test_the_last_line_and_the_report_tell_the_same(tmp_path: Path) -> None:
+    """Where training went back behind the snapshots that are carried on, the line took all steps for as long."""
+    snapshots = [(step, 10.0 + step**1.5) for step in range(1, 60)]
+    first = attempt(1, 0.0, 10.0, (0, 60), 500.0, end="killed", snapshots=snapshots)
+    write_record(str(tmp_path), 1, first.as_dict())
+    journal = Journal(str(tmp_path), 2, heartbeat_s=60.0, begun_unix_s=600.0)
+    journal.train(5, 0.0)
+    journal.note(9, 0.0, -1)
+    journal.close("complete")
+    before, records = history([AttemptRecord.from_dict(record) for record in read_records(str(tmp_path))])
+    reported = total([before.closed, *spent(records)])
+    assert asdict(journal.spent) == pytest.approx(asdict(reported))
+    assert reported.lost_s == pytest.approx(500.0 - snapshots[4][1])
+    third = Journal(str(tmp_path), 3, heartbeat_s=60.0, begun_unix_s=time.time())
+    third.close("failed")
+    assert third.spent.lost_s == pytest.approx(reported.lost_s)
 
 
 def test_a_record_keeps_its_size() -> None:

@@ -292,7 +292,6 @@ def test_a_reader_that_does_not_read_lets_go_of_its_slot(
 ) -> None:
     node, client = hasty
     monkeypatch.setattr(saving, "_QUIET_BODY_S", 30.0)  # what is sent here pauses where the machine does much else
-    monkeypatch.setattr(files, "_SEND_TIMEOUT_S", 2.0)  # so long it is seen that the reader has begun
     data = memoryview(bytes(50 * 2**20))
     client.send("/v1/files/run/large", lambda: [data], len(data))
     with _connect(client, request("GET", "/v1/files/run/large")) as connection:

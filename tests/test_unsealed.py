@@ -159,15 +159,15 @@ def test_a_failing_tier_does_not_seem_to_work_meanwhile(make: Callable[..., Foll
     bench.tier().fail(OSError("the disk is full"))
     bench.save(1)
     until(lambda: bench.node.flusher.failing(bench.tier().url), "the tier to fail")
-    with bench.node.ring.changed:  # the tier is tried again, and given up, only behind this
+    with bench.node.ring.changed:
         bench.node.flusher._busy.add(bench.tier().url)  # in another try, say
-        bench.follow(2)
-        assert bench.newest().unsealed
-        job, due_s = bench.node.flusher.work.next(bench.tier().url, time.monotonic())
-        assert job is None
-        assert due_s is not None
-        assert bench.node.flusher.work.error(bench.tier().url) == ""  # of the first, which is not owed any more
-        bench.node.flusher._busy.clear()
+    bench.follow(2)
+    assert bench.newest().unsealed
+    job, due_s = bench.node.flusher.work.next(bench.tier().url, time.monotonic())
+    assert job is None
+    assert due_s is not None
+    assert bench.node.flusher.work.error(bench.tier().url) == ""  # of the first, which is not owed any more
+    bench.node.flusher._busy.clear()
 
 
 @pytest.mark.parametrize("fields", [{"complete": True}, {"name": "best.ckpt", "file": ""}], ids=["complete", "file"])

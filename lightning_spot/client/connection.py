@@ -104,6 +104,7 @@ class Pool:
         self._idle: list[Connection] = []
         self._taken: set[BoundedSocket] = set()
         self._lock = threading.Lock()
+        weakref.finalize(self, _close_all, self._idle).atexit = False  # whoever only asks a node something lets it go
         _pools.add(self)
 
     def take(self, deadline_s: float) -> tuple[Connection, bool]:
@@ -139,20 +140,23 @@ class Pool:
     def close(self) -> None:
         """Close every connection; a call that uses one fails at once."""
         with self._lock:
-            idle, self._idle = self._idle, []
-            taken = list(self._taken)
-        for connection in idle:
-            connection.close()
+            idle, taken = list(self._idle), list(self._taken)
+            self._idle.clear()
+        _close_all(idle)
         for connected in taken:
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 connected.shutdown(socket.SHUT_RDWR)
 
     def forget(self) -> None:
         """Begin anew, as a forked child must: its parent goes on with the connections there were."""
-        for connection in self._idle:
-            connection.close()  # this process' descriptors only
-        self._idle, self._taken = [], set()
-        self._lock = threading.Lock()
+        _close_all(self._idle)  # this process' descriptors only
+        self._idle.clear()
+        self._taken, self._lock = set(), threading.Lock()
+
+
+def _close_all(idle: list[Connection]) -> None:
+    for connection in idle:
+        connection.close()
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()

@@ -49,6 +49,7 @@ class Journal:
         self._ahead_s = time.time() - time.monotonic()  # days by which a clock is set meanwhile are no training
         self._mended: AttemptRecord | None = None
         previous = self._previous(attempt, list(snapshots))
+        self._before = previous
         self.earlier: Account = account_after(previous)
         number = attempt if attempt is not None else previous.attempt + 1 if previous is not None else 1
         self.record = AttemptRecord(
@@ -76,6 +77,8 @@ class Journal:
         record.trained_unix_s = record.unix_s = self._now()
         record.from_step = record.step = step
         record.restore_s = restore_s
+        if self._before is not None:  # it is known now what of it is done again, and since when that was trained
+            self.earlier.carry_snapshot(self._before, step)
         self._keep()
         self._wake.set()
 

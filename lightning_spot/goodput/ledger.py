@@ -122,6 +122,18 @@ class Account:
         """Where the time of the run went, the current attempt included."""
         return total([self.closed, *spent([*self.latest, *([current] if current is not None else [])])])
 
+    def carry_snapshot(self, before: AttemptRecord, step: int) -> None:
+        """Carry on, of the latest attempt, the snapshot that the current one begins at, however many followed it.
+
+        Args:
+            before: that attempt, with all of its snapshots.
+            step: where the current one begins.
+        """
+        carried = self.latest[-1]
+        if all(known != step for known, _ in carried.snapshots):
+            found = [item for item in before.snapshots if item[0] == step]
+            carried.snapshots = [*found, *carried.snapshots]
+
     @classmethod
     def from_dict(cls, account: dict[str, Any]) -> Account:
         """Of the plain values in a record."""

@@ -133,8 +133,13 @@ class Registry:
         """
         with self.lock:
             runs = {key: (run, run.info.session in self.sessions) for key, run in self.runs.items()}
+        ended: set[tuple[str, int]] = set()
         for slot in self._ring.committed():
-            if (manifest := slot.manifest) is not None and slot.run not in runs:
+            if (manifest := slot.manifest) is None:
+                continue
+            if manifest.complete:
+                ended.add((slot.run, manifest.attempt))
+            if slot.run not in runs:
                 left = RunInfo(name=manifest.run, id=manifest.run_id, location="", attempt=manifest.attempt, token="")
                 runs[slot.run] = (Run(left), False)
         return [
@@ -145,7 +150,8 @@ class Registry:
                 "host": run.info.host,
                 "attempt": self.highest(key),
                 "live": live,
-                "complete": run.complete,
+                # Only the trainer's own node is told by it; others know by the snapshot of its end.
+                "complete": run.complete or (key, self.highest(key)) in ended,
                 "durable_url": run.info.durable_url,
                 "carries": carries(key),
             }
