@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import mmap
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -31,12 +32,14 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import Fenced, NodeUnreachable, TierError
 from lightning_spot.fit.beginning import Beginning
 from lightning_spot.image.layout import lay_out, lay_out_plain
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.memory.host import Host, InProcessHost, Lease
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.record import find_record
+from lightning_spot.run import patience, survey
+from lightning_spot.run.patience import Patience
 from lightning_spot.run.survey import Survey
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Store
@@ -598,3 +601,37 @@ def test_nothing_of_ours_is_left_after_fit(tmp_path: Path) -> None:
 
     until(lambda: not left(), "our threads to end")
     until(lambda: not find_record(str(tmp_path / "run-1")).running(), "the node to end")
+
+
+@pytest.mark.parametrize("asked", ["runs", "snapshots"])
+def test_a_node_that_is_lost_while_a_resume_asks_it_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """It alone has the newest snapshot, and the next node takes that over."""
+    with pytest.raises(Stop):
+        trainer(spot(tmp_path, memory="auto"), StopAt(10)).fit(Net(), data())
+    record, left = find_record(str(tmp_path / "run-1")), [True]
+    newest = tmp_path / "run-1" / f"{snapshot_name(9, 1)}"
+    until(lambda: (newest / "manifest.json").exists(), "the newest snapshot to be durable")
+    shutil.rmtree(newest)
+
+    def is_lost(real: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*arguments: Any) -> Any:
+            if left and left.pop():
+                node = record.process()
+                assert node is not None
+                node.kill(5.0)
+            return real(*arguments)
+
+        return ask
+
+    if asked == "runs":
+        monkeypatch.setattr(survey, "_listed", is_lost(survey._listed))
+    else:
+        monkeypatch.setattr(EmbeddedHost, "listing", is_lost(EmbeddedHost.listing))
+    monkeypatch.setattr(patience, "PATIENCE", Patience(tries=3, first_pause_s=0.05))
+    probe = Probe()
+    with pytest.raises(Stop):
+        trainer(spot(tmp_path, memory="auto"), probe, StopAt(11)).fit(Net(), data())
+    assert not left
+    assert min(probe.states) == 9

@@ -111,7 +111,7 @@ def survey(location: Location, bounds: Patience | None = None, *, commits: bool 
     bounds = bounds or patience.PATIENCE
     store = open_store(location.url)
     asked: dict[str, Callable[[], Any]] = {node: functools.partial(_node_runs, node, bounds) for node in location.nodes}
-    asked[MEMORY] = lambda: _embedded_runs(location)
+    asked[MEMORY] = lambda: patience.patiently(lambda: _embedded_runs(location), bounds, MEMORY)
     asked[DURABLE] = lambda: _Durable.ask(store, bounds, commits=commits)
     answers, problems = ask_all(asked, bounds.answer_s)
     durable: _Durable | None = answers.pop(DURABLE, None)
@@ -126,7 +126,10 @@ def survey(location: Location, bounds: Patience | None = None, *, commits: bool 
     )
     runs = {tier: found[0] for tier, all_runs in listed.items() if (found := runs_of(identity.run_id, all_runs))}
     sources = {tier: _node_source(location, tier, run) for tier, run in runs.items()}
-    holdings, more_problems = ask_all({tier: source.survey for tier, source in sources.items()}, bounds.answer_s)
+    listings = {
+        tier: functools.partial(patience.patiently, source.survey, bounds, tier) for tier, source in sources.items()
+    }
+    holdings, more_problems = ask_all(listings, bounds.answer_s)
     found_at: list[tuple[Source, Holdings]] = [(sources[tier], holdings[tier]) for tier in sources if tier in holdings]
     if durable is not None:
         found_at.append((StoreSource(store, DURABLE), durable.holdings))
