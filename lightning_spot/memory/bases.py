@@ -7,6 +7,7 @@ base that was taken meanwhile is not used, and would not have the right checksum
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,8 +37,8 @@ class Base:
     def newest(cls, ring: Ring, run: str) -> Base | None:
         """Pin the snapshot of a run that was committed last; ``None`` if there is none."""
         with ring.changed:
-            for slot in ring.committed(run):
-                if (manifest := slot.snapshot) is not None and not slot.unsealed:
+            for slot, manifest in ring.readable(run):
+                if not manifest.is_file:
                     slot.readers += 1
                     return cls(ring, slot, manifest)
         return None
@@ -92,8 +93,11 @@ def nothing_earlier(_run: str, _name: str) -> Glance | None:
 def glance(ring: Ring, run: str, name: str) -> Glance | None:
     """Look at a snapshot; ``None`` if it is not here."""
     with ring.changed:
-        slot = ring.find(run, name)
-        manifest = slot.snapshot if slot is not None else None
-        if slot is None or manifest is None or slot.unsealed:
-            return None
-        return Glance(manifest, slot.view(manifest.nbytes), lambda: slot.manifest is manifest)
+        for slot, manifest in ring.readable(run, name):
+            if not manifest.is_file:
+                return Glance(manifest, slot.view(manifest.nbytes), functools.partial(_holds, slot, manifest))
+    return None
+
+
+def _holds(slot: Slot, manifest: Manifest) -> bool:
+    return slot.manifest is manifest

@@ -17,18 +17,12 @@ def resolve(ring: Ring, run: str, path: str) -> tuple[Slot, Manifest]:
     Raises:
         SnapshotNotFound: if nothing committed has that name.
     """
-    found = committed(ring, run)
+    found = ring.readable(run)
     for slot, manifest in found:
         if path == manifest.manifest_path or manifest.span_at(path) is not None:
             return slot, manifest
     names = ", ".join(manifest.name for _, manifest in found) or "nothing"
     raise SnapshotNotFound(f"no {path!r} in run {run!r} at this node; it holds {names} (and {MANIFEST_FILE} of each)")
-
-
-def committed(ring: Ring, run: str) -> list[tuple[Slot, Manifest]]:
-    """The slots of a run that are committed and sealed, with their manifests."""
-    found = [slot for slot in ring.committed(run) if not slot.unsealed]
-    return [(slot, manifest) for slot in found if (manifest := slot.manifest) is not None]
 
 
 def file_name(path: str) -> str:

@@ -100,6 +100,20 @@ class SlotTable:
             found = [slot for slot in self.slots if slot.manifest and run in (None, slot.run)]
             return sorted(found, key=lambda slot: slot.sequence, reverse=True)
 
+    def readable(self, run: str, name: str | None = None) -> list[tuple[Slot, Manifest]]:
+        """What anybody may read of a run: what is committed and sealed, newest first. Nothing else has checksums.
+
+        Args:
+            run: key of the run.
+            name: of a snapshot or file, if only that is meant.
+        """
+        with self.changed:
+            return [
+                (slot, slot.manifest)
+                for slot in self.committed(run)
+                if slot.manifest is not None and not slot.unsealed and name in (None, slot.manifest.name)
+            ]
+
     def find(self, run: str, name: str) -> Slot | None:
         """The slot that holds a committed snapshot, if any."""
         with self.changed:

@@ -16,15 +16,18 @@ import socket
 import struct
 import threading
 import uuid
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from lightning_spot.errors import SnapshotNotFound
+from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.given import give
 from lightning_spot.memory.node import Node
+from lightning_spot.memory.slots import Slot
 from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
 from lightning_spot.service.killed import note_killed
+from lightning_spot.staging.slot import SlotMemory
 
 logger = logging.getLogger(__name__)
 
@@ -130,27 +133,32 @@ class DescriptorChannel:
             _send(connection, {"capacity": memory.capacity, "generation": slot.generation}, memory.fd)
             return
         key = self._node.registry.key(str(asked["run"]))
-        slot_or_none = self._node.ring.find(key, str(asked["name"]))
-        if slot_or_none is not None and slot_or_none.unsealed:
-            self._node.seal_committed(key)
-            slot_or_none = self._node.ring.find(key, str(asked["name"]))
-        manifest = slot_or_none.manifest if slot_or_none is not None else None
-        if slot_or_none is None or manifest is None or slot_or_none.memory is None or slot_or_none.unsealed:
+        found = self._find(key, str(asked["name"]), pins)
+        if found is None:
             _send(connection, {"missing": True}, None)
             return
-        try:
-            # Pinned until the connection closes, so that the slot is not reused under the reader.
-            pins.enter_context(self._node.ring.reading(slot_or_none, manifest))
-        except SnapshotNotFound:
-            _send(connection, {"missing": True}, None)
-            return
-        is_given = bool(asked.get("give")) and give(self._node.ring, slot_or_none, manifest)
-        told = {"capacity": slot_or_none.memory.capacity, "given": is_given}
+        slot, manifest, memory = found
+        is_given = bool(asked.get("give")) and give(self._node.ring, slot, manifest)
+        told = {"capacity": memory.capacity, "given": is_given}
         if not is_given:
-            _send(connection, told, slot_or_none.memory.fd)
+            _send(connection, told, memory.fd)
             return
-        with open(f"/proc/self/fd/{slot_or_none.memory.fd}", "rb", buffering=0) as file:
+        with open(f"/proc/self/fd/{memory.fd}", "rb", buffering=0) as file:
             _send(connection, told, file.fileno())  # which nobody can write by
+
+    def _find(self, run: str, name: str, pins: ExitStack) -> tuple[Slot, Manifest, SlotMemory] | None:
+        """The snapshot or file of a name, sealed if it was not, and pinned until the connection closes."""
+        ring = self._node.ring
+        held = ring.find(run, name)
+        if held is not None and held.unsealed:
+            self._node.seal_committed(run)
+        for slot, manifest in ring.readable(run, name):
+            memory = slot.memory
+            if memory is not None:
+                with suppress(SnapshotNotFound):  # it has just left
+                    pins.enter_context(ring.reading(slot, manifest))
+                    return slot, manifest, memory
+        return None
 
 
 class _Lines:

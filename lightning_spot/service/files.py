@@ -19,7 +19,7 @@ from lightning_spot.image.files import MODEL_FILE, FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.paths import LAST, committed, resolve
+from lightning_spot.memory.paths import LAST, resolve
 from lightning_spot.memory.slots import Slot
 from lightning_spot.protocol.wire import DIGEST_HEADER, LONGEST_DIGESTED_BYTES, WANT_DIGEST_HEADER
 from lightning_spot.service.below import Below, Entry, open_below
@@ -63,7 +63,7 @@ class Files:
 
     def _in_memory(self, key: str) -> dict[str, dict[str, object]]:
         listed = {}
-        for slot, manifest in committed(self._node.ring, key):
+        for slot, manifest in self._node.ring.readable(key):
             for span in manifest.spans:
                 entry = Entry(manifest.path_of(span), span.nbytes, manifest.created_unix_s)
                 listed[entry.path] = {**_as_json(entry, slot.dirty, slot.safe), "step": manifest.step}

@@ -96,14 +96,14 @@ class RunRequests:
         What is not sealed yet is sealed first; with ``as_is`` in the body it is left out, and nobody waits.
         """
         run = request.match_info["run"]
+        key = self._node.registry.key(run)
         if (await json_body(request)).get("as_is") is not True:
-            await have_sealed(self._node, self._node.registry.key(run))
+            await have_sealed(self._node, key)
         listed = [
-            {"manifest": slot.manifest.to_dict(), "dirty": slot.dirty, "safe": slot.safe}
-            for slot in self._node.committed(run)
-            if slot.manifest is not None and not slot.unsealed
+            {"manifest": manifest.to_dict(), "dirty": slot.dirty, "safe": slot.safe}
+            for slot, manifest in self._node.ring.readable(key)
         ]
-        refused = [manifest.to_dict() for manifest in self._node.flusher.refused(self._node.registry.key(run))]
+        refused = [manifest.to_dict() for manifest in self._node.flusher.refused(key)]
         claimed = await asyncio.to_thread(self._node.claimed, run)
         return web.json_response({"attempt": claimed, "snapshots": listed, "refused": refused})
 
