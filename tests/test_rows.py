@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -61,6 +62,7 @@ def test_kinds_are_classes_themselves_and_each_counts(by: str) -> None:
     for number in range(len(row)):
         assert not rows.are_of_kinds(row, [*kinds[:number], Like, *kinds[number + 1 :]])  # a subclass neither
         assert not rows.are_of_kinds([*row[:number], "text", *row[number + 1 :]], kinds)
+    assert not rows.are_of_kinds([True], [int])
     assert not rows.are_of_kinds(row[:-1], kinds)
     assert not rows.are_of_kinds(row, kinds[:-1])
 
@@ -68,8 +70,10 @@ def test_kinds_are_classes_themselves_and_each_counts(by: str) -> None:
 def test_what_objects_hold_is_found_and_plain_tensors_hold_nothing(by: str) -> None:
     tensor, parameter, inner = torch.zeros(1), torch.nn.Parameter(torch.zeros(1)), torch.zeros(1)
     tensor.held = parameter.held = "never asked for"  # type: ignore[attr-defined]
-    found = rows.unwrapped([Holder(inner), tensor, parameter, 7], "held")
-    assert list(map(id, found)) == list(map(id, [inner, tensor, parameter, 7]))
+    other = torch.zeros(1).as_subclass(Like)
+    other.held = inner  # type: ignore[attr-defined]
+    found = rows.unwrapped([Holder(inner), tensor, parameter, 7, other], "held")
+    assert list(map(id, found)) == list(map(id, [inner, tensor, parameter, 7, inner]))
     with pytest.raises(ZeroDivisionError):
         rows.unwrapped([type("Raises", (), {"held": property(lambda _: 1 // 0)})()], "held")
 
@@ -208,11 +212,251 @@ def test_values_are_held_under_their_keys_and_there_are_no_more(by: str, kind: A
     )  # a value that is none, and a key that is gone
     assert not rows.hold([found[0], kind(c=1, d=VALUES[0])], *seen)
     assert not rows.hold([found[0], kind(c=1, d=VALUES[2], f=1)], *seen)
+    assert not rows.hold([found[0], kind(d=VALUES[2])], *seen)  # one is gone that does not count
+
+
+class Unlike:
+    """Equal to everything, and itself only."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+class Refuses:
+    """A key in the place of a text, with which nothing can be compared."""
+
+    def __hash__(self) -> int:
+        return hash(KEY)
+
+    def __eq__(self, other: object) -> bool:
+        raise ZeroDivisionError
+
+
+def test_what_is_equal_is_not_the_same(by: str) -> None:
+    one, other = Unlike(), Unlike()
+    assert not rows.have([Holder(one)], "held", [other])
+    assert not rows.are_given_by([lambda: one], [other])
+    assert not rows.hold([{"a": one}], [1], [("a",)], [(other,)])
+    assert rows.identities([one]) != rows.identities([other])
+
+
+def test_an_order_of_its_own_is_that_of_the_mapping(by: str) -> None:
+    table = OrderedDict(a=VALUES[0], b=VALUES[2])
+    entries = rows.Entries([table])
+    table.move_to_end("a")  # behind the back of what is a dict in it
+    assert not entries.are_in([table])
+    assert rows.values_in([table]) == [VALUES[2], VALUES[0]]
+
+
+def test_what_a_mapping_gives_is_asked_for(by: str) -> None:
+    class Given(dict[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            return VALUES[2]
+
+        def get(self, key: str, default: Any = None) -> Any:
+            return VALUES[2]
+
+    assert rows.under([Given(a=1)], "a") == [VALUES[2]]
+    assert rows.hold([Given(a=1)], [1], [("a",)], [(VALUES[2],)])
+
+
+def test_errors_of_what_is_asked_are_raised(by: str) -> None:
+    class Meta(type):
+        def __hash__(cls) -> int:
+            raise ZeroDivisionError
+
+    raising = type("Raising", (), {"held": property(lambda _: 1 // 0), "call": lambda _: 1 // 0})()
+    for ask in (
+        lambda: rows.kinds_of([Meta("Unhashable", (), {})()]),
+        lambda: rows.have([raising], "held", [1]),
+        lambda: rows.numbers([raising], "held"),
+        lambda: rows.called([raising], "call"),
+        lambda: rows.are_given_by([raising.call], [1]),
+        lambda: rows.under([{Refuses(): 1}], KEY),  # type: ignore[dict-item]
+        lambda: rows.hold([{Refuses(): 1}], [1], [(KEY,)], [(1,)]),  # type: ignore[dict-item]
+    ):
+        with pytest.raises(ZeroDivisionError):
+            ask()
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict], ids=["dicts", "mappings"])
+def test_rows_of_different_lengths_are_refused(by: str, kind: Any) -> None:
+    tables = [kind(a=1)]
+    for lengths, keys, values in (
+        ([1], [("a",), ("a",)], [(1,)]),
+        ([1], [("a",)], [(1,), (1,)]),
+        ([1], [("a",)], []),
+        ([1], [("a",)], [(1, 2)]),
+        ([1], [("a", "b")], [(1,)]),
+    ):
+        with pytest.raises(ValueError, match=r"length|shorter|longer"):
+            rows.hold(tables, lengths, keys, values)
+
+
+@compiled
+def test_c_needs_as_many_lengths_as_tables() -> None:
+    for lengths in ([], [1, 1]):
+        with pytest.raises(ValueError, match="length"):
+            rows.hold([{"a": 1}], lengths, [("a",)], [(1,)])
+
+
+class Shortens:
+    """Takes things out of rows while it is asked."""
+
+    def __init__(self, *of: list[Any]) -> None:
+        self.of = of
+
+    @property
+    def held(self) -> int:
+        for row in self.of:
+            row.clear()
+        return 1
+
+    def call(self) -> int:
+        return self.held
+
+
+@compiled
+def test_a_row_that_becomes_shorter_ends_the_look_and_nothing_else() -> None:
+    class Meta(type):
+        row: list[Any]
+
+        def __hash__(cls) -> int:
+            Meta.row.clear()
+            return 7
+
+    c = rows._compiled
+    Meta.row = row = [Meta("Clears", (), {})(), *map(Holder, range(9))]
+    assert len(c.kinds_of(row)) == 1
+    for ask in ("unwrapped", "called"):
+        row = [None] * 9
+        row[0] = Shortens(row)
+        more = (int, str) if ask == "unwrapped" else ()
+        assert getattr(c, ask)(row, "held" if more else "call", *more) == [1]
+    row = [None] * 9
+    row[0] = Shortens(row)
+    with pytest.raises(IndexError):
+        c.numbers(row, "held")
+    for which in ([0], [1], [0, 1]):
+        asked: list[Any] = [Holder(1)] * 9
+        values: list[Any] = [1] * 9
+        asked[0] = Shortens(*([asked, values][number] for number in which))
+        with pytest.raises(IndexError):
+            c.have(asked, "held", values)
+        asked, values = [lambda: 1] * 9, [1] * 9
+        asked[0] = Shortens(*([asked, values][number] for number in which)).call
+        with pytest.raises(IndexError):
+            c.are_given_by(asked, values)
+
+
+class Vanishes:
+    """Is held by a row only, and leaves it when it is asked; then it is asked once more."""
+
+    def __init__(self, row: list[Any]) -> None:
+        self.row, self.number = row, 7
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("held", "call"):
+            self.row.clear()
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+    def __getattr__(self, name: str) -> Any:
+        number = self.number
+        return number if name == "held" else lambda: number
+
+
+@compiled
+def test_what_is_asked_lives_as_long_as_it_is_asked() -> None:
+    c, row = rows._compiled, list[Any]()
+    for look, found in (
+        (lambda: c.unwrapped(row, "held", int, str), [7]),
+        (lambda: c.have(row, "held", [7]), True),
+        (lambda: rows.each_of(c.numbers(row, "held")), [7]),
+        (lambda: c.called(row, "call"), [7]),
+    ):
+        row.append(Vanishes(row))
+        assert look() == found
+
+
+@compiled
+def test_tables_that_become_fewer_while_keys_are_compared_end_the_look() -> None:
+    class Clears(Refuses):
+        def __init__(self, *of: list[Any]) -> None:
+            self.of = of
+
+        def __eq__(self, other: object) -> bool:
+            for row in self.of:
+                row.clear()
+            return False
+
+        __hash__ = Refuses.__hash__
+
+    c = rows._compiled
+    tables: list[Any] = [{} for _ in range(9)]
+    tables[0] = {Clears(tables): 1}
+    kept = list(tables)
+    assert c.under(tables, KEY) == [None]
+    for number in range(4):
+        look: list[list[Any]] = [list(kept), [1] + [0] * 8, [()] * 9, [()] * 9]
+        key = Clears()
+        kept[0] = look[0][0] = {key: 1, KEY: KEY}
+        names = values = (KEY,)
+        look[1][0], look[2][0], look[3][0] = 2, names, values
+        key.of = (look[number],)
+        with pytest.raises((IndexError, SystemError)):
+            c.hold(*look)
+
+
+def test_nothing_is_kept_and_nothing_let_go(by: str) -> None:
+    number, name, other = 2**40, KEY, "".join(["an", "other"])
+    held = Holder(number)
+    holder, table = Holder(held), {KEY: held}
+    reference = Shortens().call  # gives 1
+    looks: list[Any] = [
+        lambda: rows.identities([holder, held]),
+        lambda: rows.kinds_of([holder, held, table]),
+        lambda: rows.are_of_kinds([holder], [Holder]),
+        lambda: rows.unwrapped([holder, held, table], "held"),
+        lambda: rows.have([holder, holder], "held", [held, held]),
+        lambda: rows.have([holder], "held", [table]),
+        lambda: rows.numbers([held, held], "held"),
+        lambda: rows.called([table], "copy"),
+        lambda: rows.are_given_by([lambda: held], [held]),
+        lambda: rows.are_given_by([lambda: held], [table]),
+        lambda: rows.Entries([table, table]).are_in([table, table]),
+        lambda: rows.values_in([table, table]),
+        lambda: rows.under([table, {}], KEY),
+        lambda: rows.hold([table], [1], [(KEY,)], [(held,)]),
+        lambda: rows.hold([table], [1], [(other,)], [(held,)]),
+    ]
+    failing: list[Any] = [lambda: rows.numbers([held, table], "held"), lambda: rows.called([held], "held")]
+    objects = [holder, held, number, table, name, other, reference]
+
+    def count() -> list[int]:
+        return list(map(sys.getrefcount, objects))
+
+    for look in looks:
+        look()
+        before = count()
+        for _ in range(50):
+            look()
+        assert [now - was for was, now in zip(before, count(), strict=True)] == [0] * len(objects)
+    for look in failing:
+        before, blocks = count(), sys.getallocatedblocks()
+        for _ in range(500):
+            with suppress(AttributeError, TypeError):
+                look()
+        assert [now - was for was, now in zip(before, count(), strict=True)] == [0] * len(objects)
+        assert sys.getallocatedblocks() - blocks < 250
 
 
 @compiled
 @pytest.mark.parametrize("what", [None, 7, "text", (1, 2)])
 def test_c_refuses_what_is_no_row(what: Any) -> None:
+    """By the error after which Python looks, where it may be a row of something else."""
     c = rows._compiled
     for refused in (
         lambda: c.identities(what),
@@ -225,17 +469,21 @@ def test_c_refuses_what_is_no_row(what: Any) -> None:
         lambda: c.are_given_by(what, []),
         lambda: c.hold([], what, [], []),
         lambda: c.hold([{}], [str(what)], [("a",)], [(1,)]),
-        lambda: c.hold([{}], [0], [("a",)], [()]),
         lambda: c.numbers(what, "held"),
         lambda: c.called(what, "held"),
         lambda: c.under(what, "held"),
         lambda: c.under([OrderedDict()], "held"),
         lambda: c.numbers([Holder("text")], "held"),
+    ):
+        with pytest.raises(TypeError):
+            refused()
+    for wrong in (
+        lambda: c.hold([{}], [0], [("a",)], [()]),
         lambda: c.numbers([Holder(2**64)], "held"),
         lambda: c.hold([{"a": 1}], [1], [what if type(what) is not tuple else []], [(1,)]),
     ):
-        with pytest.raises((TypeError, ValueError, SystemError, OverflowError)):
-            refused()
+        with pytest.raises((ValueError, OverflowError, SystemError)):
+            wrong()
 
 
 # -- what tensors say -------------------------------------------------------------------------------------------------

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import sys
+import tracemalloc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +108,121 @@ def test_c_refuses_what_is_no_row_of_tensors(what: object) -> None:
 def test_c_refuses_another_table_of_functions() -> None:
     with pytest.raises((TypeError, ValueError)):
         rows._compiled(object(), torch.Tensor, torch.nn.Parameter, [])
+
+
+class Described(ctypes.Structure):
+    """DLPack's ``DLTensor``."""
+
+    _fields_ = (
+        ("data", ctypes.c_uint64),
+        ("device", ctypes.c_int32 * 2),
+        ("ndim", ctypes.c_int32),
+        ("dtype", ctypes.c_uint32),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+Describe = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(Described))
+
+
+class Table(ctypes.Structure):
+    """DLPack's table of functions, of a library that describes tensors in another way."""
+
+    _fields_ = (
+        ("version", ctypes.c_uint32 * 2),
+        ("unused", ctypes.c_void_p * 4),
+        ("describe", Describe),
+        ("stream", ctypes.c_void_p),
+    )
+
+
+SIZES, STEPS = (ctypes.c_int64 * 2)(4, 3), (ctypes.c_int64 * 2)(3, 1)
+
+
+@pytest.fixture
+def other_table(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts such a table in torch's place."""
+    kept: list[object] = []
+
+    def install(major: int = 1, **told: object) -> None:
+        def describe(tensor: torch.Tensor, found: ctypes._Pointer[Described]) -> int:
+            for name, value in told.items():
+                setattr(found.contents, name, value)
+            return 0
+
+        table = Table(version=(ctypes.c_uint32 * 2)(major, 1), describe=Describe(describe))
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+        name = b"dlpack_exchange_api"
+        kept.extend((table, name))
+        monkeypatch.setattr(rows, "_exchange", new(ctypes.addressof(table), name, None))
+
+    return install
+
+
+def said(*numbers: int) -> bytes:
+    return b"".join(number.to_bytes(8, sys.byteorder) for number in numbers)
+
+
+@compiled
+def test_what_another_library_says_is_read_as_dlpack_has_it(other_table: Callable[..., None]) -> None:
+    row = [MEMORY, torch.nn.Parameter(MEMORY)]
+    other_table(data=1000, byte_offset=24, ndim=2, shape=SIZES, strides=STEPS)
+    assert whereabouts(row) == said(1024, 2, 4, 3, 3, 1) * 2
+    other_table(data=1000, ndim=0)  # no dimensions, no sizes
+    assert whereabouts(row) == said(1000, 0) * 2
+
+
+@compiled
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"major": 2, "ndim": 0},
+        {"ndim": -1, "shape": SIZES, "strides": STEPS},
+        {"ndim": 65, "shape": (ctypes.c_int64 * 65)(), "strides": (ctypes.c_int64 * 65)()},
+        {"ndim": 2, "shape": SIZES},
+        {"ndim": 2, "strides": STEPS},
+    ],
+    ids=["of another version", "too few dimensions", "too many", "no strides", "no sizes"],
+)
+def test_what_c_cannot_read_is_asked_of_torch(other_table: Callable[..., None], told: dict[str, Any]) -> None:
+    other_table(**told)
+    assert whereabouts([MEMORY]) == by_torch([MEMORY])
+    with pytest.raises(ValueError, match=r"DLPack|dimensions|strides"):
+        rows._compiled(rows._exchange, torch.Tensor, torch.nn.Parameter, [MEMORY])
+
+
+@compiled
+def test_without_a_word_from_dlpack_there_is_none_from_c() -> None:
+    row = [torch.eye(2).to_sparse()]  # of which torch has no elements to describe
+    with pytest.raises((BufferError, RuntimeError)):
+        rows._compiled(rows._exchange, torch.Tensor, torch.nn.Parameter, row)
+
+
+@compiled
+def test_memory_is_given_back() -> None:
+    many = [MEMORY[number:] for number in range(40)]
+    tracemalloc.start()
+    try:
+        whereabouts(many)
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(50):
+            whereabouts(many)
+        assert tracemalloc.get_traced_memory()[0] - before < 1000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("error", [BufferError, RuntimeError, TypeError, ValueError])
+def test_what_dlpack_refuses_is_asked_of_torch(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    def refuses(*_: object) -> bytes:
+        raise error
+
+    monkeypatch.setattr(rows, "_compiled", refuses)
+    monkeypatch.setattr(rows, "_exchange", object())
+    assert whereabouts([MEMORY]) == by_torch([MEMORY])
 
 
 def test_without_a_compiler_or_with_an_older_torch_each_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

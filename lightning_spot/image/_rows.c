@@ -8,22 +8,36 @@
 #include <Python.h>
 #include <stdint.h>
 
-/* A list of that length; another one is refused. */
+/* The length of a list; -1 and an exception, if it is none. */
+static Py_ssize_t length_of(PyObject *row) {
+    const Py_ssize_t length = PyList_Size(row);
+    if (length < 0)
+        PyErr_SetString(PyExc_TypeError, "no list");
+    return length;
+}
+
+/* Whether a list is of that length; else there is an exception. */
 static int is_row(PyObject *row, Py_ssize_t length) {
-    if (PyList_Size(row) == length) /* -1 and an exception, if it is no list */
+    if (PyList_Size(row) == length)
         return 1;
-    if (!PyErr_Occurred())
-        PyErr_SetString(PyExc_ValueError, "rows of different lengths");
+    PyErr_SetString(PyExc_ValueError, "rows of different lengths");
+    return 0;
+}
+
+/* Whether what was found in a row is a plain dict: others have an order of their own. Else there is an exception. */
+static int is_dict(PyObject *table) {
+    if (table != NULL && (PyObject *)Py_TYPE(table) == (PyObject *)&PyDict_Type)
+        return 1;
+    if (table != NULL) /* else the row has become shorter, and there is one */
+        PyErr_SetString(PyExc_TypeError, "not all are plain dicts");
     return 0;
 }
 
 static PyObject *identities(PyObject *module, PyObject *row) {
     (void)module;
-    const Py_ssize_t length = PyList_Size(row);
-    if (length < 0) {
-        PyErr_SetString(PyExc_TypeError, "no list");
+    const Py_ssize_t length = length_of(row);
+    if (length < 0)
         return NULL;
-    }
     PyObject *said = PyBytes_FromStringAndSize(NULL, length * sizeof(uintptr_t));
     if (said == NULL)
         return NULL;
@@ -35,15 +49,10 @@ static PyObject *identities(PyObject *module, PyObject *row) {
 
 /* The classes of the objects, each once. */
 static PyObject *kinds_of(PyObject *module, PyObject *row) {
-    PyObject *last = NULL, *found = PySet_New(NULL);
     (void)module;
-    const Py_ssize_t length = PyList_Size(row);
-    if (length < 0) {
-        Py_XDECREF(found);
-        PyErr_SetString(PyExc_TypeError, "no list");
-        return NULL;
-    }
-    for (Py_ssize_t number = 0; found != NULL && number < length; number++) {
+    const Py_ssize_t length = length_of(row);
+    PyObject *last = NULL, *found = length < 0 ? NULL : PySet_New(NULL);
+    for (Py_ssize_t number = 0; found != NULL && number < PyList_Size(row); number++) {
         PyObject *kind = (PyObject *)Py_TYPE(PyList_GetItem(row, number));
         if (kind != last && PySet_Add(found, kind) != 0) /* classes of classes may have code of their own */
             Py_CLEAR(found);
@@ -94,26 +103,42 @@ static PyObject *unwrapped(PyObject *module, PyObject *arguments) {
     return found;
 }
 
+/* Whether each object gives what is at its place: as an attribute of a name; called, where that is NULL. */
+static PyObject *all_give(PyObject *row, PyObject *name, PyObject *values) {
+    const Py_ssize_t length = PyList_Size(values);
+    if (!is_row(row, length))
+        return NULL;
+    for (Py_ssize_t number = 0; number < length; number++) {
+        PyObject *object = PyList_GetItem(row, number);
+        if (object == NULL)
+            return NULL;
+        Py_INCREF(object); /* to ask it may run any code, which may also make the rows shorter */
+        PyObject *given = name != NULL ? PyObject_GetAttr(object, name) : PyObject_CallNoArgs(object);
+        Py_DECREF(object);
+        PyObject *expected = given != NULL ? PyList_GetItem(values, number) : NULL;
+        Py_XDECREF(given);
+        if (expected == NULL)
+            return NULL;
+        if (given != expected)
+            Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
+}
+
 static PyObject *have(PyObject *module, PyObject *arguments) {
     PyObject *row, *name, *values;
     (void)module;
     if (!PyArg_ParseTuple(arguments, "O!UO!", &PyList_Type, &row, &name, &PyList_Type, &values))
         return NULL;
-    if (!is_row(row, PyList_Size(values)))
+    return all_give(row, name, values);
+}
+
+static PyObject *are_given_by(PyObject *module, PyObject *arguments) {
+    PyObject *givers, *row;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "O!O!", &PyList_Type, &givers, &PyList_Type, &row))
         return NULL;
-    for (Py_ssize_t number = 0; number < PyList_Size(row) && number < PyList_Size(values); number++) {
-        PyObject *object = PyList_GetItem(row, number), *expected = PyList_GetItem(values, number);
-        Py_INCREF(object);
-        PyObject *value = PyObject_GetAttr(object, name);
-        Py_DECREF(object);
-        if (value == NULL)
-            return NULL;
-        const int is_same = value == expected;
-        Py_DECREF(value);
-        if (!is_same)
-            Py_RETURN_FALSE;
-    }
-    Py_RETURN_TRUE;
+    return all_give(givers, NULL, row);
 }
 
 /* Of each an attribute that is a whole number, 64 bits long. */
@@ -161,43 +186,17 @@ static PyObject *called(PyObject *module, PyObject *arguments) {
     return found;
 }
 
-static PyObject *are_given_by(PyObject *module, PyObject *arguments) {
-    PyObject *givers, *row;
-    (void)module;
-    if (!PyArg_ParseTuple(arguments, "O!O!", &PyList_Type, &givers, &PyList_Type, &row))
-        return NULL;
-    if (!is_row(givers, PyList_Size(row)))
-        return NULL;
-    for (Py_ssize_t number = 0; number < PyList_Size(row) && number < PyList_Size(givers); number++) {
-        PyObject *giver = PyList_GetItem(givers, number), *expected = PyList_GetItem(row, number);
-        Py_INCREF(giver);
-        PyObject *given = PyObject_CallNoArgs(giver);
-        Py_DECREF(giver);
-        if (given == NULL)
-            return NULL;
-        const int is_same = given == expected;
-        Py_DECREF(given);
-        if (!is_same)
-            Py_RETURN_FALSE;
-    }
-    Py_RETURN_TRUE;
-}
-
 /* Where the objects are that a row of dicts holds: of each its length, and of each entry the key and the value. */
 static PyObject *entries(PyObject *module, PyObject *tables) {
     (void)module;
     Py_ssize_t room = 0;
-    const Py_ssize_t length = PyList_Size(tables);
-    if (length < 0) {
-        PyErr_SetString(PyExc_TypeError, "no list");
+    const Py_ssize_t length = length_of(tables);
+    if (length < 0)
         return NULL;
-    }
     for (Py_ssize_t number = 0; number < length; number++) {
         PyObject *table = PyList_GetItem(tables, number);
-        if ((PyObject *)Py_TYPE(table) != (PyObject *)&PyDict_Type) { /* others have an order of their own */
-            PyErr_SetString(PyExc_TypeError, "not all are plain dicts");
+        if (!is_dict(table))
             return NULL;
-        }
         room += 1 + 2 * PyDict_Size(table);
     }
     PyObject *said = PyBytes_FromStringAndSize(NULL, room * sizeof(uintptr_t));
@@ -219,15 +218,13 @@ static PyObject *entries(PyObject *module, PyObject *tables) {
 /* All values of a row of dicts. */
 static PyObject *values_in(PyObject *module, PyObject *tables) {
     (void)module;
-    const Py_ssize_t length = PyList_Size(tables);
+    const Py_ssize_t length = length_of(tables);
     PyObject *found = length < 0 ? NULL : PyList_New(0);
     for (Py_ssize_t number = 0; found != NULL && number < length; number++) {
         PyObject *table = PyList_GetItem(tables, number), *key, *value;
         Py_ssize_t place = 0;
-        if ((PyObject *)Py_TYPE(table) != (PyObject *)&PyDict_Type) {
-            PyErr_SetString(PyExc_TypeError, "not all are plain dicts");
+        if (!is_dict(table))
             Py_CLEAR(found);
-        }
         while (found != NULL && PyDict_Next(table, &place, &key, &value))
             if (PyList_Append(found, value) != 0)
                 Py_CLEAR(found);
@@ -244,9 +241,7 @@ static PyObject *under(PyObject *module, PyObject *arguments) {
     PyObject *found = PyList_New(0);
     for (Py_ssize_t number = 0; found != NULL && number < PyList_Size(tables); number++) {
         PyObject *table = PyList_GetItem(tables, number), *value = NULL;
-        if ((PyObject *)Py_TYPE(table) != (PyObject *)&PyDict_Type)
-            PyErr_SetString(PyExc_TypeError, "not all are plain dicts");
-        else if ((value = PyDict_GetItemWithError(table, key)) == NULL && !PyErr_Occurred())
+        if (is_dict(table) && (value = PyDict_GetItemWithError(table, key)) == NULL && !PyErr_Occurred())
             value = Py_None;
         if (value == NULL || PyList_Append(found, value) != 0)
             Py_CLEAR(found);
@@ -266,14 +261,10 @@ static PyObject *hold(PyObject *module, PyObject *arguments) {
     for (Py_ssize_t number = 0; number < length; number++) {
         PyObject *table = PyList_GetItem(tables, number), *names = PyList_GetItem(keys, number),
                  *were = PyList_GetItem(values, number);
-        if (table == NULL || names == NULL || were == NULL) /* a key's comparison has changed the rows */
+        if (names == NULL || !is_dict(table)) /* NULL, or with an exception: a key's comparison has made rows shorter */
             return NULL;
-        if ((PyObject *)Py_TYPE(table) != (PyObject *)&PyDict_Type) {
-            PyErr_SetString(PyExc_TypeError, "not all are plain dicts");
-            return NULL;
-        }
         const Py_ssize_t count = PyTuple_Size(names), expected = PyLong_AsSsize_t(PyList_GetItem(lengths, number));
-        if (count < 0 || PyErr_Occurred() || PyTuple_Size(were) != count) {
+        if (PyErr_Occurred() || PyTuple_Size(were) != count) {
             if (!PyErr_Occurred())
                 PyErr_SetString(PyExc_ValueError, "rows of different lengths");
             return NULL;

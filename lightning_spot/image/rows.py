@@ -194,5 +194,5 @@ def _asking(tensors: list[torch.Tensor]) -> Iterator[None]:
     """
     kinds = kinds_of(tensors) - PLAIN
     add_nothing = bool(kinds) and all(getattr(kind, "__torch_function__", None) is _NO_OVERRIDE for kind in kinds)
-    with _past_overrides() if add_nothing and _NO_OVERRIDE is not None else nullcontext():
+    with _past_overrides() if add_nothing else nullcontext():
         yield
