@@ -19,10 +19,10 @@ import torch
 from lightning_spot.capture import contents
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.ending import LastState
-from lightning_spot.capture.following import Task
 from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.ring_settings import RingSettings, open_host
 from lightning_spot.capture.split import Number
+from lightning_spot.capture.task import Task
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach
 from lightning_spot.client.stores import open_store

@@ -287,7 +287,8 @@ def test_shares_are_cut_by_bytes_and_hold_each_once(sizes: list[int], turns: int
 def test_what_ctrl_c_keeps_from_being_compared_is_compared_later(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = torch.zeros(1000).untyped_storage()
     piece: Any = SimpleNamespace(named=Named(1, storage), storage=storage, nbytes=storage.nbytes())
-    plan = contents.Plan([], [], {}, unchecked=[contents.Unchecked(piece, (), None, (), 0, piece.nbytes)])
+    owner: Any = SimpleNamespace(is_still=lambda *_: True)
+    plan = contents.Plan([], [], {}, unchecked=[contents.Unchecked(piece, (), owner, (), 0, piece.nbytes)])
     outcomes: list[Any] = [KeyboardInterrupt, False]
 
     def compared(*_: Any) -> bool:
@@ -296,7 +297,6 @@ def test_what_ctrl_c_keeps_from_being_compared_is_compared_later(monkeypatch: py
         return bool(outcome)
 
     monkeypatch.setattr(contents, "_same", compared)
-    monkeypatch.setattr(contents, "_still", lambda *_: True)
     unchanged, view = contents.Unchanged(), cast(SlotView, None)
     with pytest.raises(KeyboardInterrupt):
         unchanged.written_past_counts(plan, view)

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from lightning_spot.capture import across, following, leases
-from lightning_spot.capture.following import Follower, Task
+from lightning_spot.capture.following import Follower
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.pending import Pending
 from lightning_spot.capture.saying import SayOnce, SayWhyNot
 from lightning_spot.capture.split import Number
+from lightning_spot.capture.task import Task
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store

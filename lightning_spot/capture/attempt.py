@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from lightning_spot._version import __version__
-from lightning_spot.capture.contents import Owners
 from lightning_spot.capture.ending import Ending, LastState
 from lightning_spot.capture.host_link import leave, within
+from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.past_memory import PastMemory
 from lightning_spot.capture.pausing import Failures
 from lightning_spot.capture.ring_settings import RingSettings, open_host

@@ -13,15 +13,13 @@ import itertools
 import operator
 import random
 import threading
-import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from lightning_spot.capture.tensors import local_of
+from lightning_spot.capture.owners import Mark, Owner, Owners
 from lightning_spot.image.layout import Entry, Layout
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece, nbytes_of
@@ -38,20 +36,15 @@ _LEAST_BYTES = 1024  # below, comparing costs as much as copying
 _WHOLE_BYTES = 64 * 1024  # up to here all of a storage is compared each time
 _SPOTS = 4
 _SPOT_BYTES = 64
-_COUNTED_S = 0.05  # a write may be under way whose count is noted when it ends
 
 PAST_COUNTS = (
     "%d tensors were written to past torch's count of writes (tensor.data, or code of your own); the last %d snapshots"
     " may hold what they were before. From now on these are copied each time"
 )
 
-Owners = Mapping[int, Sequence[torch.Tensor]]
-"""Tensors whose counts of writes count, by the address of their storage."""
-
 _memcmp = ctypes.CDLL(None).memcmp  # lets go of the GIL
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
-_Mark = tuple[int, ...]
 _PLACED = 3  # of a mark, what says where something lies
 
 
@@ -67,7 +60,7 @@ class Known:
 
     upload: str
     frame: tuple[Entry, ...]
-    marks: dict[Named, _Mark]
+    marks: dict[Named, Mark]
 
 
 class Content:
@@ -100,8 +93,8 @@ class Unchecked(NamedTuple):
 
     piece: Piece
     tensors: Sequence[torch.Tensor]
-    owner: _Owner
-    mark: _Mark
+    owner: Owner
+    mark: Mark
     start: int
     stop: int
 
@@ -122,7 +115,7 @@ class Plan:
 
     frame: list[Entry]
     pieces: Sequence[Piece]
-    marks: dict[Named, _Mark]
+    marks: dict[Named, Mark]
     past_counts: int = 0
     written: Ranges | None = None
     unchecked: list[Unchecked] = field(default_factory=list)
@@ -133,18 +126,6 @@ class Plan:
     def nbytes(self) -> int:
         """What is written into the slot."""
         return sum([len(data) for _, data in self.frame]) + nbytes_of(self.pieces)
-
-
-def owners_of(owned: Owners, kept: Owners) -> Owners:
-    """All owners: a storage may have some of either."""
-    owners = dict(owned)
-    for address, tensors in kept.items():
-        found = owners.setdefault(address, tensors)
-        if len(tensors) == 1 and tensors[0] is found[0]:  # so it is nearly always
-            continue
-        if more := [tensor for tensor in tensors if all(tensor is not other for other in found)]:
-            owners[address] = [*found, *more]
-    return owners
 
 
 class Unchanged:
@@ -159,7 +140,7 @@ class Unchanged:
         self.distrusted: set[Named] = set()
         self.checks_all = False
         self._trusted: set[Named] = set()  # left out of a snapshot before
-        self._owners: dict[Named, _Owner] = {}
+        self._owners: dict[Named, Owner] = {}
         self._generation = 0
         self._turns = Turns()
         self._of_newest: tuple[list[Unchecked], SlotView] | None = None  # if a share of it is compared only
@@ -178,7 +159,7 @@ class Unchanged:
         is_new = map(operator.is_not, layout.frame, itertools.chain(frame, itertools.repeat(None)))
         plan = Plan(list(itertools.compress(layout.frame, is_new)), copied, {})
         found, known_owners = plan.marks, self._owners
-        present: dict[Named, _Owner] = {}
+        present: dict[Named, Owner] = {}
         left_out = set()
         if not owners:
             plan.pieces = layout.pieces
@@ -190,7 +171,7 @@ class Unchanged:
                 continue
             owner, first = known_owners.get(named), tensors[0]
             if owner is not None and owner.only() is first and len(tensors) == 1:  # so it is nearly always
-                mark: _Mark = (offset, start, nbytes, owner.number, first._version)
+                mark: Mark = (offset, start, nbytes, owner.number, first._version)
             elif first.is_cpu:
                 if owner is None or not owner.is_that_of(tensors):
                     owner = self._new_owner(tensors)
@@ -234,7 +215,7 @@ class Unchanged:
                 if piece.named is not None
                 and piece.storage.nbytes() == piece.named.nbytes  # else its memory was given back: nothing is there
                 and not _same(piece, view, start, stop - start)
-                and _still(owner, tensors, mark)
+                and owner.is_still(tensors, mark)
             ]
             plan.unchecked = []  # only now: after Ctrl-C, whoever comes next compares them
             self.distrusted.update(named for named in found if named is not None)
@@ -262,10 +243,10 @@ class Unchanged:
             share = -(-nbytes // turns)
             plan.unchecked = list(_share(plan.unchecked, share * self._turns.next(turns), share))
 
-    def _new_owner(self, tensors: Sequence[torch.Tensor]) -> _Owner:
+    def _new_owner(self, tensors: Sequence[torch.Tensor]) -> Owner:
         """The owners of a storage, with a number that no others have: another tensor counts from zero."""
         self._generation += 1
-        return _Owner(tensors, self._generation)
+        return Owner(tensors, self._generation)
 
 
 class Turns:
@@ -286,47 +267,6 @@ class Turns:
         return self._left.pop()
 
 
-class _Owner:
-    """The tensors whose counts tell of a storage; but for parameters, they are not kept alive.
-
-    Where there is a weak reference to a parameter, ``torch.utils.swap_tensors`` fails, and with it what torch does by
-    it (``module.to()``, as ``torch.__future__`` may have it). A ``DTensor`` is known by what this rank has of it.
-
-    Attributes:
-        number: begins each :meth:`mark`.
-        only: gives the tensor, if it is the only one and writes to it are counted; ``None`` if not, or if it is gone.
-    """
-
-    __slots__ = ("_counts", "_known", "number", "only")
-
-    def __init__(self, tensors: Sequence[torch.Tensor], number: int) -> None:
-        self._known = [_reference(local_of(tensor)) for tensor in tensors]
-        self._counts = not any(tensor.is_inference() for tensor in tensors)
-        self.number = number
-        is_only = self._counts and len(tensors) == 1
-        self.only: Callable[[], torch.Tensor | None] = self._known[0] if is_only else _nothing
-
-    def is_that_of(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the tensors."""
-        return len(self._known) == len(tensors) and all(
-            one() is local_of(other) for one, other in zip(self._known, tensors, strict=True)
-        )
-
-    def mark(self, tensors: Sequence[torch.Tensor]) -> _Mark:
-        """What stays the same as long as the tensors do, and are not written to."""
-        if not self._counts:
-            return (self.number, next(_UNCOUNTED))  # like no other: nothing counts writes to it
-        return (self.number, *[tensor._version for tensor in tensors])
-
-
-def _reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
-    return (lambda: tensor) if isinstance(tensor, torch.nn.Parameter) else weakref.ref(tensor)
-
-
-def _nothing() -> None:
-    return None
-
-
 def _share(unchecked: Iterable[Unchecked], start: int, nbytes: int) -> Iterator[Unchecked]:
     """What lies in a range of all bytes, one piece behind the other: one may be larger than all others together."""
     before = 0
@@ -337,7 +277,6 @@ def _share(unchecked: Iterable[Unchecked], start: int, nbytes: int) -> Iterator[
         before += item.stop
 
 
-_UNCOUNTED = itertools.count()
 _dice = random.Random()  # training's own generator is left alone
 
 
@@ -351,8 +290,3 @@ def _looks_alike(piece: Piece, view: SlotView) -> bool:
 
 def _same(piece: Piece, view: SlotView, start: int, nbytes: int) -> bool:
     return not _memcmp(piece.storage.data_ptr() + piece.start + start, view.address + piece.offset + start, nbytes)
-
-
-def _still(owner: _Owner, tensors: Sequence[torch.Tensor], mark: _Mark) -> bool:
-    time.sleep(_COUNTED_S)
-    return owner.mark(tensors) == mark

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_spot.capture.contents import Owners
+from lightning_spot.capture.owners import Owners
 from lightning_spot.image.floats import WIDTHS, Floats
 from lightning_spot.image.layout import Layout
 

@@ -11,11 +11,13 @@ from itertools import chain
 
 import torch
 
-from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, Known, Owners
-from lightning_spot.capture.following import Follower, Task
+from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, Known
+from lightning_spot.capture.following import Follower
+from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.portioned import Portioned, own_of, portions_of
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, room_for
 from lightning_spot.capture.split import Number
+from lightning_spot.capture.task import Task
 from lightning_spot.capture.tensors import copies_of
 from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.errors import Fenced, LayoutUnsupported, NodeUnreachable, ShareMissing, SpotError

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_spot.capture.contents import Owners
+from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.tensors import Owned, locals_of, storage_addresses
 from lightning_spot.image.pieces import Piece, Pieces, some
 from lightning_spot.image.rows import identities

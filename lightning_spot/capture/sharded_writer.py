@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from lightning_spot.capture.contents import Owners
+from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.pending import Opened, Pending
 from lightning_spot.capture.portioned import Portioned, own_of, portions_of
 from lightning_spot.capture.split import Ranks

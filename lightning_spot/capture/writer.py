@@ -17,12 +17,13 @@ from typing import Any
 
 from lightning_spot.capture.across import Across
 from lightning_spot.capture.background import Background
-from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, Known, Owners, Plan, Unchanged, owners_of
+from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, Known, Plan, Unchanged
 from lightning_spot.capture.floating import floats_of
 from lightning_spot.capture.host_link import HostLink, within
 from lightning_spot.capture.leases import Leases, give_back, say_backing
 from lightning_spot.capture.mail import Mailbox
 from lightning_spot.capture.outline import Outliner
+from lightning_spot.capture.owners import NOBODY, Owners, owners_of
 from lightning_spot.capture.parting import Parting
 from lightning_spot.capture.pending import Opened, Pending
 from lightning_spot.capture.saying import SayOnce, SayWhyNot, say_failing, say_waiting
@@ -44,7 +45,6 @@ from lightning_spot.tiers.store import Store
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
-_NOBODY: Owners = {}
 _Divide = Callable[[Layout], Divided]
 
 
@@ -142,8 +142,8 @@ class SnapshotWriter:
         checkpoint: Any,
         manifest: Manifest,
         *,
-        owned: Owners = _NOBODY,
-        kept: Owners = _NOBODY,
+        owned: Owners = NOBODY,
+        kept: Owners = NOBODY,
         wait_s: float = 0.0,
         destinations: list[str] | None = None,
         ranks: Ranks | None = None,

@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.capture.attempt import Attempt, expected_nbytes
-from lightning_spot.capture.contents import Owners
 from lightning_spot.capture.host_link import within
 from lightning_spot.capture.joining import Joining
+from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.ring_settings import RingSettings
 from lightning_spot.capture.saying import say_failing
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint

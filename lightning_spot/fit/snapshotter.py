@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.contents import Owners
 from lightning_spot.capture.leases import AHEAD_S
+from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import by_storage, optimizer_owned
 from lightning_spot.capture.unforeseen import failure_of

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_spot.errors import SettingsError
 from lightning_spot.image.manifest import snapshot_order
 from lightning_spot.image.parts import checksum
 
 MOST_SHARES = 1024
+_LAYOUTS = 3  # of a run, the newest: a rank may be a snapshot behind the others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +71,43 @@ class KnownLayout:
     def to_send(self, text: str) -> dict[str, str]:
         """What a request says of a layout."""
         return {"layout_id": self.id} if text and text == self.text else {"layout": text}
+
+
+class Layouts:
+    """The layouts that were given for the snapshots of runs: who means one of the newest says its checksum only.
+
+    It is guarded by the registry's lock.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[str, str]] = {}
+
+    def joint(self, key: str, shared: Shared, layout_id: str = "") -> Joint:
+        """An upload of a run that several ranks fill begins.
+
+        Args:
+            key: of the run.
+            shared: what is said of the snapshot.
+            layout_id: of a layout that was given before, if that is meant and ``shared`` has none.
+
+        Raises:
+            SettingsError: if that layout is not here (any more).
+        """
+        known = self._known.setdefault(key, {})
+        if not shared.layout and layout_id:
+            if layout_id not in known:
+                raise SettingsError(f"the layout of {shared.name} is not known here; give it once more")
+            shared = replace(shared, layout=known[layout_id])
+        layout_id = KnownLayout.of(shared.layout).id
+        known.pop(layout_id, None)
+        known[layout_id] = shared.layout
+        if len(known) > _LAYOUTS:
+            del known[next(iter(known))]
+        return Joint(shared, layout_id)
+
+    def forget(self, key: str) -> None:
+        """Keep nothing of a run."""
+        self._known.pop(key, None)
 
 
 @dataclass(slots=True)

@@ -9,12 +9,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from lightning_spot.errors import NodeUnreachable, SettingsError, ShareMissing, SnapshotNotFound
 from lightning_spot.image.manifest import Order, snapshot_order
-from lightning_spot.image.parts import checksum
-from lightning_spot.memory.joint import Joint, Shared
+from lightning_spot.memory.joint import Joint, Layouts, Shared
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.upload import Upload
 from lightning_spot.tiers.claims import check_fence
@@ -29,7 +27,6 @@ HOST_SILENT_S = 60.0
 """Where hosts fill it, it is given up if none of them has sent anything for so long, once the first one is done."""
 
 _LOOK_S = 1.0
-_LAYOUTS = 3  # of a run, the newest: a rank may be a snapshot behind the others
 _NEVER: tuple[Order, str] = ((0, 0, 0), "")
 
 
@@ -54,36 +51,16 @@ class Shares:
         self._changed = threading.Condition(registry.lock)
         self._open: dict[str, Upload] = {}
         self._over: dict[str, tuple[Order, str]] = {}
-        self._layouts: dict[str, dict[str, str]] = {}
+        self._layouts = Layouts()
         self._sessions: dict[tuple[str, int], str] = {}
         self._without: dict[tuple[str, int], str] = {}
 
     # -- the rank that leased the slot ----------------------------------------------------------------------------
 
     def joint(self, key: str, shared: Shared, layout_id: str = "") -> Joint:
-        """Begin to share an upload of a run.
-
-        Args:
-            key: of the run.
-            shared: what is said of the snapshot.
-            layout_id: of a layout that was given before, if that is meant and ``shared`` has none.
-
-        Raises:
-            SettingsError: if that layout is not here (any more).
-        """
+        """Begin to share an upload of a run, see :meth:`Layouts.joint`."""
         with self._changed:
-            if not shared.layout and layout_id:
-                layout = self._layouts.get(key, {}).get(layout_id)
-                if layout is None:
-                    raise SettingsError(f"the layout of {shared.name} is not known here; give it once more")
-                shared = replace(shared, layout=layout)
-            layout_id = checksum(shared.layout.encode()) if shared.layout else ""
-            known = self._layouts.setdefault(key, {})
-            known.pop(layout_id, None)
-            known[layout_id] = shared.layout
-            if len(known) > _LAYOUTS:
-                del known[next(iter(known))]
-            return Joint(shared, layout_id)
+            return self._layouts.joint(key, shared, layout_id)
 
     def say(self, upload: Upload, nbytes: int, shared: Shared, layout_id: str = "") -> None:
         """Say for which snapshot a slot was leased. To say it again does nothing: an answer may have been lost.
@@ -306,7 +283,7 @@ class Shares:
         """Keep nothing of a run."""
         with self._changed:
             self._over.pop(key, None)
-            self._layouts.pop(key, None)
+            self._layouts.forget(key)
             for known in (self._sessions, self._without):
                 for item in [item for item in known if item[0] == key]:
                     del known[item]
