@@ -12,6 +12,7 @@ import threading
 import time
 
 import torch
+import xxhash
 
 from benchmarks.measure import training_state
 from lightning_spot.client import starting
@@ -24,6 +25,7 @@ RUN_ID = "00c0ffee0000"
 PORT = 7071
 CONNECTIONS = 4
 CHUNK = 2**20
+_PLAIN, _CHECKED = b"p", b"c"
 WAITS = {"idle_timeout_s": 60.0, "max_stall_s": 60.0}
 
 
@@ -32,7 +34,7 @@ def main(node: str, durable: str, rounds: int) -> dict[str, object]:
     host = starting.start(durable, f"run-1@{RUN_ID}", slots=4, memory_bytes=6 * 2**30, **WAITS)
     info = RunInfo(name="run-1", id=RUN_ID, location=f"file://{durable}", attempt=1, token="t", nodes=(node,))
     host.open_run(info)  # without a durable tier: what is measured is the way to the memory node
-    copier, views, safe_s, committed_s, raw_s = Copier(), {}, [], [], []
+    copier, views, safe_s, committed_s, raw_s, checked_s = Copier(), {}, [], [], [], []
     for step in range(rounds + 2):  # the first ones make the slots
         lease = host.lease(layout.nbytes, 60.0)
         view = views.setdefault(lease.slot, SlotView(lease.map))
@@ -50,9 +52,12 @@ def main(node: str, durable: str, rounds: int) -> dict[str, object]:
             time.sleep(0.005)
         safe_s.append(time.perf_counter() - began)
         committed_s.append((copied - began, sealed - copied))
-        raw_s.append(_send(node.removeprefix("spot://").partition(":")[0], layout.nbytes))  # as busy as it was for that
+        address = node.removeprefix("spot://").partition(":")[0]
+        raw_s.append(_send(address, layout.nbytes, checks=False))
+        checked_s.append(_send(address, layout.nbytes, checks=True))  # on a machine as busy as it was for that
     host.leave(complete=True)
-    return {"nbytes": layout.nbytes, "safe_s": safe_s[2:], "copy_and_seal_s": committed_s[2:], "raw_s": raw_s[2:]}
+    found = {"safe_s": safe_s, "copy_and_seal_s": committed_s, "raw_s": raw_s, "checked_s": checked_s}
+    return {"nbytes": layout.nbytes} | {name: values[2:] for name, values in found.items()}
 
 
 def _change(layout: Layout) -> None:
@@ -61,13 +66,20 @@ def _change(layout: Layout) -> None:
         whole[: len(whole) // 8 * 8].view(torch.int64).random_()
 
 
-def _send(address: str, nbytes: int) -> float:
-    data = memoryview(bytes(nbytes // CONNECTIONS))
+def _send(address: str, nbytes: int, *, checks: bool) -> float:
+    """Seconds that so many bytes take; with what no transfer of snapshots can do without: a copy, and two checksums."""
+    data = memoryview(b"\1" * (nbytes // CONNECTIONS))  # of pages that are there
 
     def lane() -> None:
+        copied = memoryview(bytearray(CHUNK))
         with socket.create_connection((address, PORT)) as connection:
+            connection.sendall(_CHECKED if checks else _PLAIN)
             for start in range(0, len(data), CHUNK):
-                connection.sendall(data[start : start + CHUNK])
+                piece = data[start : start + CHUNK]
+                if checks:
+                    copied[: len(piece)] = piece
+                    xxhash.xxh3_128_digest(copied[: len(piece)])
+                connection.sendall(piece)
             connection.shutdown(socket.SHUT_WR)
             connection.recv(1)
 
@@ -82,10 +94,12 @@ def _send(address: str, nbytes: int) -> float:
 
 def receive(address: str) -> None:
     def lane(connection: socket.socket) -> None:
-        target = bytearray(CHUNK)
+        target, content = memoryview(bytearray(CHUNK)), xxhash.xxh3_128()
         with connection:
-            while connection.recv_into(target):
-                pass
+            checks = connection.recv(1) == _CHECKED
+            while count := connection.recv_into(target):
+                if checks:
+                    content.update(target[:count])
             connection.sendall(b"k")
 
     server = socket.create_server((address, PORT))

@@ -458,8 +458,8 @@ def test_bytes_leave_the_trainers_host_once(start_node: Callable[..., RunningNod
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_1_gb_over_5_gbit_s_is_safe_within_its_bytes_over_bandwidth() -> None:
-    """From the first copied byte on, the copy and the checksums included; `benchmarks/chain.py` says how."""
+def test_1_gb_over_5_gbit_s_is_safe_as_soon_as_over_sockets_with_a_copy_and_checksums() -> None:
+    """From the first copied byte on. `benchmarks/chain.py` shows what that is in bytes over bandwidth."""
     try:
         with benchmark.Link(f"ls-test-{os.getpid()}") as link:
             found = benchmark.measure(link, rounds=7)
@@ -468,13 +468,12 @@ def test_1_gb_over_5_gbit_s_is_safe_within_its_bytes_over_bandwidth() -> None:
     finally:
         assert f"ls-test-{os.getpid()}" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
     ideal_s = found["nbytes"] * 8 / benchmark.BITS_PER_S
-    raw = statistics.median(found["raw_s"]) / ideal_s
-    ratios = [safe_s / raw_s for safe_s, raw_s in zip(found["safe_s"], found["raw_s"], strict=True)]
-    print(f"plain sockets {raw:.2f} x bytes / bandwidth, safe {statistics.median(ratios):.2f} x plain sockets")
-    if raw > 1.5:
-        pytest.skip(f"this machine is too busy to move 5 Gbit/s: plain sockets take {raw:.2f} x")
-    # Each beside its own plain transfer: what else this machine does slows both of them.
-    assert statistics.median(ratios) <= benchmark.TARGET
+    raw, safe = statistics.median(found["raw_s"]) / ideal_s, statistics.median(found["safe_s"]) / ideal_s
+    # Each beside its own plain transfer with a copy and checksums: what else this machine does slows both of them.
+    ratios = [safe_s / checked_s for safe_s, checked_s in zip(found["safe_s"], found["checked_s"], strict=True)]
+    ratio = statistics.median(ratios)
+    print(f"plain sockets {raw:.2f}, safe {safe:.2f} x bytes / bandwidth, {ratio:.2f} x sockets that check: {ratios}")
+    assert ratio <= benchmark.TARGET
 
 
 def _held(store: NodeStore) -> Any:
