@@ -305,6 +305,7 @@ def test_at_a_notice_the_others_hear_of_an_error_and_all_leave(
     assert run_trainer(warm_python, "tests.together_trainer", tmp_path / "run", *arguments) == 143
     assert time.monotonic() - began_s < 50.0
     log = (tmp_path / "run" / "log").read_text()
-    assert "the urgent snapshot failed, training goes on: MemoryError: of a test" in log
-    other = "the urgent snapshot failed, training goes on: rank 1: MemoryError: of a test"
+    failed = "the urgent snapshot failed, all ranks leave, and the run goes on from the snapshot before"
+    assert f"{failed}: MemoryError: of a test" in log
+    other = f"{failed}: rank 1: MemoryError: of a test"
     assert (other in log) is (rank == 1)

@@ -29,6 +29,9 @@ from lightning_spot.notices.notice import Notice
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+_LEAVE = "all ranks leave, and the run goes on from the snapshot before"
+_END = "the run ends all the same"
+
 EXIT_CODE = 143
 """128 + SIGTERM: what a process that was terminated exits with, and what job schedulers know as such."""
 
@@ -118,7 +121,7 @@ class Exit(OfTrainer):
         self.deadline = deadline = Deadline.of(notice.deadline_s, longest_s)
         for snapshotter in self._snapshotters:
             bring = partial(secure, trainer, snapshotter, seam, deadline, cut_short)
-            if safe := snapshotter.harmless.run("the urgent snapshot", bring, ""):
+            if safe := snapshotter.harmless.run("the urgent snapshot", bring, "", still=_LEAVE):
                 rank_zero_info(f"lightning_spot: {safe}")
         if not self._snapshotters:
             _save_beside_model_checkpoint(trainer, seam)
@@ -131,7 +134,7 @@ class Exit(OfTrainer):
         """Bring what is committed to safety. The state at hand may be in mid-step: it is no snapshot."""
         begun = [snapshotter for snapshotter in self._snapshotters if snapshotter.attempt is not None]
         for snapshotter in self._snapshotters:
-            snapshotter.harmless.run("the end of snapshots", snapshotter.close, None)
+            snapshotter.harmless.run("the end of snapshots", snapshotter.close, None, still=_END)
         for snapshotter in begun:
             earlier.node_was_left(snapshotter.location, snapshotter.number, error)
         self.let_go()
@@ -164,7 +167,8 @@ class Exit(OfTrainer):
             if self.deadline is not None:
                 wait_s = min(wait_s, self.deadline.left_s)
             finish = partial(snapshotter.finish, wait_s, complete=complete)
-            durable = snapshotter.harmless.run("the end of snapshots", finish, False if complete else None)
+            otherwise = False if complete else None
+            durable = snapshotter.harmless.run("the end of snapshots", finish, otherwise, still=_END)
             if durable is not None:
                 self._say_end(snapshotter, durable=durable)
 

@@ -24,13 +24,14 @@ class Harmless:
         self._strict = strict
         self._said: set[str] = set()
 
-    def run(self, what: str, do: Callable[[], T], otherwise: T) -> T:
+    def run(self, what: str, do: Callable[[], T], otherwise: T, *, still: str = "training goes on") -> T:
         """Do something; ``otherwise`` if it fails.
 
         Args:
             what: it is, for people.
             do: it.
             otherwise: what it gives then.
+            still: what happens all the same, for people.
 
         Raises:
             Exception: of the user's code; any with ``strict``.
@@ -43,5 +44,5 @@ class Harmless:
             failure = failure_of(error)
             if what not in self._said:
                 self._said.add(what)
-                logger.warning("lightning_spot: %s failed, training goes on: %s", what, failure)
+                logger.warning("lightning_spot: %s failed, %s: %s", what, still, failure)
             return otherwise

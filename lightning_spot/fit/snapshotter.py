@@ -384,7 +384,7 @@ class Snapshotter(OfTrainer):
         if self.in_shards is not None:
             ends.append(partial(self.in_shards.finish, wait_s))
         for end in ends:  # whatever fails in one, the others follow, and what is committed is brought to safety
-            self.harmless.run("the end of snapshots", end, None)
+            self.harmless.run("the end of snapshots", end, None, still="the run ends all the same")
         if attempt is None:
             return None
         durable = attempt.finish(wait_s, complete=complete)
