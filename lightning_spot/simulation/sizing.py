@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lightning_spot.config import format_bytes
 from lightning_spot.errors import SettingsError
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.simulation.closed_form import FailureClass, lost_s, overhead
 from lightning_spot.simulation.failures import NODE_MTBF_S
+from lightning_spot.staging.slot import slot_capacity
 
 COPIES = 3
 """Snapshots of a run that a node holds at once: the newest, one that arrives, one that goes on to the durable tier."""
@@ -25,6 +27,8 @@ CPU_S_PER_BYTE = 0.8 / 2**30
 
 NOTICED_S = 15.0
 """From the loss of a memory node until it is known: it is asked every 10 s, and waited for at most 5 s."""
+
+_WHOLE = 10**9
 
 _MAY_BE_0 = ("sending_hosts", "stall_s", "node_memory_bytes", "node_back_s", "node_price")
 
@@ -93,7 +97,7 @@ class Rent:
 
     Attributes:
         replicas: memory nodes; each has every snapshot.
-        memory_bytes: that each needs for snapshots.
+        memory_bytes: that each needs for snapshots, in whole GB: for it to be given what is printed.
         in_bytes_per_s: that each receives.
         processors: that each needs for that.
         out_bytes_per_s: that the one that carries the run on brings to the durable tier.
@@ -130,12 +134,12 @@ def size(demand: Demand, replicas: int | None = None) -> Rent:
     """
     if replicas is not None and replicas < 1:
         raise SettingsError(f"replicas={replicas}: at least 1")
-    memory_bytes = COPIES * demand.state_bytes
+    memory_bytes = math.ceil(COPIES * slot_capacity(math.ceil(demand.state_bytes)) / _WHOLE) * _WHOLE
     if 0 < demand.node_memory_bytes < memory_bytes:
         raise SettingsError(
-            f"a run goes to one memory node, which needs {memory_bytes:.3g} bytes of memory for {COPIES} snapshots of"
-            f" {demand.state_bytes:.3g}; it has {demand.node_memory_bytes:.3g}: take a larger one, or the durable tier"
-            " alone"
+            f"a run goes to one memory node, which needs {format_bytes(memory_bytes)} for {COPIES} snapshots of"
+            f" {format_bytes(demand.state_bytes)}; it has {format_bytes(demand.node_memory_bytes)}: take a larger one,"
+            " or the durable tier alone"
         )
     replicas = min((1, 2), key=lambda count: _cost(demand, count)) if replicas is None else replicas
     safe_s = _safe_s(demand, replicas)
