@@ -980,3 +980,31 @@ def test_what_is_left_if_a_memory_node_is_lost_goes_only_where_there_is_no_memor
         assert ring.try_lease(RUN_ID, 1000, reuse=True) is not None
     assert bench.committed() == [1]
     assert ring.try_lease(RUN_ID, 1000, reuse=True) is slot
+
+
+def fails_once(real: Callable[..., Any], error: Exception) -> Callable[..., Any]:
+    left = [error]
+
+    def fails(*arguments: Any, **more: Any) -> Any:
+        if left:
+            raise left.pop()
+        return real(*arguments, **more)
+
+    return fails
+
+
+@pytest.mark.parametrize("what", ["_attempt", "_failed", "next"])
+def test_a_tier_is_served_whatever_fails_beside_its_store(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """What ended its thread would keep everything after that from being safe."""
+    bench.open()
+    owner: Any = bench.node.flusher.work if what == "next" else bench.node.flusher
+    failing = [(owner, what, MemoryError())]
+    if what == "_failed":
+        failing.append((bench.tier(), "put", TierError("made")))
+    for each, name, error in failing:
+        monkeypatch.setattr(each, name, fails_once(getattr(each, name), error))
+    bench.save(1)
+    assert bench.flush() == []
+    assert [slot.readers for slot in bench.node.committed(RUN)] == [0]

@@ -203,26 +203,42 @@ class Flusher:
                 self.health[url].error = str(error)
 
     def _work(self, url: str) -> None:
+        """Do what is to be done at a tier, as long as something may be. Whatever fails, nothing would be safe after."""
         store: Store | None = None
-        while (job := self._next(url)) is not None:
-            attempt = self._attempt(job)
+        while True:
             try:
-                store = store or self._stores.get(url) or self._open_store(url)
-                if isinstance(store, NodeTier):
-                    self._stores[url] = store  # it has learned how fast the node is
-                self._do(store, url, job, attempt)
-            except Fenced as error:
-                self._fenced(url, job, attempt, error)
-            except Exception as error:  # whatever it is, it must not end the thread, or nothing would be safe again
-                if not isinstance(error, SpotError):
-                    logger.exception("flushing to %s failed unexpectedly", url)
-                self._failed(url, job, error)
-            finally:
-                with self._ring.changed:
-                    self._busy.discard(url)
-                    if job.slot is not None:
-                        job.slot.readers -= 1
-                    self._ring.notify()  # what is unsealed may wait for a tier that is free
+                if (job := self._next(url)) is None:
+                    return
+                store = self._work_on(url, job, store)
+            except Exception as error:  # such as want of memory: there may be some again in a moment
+                health, text = self.health[url], f"{type(error).__name__}: {error}"
+                if health.error != text:
+                    logger.exception("flushing to %s failed unexpectedly; it is tried again", url)
+                health.error = text
+                time.sleep(_AGAIN_S)
+
+    def _work_on(self, url: str, job: Job, store: Store | None) -> Store | None:
+        """Do one thing; the tier's store, opened if it was not, is given back."""
+        attempt = job.manifest.attempt
+        try:
+            attempt = self._attempt(job)
+            store = store or self._stores.get(url) or self._open_store(url)
+            if isinstance(store, NodeTier):
+                self._stores[url] = store  # it has learned how fast the node is
+            self._do(store, url, job, attempt)
+        except Fenced as error:
+            self._fenced(url, job, attempt, error)
+        except Exception as error:  # whatever it is, it is tried again
+            if not isinstance(error, SpotError):
+                logger.exception("flushing to %s failed unexpectedly", url)
+            self._failed(url, job, error)
+        finally:
+            with self._ring.changed:
+                self._busy.discard(url)
+                if job.slot is not None:
+                    job.slot.readers -= 1
+                self._ring.notify()  # what is unsealed may wait for a tier that is free
+        return store
 
     def _next(self, url: str) -> Job | None:
         """The next thing to do at a tier, its slot pinned; ``None`` when this thread is not needed any more."""
