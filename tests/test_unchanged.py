@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -31,6 +31,8 @@ from lightning_spot.image.pickling import Named
 from lightning_spot.sharded.consolidate import read_folder
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.staging.copier import SlotView
+from lightning_spot.staging.partitions import Partition, Span
+from lightning_spot.staging.schedule import Schedule, Timetable
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.models import EachDurable, Net, data, trainer
@@ -226,6 +228,37 @@ def test_a_write_past_the_counts_is_found_before_a_counted_one_hides_it(
     with pytest.raises(TornSnapshot):
         done.result(30)
     desk.take(7)
+
+
+class Later(Schedule):
+    """Holds all copies back until the optimizer is about to step."""
+
+    def timetable(self, addresses: Iterable[int], sizes: Sequence[int]) -> Timetable | None:
+        spans = tuple(Span(piece, 0, nbytes) for piece, nbytes in enumerate(sizes) if nbytes)
+        return Timetable((Partition(1, 0.0, spans),), 100.0) if spans else None
+
+
+def test_what_was_written_past_the_counts_is_copied_before_training_goes_on(
+    desk: FrozenDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next such write, after a snapshot has begun, would be in it, and nothing would show it."""
+    monkeypatch.setattr(contents, "_looks_alike", lambda *_: True)
+    numbers = desk.weights[3].data.view(-1)
+    numbers[7] = 1e9
+    done = desk.begin(6, desk.checkpoint())
+    desk.writer.copied()
+    with pytest.raises(TornSnapshot):
+        done.result(30)
+    monkeypatch.setattr(desk.writer, "_schedule", Later())
+    for step_ in range(7, 10):
+        with torch.no_grad():
+            torch._foreach_add_(desk.weights, 1.0)  # as the optimizer: its count tells nothing of what comes past it
+        wanted = [weight.detach().clone() for weight in desk.weights]
+        done = desk.begin(step_, desk.checkpoint())
+        numbers[8] += 1.0
+        desk.writer.copied()
+        done.result(30)
+        assert same(desk.saved(step_), wanted, desk.buffer)
 
 
 def test_parameters_may_be_swapped(desk: FrozenDesk) -> None:

@@ -39,7 +39,7 @@ _SPOT_BYTES = 64
 
 PAST_COUNTS = (
     "%d tensors were written to past torch's count of writes (tensor.data, or code of your own); the last %d snapshots"
-    " may hold what they were before. From now on these are copied each time"
+    " may hold what they were before. From now on these are copied each time, and at once"
 )
 
 _memcmp = ctypes.CDLL(None).memcmp  # lets go of the GIL
@@ -110,6 +110,8 @@ class Plan:
         unchecked: pieces that are there, by the counts of their owners, and whose bytes are compared this time.
         found: of these, how many were compared and differ.
         looking: held by whoever compares them.
+        at_once: addresses of storages that were written to past the counts before: nobody would see such a write after
+            the snapshot has begun.
         marks: see :class:`Known`.
     """
 
@@ -121,6 +123,7 @@ class Plan:
     unchecked: list[Unchecked] = field(default_factory=list)
     found: int = 0
     looking: threading.Lock = field(default_factory=threading.Lock)
+    at_once: frozenset[int] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -194,6 +197,8 @@ class Unchanged:
         if owners and known is not None and 2 * plan.nbytes < layout.nbytes:
             entries = [(offset, len(data)) for offset, data in plan.frame]
             plan.written = in_order([*entries, *((piece.offset, piece.nbytes) for piece in plan.pieces)])
+        if self.distrusted:
+            plan.at_once = frozenset(piece.storage.data_ptr() for piece in copied if piece.named in self.distrusted)
         unchecked = plan.unchecked
         self._leave_for_later(plan)
         self._of_newest = (unchecked, view) if plan.unchecked is not unchecked else None

@@ -331,7 +331,7 @@ class SnapshotWriter:
 
     def _copy(self, plan: Plan, view: SlotView, owned: Owners) -> CopyJob:
         """Copy now what forward may change, and let the optimizer's own follow until its next step."""
-        parted = self._parting.part(plan.pieces, owned, self._unsteady)
+        parted = self._parting.part(plan.pieces, owned, self._unsteady | plan.at_once)
         first = self._copier.start(parted.first, view)
         for offset, data in plan.frame:
             view.map[offset : offset + len(data)] = data
