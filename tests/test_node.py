@@ -154,7 +154,6 @@ def test_curl_can_read_a_snapshot(start_node: StartNode) -> None:
         ("POST", "/v1/runs/run/uploads", b'{"nbytes": "x", "attempt": 1}', 400),
         ("POST", "/v1/runs/run/uploads", b'{"nbytes": 999999999999, "attempt": 1}', 413),
         ("POST", "/v1/runs/bad%20name/open", b"{}", 400),
-        ("POST", "/v1/uploads/none/seal", b"{}", 403),
         ("POST", "/v1/uploads/none/stream", b"", 404),
         ("DELETE", "/v1/files/run/none.ckpt", None, 404),
         ("PUT", "/v1/files/run/a%2F..%2Fb", b"x", 409),
@@ -169,6 +168,15 @@ def test_bad_requests(start_node: StartNode, method: str, path: str, body: bytes
         urllib.request.urlopen(request)
     assert caught.value.code == status
     assert client_of(node).call("GET", "/v1/status")["protocol"] == PROTOCOL_VERSION  # and the node lives on
+
+
+def test_from_another_host_nobody_fills_a_slot_with_others_nor_seals_one(start_node: StartNode) -> None:
+    node = client_of(start_node())
+    paths = ["runs/run/shares", "runs/run/decline", *(f"uploads/none/{what}" for what in ("share", "placed", "seal"))]
+    for path in paths:
+        with pytest.raises(NodeRefused, match="own host") as caught:
+            node.call("POST", f"/v1/{path}", {})
+        assert caught.value.status == 403
 
 
 def test_every_request_needs_the_token(start_node: StartNode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

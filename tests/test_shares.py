@@ -140,10 +140,20 @@ def test_a_slot_may_be_leased_before_it_is_known_for_which_snapshot(ranks: Ranks
 
 def test_a_slot_that_is_not_for_it_becomes_no_snapshot_of_ranks(ranks: Ranks) -> None:
     shared, say = Shared(name=snapshot_name(2, 1), shares=3), ranks.of.say
-    with pytest.raises(SettingsError, match="something else"):
-        say(ranks.lease(1), NBYTES, shared)
-    with pytest.raises(SettingsError, match="something else"):  # its sender is on another host
-        say(ranks.node.lease(RUN, 1, NBYTES), NBYTES, shared)
+    other = Shared(name=snapshot_name(1, 1), shares=3)
+    for is_sealed, how in (
+        (False, {"session": "rank-0", "name": other.name, "shared": other}),
+        (False, {"session": "rank-0", "name": other.name}),
+        (False, {"session": "rank-0", "shared": other}),
+        (False, {}),  # its sender is on another host
+        (True, {"session": "rank-0"}),
+    ):
+        upload = ranks.node.lease(RUN, 1, NBYTES, **how)
+        upload.sealing = is_sealed
+        with pytest.raises(SettingsError, match="something else"):
+            say(upload, NBYTES, shared)
+        upload.sealing = False
+        ranks.node.abort(upload.id)
     upload = ranks.node.lease(RUN, 1, NBYTES, session="rank-0")
     with pytest.raises(SettingsError, match="does not fit its slot"):
         say(upload, upload.slot.capacity + 1, shared)
