@@ -198,7 +198,7 @@ def test_every_request_needs_the_token(start_node: StartNode, monkeypatch: pytes
 def test_another_protocol_is_named(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
     node = start_node()
     monkeypatch.setattr(client_module, "PROTOCOL_VERSION", 1)
-    with pytest.raises(ProtocolMismatch, match=r"speaks protocol 3.*1"):
+    with pytest.raises(ProtocolMismatch, match=rf"speaks protocol {PROTOCOL_VERSION}.*1"):
         client_of(node).call("GET", "/v1/status")
 
 
