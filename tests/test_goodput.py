@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,7 +38,16 @@ from lightning_spot.config import read_environment
 from lightning_spot.errors import NodeUnreachable, SettingsError
 from lightning_spot.fit.pacing import Pacing, starts_between
 from lightning_spot.goodput.journal import Journal
-from lightning_spot.goodput.ledger import Account, AttemptRecord, history, lost_steps, spent, total
+from lightning_spot.goodput.ledger import (
+    MOST_SNAPSHOTS,
+    Account,
+    AttemptRecord,
+    account_after,
+    history,
+    lost_steps,
+    spent,
+    total,
+)
 from lightning_spot.goodput.reached import Reached, read_reached
 from lightning_spot.goodput.records import read_records, write_record
 from lightning_spot.image.manifest import Manifest
@@ -294,6 +303,27 @@ def test_what_an_attempt_reached_is_on_this_host_at_every_step(tmp_path: Path) -
         assert read_reached(str(tmp_path), 7) is None
     reached.remove()
     assert not path.exists()
+
+
+def test_what_is_kept_on_this_host_is_the_whole_record(tmp_path: Path) -> None:
+    """Also of one with many snapshots and attempts, of which the text is kept from one time to the next."""
+    earlier = account_after(attempt(6, 50.0, 60.0, (0, 5), 90.0))
+    record = replace(attempt(7, 100.0, 110.0, (5, 5), 110.0), earlier=earlier)
+    reached = Reached(str(tmp_path), record)
+    for step in range(MOST_SNAPSHOTS + 20):
+        record.step, record.unix_s = step, 110.0 + step / 3
+        record.begin_snapshot(step, record.unix_s)
+        record.restore_s = step / 7
+        if step % 100 == 20 and record.earlier is not None:  # as where training begins
+            record.earlier.latest[-1].snapshots = [(step, 1.5)]
+        if step % 100 == 50:
+            record.earlier = account_after(replace(record, attempt=step, snapshots=record.snapshots[-3:]))
+        reached.keep(record)
+        assert read_reached(str(tmp_path), 7) == record
+    record.earlier, record.end = None, "failed"
+    reached.keep(record)
+    assert read_reached(str(tmp_path), 7) == record
+    reached.remove()
 
 
 def test_what_is_noted_at_every_step_has_its_place_from_the_start(tmp_path: Path) -> None:

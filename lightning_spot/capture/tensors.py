@@ -6,12 +6,11 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 
-from lightning_spot.image.rows import PLAIN, kinds_of, unwrapped
+from lightning_spot.image.rows import PLAIN, kinds_of, unwrapped, values_in
 
 logger = logging.getLogger(__name__)
 
@@ -174,8 +173,8 @@ def optimizer_tensors(optimizers: Iterable[Any]) -> list[torch.Tensor]:
         for group in optimizer.param_groups:
             owned += group["params"]
         states = list(optimizer.state.values())
-        if _ONE_DICT.issuperset(map(type, states)):
-            values = list(chain.from_iterable(map(dict.values, states)))
+        if _ONE_DICT.issuperset(kinds_of(states)):
+            values = values_in(states)
             if all(issubclass(kind, torch.Tensor) for kind in kinds_of(values)):  # so it is nearly always
                 owned += values
                 continue

@@ -9,6 +9,7 @@ Everything is kept twice and written in turn, each with a checksum, so that a ki
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import mmap
@@ -20,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_spot.errors import SettingsError
-from lightning_spot.goodput.ledger import AttemptRecord
+from lightning_spot.goodput.ledger import MOST_SNAPSHOTS, AttemptRecord
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import find_record
 
@@ -49,7 +50,7 @@ class Reached:
     def __init__(self, run_url: str, record: AttemptRecord) -> None:
         self._path = _path(run_url, record.attempt)
         process = ProcessId.of(os.getpid())
-        self._process = process.to_json() if process is not None else None
+        self._process = json.dumps(process.to_json() if process is not None else None)
         self._counts = {_STEP_AT: 0, _REST_AT: 0}
         rest = self._rest(record)
         self._rest_bytes = max(_LEAST_REST_BYTES, 4 * len(rest))
@@ -83,7 +84,10 @@ class Reached:
         self._path.unlink(missing_ok=True)
 
     def _rest(self, record: AttemptRecord) -> bytes:
-        return json.dumps({"record": record.as_dict(), "process": self._process}).encode()
+        """The record as JSON; the text of snapshots, of which there may be hundreds, is kept."""
+        told = json.dumps({name: value for name, value in record.as_dict().items() if name != "snapshots"})
+        snapshots = ", ".join(map(_text_of, record.snapshots))
+        return f'{{"record": {told[:-1]}, "snapshots": [{snapshots}]}}, "process": {self._process}}}'.encode()
 
     def _write(self, begin: int, size: int, data: bytes) -> None:
         if len(data) > size - _FRAME.size:
@@ -91,6 +95,11 @@ class Reached:
         count = self._counts[begin] = self._counts[begin] + 1
         at = begin + count % 2 * size
         self._map[at : at + _FRAME.size + len(data)] = _FRAME.pack(count, len(data), zlib.crc32(data)) + data
+
+
+@functools.lru_cache(maxsize=2 * MOST_SNAPSHOTS)
+def _text_of(snapshot: tuple[int, float]) -> str:
+    return json.dumps(snapshot)
 
 
 def read_reached(run_url: str, attempt: int) -> AttemptRecord | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_spot.errors import NotSerialisable
-from lightning_spot.image.rows import kinds_of
+from lightning_spot.image.rows import kinds_of, values_in
 from lightning_spot.image.shards import Path
 
 _LEAF, _MAPPING, _LIST = range(3)
@@ -89,7 +89,7 @@ class Items:
             found += items
             return len(value) if is_list else tuple(value), inner
         if _ONE_DICT.issuperset(kinds_of(items)):
-            below = list(chain.from_iterable(map(dict.values, items)))
+            below = values_in(items)
             if self._leaves.issuperset(kinds_of(below)):  # so it is of an optimizer, which has one for each parameter
                 found += below
                 dicts = _Dicts(list(map(len, items)), list(chain.from_iterable(items)))
