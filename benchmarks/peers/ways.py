@@ -207,9 +207,10 @@ def _torchsnapshot(folder: Path, every: int) -> Baseline:
 def ours(folder: Path, interval: EverySteps, *, memory_node: bool = False, **settings: Any) -> Saving:
     """``SpotCheckpoint`` with a node of its own and a local directory; or a memory node on loopback besides.
 
-    Each snapshot that the disk can take is brought there, as the others' are.
+    Each snapshot that the disk can take is brought there, as the others' are; or with ``durable_every_s=None`` as
+    seldom as by default: what is owed to the disk at the end of a turn is waited for behind it, and not counted.
 
-    With one, training stands still for the copies: what is compared there is how they are sent.
+    With a memory node, training stands still for the copies: what is compared there is how they are sent.
     """
     durable = folder / "run"
     settings.setdefault("durable_every_s", 0.0)
@@ -235,6 +236,10 @@ def ours(folder: Path, interval: EverySteps, *, memory_node: bool = False, **set
         seen = {tier for step, tier, _ in below.safe if step == max(watch.begun, default=0)}
         return not watch.begun or seen == watched.keys() - {HOST}
 
+    def settle() -> None:
+        _until(is_safe, "the newest snapshot was not safe everywhere")
+
+    waits = {"leave" if settings["durable_every_s"] is None else "settle": settle}
     return Saving(
         callbacks=[watch, spot],
         timed=[spot],
@@ -245,7 +250,7 @@ def ours(folder: Path, interval: EverySteps, *, memory_node: bool = False, **set
         restore=lambda: _restored(source),
         close=close,
         spot=spot,
-        settle=lambda: _until(is_safe, "the newest snapshot was not safe everywhere"),
+        **waits,
         tries=40 if settings.get("partitions", "auto") == "auto" else 3,
     )
 
@@ -296,6 +301,7 @@ def _ways() -> dict[str, Way]:
         **{name: of_callback(kind) for name, kind in BASELINES.items()},
     }
     ways |= {f"ours {mode}": _ours(partitions=mode) for mode in MODES}
+    ways["ours still own pace"] = _ours(partitions="still", durable_every_s=None)
     for name, compression in (("delta", "delta"), ("whole", None), ("topk", "topk")):
         ways[f"ours+node {name}"] = _ours(memory_node=True, compression=compression)
     return ways
