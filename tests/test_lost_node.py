@@ -143,6 +143,7 @@ def test_of_a_node_that_another_version_has_left_on_this_host_it_is_said_what_to
     said = [record.getMessage() for record in caplog.records if "another version of lightning_spot" in record.message]
     assert any("no memory node could be started on this host" in line for line in said)
     assert all(f"`kill {process.pid}`; what it has is brought to the durable tier" in line for line in said)
+    assert not any("both hosts" in line for line in said), "it is of this host"
     until(lambda: process.kill(10.0), "it to be gone")
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from lightning_spot.cli.given import location_of
 from lightning_spot.cli.output import plain_table, wide_console
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import format_seconds
+from lightning_spot.config import format_count, format_seconds
 from lightning_spot.errors import SettingsError, SnapshotNotFound
 from lightning_spot.goodput.ledger import AttemptRecord, Spent, history, lost_steps, spent, total
 from lightning_spot.goodput.reached import completed
@@ -62,12 +62,14 @@ def report(arguments: argparse.Namespace) -> int:
             str(len(record.snapshots)),
             *((str(record.replicas),) if replicated else ()),
             format_seconds(part.stall_s),
-            f"{lost} steps, {format_seconds(part.lost_s)}",
+            f"{format_count(lost, 'step')}, {format_seconds(part.lost_s)}",
             format_seconds(part.down_s),
             record.end,
         )
     if before.attempts:
-        console.print(f"{before.attempts} attempts before these, {format_seconds(before.closed.total_s)} in all")
+        console.print(
+            f"{format_count(before.attempts, 'attempt')} before these, {format_seconds(before.closed.total_s)} in all"
+        )
     console.print(table)
     console.print(_line(parts, whole), markup=False)
     console.print(f"goodput {100 * whole.goodput:.1f} % of {format_seconds(whole.total_s)}")

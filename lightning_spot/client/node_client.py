@@ -255,9 +255,10 @@ class NodeClient:
     def _check_protocol(self, response: http.client.HTTPResponse) -> None:
         spoken = response.getheader(PROTOCOL_HEADER)
         if spoken != str(PROTOCOL_VERSION):
+            remedy = ": install the same version of lightning_spot on both hosts (or check the address)"
             raise ProtocolMismatch(
-                f"{self.address} speaks protocol {spoken or 'unknown'}, this client {PROTOCOL_VERSION}: install the"
-                " same version of lightning_spot on both hosts (or check the address)",
+                f"{self.address} speaks protocol {spoken or 'unknown'}, this client {PROTOCOL_VERSION}"
+                f"{remedy if self.address.host else ''}",
                 tier=str(self.address),
             )
 
