@@ -244,7 +244,8 @@ class EmbeddedHost:
     def leave(self, *, complete: bool) -> None:
         """See :meth:`Host.leave`."""
         try:
-            self._call("POST", f"/v1/runs/{quoted(self.run)}/close", {"complete": complete}, again=True)
+            body = {"session": self.session.id, "complete": complete}
+            self._call("POST", f"/v1/runs/{quoted(self.run)}/close", body, again=True)
         finally:
             self.disconnect()
 

@@ -335,7 +335,7 @@ class InProcessHost:
 
     def leave(self, *, complete: bool) -> None:
         """See :meth:`Host.leave`."""
-        self._node.close_run(self.run, complete=complete)
+        self._node.close_run(self.run, IN_PROCESS, complete=complete)
         self._node.close()
 
     def disconnect(self) -> None:

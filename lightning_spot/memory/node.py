@@ -152,13 +152,18 @@ class Node:
                 self._forget(key)
         return self.routes.opened(run.info)
 
-    def close_run(self, run: str, *, complete: bool) -> None:
-        """The trainer leaves; ``complete`` says that the run has reached its end."""
+    def close_run(self, run: str, session: str, *, complete: bool) -> None:
+        """The trainer of this session leaves; ``complete`` says that the run has reached its end.
+
+        One that was refused because another trainer lives leaves, too: the run stays that one's.
+        """
         with self._lock:
             try:
                 known = self.registry.find(run)
             except SnapshotNotFound:  # its attempt could not begin
                 self._not_needed = True
+                return
+            if self.registry.held_by_another(known.info, session):
                 return
             known.info, known.complete = replace(known.info, session=""), complete
             self._remembered.note(known)

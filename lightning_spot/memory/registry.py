@@ -158,12 +158,18 @@ class Registry:
             for key, (run, live) in runs.items()
         ]
 
-    def _check_free(self, current: RunInfo, info: RunInfo) -> None:
+    def held_by_another(self, current: RunInfo, session: str) -> bool:
+        """Whether a live trainer on this host has the run, another than this session's. Call it under the lock."""
         owner = self.sessions.get(current.session)
-        another = owner is not None and (not owner or owner != self.sessions.get(info.session))
+        if not current.session or current.session == session or owner is None:
+            return False
+        return not owner or owner != self.sessions.get(session)
+
+    def _check_free(self, current: RunInfo, info: RunInfo) -> None:
+        another = self.held_by_another(current, info.session)
         # A trainer that connects again, because its connection broke, has the token of its attempt.
         itself = bool(current.token) and (current.token, current.attempt) == (info.token, info.attempt)
-        if current.session and current.session != info.session and another and not itself:
+        if another and not itself:
             raise RunBusy(
                 f"run {current.name!r} is being written by a live trainer on this host (pid {current.pid}). Two"
                 " trainers must not write one run: give this one another dirpath, or end the other first",

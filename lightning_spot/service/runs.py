@@ -79,7 +79,8 @@ class RunRequests:
     async def close(self, request: web.Request) -> web.Response:
         """The trainer leaves."""
         body = await json_body(request)
-        self._node.close_run(request.match_info["run"], complete=body.get("complete") is True)
+        session = text(body, "session")
+        self._node.close_run(request.match_info["run"], session, complete=body.get("complete") is True)
         return web.json_response({})
 
     async def settle(self, request: web.Request) -> web.Response:
