@@ -297,6 +297,30 @@ def test_a_tensor_of_another_rank_that_changes_meanwhile_drops_the_snapshot(desk
     assert torch.equal(desk.saved(desk.begin_first(3).result(LAST_S))["w"][-1], before)
 
 
+@pytest.mark.parametrize("desk", [2], indirect=True)
+def test_what_was_written_past_the_counts_on_another_rank_is_copied_before_training_goes_on(desk: Desk) -> None:
+    """The next such write may come before the slot does, and nothing would show it."""
+    past = [rank.weights[-1].data.view(-1).numpy() for rank in desk.ranks]
+    assert desk.ranks[1].weights[-1].nbytes >= 4096
+    for step in range(1, 8):
+        if step == 5:
+            for numbers in past:
+                numbers[-7:] = 1e9
+        done = desk.begin(step)
+        desk.copied()
+        done.result(LAST_S)
+        assert desk.first.flush(LAST_S) == []  # else a third slot may be made, which holds nothing yet
+    for step in range(8, 11):
+        desk.train(1.0)  # its count tells nothing of what comes past it
+        wanted = desk.ranks[1].weights[-1].clone()
+        desk.begin_shares(step)
+        past[1][-7:] -= 5e8
+        saved = desk.saved(desk.begin_first(step).result(LAST_S))
+        desk.copied()
+        past[1][-7:] += 5e8
+        assert torch.equal(saved["w"][-1], wanted)
+
+
 def test_ranks_that_do_not_train_the_same_are_named_and_the_former_snapshot_stands(desk: Desk) -> None:
     desk.begin(1).result(LAST_S)
     desk.ranks[1].weights[2] = torch.zeros(3)

@@ -106,18 +106,24 @@ class ShareWriter(Follower[_Share | SpotError]):
     def _share(self, name: str, owned: Owners, state: SizedBytes | SpotError) -> _Share:
         if isinstance(state, SpotError):
             raise state
+        at_once = self._unsteady | self._written_past_counts(owned)
         return _Share(
             owned=owned,
             held=held_by(owned),
             versions=[
                 [tensor._version for tensor in tensors if not tensor.is_inference()] for tensors in owned.values()
             ],
-            copies=copies_of(
-                {address: owned[address][0].untyped_storage() for address in self._unsteady if address in owned}
-            ),
+            copies=copies_of({address: owned[address][0].untyped_storage() for address in at_once if address in owned}),
             state=state,
             sample=sample(owned, name),
         )
+
+    def _written_past_counts(self, owned: Owners) -> set[int]:
+        """Addresses of what was written to past the counts before: nobody would see such a write until it is copied."""
+        if not (distrusted := self._unchanged.distrusted):
+            return set()
+        named = self._named
+        return {address for index, address in enumerate(owned) if named.get(index) in distrusted}
 
     # -- on the background thread ---------------------------------------------------------------------------------
 
