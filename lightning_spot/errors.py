@@ -115,6 +115,10 @@ class TierError(SpotError):
         self.tier = tier
 
 
+class Overtaken(TierError):
+    """Another writer, who began earlier, replaced a file while it was committed; written again, it stays."""
+
+
 class MissingCredentials(TierError):
     """No credentials were found for an object store."""
 

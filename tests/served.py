@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 from aiohttp import web
 
@@ -13,24 +13,29 @@ from lightning_spot.memory.node import Node
 from lightning_spot.service.handlers import Service
 
 
-@contextmanager
+@contextlib.contextmanager
 def served(node: Node) -> Iterator[int]:
     """Serve ``node`` as long as the context lasts; its port."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
+    ends = contextlib.AsyncExitStack()
 
     async def begin() -> int:
         service = Service(node, None)
-        runner = web.AppRunner(service.application())
+        runner = web.AppRunner(service.application(), shutdown_timeout=0.0)
         await runner.setup()
+        ends.push_async_callback(runner.cleanup)
         assert runner.server is not None
         server = await loop.create_server(service.connections(runner.server), "127.0.0.1", 0)
+        ends.callback(server.close)
         return int(server.sockets[0].getsockname()[1])
 
     try:
         yield asyncio.run_coroutine_threadsafe(begin(), loop).result(10)
     finally:
+        asyncio.run_coroutine_threadsafe(ends.aclose(), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
+        loop.close()
         node.close()

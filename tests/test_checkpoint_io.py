@@ -31,6 +31,7 @@ from lightning_spot.image.manifest import OWN_DIR, Manifest
 from lightning_spot.protocol.record import find_record
 from lightning_spot.protocol.wire import Address
 from lightning_spot.run.files import folder_info
+from lightning_spot.tiers import files as tier_files
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.models import Net, data, trainer
@@ -200,6 +201,27 @@ def test_what_fits_no_memory_is_saved_past_it(tmp_path: Path, memory: str | None
     plugin.teardown()
     assert torch.load(path, weights_only=True)["global_step"] == 2
     assert subprocess.run(["unzip", "-tq", str(path)], capture_output=True, check=False).returncode == 0
+
+
+def test_an_older_file_on_its_way_does_not_fail_what_is_saved_past_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow disk, what is in memory came to its place in the moment in which the newer one was committed there."""
+    plugin, path = SpotCheckpointIO(memory=None, memory_limit="4MiB"), tmp_path / "x.ckpt"
+    plugin.save_checkpoint({"global_step": 0}, path)
+    assert plugin.load_checkpoint(path)["global_step"] == 0
+    late, sync = [path.read_bytes()], tier_files.sync_directory
+
+    def come_late(folder: Path) -> None:
+        if late and path.stat().st_size != len(late[0]):
+            path.write_bytes(late.pop())
+        sync(folder)
+
+    monkeypatch.setattr(tier_files, "sync_directory", come_late)
+    plugin.save_checkpoint({"global_step": 1, "w": torch.ones(2_000_000)}, path)
+    plugin.teardown()
+    assert not late
+    assert torch.load(path, weights_only=True)["global_step"] == 1
 
 
 def test_a_dead_trainer_never_puts_an_older_file_over_a_newer_one(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import threading
@@ -237,9 +238,9 @@ def test_of_several_ranks_the_others_hear_of_it_and_wait_for_nothing(
     assert "MemoryError: of a test" in log
     assert ("rank 1: " in log) is (rank == 1)
     check_states(tmp_path / "run")
-    found = manifests(tmp_path / "run")
-    assert [manifest.step for manifest in found if manifest.complete] == [12]
-    assert len({manifest.step for manifest in found}) >= 9, "one was lost, and then rank 0 takes the next ones alone"
+    assert [manifest.step for manifest in manifests(tmp_path / "run") if manifest.complete] == [12]
+    told = json.loads((tmp_path / "run" / "rank-0.json").read_text())  # not all of them come to a slow disk
+    assert 1 <= told["skipped"] + told["missed"] <= 3, "one was lost, and then rank 0 takes the next ones alone"
 
 
 class AtException(Strike):

@@ -728,7 +728,7 @@ def test_what_only_the_other_node_takes_is_made_durable_by_that_one(
     assert not pair.memories[carrier].committed(RUN)
     until(lambda: [each.step for each in pair.durable.survey().manifests] == [1], "it to be durable")
     assert pair.durable.has(manifest)
-    assert pair.first.routes.status(RUN_ID)["carrier"] == other
+    until(lambda: pair.first.routes.status(RUN_ID)["carrier"] == other, "the other node to carry the run on")
 
 
 def test_a_later_attempt_at_one_node_ends_the_earlier_one_at_both(pair: Team) -> None:

@@ -419,7 +419,7 @@ def test_a_run_that_ends_with_no_snapshot_of_its_end_does_not_end_quietly(
     host = InProcessHost(slots=2, memory_bytes=2**20, open_store=open_store)
     attempt = Attempt(survey(location), host, ring, sharded_over=4)
     attempt.writer.across.hosts = HOSTS
-    trainer = cast(Any, OnTwoHosts(global_rank=0, strategy=SimpleNamespace(broadcast=lambda said: said)))
+    trainer = cast(Any, OnTwoHosts(global_rank=0, strategy=SimpleNamespace(broadcast=lambda said, src=0: said)))
     in_shards = InShards(trainer, location, ring)
     in_shards._hosts = Hosts(HOSTS, can_bring=True)
     in_shards.write(attempt, cast(Any, None), {}, complete=True, how="", wait_s=0.0, commit_s=0.0)

@@ -98,6 +98,7 @@ class Account(pl.Callback):
         told = {
             "copied": writer.copied_bytes if writer is not None else 0,
             "missed": getattr(writer, "missed", 0),
+            "skipped": self.spot.skipped,
             "posted": getattr(writer, "posted", 0),
             "brought": writer.across.brought if snapshotter.attempt is not None else 0,
             "stall_s": snapshotter.pacing.stall_s,

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_spot.capture.outline import Outliner
 from lightning_spot.capture.streaming import store_streamed
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.errors import SpotError
+from lightning_spot.errors import Overtaken, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host
 from lightning_spot.memory.runs import RunInfo
@@ -59,7 +59,11 @@ class FolderWriter(SnapshotWriter):
             SpotError: if it is not there in the end.
         """
         self.info = replace(self.info, attempt=self.info.attempt + 1)
-        self.store_past_memory(checkpoint, replace(manifest, attempt=self.info.attempt), store)
+        newer = replace(manifest, attempt=self.info.attempt)
+        try:
+            self.store_past_memory(checkpoint, newer, store)
+        except Overtaken:  # by what is in memory: that was on its way before this attempt was begun, and now is over
+            self.store_past_memory(checkpoint, newer, store)
         self.forget(manifest.name)
         self._stored_past[manifest.name] = self.info.attempt
         self.link.ask(lambda host: host.open_run(self.info), None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import socket
 import threading
@@ -31,9 +32,12 @@ def port_of_all_interfaces() -> socket.socket:
     return socket.create_server(("", 0))
 
 
-def allow_descriptors(wanted: int) -> None:
-    """Let this process have so many open files, as far as it may raise its limit: each connection is one."""
+def allow_descriptors(more: int) -> None:
+    """Let this process open so many files more, as far as it may raise its limit: each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = more
+    with contextlib.suppress(OSError):  # where nothing shows what is open
+        wanted += len(os.listdir("/proc/self/fd"))
     wanted = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         try:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_spot.config import PART_BYTES
-from lightning_spot.errors import CorruptManifest, SpotError, TierError
+from lightning_spot.errors import CorruptManifest, Overtaken, SpotError, TierError
 from lightning_spot.image.files import cut, is_own_file
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, Order, snapshot_order
 from lightning_spot.image.parts import part_ranges
@@ -285,7 +285,7 @@ class LocalStore:
             files.sync_directory(self.root)
         for place, span in zip(places, manifest.spans, strict=True):
             if os.stat(place).st_size != span.nbytes:
-                raise TierError(f"{place} was changed while it was committed; it is written again", tier=self.url)
+                raise Overtaken(f"{place} was changed while it was committed; it is written again", tier=self.url)
 
     def _delete_file(self, manifest: Manifest) -> None:
         if store.is_newer(self._noted(manifest), manifest):
