@@ -301,7 +301,8 @@ def test_at_a_notice_the_others_hear_of_an_error_and_all_leave(
     tmp_path: Path, warm_python: str, rank: int, where: str
 ) -> None:
     """Without a deadline, ranks would wait in the others' agreement for as long as a process group waits."""
-    arguments = ("--strike", rank, 6, where, "--notice", 1, 6, "--every", 4)
+    # So many steps that it is heard of before the last one, however slow its threads are.
+    arguments = ("--strike", rank, 6, where, "--notice", 1, 6, "--every", 4, "--steps", 1000)
     began_s = time.monotonic()
     assert run_trainer(warm_python, "tests.together_trainer", tmp_path / "run", *arguments) == 143
     assert time.monotonic() - began_s < 50.0
