@@ -81,3 +81,38 @@ def test_an_optimizer_that_was_replaced_in_mid_training_is_one_clear_error(
     with pytest.raises(ModelChanged, match=said):
         trainer(spot(run)).fit(Net(), data(12))
     trainer(spot(run, resume=False)).fit(Net(), data(12))
+
+
+class Regroups(Net):
+    """From a version on it has two groups of parameters, and says how the one of before fits, as torch has it."""
+
+    version = 1
+
+    def configure_optimizers(self) -> Any:
+        if self.version == 1:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+        parameters = list(self.parameters())
+        optimizer = torch.optim.Adam([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.01)
+        optimizer.register_load_state_dict_pre_hook(self.adapt)
+        return optimizer
+
+    def adapt(self, _optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        (group,) = state["param_groups"]
+        groups = [{**group, "params": group["params"][:2]}, {**group, "params": group["params"][2:]}]
+        return {**state, "param_groups": groups}
+
+
+def test_a_hook_of_an_optimizer_may_make_what_was_saved_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(Stop):
+        trainer(StopAt(9), spot(run)).fit(Regroups(), data(12))
+    new_process()
+    monkeypatch.setattr(Regroups, "version", 2)
+    callback = spot(run)
+    again = trainer(callback)
+    again.fit(Regroups(), data(12))
+    assert callback.resumed_from is not None
+    assert callback.resumed_from.step == 8
+    state = again.optimizers[0].state_dict()
+    assert [len(group["params"]) for group in state["param_groups"]] == [2, 4]
+    assert {int(each["step"]) for each in state["state"].values()} == {again.global_step}

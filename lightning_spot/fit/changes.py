@@ -48,9 +48,10 @@ def check_model(trainer: pl.Trainer, checkpoint: dict[str, Any], snapshot: str) 
 
 
 def check_optimizers(trainer: pl.Trainer, snapshot: str) -> None:
-    """Have the optimizers of a checkpoint refused that are not those of the program, just before they are loaded.
+    """Have it named if the optimizers of a checkpoint are not those of the program, when they are loaded.
 
-    Torch would name neither. That is so late since hooks may change the checkpoint until then.
+    Torch would name neither. That is so late since hooks may change the checkpoint until then, and those of an
+    optimizer its state even later: only what torch refuses does not fit.
 
     Args:
         trainer: that resumes.
@@ -64,13 +65,16 @@ def check_optimizers(trainer: pl.Trainer, snapshot: str) -> None:
         saved, present = checkpoint["optimizer_states"], trainer.optimizers
         if len(saved) != len(present):
             raise _other_optimizers(snapshot, f"{len(saved)} optimizers", f"{len(present)}")
-        for number, (state, optimizer) in enumerate(zip(saved, present, strict=True)):
-            if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-                continue
-            before, now = _groups(state["param_groups"]), _groups(optimizer.param_groups)
-            if before != now:
-                raise _other_optimizers(snapshot, f"optimizer {number} with {before}", now)
-        load(checkpoint)
+        try:
+            load(checkpoint)
+        except ValueError as error:
+            for number, (state, optimizer) in enumerate(zip(saved, present, strict=True)):
+                if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+                    continue
+                before, now = _groups(state["param_groups"]), _groups(optimizer.param_groups)
+                if before != now:
+                    raise _other_optimizers(snapshot, f"optimizer {number} with {before}", now) from error
+            raise
 
     strategy.load_optimizer_state_dict = load_optimizer_state_dict
 
