@@ -347,8 +347,9 @@ class Attempt:
             failure = failure_of(error)
             if failure is error:
                 raise
+            durable = ending.bring(within(deadline_s))
             self._complain("finish", failure)
-            return ending.bring(within(deadline_s))
+            return durable
 
     def _write_past_memory(self, checkpoint: dict[str, Any], manifest: Manifest, error: SpotError) -> None:
         self.writer.say_once(

@@ -133,10 +133,14 @@ class Exit(OfTrainer):
     def fail(self, error: BaseException) -> None:
         """Bring what is committed to safety. The state at hand may be in mid-step: it is no snapshot."""
         begun = [snapshotter for snapshotter in self._snapshotters if snapshotter.attempt is not None]
-        for snapshotter in self._snapshotters:
-            snapshotter.harmless.run("the end of snapshots", snapshotter.close, None, still=_END)
-        for snapshotter in begun:
-            earlier.node_was_left(snapshotter.location, snapshotter.number, error)
+        try:
+            for snapshotter in self._snapshotters:
+                snapshotter.harmless.run("the end of snapshots", snapshotter.close, None, still=_END)
+            for snapshotter in begun:
+                earlier.node_was_left(snapshotter.location, snapshotter.number, error)
+        except Exception:  # with ``strict``; what is committed is brought to safety all the same
+            self.let_go()
+            raise
         self.let_go()
         if not isinstance(error, Preempted):  # of that, more was said
             for snapshotter in begun:

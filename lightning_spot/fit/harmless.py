@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from lightning_spot.capture.unforeseen import failure_of
@@ -46,3 +46,23 @@ class Harmless:
                 self._said.add(what)
                 logger.warning("lightning_spot: %s failed, %s: %s", what, still, failure)
             return otherwise
+
+    def run_all(self, what: str, parts: Iterable[Callable[[], object]], *, still: str) -> None:
+        """Do one part after the other, whatever fails in one: what is raised, is raised when all are done.
+
+        Args:
+            what: see :meth:`run`.
+            parts: of it.
+            still: see there.
+
+        Raises:
+            Exception: see there; the first.
+        """
+        raised: Exception | None = None
+        for part in parts:
+            try:
+                self.run(what, part, None, still=still)
+            except Exception as error:
+                raised = raised or error
+        if raised is not None:
+            raise raised

@@ -383,8 +383,14 @@ class Snapshotter(OfTrainer):
         ends = [self.close, self.together.close, self._beginning.let_go]
         if self.in_shards is not None:
             ends.append(partial(self.in_shards.finish, wait_s))
-        for end in ends:  # whatever fails in one, the others follow, and what is committed is brought to safety
-            self.harmless.run("the end of snapshots", end, None, still="the run ends all the same")
+        try:
+            self.harmless.run_all("the end of snapshots", ends, still="the run ends all the same")
+        except Exception:  # with ``strict``; what is committed is brought to safety all the same
+            self._bring(attempt, wait_s, complete=complete)
+            raise
+        return self._bring(attempt, wait_s, complete=complete)
+
+    def _bring(self, attempt: Attempt | None, wait_s: float, *, complete: bool) -> bool | None:
         if attempt is None:
             return None
         durable = attempt.finish(wait_s, complete=complete)
