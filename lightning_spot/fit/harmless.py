@@ -47,13 +47,17 @@ class Harmless:
                 logger.warning("lightning_spot: %s failed, %s: %s", what, still, failure)
             return otherwise
 
-    def run_all(self, what: str, parts: Iterable[Callable[[], object]], *, still: str) -> None:
+    def run_all(self, what: str, parts: Iterable[Callable[[], object]], last: Callable[[], T], *, still: str) -> T:
         """Do one part after the other, whatever fails in one: what is raised, is raised when all are done.
 
         Args:
             what: see :meth:`run`.
             parts: of it.
-            still: see there.
+            last: what comes after them; an error of its own is its caller's.
+            still: see :meth:`run`.
+
+        Returns:
+            what ``last`` gives.
 
         Raises:
             Exception: see there; the first.
@@ -64,5 +68,7 @@ class Harmless:
                 self.run(what, part, None, still=still)
             except Exception as error:
                 raised = raised or error
+        found = last()
         if raised is not None:
             raise raised
+        return found

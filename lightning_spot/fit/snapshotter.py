@@ -381,14 +381,9 @@ class Snapshotter(OfTrainer):
         """
         attempt, self.attempt = self.attempt, None
         ends = [self.close, self.together.close, self._beginning.let_go]
-        if self.in_shards is not None:
-            ends.append(partial(self.in_shards.finish, wait_s))
-        try:
-            self.harmless.run_all("the end of snapshots", ends, still="the run ends all the same")
-        except Exception:  # with ``strict``; what is committed is brought to safety all the same
-            self._bring(attempt, wait_s, complete=complete)
-            raise
-        return self._bring(attempt, wait_s, complete=complete)
+        ends += [partial(self.in_shards.finish, wait_s)] if self.in_shards is not None else []
+        bring = partial(self._bring, attempt, wait_s, complete=complete)
+        return self.harmless.run_all("the end of snapshots", ends, bring, still="the run ends all the same")
 
     def _bring(self, attempt: Attempt | None, wait_s: float, *, complete: bool) -> bool | None:
         if attempt is None:
@@ -400,7 +395,6 @@ class Snapshotter(OfTrainer):
 
     def what_is_safe(self) -> str:
         """What a run that was ended goes on from, after :meth:`finish`, for people."""
-        newest = self._committed
-        if newest is None:
+        if (newest := self._committed) is None:
             return "this attempt has committed no snapshot"
         return f"its snapshot of step {newest.step} is {self._where}"
