@@ -29,7 +29,7 @@ HOOKS = ("on_train_batch_end", "on_before_optimizer_step", "on_validation_start"
 def writer_of(spot: SpotCheckpoint) -> SnapshotWriter | None:
     """Writes the snapshots of the ``fit`` under way, on rank 0."""
     snapshotter = spot.snapshots.snapshotter
-    attempt = snapshotter.attempt if snapshotter is not None else None
+    attempt = snapshotter.writing.attempt if snapshotter is not None else None
     return attempt.writer if attempt is not None else None
 
 

@@ -93,15 +93,15 @@ class Ways(pl.Callback):
 
     def so_far(self) -> tuple[float, int]:
         """Seconds that training has waited, and bytes that this rank has written."""
-        snapshotter = self.snapshotter
-        writer = snapshotter.attempt.writer if snapshotter.attempt is not None else snapshotter.together.writer
+        snapshotter, attempt = self.snapshotter, self.snapshotter.writing.attempt
+        writer = attempt.writer if attempt is not None else snapshotter.writing.together.writer
         return snapshotter.pacing.stall_s, writer.copied_bytes if writer is not None else 0
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         snapshotter, rank = self.snapshotter, trainer.global_rank
         # Lightning's word about SIGTERM in each step: ranks would meet there, which are to come one after the other.
         vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
-        take, before_step, usual = snapshotter._take, snapshotter.before_step, snapshotter.together._usual
+        take, before_step, usual = snapshotter._take, snapshotter.before_step, snapshotter.writing.together._usual
 
         def in_turn(*, complete: bool = False, how: str = ALONE, **kwargs: Any) -> None:
             if complete:
@@ -122,7 +122,7 @@ class Ways(pl.Callback):
 
         snapshotter._take = in_turn  # type: ignore[method-assign]
         snapshotter.before_step = turn_ends  # type: ignore[method-assign]
-        snapshotter.together._usual = (  # type: ignore[method-assign]
+        snapshotter.writing.together._usual = (  # type: ignore[method-assign]
             lambda attempt, **kwargs: ALONE if self.way == BY_RANK_0 else usual(attempt, **kwargs)
         )
 
@@ -141,13 +141,13 @@ class Ways(pl.Callback):
         """In front of the next snapshot: nothing of the last one goes on."""
         if self.open or trainer.global_step == 0:
             return
-        snapshotter = self.snapshotter
-        if snapshotter.attempt is not None:
-            snapshotter.attempt.writer.settle(60.0)
-            if self.number < EARLY and snapshotter.attempt.writer.host is not None:
-                snapshotter.attempt.writer.host.flush(120.0)
-        elif snapshotter.together.writer is not None:
-            snapshotter.together.writer.settle(60.0)
+        writing = self.snapshotter.writing
+        if writing.attempt is not None:
+            writing.attempt.writer.settle(60.0)
+            if self.number < EARLY and writing.attempt.writer.host is not None:
+                writing.attempt.writer.host.flush(120.0)
+        elif writing.together.writer is not None:
+            writing.together.writer.settle(60.0)
         torch.distributed.barrier()
         self.before = self.so_far()
 

@@ -48,8 +48,8 @@ class Turns(EverySteps, ModeTrial):
         """Have ``spot`` ask this instead of its own trial, once it has a trial; whether it did already."""
         snapshotter = spot.snapshots.snapshotter
         assert snapshotter is not None
-        assert snapshotter.iterations is not None
-        schedule = snapshotter.iterations.schedule
+        assert snapshotter.writing.iterations is not None
+        schedule = snapshotter.writing.iterations.schedule
         decided = schedule._trial is self
         if schedule._trial is not None:
             schedule._trial = self

@@ -84,10 +84,10 @@ class Account(pl.Callback):
     def wait_for_carrier(self) -> None:
         """Begin when a memory node carries the run on, and that is known."""
         snapshotter = self.spot.snapshots.snapshotter
-        attempt = snapshotter.attempt if snapshotter is not None else None
+        attempt = snapshotter.writing.attempt if snapshotter is not None else None
         assert attempt is not None
         writer = attempt.writer
-        if writer.across.wanted and snapshotter is not None and snapshotter.begun_step < 0:
+        if writer.across.wanted and snapshotter is not None and snapshotter.writing.begun_step < 0:
             until(lambda: writer.host is not None and writer.host.carrier(), "a node to carry the run on")
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -102,7 +102,7 @@ class Account(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         snapshotter = self.spot.snapshots.snapshotter
         assert snapshotter is not None
-        if (attempt := snapshotter.attempt) is not None:
+        if (attempt := snapshotter.writing.attempt) is not None:
             writer = attempt.writer
             writer.settle(60.0)
             told = {"missed": writer.missed, "brought": writer.across.brought, "own": writer.across.own_nbytes}

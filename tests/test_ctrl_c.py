@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_spot.capture.copying import Copying
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.staging import batch as batch_module
@@ -122,7 +123,7 @@ class Watching(InProcessHost):
 
 BEGINNING = [
     SnapshotWriter.begin,
-    SnapshotWriter._copy,
+    Copying.start,
     Copier.start,
     Copier._fill,
     CopyJob.hold,
@@ -144,8 +145,8 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[test_write
 
 def test_ctrl_c_at_any_line_of_a_begin_leaves_nobody_copying_and_no_slot_in_use(desk: test_writer.Desk) -> None:
     copier = Copier(threads=0)  # what its threads would do is done below
-    desk.writer._copier.close()
-    desk.writer._copier, desk.writer._schedule = copier, Held("eager")
+    desk.writer._copying.copier.close()
+    desk.writer._copying.copier, desk.writer._copying._schedule = copier, Held("eager")
     desk.writer._leases_ahead = False
     desk.weights = [torch.randn(30, 10) for _ in range(3)]
     given: list[Lease] = desk.host.given  # type: ignore[attr-defined]

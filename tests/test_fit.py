@@ -726,12 +726,12 @@ def test_the_embedded_node_is_killed_in_training(tmp_path: Path, caplog: pytest.
 
     class KillNode(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 10 and callback.snapshots.snapshotter.attempt is not None:
-                host = callback.snapshots.snapshotter.attempt.writer.host
+            if trainer.global_step == 10 and callback.snapshots.snapshotter.writing.attempt is not None:
+                host = callback.snapshots.snapshotter.writing.attempt.writer.host
                 assert isinstance(host, EmbeddedHost)
                 os.kill(int(host.client.call("GET", "/v1/status")["pid"]), 9)
             if trainer.global_step == 15:
-                writer = callback.snapshots.snapshotter.attempt.writer
+                writer = callback.snapshots.snapshotter.writing.attempt.writer
                 assert writer is not None
                 until(lambda: writer.host is not None, "a new node")
 

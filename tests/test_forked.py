@@ -52,7 +52,7 @@ def test_a_child_that_leaves_through_fit_ends_nothing_of_its_parents(tmp_path: P
     def wait_for_it() -> None:
         ended = until(lambda: (found := os.waitpid(children[0], os.WNOHANG))[0] and found, "the child to end")
         assert os.waitstatus_to_exitcode(ended[1]) == LEFT
-        attempt = spot.snapshots.snapshotter.attempt  # type: ignore[union-attr] # it is there in a fit
+        attempt = spot.snapshots.snapshotter.writing.attempt  # type: ignore[union-attr] # it is there in a fit
         assert attempt is not None
         if memory is not None:
             host: Any = attempt.writer.host

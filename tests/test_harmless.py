@@ -55,7 +55,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
 
 WHERE = [
     "capture/writer:SnapshotWriter.begin",
-    "capture/writer:SnapshotWriter._copy",
+    "capture/copying:Copying.start",
     "capture/writer:SnapshotWriter.copied",
     "capture/leases:Leases.take",
     "capture/contents:Unchanged.written_past_counts",
@@ -65,7 +65,7 @@ WHERE = [
     "exact/changed_values:ChangedValues.capture",
     "fit/iterations:Iterations.ends",
     "fit/pacing:Pacing._learn",
-    "fit/snapshotter:Snapshotter.warm",
+    "fit/writing:Writing.warm",
     "image/layout:_Places._add",
     "image/pickling:TensorPickler.dump",
     "interval/policy:EverySteps.due",

@@ -245,8 +245,8 @@ class OwnStep(Net):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer_closure()
         for callback in self.trainer.callbacks:
-            if isinstance(callback, RemoteSnapshot) and callback.snapshotter and callback.snapshotter.attempt:
-                assert all(pending.job.is_done for pending in callback.snapshotter.attempt.writer._pending)
+            if isinstance(callback, RemoteSnapshot) and callback.snapshotter and callback.snapshotter.writing.attempt:
+                assert all(pending.job.is_done for pending in callback.snapshotter.writing.attempt.writer._pending)
         optimizer.optimizer.step()
 
 
@@ -353,7 +353,7 @@ def test_a_budget_makes_the_interval_grow(
             nonlocal now_s
             assert self.snapshotter is not None
             with self.snapshotter.pacing.stalling():
-                now_s += 2.0 if self.snapshotter.begun_step == self.snapshotter._trainer.global_step else 0.0
+                now_s += 2.0 if self.snapshotter.writing.begun_step == self.snapshotter._trainer.global_step else 0.0
             super().on_before_optimizer_step(*_)
 
     caplog.set_level(logging.INFO)

@@ -53,8 +53,8 @@ from tests.test_fit import Stop, StopAt, check_all, spot
 def node_pid(callback: SpotCheckpoint) -> int:
     snapshotter = callback.snapshots.snapshotter
     assert snapshotter is not None
-    assert snapshotter.attempt is not None
-    host = snapshotter.attempt.writer.host
+    assert snapshotter.writing.attempt is not None
+    host = snapshotter.writing.attempt.writer.host
     assert isinstance(host, EmbeddedHost)
     return int(host.client.call("GET", "/v1/status")["pid"])
 

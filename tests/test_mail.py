@@ -274,7 +274,7 @@ def test_what_came_for_a_snapshot_that_was_dropped_for_another_reason_is_not_kep
     sender.send(snapshot_name(1, 1), packed({"rank": 1}))
     until(lambda: len(box._letters) == 1, "it to come", LAST_S)
     with monkeypatch.context() as patch:
-        patch.setattr(desk.writer._unchanged, "written_past_counts", lambda *_: 1)
+        patch.setattr(desk.writer._copying.unchanged, "written_past_counts", lambda *_: 1)
         with pytest.raises(TornSnapshot):
             desk.begin(1).result(LAST_S)
     assert not box._letters

@@ -27,4 +27,4 @@ def test_a_snapshot_is_committed_while_training_pauses(
     assert len(check_all(tmp_path, probe)) >= 2
     snapshotter = callback.snapshots.snapshotter
     assert snapshotter is not None
-    assert snapshotter.torn == 0
+    assert snapshotter.writing.torn == 0

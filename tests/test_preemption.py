@@ -391,8 +391,8 @@ def test_a_deadline_that_is_past_leaves_the_last_snapshot(tmp_path: Path) -> Non
             if trainer.global_step == 8:
                 until(
                     lambda: (
-                        spot.snapshots.snapshotter.attempt is not None
-                        and spot.snapshots.snapshotter.attempt.writer.host.safe_step() == 6
+                        spot.snapshots.snapshotter.writing.attempt is not None
+                        and spot.snapshots.snapshotter.writing.attempt.writer.host.safe_step() == 6
                     ),
                     "step 6 to be safe",
                 )
@@ -528,7 +528,7 @@ def test_a_grace_that_fits_no_tier_is_said_early(tmp_path: Path, caplog: pytest.
     class Wait(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step == 99:
-                until(lambda: spot.snapshots.snapshotter.safe_after_s() is not None, "a measured speed")
+                until(lambda: spot.snapshots.snapshotter.writing.safe_after_s() is not None, "a measured speed")
 
     with pytest.warns(UserWarning, match="a notice leaves 0 s, but a snapshot was measured to need"):
         trainer(Wait(), spot, max_epochs=5).fit(Net(), data(21))

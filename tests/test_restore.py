@@ -32,12 +32,14 @@ from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Image
 from lightning_spot.memory.node import Node
-from lightning_spot.run import receiving, sharing
+from lightning_spot.run import giving, receiving, taking
+from lightning_spot.run.giving import Giver
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
-from lightning_spot.run.sharing import Giver, NotShared, take
+from lightning_spot.run.sharing import Card
 from lightning_spot.run.sources import StoreSource, Use
 from lightning_spot.run.survey import Survey, survey
+from lightning_spot.run.taking import NotShared, take
 from lightning_spot.tiers.local import LocalStore
 from tests.oracle import claim_of
 from tests.proxy import Proxy
@@ -254,7 +256,7 @@ def test_without_room_in_memory_each_rank_reads_what_it_needs_of_a_sharded_snaps
 @pytest.fixture
 def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 0 and 1 on one host, 2 and 3 on another, which does not see the first one's directories."""
-    monkeypatch.setattr(sharing, "this_host", lambda: f"host {rank_of_this_thread() // 2}")
+    monkeypatch.setattr(giving, "this_host", lambda: f"host {rank_of_this_thread() // 2}")
 
     def open_store(url: str) -> LocalStore:
         assert rank_of_this_thread() == 2, "the first rank of the other host opens for it"
@@ -285,7 +287,7 @@ def test_a_host_to_which_nobody_gives_it_is_an_error_on_all(run: LocalStore, mon
     def unreachable(*_: Any) -> Any:
         raise OSError("no route to host")
 
-    monkeypatch.setattr(sharing.socket, "create_connection", unreachable)
+    monkeypatch.setattr(taking.socket, "create_connection", unreachable)
     monkeypatch.setattr("lightning_spot.run.choice.time.sleep", lambda _s: None)
     for rank, error in enumerate(restored(run, 4)):
         assert isinstance(error, CorruptSnapshot)  # there are snapshots, and none can be used
@@ -483,7 +485,7 @@ def manifest_of(run: LocalStore) -> Manifest:
 def test_a_taker_waits_until_it_is_ready_and_hears_why_it_is_not(
     run: LocalStore, giver: Giver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharing, "_PULSE_S", 0.01)  # the taker hears that the giver lives, many times
+    monkeypatch.setattr(giving, "_PULSE_S", 0.01)  # the taker hears that the giver lives, many times
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(take, giver.card, 1, manifest_of(run))
         with pytest.raises(TimeoutError):
@@ -506,7 +508,7 @@ def test_nobody_waits_for_a_giver_that_has_ended_or_hangs(
         giver.close()
         with pytest.raises(NotShared):
             waiting.result(10)
-    monkeypatch.setattr(sharing, "_SILENCE_S", 0.05)
+    monkeypatch.setattr(taking, "SILENCE_S", 0.05)
     card = replace(giver.card, name=secrets.token_hex(16))  # the other name is free when the giver's thread has ended
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(f"\0lightning-spot-{card.name}")
@@ -518,9 +520,13 @@ def test_nobody_waits_for_a_giver_that_has_ended_or_hangs(
 def test_strangers_get_nothing(run: LocalStore, giver: Giver, monkeypatch: pytest.MonkeyPatch) -> None:
     giver.give(1, TierError("x"))
     with pytest.raises(NotShared, match="hung up"):
-        take(sharing.Card(giver.card.host, giver.card.name, "guessed"), 1, manifest_of(run))
-    monkeypatch.setattr(sharing, "_user_of", lambda _connection: 12345)
-    with pytest.raises(NotShared, match="another user"):
+        take(Card(giver.card.host, giver.card.name, "guessed"), 1, manifest_of(run))
+    with monkeypatch.context() as patch:
+        patch.setattr(taking, "user_of", lambda _connection: 12345)
+        with pytest.raises(NotShared, match="another user"):
+            take(giver.card, 1, manifest_of(run))
+    monkeypatch.setattr(giving, "user_of", lambda _connection: 12345)
+    with pytest.raises(NotShared, match="hung up"):
         take(giver.card, 1, manifest_of(run))
 
 

@@ -249,7 +249,7 @@ def test_what_was_written_past_the_counts_is_copied_before_training_goes_on(
     desk.writer.copied()
     with pytest.raises(TornSnapshot):
         done.result(30)
-    monkeypatch.setattr(desk.writer, "_schedule", Later())
+    monkeypatch.setattr(desk.writer._copying, "_schedule", Later())
     for step_ in range(7, 10):
         with torch.no_grad():
             torch._foreach_add_(desk.weights, 1.0)  # as the optimizer: its count tells nothing of what comes past it

@@ -66,7 +66,7 @@ class Account(pl.Callback):
     def wait_for_carrier(self, step: int) -> None:
         """Where there are other hosts, begin when a memory node carries the run on, and all are open."""
         snapshotter = self.spot.snapshots.snapshotter
-        attempt = snapshotter.attempt if snapshotter is not None else None
+        attempt = snapshotter.writing.attempt if snapshotter is not None else None
         assert attempt is not None
         writer = attempt.writer
         if step == self.hold:
@@ -92,7 +92,8 @@ class Account(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         snapshotter = self.spot.snapshots.snapshotter
         assert snapshotter is not None
-        writer = snapshotter.attempt.writer if snapshotter.attempt is not None else snapshotter.together.writer
+        attempt = snapshotter.writing.attempt
+        writer = attempt.writer if attempt is not None else snapshotter.writing.together.writer
         if writer is not None:
             writer.settle(60.0)  # what another rank has copied counts when its part is in place, too
         told = {
@@ -100,7 +101,7 @@ class Account(pl.Callback):
             "missed": getattr(writer, "missed", 0),
             "skipped": self.spot.skipped,
             "posted": getattr(writer, "posted", 0),
-            "brought": writer.across.brought if snapshotter.attempt is not None else 0,
+            "brought": writer.across.brought if attempt is not None else 0,
             "stall_s": snapshotter.pacing.stall_s,
         }
         (self.root / f"rank-{trainer.global_rank}.json").write_text(json.dumps(told))

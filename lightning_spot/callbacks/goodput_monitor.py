@@ -84,7 +84,7 @@ class GoodputMonitor(SpotCallback):
         if snapshots is None and self._dirpath is None:
             raise SettingsError("GoodputMonitor needs a dirpath where the trainer has no SpotCheckpoint")
         self._begun_unix_s, self._journal = time.time(), None
-        if snapshots is None or any(item.number for item in fit.snapshotters):
+        if snapshots is None or any(item.writing.number for item in fit.snapshotters):
             self._begin(trainer)  # else the attempt begins later in setup, or when it is decided what to resume from
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

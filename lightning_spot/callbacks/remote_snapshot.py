@@ -197,7 +197,7 @@ class RemoteSnapshot(Part):
     @property
     def attempt(self) -> int:
         """Number of this attempt of the run, from 1; 0 before it has begun."""
-        return self.snapshotter.number if self.snapshotter is not None else 0
+        return self.snapshotter.writing.number if self.snapshotter is not None else 0
 
     @property
     def stall_s(self) -> float:
@@ -207,12 +207,12 @@ class RemoteSnapshot(Part):
     @property
     def begun_step(self) -> int:
         """``global_step`` of the newest snapshot that was begun, -1 before the first."""
-        return self.snapshotter.begun_step if self.snapshotter is not None else -1
+        return self.snapshotter.writing.begun_step if self.snapshotter is not None else -1
 
     @property
     def last_committed_step(self) -> int | None:
         """``global_step`` of the newest snapshot of this attempt that is committed in memory."""
-        committed = self.snapshotter.committed if self.snapshotter is not None else None
+        committed = self.snapshotter.writing.committed if self.snapshotter is not None else None
         return committed.step if committed is not None else None
 
     @property
@@ -223,7 +223,7 @@ class RemoteSnapshot(Part):
     @property
     def torn(self) -> int:
         """Snapshots of this ``fit`` that were dropped, since a tensor changed while it was copied."""
-        return self.snapshotter.torn if self.snapshotter is not None else 0
+        return self.snapshotter.writing.torn if self.snapshotter is not None else 0
 
     @property
     def is_passed_over(self) -> bool:
@@ -232,7 +232,7 @@ class RemoteSnapshot(Part):
 
     @property
     def _iterations(self) -> Iterations | None:
-        return self.snapshotter.iterations if self.snapshotter is not None else None
+        return self.snapshotter.writing.iterations if self.snapshotter is not None else None
 
     # -- Lightning's hooks, in the order in which they are called -------------------------------------------------
 

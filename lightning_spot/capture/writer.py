@@ -17,28 +17,26 @@ from typing import Any
 
 from lightning_spot.capture.across import Across
 from lightning_spot.capture.background import Background
-from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, Known, Plan, Unchanged
+from lightning_spot.capture.copying import Copying
 from lightning_spot.capture.floating import floats_of
 from lightning_spot.capture.host_link import HostLink, within
 from lightning_spot.capture.leases import Leases, give_back, say_backing
 from lightning_spot.capture.mail import Mailbox
 from lightning_spot.capture.outline import Outliner
 from lightning_spot.capture.owners import NOBODY, Owners, owners_of
-from lightning_spot.capture.parting import Parting
 from lightning_spot.capture.pending import Opened, Pending
 from lightning_spot.capture.saying import SayOnce, SayWhyNot, say_failing, say_waiting
 from lightning_spot.capture.split import Divided, Divider, Ranks
 from lightning_spot.capture.streaming import store_streamed
 from lightning_spot.capture.supply import Supply
-from lightning_spot.capture.views import SlotViews
 from lightning_spot.capture.warming import SlotMaker
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import NodeUnreachable, ShareMissing, SpotError, TornSnapshot
 from lightning_spot.image.layout import Layout, outline_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import in_order
-from lightning_spot.memory.host import Host, Lease
-from lightning_spot.staging.copier import Copier, CopyJob, SlotView, watch
+from lightning_spot.memory.host import Host
+from lightning_spot.staging.copier import Copier, SlotView
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.store import Store
 
@@ -69,8 +67,8 @@ class SnapshotWriter:
         posted: of these, those of which they have sent it.
         mailbox: where that comes, if any; closed with the writer.
         say_once: warns once for each key.
-        missed: snapshots dropped because another rank's share of them did not come, and why the last one was.
         copied_bytes: written into slots so far; what a slot held already is not written again.
+        missed: snapshots dropped because another rank's share of them did not come, and why the last one was.
     """
 
     _leases_ahead, _leases_shared = True, False  # with DDP, whether ranks write together is known late
@@ -97,15 +95,11 @@ class SnapshotWriter:
         waits = functools.partial(say_waiting, self.say_once, self.link)  # a method would keep this alive
         self.across = Across(self.link, waits)
         self._leases = leases = Leases(self.link, functools.partial(say_backing, self.say_once), waits)
-        self._copier = copier if copier is not None else Copier()
-        self._schedule = schedule
-        self._views = SlotViews(self._copier)
-        self._maker = SlotMaker(self._views, self._copier, self.link.lose)
+        self._copying = copying = Copying(copier if copier is not None else Copier(), schedule, self.say_once)
+        self._maker = SlotMaker(copying.views, copying.copier, self.link.lose)
         self._supply = Supply(self._maker, leases)
         self._pending: list[Pending] = []
-        self._unsteady: frozenset[int] = frozenset()
-        self._unchanged, self._parting, self._divider = Unchanged(), Parting(), Divider()
-        self._outliner = Outliner(self.say_once)
+        self._outliner, self._divider = Outliner(self.say_once), Divider()
         self._tasks = Background("spot-writer", leases.give_back, lambda: leases.idle_s)
 
     # -- on the training thread -----------------------------------------------------------------------------------
@@ -172,10 +166,10 @@ class SnapshotWriter:
         deadline_s = time.monotonic() + wait_s
         self._supply.wait_warm(host, wait_s)
         self.across.make_way(host, ranks.at if ranks is not None else "", within(deadline_s))
-        if lost := self._views.others(host):
+        if lost := self._copying.views.others(host):
             self.copied()
             for other in lost:
-                self._views.drop(other)
+                self._copying.views.drop(other)
         divide = functools.partial(self._divider.divide, name=manifest.name, owned=owned, kept=kept, ranks=ranks)
         opened: Opened | None = None
         view: SlotView | None = None
@@ -186,12 +180,13 @@ class SnapshotWriter:
             if self._pending:  # the background is at these, and other ranks would wait for it
                 self._leases.say_now()
             layout, lease, manifest = opened.layout, opened.lease, opened.manifest
-            view = self._views.of(host, lease)
+            view = self._copying.views.of(host, lease)
             trusts = not (manifest.complete or manifest.is_again)
-            plan = self._plan(layout, lease, view, self._counted(owned, kept), trusts=trusts)
+            plan = self._copying.plan(layout, lease, view, self._counted(owned, kept), trusts=trusts)
             if (sent := opened.sent) and plan.written is not None:
                 plan.written = in_order([*plan.written, *sent.values()])
-            job = self._copy(plan, view, owned)
+            self.copied_bytes += plan.nbytes
+            job = self._copying.start(plan, view, owned)
             floats = floats_of(opened.whole, owned) if self._approximates else ()
             about = (outline_of(layout), plan, view, sent, floats, followed and ranks is None)
             pending = Pending(manifest, lease, job, done, destinations, *about)
@@ -202,9 +197,9 @@ class SnapshotWriter:
             self._lay_out_anew(error)
             if opened and done.cancel():  # else the background has it already, and Ctrl-C came a moment late
                 if view is not None:
-                    self._copier.give_up(view)
+                    self._copying.copier.give_up(view)
                 self._forget_done()
-                self._give_up(host, opened.lease, error)
+                give_back(host, opened.lease)
             raise
         if job.stands_still and not self.across.is_under_way:  # that would be to wait for other hosts
             self.copied()
@@ -215,11 +210,7 @@ class SnapshotWriter:
         """Return when the tensors may change: call it before every optimizer step, swap of weights, and at the end."""
         for pending in self._pending:
             try:
-                self._unchanged.written_past_counts(pending.plan, pending.view)
-                pending.job.wait_cpu()
-                self._copier.fence()
-                pending.job.settle()
-                self._unsteady |= pending.job.moved
+                self._copying.copied(pending)
             except SpotError:
                 continue  # the background thread reports it through the future
             except Exception as error:  # training goes on without it
@@ -231,13 +222,11 @@ class SnapshotWriter:
 
     def check_all(self) -> None:
         """The next snapshot may be the last of this attempt: compare all of it that is not copied again."""
-        self._unchanged.checks_all = True
+        self._copying.unchanged.checks_all = True
 
     def newest_differs(self) -> bool:
-        """See :meth:`Unchanged.newest_differs`."""
-        if differs := self._unchanged.newest_differs():
-            self.say_once("past-counts", PAST_COUNTS, 1, CHECK_EVERY)
-        return differs
+        """See :meth:`Unchanged.newest_differs`; a warning says so."""
+        return self._copying.newest_differs()
 
     def settle(self, wait_s: float) -> None:
         """Wait until every snapshot begun so far is committed or given up."""
@@ -260,9 +249,7 @@ class SnapshotWriter:
             self.host.disconnect()
             self._tasks.close(_CLOSE_S)
             self._maker.close(_CLOSE_S)
-        self._copier.close()
-        for host in self._views.others(None):
-            self._views.drop(host)
+        self._copying.close()
         self._pending.clear()
         self.across.close()
 
@@ -313,35 +300,9 @@ class SnapshotWriter:
         manifest, written, followed = pending.manifest, pending.plan.written, pending.followed
         return host.seal(pending.lease, manifest, pending.destinations, pending.floats, written, followed=followed)
 
-    def _give_up(self, host: Host, lease: Lease, error: BaseException) -> None:
-        """There will be no snapshot: give its slot back."""
-        give_back(host, lease)
-
     def _counted(self, owned: Owners, kept: Owners) -> Owners:
         """Tensors whose counts of writes tell whether they have changed."""
         return owners_of(owned, kept)
-
-    def _plan(self, layout: Layout, lease: Lease, view: SlotView, owners: Owners, *, trusts: bool) -> Plan:
-        """What of a layout is not in the slot yet. The last one trusts no counts: no later one checks them."""
-        known = self._views.content(view).take(lease.held)
-        plan = self._unchanged.plan(layout, owners, known if trusts else None, view)
-        if plan.past_counts:
-            self.say_once("past-counts", PAST_COUNTS, plan.past_counts, CHECK_EVERY)
-        return plan
-
-    def _copy(self, plan: Plan, view: SlotView, owned: Owners) -> CopyJob:
-        """Copy now what forward may change, and let the optimizer's own follow until its next step."""
-        parted = self._parting.part(plan.pieces, owned, self._unsteady | plan.at_once)
-        first = self._copier.start(parted.first, view)
-        for offset, data in plan.frame:
-            view.map[offset : offset + len(data)] = data
-        self.copied_bytes += plan.nbytes
-        first.wait_cpu()
-        self._copier.fence()  # before what may take longer: a GPU's training would wait for that too
-        job = self._copier.start(parted.later, view, watch(parted.owners), self._schedule)
-        job.follow(first)  # there may be nothing more to copy from its GPUs
-        plan.pieces = ()  # no storage is kept alive longer than its copy takes
-        return job
 
     # -- on the background thread ---------------------------------------------------------------------------------
 
@@ -350,19 +311,12 @@ class SnapshotWriter:
             return  # Ctrl-C: its slot was given back
         try:
             self._leases.say(host, pending.lease)
-            found = self._unchanged.written_past_counts(pending.plan, pending.view)
-            pending.job.wait()
-            if (torn := pending.torn(found)) is not None:
-                self.torn += 1
-                if not pending.job.moved:
-                    self.say_once("past-counts", PAST_COUNTS, found, CHECK_EVERY)
-                raise torn
+            self._copying.check(pending)
             if self.mailbox is not None:
                 with pending.rooms() as rooms:
                     self.mailbox.put_into(rooms, pending.manifest.name)
             is_short = self._commit(host, pending)
-            known = Known(pending.lease.id, pending.outline.frame, pending.plan.marks)
-            self._views.content(pending.view).sealed(known)
+            self._copying.sealed(pending)
         except BaseException as error:
             self._failed(host, pending, error)
         else:
@@ -382,12 +336,13 @@ class SnapshotWriter:
                 say_failing(self.say_once, self.link)
 
     def _failed(self, host: Host, pending: Pending, error: BaseException) -> None:
+        self.torn += isinstance(error, TornSnapshot)
         if self.mailbox is not None:
             self.mailbox.over(pending.manifest.name)  # else what has come, or comes yet, would be kept until the end
         if isinstance(error, NodeUnreachable):
             self.link.lose(host, error)
         else:
-            self._give_up(host, pending.lease, error)
+            give_back(host, pending.lease)
         if self.across.has_given_way(pending):
             pending.done.set_exception(error)
             return

@@ -19,6 +19,7 @@ from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.rank_states import Rooms
 from lightning_spot.exact.seams import Seam
 from lightning_spot.fit import earlier
+from lightning_spot.fit.harmless import STILL_ENDS, THE_END, do_all
 from lightning_spot.fit.ranks import is_requeued_by_slurm, requeue_slurm_job
 from lightning_spot.fit.resume import Resume
 from lightning_spot.fit.snapshotter import Snapshotter
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _LEAVE = "all ranks leave, and the run goes on from the snapshot before"
-_END = "the run ends all the same"
 
 EXIT_CODE = 143
 """128 + SIGTERM: what a process that was terminated exits with, and what job schedulers know as such."""
@@ -89,7 +89,7 @@ class Exit(OfTrainer):
         Returns:
             whether enough was measured to tell.
         """
-        measured = [safe_s for item in self._snapshotters if (safe_s := item.safe_after_s()) is not None]
+        measured = [safe_s for item in self._snapshotters if (safe_s := item.writing.safe_after_s()) is not None]
         for safe_s in measured:
             if safe_s > grace_s:
                 rank_zero_warn(
@@ -132,22 +132,22 @@ class Exit(OfTrainer):
 
     def fail(self, error: BaseException) -> None:
         """Bring what is committed to safety. The state at hand may be in mid-step: it is no snapshot."""
-        begun = [snapshotter for snapshotter in self._snapshotters if snapshotter.attempt is not None]
-        try:
-            for snapshotter in self._snapshotters:
-                snapshotter.harmless.run("the end of snapshots", snapshotter.close, None, still=_END)
-            for snapshotter in begun:
-                earlier.node_was_left(snapshotter.location, snapshotter.number, error)
-        except Exception:  # with ``strict``; what is committed is brought to safety all the same
-            self.let_go()
-            raise
-        self.let_go()
+        begun = [snapshotter for snapshotter in self._snapshotters if snapshotter.writing.attempt is not None]
+        parts: list[Callable[[], object]] = [
+            partial(snapshotter.harmless.run, THE_END, snapshotter.close, None, still=STILL_ENDS)
+            for snapshotter in self._snapshotters
+        ]
+        parts += [
+            partial(earlier.node_was_left, snapshotter.location, snapshotter.writing.number, error)
+            for snapshotter in begun
+        ]
+        do_all(parts, self.let_go)
         if not isinstance(error, Preempted):  # of that, more was said
             for snapshotter in begun:
                 way_on = "" if _would_come_again(error) else ". The same command goes on from the newest one"
                 rank_zero_info(
                     f"lightning_spot: {type(error).__name__} has ended run {snapshotter.location.name!r} at step"
-                    f" {self._trainer.global_step}; {snapshotter.what_is_safe()}{way_on}"
+                    f" {self._trainer.global_step}; {snapshotter.writing.what_is_safe()}{way_on}"
                 )
         if self._resume.named is not None and self._resume.location is not None:
             earlier.interrupted(self._resume.named, self._resume.location, error)
@@ -172,7 +172,7 @@ class Exit(OfTrainer):
                 wait_s = min(wait_s, self.deadline.left_s)
             finish = partial(snapshotter.finish, wait_s, complete=complete)
             otherwise = False if complete else None
-            durable = snapshotter.harmless.run("the end of snapshots", finish, otherwise, still=_END)
+            durable = snapshotter.harmless.run(THE_END, finish, otherwise, still=STILL_ENDS)
             if durable is not None:
                 self._say_end(snapshotter, durable=durable)
 

@@ -57,7 +57,7 @@ class Fit(PerTrainer):
         """See :meth:`PerTrainer.leave`."""
         for snapshotter in self.snapshotters:
             snapshotter.close()
-            snapshotter.attempt = None
+            snapshotter.writing.attempt = None
 
     def callbacks(self, kind: type[C]) -> list[C]:
         """Our callbacks of one kind, also those that another one is composed of."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TypeVar
 
 from lightning_spot.capture.unforeseen import failure_of
@@ -11,6 +12,9 @@ from lightning_spot.capture.unforeseen import failure_of
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+THE_END, STILL_ENDS = "the end of snapshots", "the run ends all the same"
+"""What each part of the end of a ``fit`` is for people, and what happens where one fails."""
 
 
 class Harmless:
@@ -48,7 +52,7 @@ class Harmless:
             return otherwise
 
     def run_all(self, what: str, parts: Iterable[Callable[[], object]], last: Callable[[], T], *, still: str) -> T:
-        """Do one part after the other, whatever fails in one: what is raised, is raised when all are done.
+        """Do one part after the other, see :func:`do_all`.
 
         Args:
             what: see :meth:`run`.
@@ -60,15 +64,31 @@ class Harmless:
             what ``last`` gives.
 
         Raises:
-            Exception: see there; the first.
+            Exception: see :meth:`run`; the first.
         """
-        raised: Exception | None = None
-        for part in parts:
-            try:
-                self.run(what, part, None, still=still)
-            except Exception as error:
-                raised = raised or error
-        found = last()
-        if raised is not None:
-            raise raised
-        return found
+        return do_all([partial(self.run, what, part, None, still=still) for part in parts], last)
+
+
+def do_all(parts: Iterable[Callable[[], object]], last: Callable[[], T]) -> T:
+    """Do one part after the other, whatever is raised in one: that is raised when all are done.
+
+    Args:
+        parts: what is done.
+        last: what comes after them; an error of its own is its caller's.
+
+    Returns:
+        what ``last`` gives.
+
+    Raises:
+        Exception: the first of those of the parts.
+    """
+    raised: Exception | None = None
+    for part in parts:
+        try:
+            part()
+        except Exception as error:
+            raised = raised or error
+    found = last()
+    if raised is not None:
+        raise raised
+    return found

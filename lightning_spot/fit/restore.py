@@ -16,12 +16,14 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.errors import SpotError, TierError
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.run.giving import Giver
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.receiving import receive
-from lightning_spot.run.sharing import Card, FromRank, Giver, NotShared, take
+from lightning_spot.run.sharing import Card
 from lightning_spot.run.sources import MemorySource, Source, StoreSource, Use
 from lightning_spot.run.survey import Survey
+from lightning_spot.run.taking import FromRank, NotShared, take
 from lightning_spot.tiers.store import Holdings, Progress
 
 logger = logging.getLogger(__name__)

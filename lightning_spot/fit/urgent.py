@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_spot.fit.snapshotter import Snapshotter
+    from lightning_spot.fit.writing import Writing
 
 
 def secure(
@@ -34,11 +35,12 @@ def secure(
     Returns:
         one line on what is safe where, on rank 0; empty on the others.
     """
-    attempt, ranks, step = snapshotter.attempt, Agreement(trainer), trainer.global_step
+    writing, ranks, step = snapshotter.writing, Agreement(trainer), trainer.global_step
+    attempt = writing.attempt
     # What each rank does by itself is agreed on: where it fails on one, the others would wait in what follows.
     ranks.together(partial(_stand_still, snapshotter))
-    taken = ranks.everyones(lambda: _has_taken(snapshotter, step, deadline.left_s / 2))[0]
-    differs = taken and any(ranks.everyones(lambda: _differs(snapshotter)))
+    taken = ranks.everyones(lambda: _has_taken(writing, step, deadline.left_s / 2))[0]
+    differs = taken and any(ranks.everyones(lambda: _differs(writing)))
     dump = _newest(snapshotter, ranks, seam) if differs or not taken else None
     if not all(ranks.gather(dump is not None)):
         dump = None
@@ -46,16 +48,16 @@ def secure(
     take = ranks.tell(plan is not None and plan.take)
     again: Callable[[], None] | None = None
     if dump is not None and take:
-        ranks.together(snapshotter.warm)  # of a run that was resumed in front of a validation there was no step yet
+        ranks.together(writing.warm)  # of a run that was resumed in front of a validation there was no step yet
         former = attempt.writer.committed if attempt is not None else None
-        how = snapshotter.together.how_last(attempt)
+        how = writing.together.how_last(attempt)
         # In the place of one that differs, rank 0 takes it alone: the others' shares of that name are over.
-        snapshotter.write(dump, urgent=True, wait_s=deadline.wait_s, how=ALONE if differs else how)
-        snapshotter.together.copied()
-        if snapshotter.in_shards is None and attempt is not None:
-            again = partial(snapshotter.store, dump.checkpoint, wait_s=deadline.wait_s, ranks=None)
+        writing.write(dump, urgent=True, wait_s=deadline.wait_s, how=ALONE if differs else how)
+        writing.together.copied()
+        if writing.in_shards is None and attempt is not None:
+            again = partial(writing.store, dump.checkpoint, wait_s=deadline.wait_s, ranks=None)
             # A share was missing, the node was lost, or more was found that differs.
-            if not _has_taken(snapshotter, step, deadline.left_s, former):
+            if not _has_taken(writing, step, deadline.left_s, former):
                 attempt.writer.link.wait(deadline.left_s)
                 again()
     if attempt is None or plan is None:
@@ -65,40 +67,40 @@ def secure(
 
 def _stand_still(snapshotter: Snapshotter) -> None:
     snapshotter.wait_copied()
-    if snapshotter.iterations is not None:  # none comes over which to spread it
-        snapshotter.iterations.end()
+    if (iterations := snapshotter.writing.iterations) is not None:  # none comes over which to spread it
+        iterations.end()
 
 
 def _newest(snapshotter: Snapshotter, ranks: Agreement, seam: Seam) -> Dump | None:
     """The newest state of this rank, see :meth:`AtHand.newest`; an error of one rank is an error of all."""
     take = partial(snapshotter.at_hand.newest, seam)
     # Where ranks wait for each other within their optimizers' states, the others do not come to what would follow.
-    return take() if snapshotter.together.hold_their_own else ranks.together(take)
+    return take() if snapshotter.writing.together.hold_their_own else ranks.together(take)
 
 
-def _has_taken(snapshotter: Snapshotter, step: int, wait_s: float, former: Manifest | None = None) -> bool:
+def _has_taken(writing: Writing, step: int, wait_s: float, former: Manifest | None = None) -> bool:
     """Whether a snapshot of a step is committed. One that was begun may have been skipped, or be dropped yet.
 
     Args:
-        snapshotter: takes it.
+        writing: of this rank.
         step: of the snapshot.
         wait_s: how long to wait for one that is on its way, seconds.
         former: the newest one before, in whose place it comes if it is of the same step.
     """
-    attempt = snapshotter.attempt
-    if attempt is None or snapshotter.begun_step != step:
+    attempt = writing.attempt
+    if attempt is None or writing.begun_step != step:
         return False
-    if snapshotter.in_shards is not None:
+    if writing.in_shards is not None:
         return attempt.failure(wait_s) is None
     attempt.writer.settle(wait_s)
     committed = attempt.writer.committed
     return committed is not None and committed.step == step and committed is not former
 
 
-def _differs(snapshotter: Snapshotter) -> bool:
+def _differs(writing: Writing) -> bool:
     """Whether the snapshot that was just taken is not as this rank's state is. It was not meant to be the last."""
-    attempt = snapshotter.attempt
-    if snapshotter.in_shards is not None:
-        return snapshotter.in_shards.newest_differs(attempt)
-    writer = attempt.writer if attempt is not None else snapshotter.together.writer
+    attempt = writing.attempt
+    if writing.in_shards is not None:
+        return writing.in_shards.newest_differs(attempt)
+    writer = attempt.writer if attempt is not None else writing.together.writer
     return writer is not None and writer.newest_differs()

@@ -1,0 +1,243 @@
+"""Has the states of one ``fit`` written: by rank 0's attempt, by all ranks together, or by each where it is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning_spot.capture.attempt import Attempt
+from lightning_spot.capture.owners import Owners
+from lightning_spot.capture.split import Ranks
+from lightning_spot.capture.tensors import by_storage, optimizer_owned
+from lightning_spot.capture.unforeseen import failure_of
+from lightning_spot.errors import SpotError
+from lightning_spot.exact.dump import KEY, Dump
+from lightning_spot.exact.per_trainer import OfTrainer
+from lightning_spot.exact.sharded import is_sharded
+from lightning_spot.fit.agreement import Agreement
+from lightning_spot.fit.beginning import Beginning
+from lightning_spot.fit.in_shards import InShards
+from lightning_spot.fit.iterations import Iterations
+from lightning_spot.fit.resume import Resume
+from lightning_spot.fit.settings import SnapshotSettings
+from lightning_spot.fit.together import ALONE, Together
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.run.location import Location
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class Writing(OfTrainer):
+    """What this rank writes of the snapshots of one ``fit``. Every rank has one.
+
+    Args:
+        trainer: that fits.
+        location: where the run is.
+        settings: how snapshots are taken.
+        interval: what the interval has measured, for a later attempt.
+
+    Attributes:
+        attempt: that writes, on rank 0; ``None`` before it has begun and when it is finished.
+        number: of the attempt, from 1, on every rank; 0 before it has begun.
+        begun_step: ``global_step`` of the newest snapshot that was begun, -1 before the first.
+        together: writes snapshots with other ranks.
+        in_shards: has every rank write its part, where each has a part of the model; else ``None``.
+        iterations: tells the copying where training is; on ranks that write.
+        is_warm: whether slots are being made, or are there.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        location: Location,
+        settings: SnapshotSettings,
+        interval: Callable[[], dict[str, Any]],
+    ) -> None:
+        super().__init__(trainer)
+        self.attempt: Attempt | None = None
+        self.number = 0
+        self.begun_step = -1
+        self.together = Together(trainer, settings.ring)
+        self.in_shards = InShards(trainer, location, settings.ring) if is_sharded(trainer) else None
+        self.iterations: Iterations | None = None
+        self.is_warm = False
+        self._location, self._settings, self._interval = location, settings, interval
+        self._committed: Manifest | None = None
+        self._where = ""
+        self._skipped, self._torn = 0, 0
+
+    # -- what became of it ----------------------------------------------------------------------------------------
+
+    @property
+    def committed(self) -> Manifest | None:
+        """The newest snapshot of this attempt that is committed in memory."""
+        return self.attempt.writer.committed if self.attempt is not None else self._committed
+
+    @property
+    def skipped(self) -> int:
+        """Snapshots that were begun and not taken, since no slot was free, or to take them failed."""
+        return self.attempt.skipped if self.attempt is not None else self._skipped
+
+    @property
+    def torn(self) -> int:
+        """Snapshots that were dropped, since a tensor changed while it was copied."""
+        return self.attempt.writer.torn if self.attempt is not None else self._torn
+
+    def safe_after_s(self) -> float | None:
+        """Measured seconds from a snapshot's begin until it is safe outside this machine; ``None`` before any was."""
+        return self.attempt.safety.usual_s() if self.attempt is not None else None
+
+    def what_is_safe(self) -> str:
+        """What a run that was ended goes on from, after :meth:`finish`, for people."""
+        if (newest := self._committed) is None:
+            return "this attempt has committed no snapshot"
+        return f"its snapshot of step {newest.step} is {self._where}"
+
+    # -- begin and end --------------------------------------------------------------------------------------------
+
+    def begin(self, beginning: Beginning, resume: Resume) -> None:
+        """Begin the next attempt of the run, once it is decided what it goes on from. Every rank calls it."""
+        trainer = self._trainer
+        if self.in_shards is not None or trainer.is_global_zero:
+            self.iterations = Iterations(trainer, self._settings.partitions)
+        schedule = self.iterations.schedule if self.iterations is not None else None
+        self.attempt = attempt = Agreement(trainer).on_rank_zero(partial(beginning.attempt, schedule))
+        named = (attempt.number, attempt.info.text, attempt.info.id) if attempt is not None else (0, "", "")
+        self.number, run, resume.run_id = trainer.strategy.broadcast(named)
+        resume.attempt = self.number
+        if self.together.begin(attempt, self._location, run, self.number):
+            self.iterations = Iterations(trainer, self._settings.partitions)
+            self.together.write_with(self.iterations.schedule)
+        if self.in_shards is not None and self.iterations is not None:
+            self.in_shards.begin(attempt, run, self.number, self.iterations.schedule)
+
+    def warm(self) -> None:
+        """Have slots made in the background as soon as the first step showed how large a snapshot is. Once."""
+        if self.is_warm:
+            return
+        module, optimizers = self._trainer.lightning_module, self._trainer.optimizers
+        states = [list(optimizer.state.values()) for optimizer in optimizers]
+        (self.attempt or self.in_shards or self.together).warm([*module.parameters(), *module.buffers(), states])
+        self.is_warm = True
+
+    def finish_part(self, wait_s: float) -> None:
+        """Bring this rank's part of a model in shards to safety. A second call does nothing."""
+        if self.in_shards is not None:
+            self.in_shards.finish(wait_s)
+
+    def finish(self, wait_s: float, *, complete: bool) -> bool | None:
+        """Bring what the attempt has committed to safety. A second call does nothing.
+
+        Args:
+            wait_s: how long at most, seconds.
+            complete: whether the run is at its end.
+
+        Returns:
+            see :meth:`Attempt.finish`; ``None`` on other ranks than 0.
+        """
+        attempt, self.attempt = self.attempt, None
+        if attempt is None:
+            return None
+        durable = attempt.finish(wait_s, complete=complete)
+        self._committed, self._where = attempt.writer.committed, attempt.where
+        self._skipped, self._torn = attempt.skipped, attempt.writer.torn
+        return durable
+
+    # -- snapshots ------------------------------------------------------------------------------------------------
+
+    def how(self) -> str:
+        """On rank 0: how the ranks may begin the next snapshot, ``""`` for not now.
+
+        Slots are made after the first step, and waited for or not.
+        """
+        attempt, waits = self.attempt, self._settings.on_full == "wait"
+        if attempt is None or attempt.fenced or attempt.failures.are_too_many or not (attempt.writer.ready or waits):
+            return ""
+        shards = self.in_shards
+        return shards.how(attempt, waits=waits) if shards is not None else self.together.how(attempt, waits=waits)
+
+    def copied(self) -> None:
+        """Wait for what is not copied yet: weights may change now."""
+        if self.attempt is not None:
+            self.attempt.writer.copied()
+        self.together.copied()
+        if self.in_shards is not None:
+            self.in_shards.copied()
+
+    def write(
+        self,
+        dump: Dump | SpotError,
+        *,
+        complete: bool = False,
+        urgent: bool = False,
+        wait_s: float,
+        how: str = ALONE,
+        followed: bool = False,
+    ) -> None:
+        """Have a state written, by all ranks as they have agreed.
+
+        Args:
+            dump: the state; or why this rank does not have it: then the others are told, and there is no snapshot.
+            complete: whether the run is at its end.
+            urgent: whether training ends with it, for now.
+            wait_s: how long to wait for a slot, seconds.
+            how: the ranks write it together; :data:`~lightning_spot.fit.together.ALONE` where rank 0 writes all of it.
+            followed: whether another one is to follow in a moment.
+        """
+        trainer = self._trainer
+        self.begun_step = trainer.global_step
+        if self.in_shards is not None:
+            how, commit_s = "" if complete or urgent else how, self._settings.flush_timeout_s if complete else wait_s
+            waits = {"wait_s": wait_s, "commit_s": commit_s}
+            self.in_shards.write(self.attempt, dump, self._interval, complete=complete, how=how, **waits)
+            return
+        checkpoint = self._checkpoint(dump, how)
+        if self.attempt is not None:
+            ranks = self.together.ranks(how)
+            self.store(checkpoint, complete=complete, wait_s=wait_s, ranks=ranks, followed=followed)
+        elif how != ALONE:
+            name = snapshot_name(trainer.global_step, self.number, complete=complete)
+            self.together.share(dump, how, name, wait_s)
+
+    def _checkpoint(self, dump: Dump | SpotError, how: str) -> dict[str, Any] | SpotError:
+        """What rank 0 saves, or why it cannot."""
+        checkpoint = self.together.checkpoint(dump, how)
+        if self.attempt is not None and not isinstance(checkpoint, SpotError):
+            try:
+                checkpoint[KEY] |= {"interval": self._interval(), **self.attempt.origin}
+            except Exception as error:
+                return failure_of(error)
+        return checkpoint
+
+    def store(
+        self,
+        checkpoint: dict[str, Any] | SpotError,
+        *,
+        complete: bool = False,
+        wait_s: float,
+        ranks: Ranks | None,
+        followed: bool = False,
+    ) -> None:
+        """Begin a snapshot on rank 0; on the others nothing happens. See :meth:`Attempt.write`."""
+        trainer = self._trainer
+        if self.attempt is not None and not self.attempt.fenced:
+            owned: Owners = {}
+            kept: Owners = {}
+            try:
+                owned, kept = optimizer_owned(trainer.optimizers), by_storage(trainer.lightning_module.parameters())
+            except Exception as error:
+                checkpoint = failure_of(error)
+            self.attempt.write(
+                checkpoint,
+                owned=owned,
+                kept=kept,
+                step=trainer.global_step,
+                epoch=trainer.current_epoch,
+                world_size=trainer.world_size,
+                complete=complete,
+                wait_s=wait_s,
+                ranks=ranks,
+                followed=followed,
+            )
