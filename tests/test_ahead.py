@@ -40,7 +40,7 @@ def receive(bench: Bench, step: int, nbytes: int = 1000) -> Manifest:
     """What a memory node does with a snapshot that comes over the network."""
     manifest, image = manifest_of(step, 1, nbytes), image_of(step, nbytes)
     upload = bench.node.lease(RUN, 1, nbytes, name=manifest.name, manifest=manifest)
-    until(lambda: not bench.node.uploads._ahead._making, "what is made ahead")
+    until(lambda: not bench.node.uploads.begins._ahead._making, "what is made ahead")
     with upload.slot.view(nbytes) as view:
         view[:] = image
     bench.node.uploads.arrived(upload, 0, nbytes, checksum(image))

@@ -186,7 +186,7 @@ def test_new_memory_is_made_while_nobody_waits_for_it(
     for step in (2, 3, 4, 5):
         bench.save(step, wait_s=30)
         assert bench.flush() == []
-        until(lambda: not bench.node.uploads._ahead._making, "what is made ahead")
+        until(lambda: not bench.node.uploads.begins._ahead._making, "what is made ahead")
     assert makers.count(AHEAD) == 1
     assert len(makers) == 3  # the two that were not used before have had none
     assert content(fd) == image_of(1, 1000)

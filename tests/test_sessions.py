@@ -497,7 +497,7 @@ def test_a_memory_node_that_ends_waits_for_no_sender_that_was_killed(
 
     try:
         node.open_run(named_run("run"))
-        connected, killed = (node.uploads.lease("run", 1, 1000) for _ in range(2))
+        connected, killed = (node.lease("run", 1, 1000) for _ in range(2))
         with socket.socketpair()[0] as stream, node.streaming(connected, stream):
             node.uploads.expire(-1.0)
             assert list(node.uploads) == [connected.id]

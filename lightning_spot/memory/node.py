@@ -80,8 +80,8 @@ class Node:
             committed=lambda url, key, manifest: self.flusher.retain(url, key, manifest),
         )
         self.uploads = Uploads(self.ring, self.registry, open_store, self._brought, below)
-        # Uploads are part of what a node does; see the methods of Uploads.
-        self.lease, self.find_upload = self.uploads.lease, self.uploads.find
+        # Uploads are part of what a node does; see the methods of Begins, Uploads and Commits.
+        self.lease, self.find_upload = self.uploads.begins.lease, self.uploads.find
         self.flusher = flusher = Flusher(self.ring, open_store, self.registry.info, self._heard)
         self._unsealed = Unsealed(self.ring, self._expects, lambda run: flusher.wants(run, by_itself=True))
         self.seal_committed = self._unsealed.seal

@@ -6,41 +6,25 @@ import contextlib
 import logging
 import socket
 import time
-import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
-from lightning_spot.config import KEEP
-from lightning_spot.errors import (
-    NodeUnreachable,
-    SettingsError,
-    SnapshotNotFound,
-    SpotError,
-    TierError,
-)
+from lightning_spot.errors import SnapshotNotFound
 from lightning_spot.image.coming import Coming
-from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.abroad import Abroad, Heard
-from lightning_spot.memory.ahead import SlotsAhead
-from lightning_spot.memory.bases import Base
+from lightning_spot.memory.begins import Begins
 from lightning_spot.memory.bringing import Below
-from lightning_spot.memory.joint import Shared, is_durable
-from lightning_spot.memory.leasing import lease
+from lightning_spot.memory.joint import is_durable
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
-from lightning_spot.memory.runs import key_of
 from lightning_spot.memory.shares import SHARES_WAIT_S, Shares
-from lightning_spot.memory.slots import Making, Slot
+from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.upload import Upload
-from lightning_spot.tiers.claims import check_fence
 from lightning_spot.tiers.store import Store
 
 logger = logging.getLogger(__name__)
 
 UPLOAD_IDLE_S = 120.0
 """An upload over the network that receives nothing for so long is given up and its slot freed."""
-
-_LEFT_S = 0.25  # less than a killed node's successor takes to begin; more than a sender takes from a part to the next
 
 
 class Uploads:
@@ -55,6 +39,7 @@ class Uploads:
 
     Attributes:
         closing: whether the node is shutting down, and takes no new snapshots.
+        begins: begins them.
         shares: of uploads that several ranks fill.
         abroad: of uploads that several hosts bring to one place.
     """
@@ -72,7 +57,7 @@ class Uploads:
         self._ring = ring
         self._registry = registry
         self._lock = registry.lock
-        self._ahead = SlotsAhead(ring)
+        self.begins = Begins(self, ring, registry)
         self.shares = Shares(registry, self._notify, self.free_if_given_up)
         self.abroad = Abroad(self, ring, registry, open_store, heard, below)
 
@@ -91,7 +76,7 @@ class Uploads:
                 if upload.coming is not None:
                     upload.coming.give_up()
             self.shares.close()
-        self._ahead.close()
+        self.begins.close()
 
     def end_session(self, session: str) -> None:
         """The connection of a trainer has closed: its half-filled slots are freed.
@@ -105,83 +90,18 @@ class Uploads:
                     self.abort(upload.id)
             self.shares.end_session(session)
 
-    def lease(
-        self,
-        run: str,
-        attempt: int,
-        nbytes: int,
-        *,
-        name: str = "",
-        manifest: Manifest | None = None,
-        wait_s: float = 0.0,
-        session: str = "",
-        upload_id: str = "",
-        shared: Shared | None = None,
-        layout_id: str = "",
-        making: Making = Making.NOW,
-        cancelled: Callable[[], bool] = lambda: False,
-    ) -> Upload:
-        """Take a slot for a new snapshot; see :func:`leasing.lease` for what else it raises.
+    def known(self, upload_id: str) -> Upload | None:
+        """The upload of that id, if there is one."""
+        return self._uploads.get(upload_id)
 
-        Args:
-            run: the run, as in URLs.
-            attempt: who writes.
-            nbytes: size of the snapshot.
-            name: of the snapshot; if given, nothing else can be committed in the slot.
-            manifest: of the snapshot, without checksums, if it will come over the network: its parts go on to the
-                tiers below as they arrive, and nothing else can be committed in the slot.
-            wait_s: how long to wait for a slot.
-            session: live connection of the trainer, if it is on this host. When it closes the slot is freed.
-            upload_id: 32 hexadecimal digits chosen by who asks, so that it can ask once more, or give the upload up,
-                when the answer was lost; ``""`` has one made.
-            shared: if several ranks of this host will fill it, see :meth:`Shares.joint`.
-            layout_id: of the layout that is meant, likewise.
-            making: see :func:`leasing.lease`.
-            cancelled: asked while waiting: whether nobody wants the slot any more.
+    def of_run(self, key: str) -> list[Upload]:
+        """The uploads of a run."""
+        return [upload for upload in list(self._uploads.values()) if upload.run == key]
 
-        Raises:
-            Fenced: if ``attempt`` no longer holds the run.
-            SnapshotNotFound: if this node does not know the run.
-        """
-
-        def gone() -> bool:
-            return cancelled() or self.closing or bool(session and session not in self._registry.sessions)
-
-        key = self._admit(run, attempt)
-        if (known := self._uploads.get(upload_id)) is not None:
-            return self._same(known, key, attempt, nbytes, name)
-        if manifest is not None and (manifest.nbytes, manifest.name, key_of(manifest)) != (nbytes, name, key):
-            raise SettingsError(f"{manifest.name} is not what is asked for a slot: {name} of {nbytes} bytes of {key!r}")
-        joint = self.shares.joint(key, shared, layout_id) if shared is not None else None
-        if shared is not None and shared.by_hosts:
-            self._overtake(key)
-        if manifest is not None:
-            self._give_up_left(key)
-        if manifest is not None or (shared is not None and shared.by_hosts):
-            self._ahead.wait(key)
-        slot = lease(self._ring, key, nbytes, wait_s, cancelled=gone, reuse=bool(session), making=making)
-        upload = Upload(upload_id or uuid.uuid4().hex, key, attempt, slot, nbytes, name, session, time.monotonic())
-        upload.held, slot.held, slot.checked_s = slot.held, "", float("-inf")
-        upload.joint = joint
-        if manifest is not None and not manifest.is_file:
-            if not self._ring.find(key, name):
-                upload.coming = Coming(replace(manifest, checksums=()), slot.view(nbytes))
-            self._prepare(upload)
-        elif upload.is_gathered:
-            self._prepare(upload)
-        self._ahead.renew(key, nbytes)
-        begun = self._begin(upload, gone)
-        if begun is upload and shared is not None and shared.at:
-            try:
-                self.abroad.begin(upload)
-            except SpotError:
-                self.abort(upload.id)
-                raise
-        return begun
-
-    def make_another(self, upload: Upload) -> None:
-        """Have a second slot made for the snapshots of a run while the first one is filled."""
-        self._ahead.make(upload.run, upload.nbytes, 2)
+    def add(self, upload: Upload) -> None:
+        """An upload has begun. Call it under the registry's lock."""
+        self._uploads[upload.id] = upload
+        self.shares.begun(upload)
 
     def find(self, upload_id: str) -> Upload:
         """The upload of that id, marked as alive.
@@ -189,7 +109,7 @@ class Uploads:
         Raises:
             SnapshotNotFound: if there is none (given up, or never begun).
         """
-        upload = self._uploads.get(upload_id)
+        upload = self.known(upload_id)
         if upload is None:
             raise SnapshotNotFound(f"upload {upload_id!r} does not exist (any more)")
         upload.touched_s = time.monotonic()
@@ -298,45 +218,6 @@ class Uploads:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _admit(self, run: str, attempt: int) -> str:
-        """Refuse a writer whose attempt is not the latest, or who comes too late; the key of its run."""
-        if self.closing:
-            raise TierError("this node is shutting down and takes no new snapshots")
-        known = self._registry.find(run)
-        check_fence(known.info.name, attempt, self._registry.highest(known.info.key))
-        self.expire()
-        return known.info.key
-
-    def _prepare(self, upload: Upload) -> None:
-        """It comes over the network: from what it may be made, and where the next one goes."""
-        upload.base = Base.newest(self._ring, upload.run)
-        info = self._registry.info(upload.run)
-        self._ahead.make(upload.run, upload.nbytes, 1 + max(1, info.keep if info is not None else KEEP))
-
-    def _begin(self, upload: Upload, gone: Callable[[], bool]) -> Upload:
-        """Note an upload whose slot was leased, unless who asked for it has ended, or has asked twice, meanwhile."""
-        with self._lock:
-            known = self._uploads.get(upload.id)
-            if known is None and not gone():
-                self._uploads[upload.id] = upload
-                self.shares.begun(upload)
-                return upload
-        upload.ended = True
-        upload.let_go()
-        self._ring.abort(upload.slot)
-        if known is not None:
-            return self._same(known, upload.run, upload.attempt, upload.nbytes, upload.name)
-        if upload.session and upload.session not in self._registry.sessions:
-            raise NodeUnreachable("the connection of who asked for this slot has closed: another one is to be made")
-        raise SnapshotNotFound("who asked for this slot has ended")
-
-    def _same(self, known: Upload, key: str, attempt: int, nbytes: int, name: str) -> Upload:
-        """The upload that was begun under an id before, if the very same is asked for once more."""
-        if (known.run, known.attempt, known.nbytes, known.name) != (key, attempt, nbytes, name):
-            raise SettingsError(f"upload {known.id} was begun for something else")
-        known.touched_s = time.monotonic()
-        return known
-
     def offer(self, slot: Slot, coming: Coming | None) -> None:
         """Let the parts of a snapshot that is coming in go on to the tiers below, or no longer."""
         with self._ring.changed:
@@ -352,27 +233,6 @@ class Uploads:
         upload.let_go()
         if upload.given_up and not upload.in_use:
             self._ring.abort(upload.slot)
-
-    def _overtake(self, key: str) -> None:
-        """Hosts bring one snapshot of a run at a time: one that was not given up was led by somebody who has gone."""
-        with self._lock:
-            for upload in list(self._uploads.values()):
-                if upload.run == key and upload.is_gathered and not upload.sealing:
-                    self.shares.fail(upload, "another one was begun")
-                    self.abort(upload.id)
-
-    def _give_up_left(self, key: str) -> None:
-        """A host sends one snapshot of a run at a time: one that nobody is connected for was left by a killed node.
-
-        The tiers below wait for the rest of it, and would take nothing newer.
-        """
-        now = time.monotonic()
-        with self._lock:
-            for upload in list(self._uploads.values()):
-                is_left = upload.coming is not None and not upload.in_use and now - upload.touched_s > _LEFT_S
-                if upload.run == key and upload.joint is None and is_left:
-                    logger.info("%s was left by its sender, and is given up for a newer one", upload.name)
-                    self.abort(upload.id)
 
     def expire(self, unconnected_s: float = UPLOAD_IDLE_S) -> None:
         """Free slots of network uploads whose sender fell silent.

@@ -186,11 +186,11 @@ class Visits:
             if visit.upload is None:
                 shared = replace(gathering.shared, shares=1 + portions.ranks[visit.host - 1], by_hosts=False, at="")
                 wait_s = _WAIT_FOR_SLOT_S if visit.told is None else _JOIN_S  # no slot elsewhere waits for this one
-                visit.upload = self._bringing.uploads.lease(
+                visit.upload = self._bringing.uploads.begins.lease(
                     visit.run, visit.attempt, portion.nbytes, name=name, wait_s=wait_s, shared=shared
                 )
                 visit.portion = portion
-                self._bringing.uploads.make_another(visit.upload)
+                self._bringing.uploads.begins.make_another(visit.upload)
             elif visit.portion is None or visit.portion.ranges != portion.ranges:
                 raise SettingsError(f"{name} has another layout at {url} than at the other memory nodes")
             return visit.upload, portion

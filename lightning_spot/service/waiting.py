@@ -60,7 +60,7 @@ class Waiting:
         layout_id: str = "",
         making: Making = Making.NOW,
     ) -> Upload:
-        """Take a slot, see :meth:`Uploads.lease`.
+        """Take a slot, see :meth:`Begins.lease`.
 
         Args:
             gone: done once whoever asks has hung up: then nothing is taken.
@@ -74,7 +74,7 @@ class Waiting:
             upload_id: chosen by who asks.
             shared: if several ranks of this host will fill it.
             layout_id: of the layout that is meant, likewise.
-            making: see :meth:`Uploads.lease`.
+            making: see :meth:`Begins.lease`.
 
         Raises:
             RingFull: if no slot became free in time, or too many wait.
