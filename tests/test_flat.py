@@ -18,11 +18,9 @@ from lightning_spot.errors import NotSerialisable, SettingsError
 from lightning_spot.exact import private
 from lightning_spot.exact.flat import Flat, Kinds
 from lightning_spot.exact.sharded import _put_back_optimizer, holder_of
-from lightning_spot.fit.in_shards import InShards
-from lightning_spot.fit.together import ALONE, GATHERED
+from lightning_spot.fit.own_states import OwnFiles
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing
-from lightning_spot.run.location import Location
 from lightning_spot.sharded.layout import ShardedLayouter, state_archive
 from lightning_spot.sharded.plan import Planner
 from lightning_spot.sharded.reader import ImageReader, load, load_all
@@ -161,13 +159,39 @@ def test_a_rank_that_has_nothing_of_a_late_state_is_told_of_it_with_the_next_sna
     assert len(differing) > 1
     assert len(plans(now, trains=True)[0]) == 1
 
-    attempt: Any = SimpleNamespace(writer=SimpleNamespace(missed=0, across=SimpleNamespace(hosts=0)))
-    trainer: Any = nn.Module()
-    in_shards = InShards(trainer, Location.of("/nowhere", "auto", None), cast(Any, None))
-    said = []
-    for attempt.writer.missed in (0, 1, 1, 2, 2):
-        said.append(in_shards.how(attempt, waits=False))
-    assert said == [ALONE, GATHERED, ALONE, GATHERED, ALONE]  # after each that was missed, ranks ask each other
+    ranks = [OwnFiles(cast(Any, Trainer(rank, 3))) for rank in range(3)]
+    board: list[bytes | None] = [None] * 3
+    for rank, files in enumerate(ranks):
+        files._shown = cast(Any, Board(board, rank))
+    for kinds, own_bytes in ((before, 500), (now, 0), (now, 700)):
+        assert [files.show(own_bytes * rank, kinds[rank]) for rank, files in enumerate(ranks)] == [None] * 3
+        assert [files.see() for files in ranks] == [False] * 3
+        assert [files.kinds for files in ranks] == [kinds] * 3
+    assert [files.most_bytes for files in ranks] == [1400] * 3
+    assert max(len(shown or b"") for shown in board) < 30  # what has not changed is not shown again
+    board[1] = None  # it was too long
+    assert [files.see() for files in ranks] == [True] * 3
+
+
+class Trainer(nn.Module):
+    """As much of a trainer as is asked."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.global_rank, self.world_size = rank, size
+
+
+class Board:
+    """What all ranks have shown; see :class:`~lightning_spot.fit.word.Shown`."""
+
+    def __init__(self, shown: list[bytes | None], rank: int) -> None:
+        self.shown, self.rank = shown, rank
+
+    def show(self, mine: bytes) -> None:
+        self.shown[self.rank] = mine
+
+    def seen(self) -> list[bytes | None]:
+        return self.shown
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ def test_copying_is_not_spread_any_more_where_that_fails(caplog: pytest.LogCaptu
 SHARED = [
     ("auto", 0, 6, "exact/fit_state:FitState.capture"),
     ("auto", 0, 6, "capture/writer:SnapshotWriter.begin"),
-    ("auto", 1, 0, "exact/fit_state:FitState.capture"),  # gathered: rank 0 waits for it
+    ("auto", 1, 0, "exact/fit_state:FitState.dump"),  # of the first one, which is sent to rank 0
     ("auto", 1, 6, "capture/share:ShareWriter._share"),
     ("none", 0, 6, "exact/fit_state:FitState.capture"),
     ("none", 1, 6, "exact/fit_state:FitState.capture"),  # sent to rank 0

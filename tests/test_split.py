@@ -26,6 +26,7 @@ from lightning_spot.errors import NodeUnreachable, ShareMissing
 from lightning_spot.exact import rank_states
 from lightning_spot.exact.rank_states import Packing, Rooms, packed, unpacked
 from lightning_spot.fit.hosts import Hosts
+from lightning_spot.fit.own_states import OwnStates
 from lightning_spot.fit.together import ACROSS, ALONE, GATHERED, SENT, TOGETHER, Together, checked
 from lightning_spot.image.layout import Layout, filled, lay_out, lay_out_plain
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -150,7 +151,9 @@ class Desk:
         self.rooms = Rooms()
         for rank in range(1, ranks):
             self.rooms.put(rank, packed(self.ranks[rank].state))
-        self.shares = [ShareWriter(self.joined(), self.joined, Number(rank, here=rank)) for rank in range(1, ranks)]
+        self.shares = [
+            ShareWriter(self.joined(), self.joined, Number(rank, here=rank, rank=rank)) for rank in range(1, ranks)
+        ]
 
     def connect(self) -> EmbeddedHost:
         settings = {"slots": 3, "memory_bytes": 2**26, "idle_timeout_s": 30.0}
@@ -249,7 +252,7 @@ class OnGpu:
 def test_a_thread_of_ours_that_reads_from_a_gpu_says_that_it_does(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     """Else a thread beside training ends the recording of a CUDA graph, and takes memory on the first GPU."""
     device = FakeDevice()
-    writer = ShareWriter(desk.joined(), desk.joined, Number(1, here=1), Copier(device=device))
+    writer = ShareWriter(desk.joined(), desk.joined, Number(1, here=1, rank=1), Copier(device=device))
     try:
         for step, error in ((1, None), (2, torch.cuda.OutOfMemoryError("no room")), (3, None)):
             state = OnGpu(device, error)
@@ -432,6 +435,11 @@ class Fit:
         self.across.carrier = self.carrier  # as the snapshot before, when it was committed, was told
         return self.deciding.how(self)  # type: ignore[arg-type]
 
+    def sent(self) -> str:
+        """How the next one is written, after one for which ranks have sent what they know."""
+        self.posted += 1
+        return self.how(taken=1)
+
     def say_once(self, *_: Any) -> None:
         """What a writer says."""
 
@@ -458,14 +466,34 @@ def test_ranks_whose_own_states_grow_go_on_together_and_drop_few_snapshots() -> 
     for count in range(1, 65):
         state = packed({"seen": torch.zeros(10_000 * count)})
         how, came = fit.how(**came), {}
-        if how == ALONE:
-            fit.deciding.rooms.put(1, state)
-        elif len(state) <= fit.deciding.rooms.known[1].numel():
+        if how != ALONE and len(state) <= fit.deciding.rooms.known[1].numel():
             came = {"taken": 1}
-        else:
-            came, missed = {"missed": "its own state has no room"}, missed + 1
+        elif how != ALONE:
+            came, missed = {"missed": f"rank 1: its own state has {len(state)} bytes, no room"}, missed + 1
     assert fit.how(**came) == TOGETHER
     assert missed <= 7
+
+
+def test_rooms_are_made_for_what_ranks_have_shown_and_for_what_has_come_since() -> None:
+    trainer, rooms = OnRanks(4), Rooms()
+    own = OwnStates(trainer, rooms)  # type: ignore[arg-type]
+    own._shown = SimpleNamespace(seen=lambda: [b"800", b"5000", None, b"0"])  # type: ignore[assignment] # one too long
+    own._mine = len(packed({"seen": torch.zeros(10)}))
+    own.make_rooms({"seen": torch.zeros(10_010)})
+    assert {rank: room.numel() for rank, room in rooms.known.items()} == {1: 94208, 2: 86016, 3: 86016}
+    own.make_rooms({"seen": torch.zeros(1_000_000)})  # they are there
+    own.learn("rank 3: its own state has 100000 bytes, there is room for 86016")
+    own.learn("rank 2 was late")
+    assert {rank: room.numel() for rank, room in rooms.known.items()} == {1: 94208, 2: 86016, 3: 405504}
+
+
+class OnRanks:
+    """As much of a trainer as is asked."""
+
+    is_global_zero, global_rank = True, 0
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
 
 
 def test_hosts_bring_snapshots_together_while_a_memory_node_carries_the_run_on() -> None:
@@ -504,28 +532,29 @@ def test_what_ranks_on_other_hosts_know_is_sent_and_gathered_only_after_misses(m
     fit.world_size, fit.deciding._members = 3, members
     fit.deciding._mail = SimpleNamespace(works=True)  # type: ignore[assignment]
     gathered = GATHERED if members else ALONE
-    assert fit.how() == gathered  # how much room they need is not known yet
+    assert fit.how() == how + SENT  # also the first one
     fit.deciding.rooms.put(2, b"x")
     assert fit.how() == checked(how + SENT) == how + SENT
     ranks = fit.deciding.ranks(how + SENT)
     assert ranks is not None
     assert (ranks.shares, list(ranks.states), list(ranks.sent)) == (max(1, len(members)), [], [1, 2])
-    assert [fit.how(missed="late"), fit.how(), fit.how(taken=1)] == [ALONE, how + SENT, how + SENT]
-    assert [fit.how(missed="late"), fit.how()] == [ALONE, how + SENT]
+    assert [fit.how(missed="late"), fit.sent(), fit.sent()] == [ALONE + SENT, how + SENT, how + SENT]
+    # Also what rank 0 writes alone after a miss is missed: it does without what is sent, before it gives that up.
+    assert [fit.how(missed="late") for _ in range(3)] == [ALONE + SENT, ALONE + SENT, ALONE]
+    assert fit.how() == how + SENT
     with pytest.warns(UserWarning, match="snapshots are missed: late"):
         assert fit.how(missed="late") == ALONE
     assert fit.how(taken=1) == gathered  # for a while
     for fails_for_s in (120.0, 240.0):  # what was gathered meanwhile, and is committed now, says nothing of the mail
         fit.deciding._pause_of_mail._until_s = 0.0
         assert [fit.how(), fit.how(taken=1)] == [how + SENT] * 2
-        assert [fit.how(missed="late"), fit.how()] == [ALONE, how + SENT]
+        assert [fit.how(missed="late"), fit.how()] == [ALONE + SENT, how + SENT]
         with pytest.warns(UserWarning, match="snapshots are missed: late"):
             assert fit.how(missed="late") == ALONE
         assert fails_for_s - 5.0 < fit.deciding._pause_of_mail._until_s - time.monotonic() <= fails_for_s
     fit.deciding._pause_of_mail._until_s = 0.0
     assert fit.how() == how + SENT
-    fit.posted += 1
-    assert fit.how() == how + SENT
+    assert fit.sent() == how + SENT
     assert fit.deciding._pause_of_mail._next_s == 60.0
     assert [fit.how(missed=BY_ONE_RANK), fit.how()] == [ALONE, how + SENT]
     with pytest.warns(UserWarning, match="plain torch.save"):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lightning_spot import EverySteps
 from lightning_spot.fit.pacing import Pacing
-from lightning_spot.fit.word import Word
+from lightning_spot.fit.word import Shown, Word
 
 EVERY, STEPS = 4, 50
 FIRST, LAST = 4 * EVERY, STEPS - EVERY  # by then slots are made and layouts agreed; what ends a run comes later
@@ -31,23 +31,28 @@ FIRST, LAST = 4 * EVERY, STEPS - EVERY  # by then slots are made and layouts agr
         (3, ["--hosts", "2"]),
         (2, ["--memory", "none"]),
         (4, ["--sharded"]),
+        (2, ["--flat"]),
         pytest.param(4, [], marks=pytest.mark.soak),
         pytest.param(2, ["--sharded"], marks=pytest.mark.soak),
     ],
 )
 def test_training_waits_for_no_collective_of_ours(warm_python: str, tmp_path: Path, ranks: int, how: list[str]) -> None:
+    """Nor for a rank that comes to each seam later than the others; the first snapshot is no other one."""
     settings = ["--ranks", str(ranks), "--steps", str(STEPS), "--every", str(EVERY), *how]
+    settings += ["--late", str(ranks - 1)]
     command = [warm_python, "-m", "tests.traffic_trainer", str(tmp_path), *settings]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     snapshots = (LAST - FIRST) // EVERY
     for rank in range(ranks):
         found: dict[str, Any] = json.loads((tmp_path / f"traffic-{rank}.json").read_text())
-        before = [talk for talk in found["talks"] if talk["step"] < FIRST]
-        assert any(talk["waits"] for talk in before)  # so those that wait are seen
-        talks = [talk for talk in found["talks"] if FIRST <= talk["step"] < LAST]
+        assert any(talk["waits"] for talk in found["talks"] if talk["step"] < 0)  # so those that wait are seen
+        talks = [talk for talk in found["talks"] if 0 <= talk["step"] < LAST]
         assert [talk["name"] for talk in talks if talk["waits"]] == []
-        assert [talk["name"] for talk in talks] == ["broadcast", "broadcast.wait"] * snapshots
+        said = [talk["name"] for talk in talks if talk["step"] >= FIRST]
+        # With FSDP1, ranks show each other with each snapshot what the next one has to know.
+        each = ["broadcast", "broadcast.wait"] + ["all_reduce.wait", "all_reduce"] * ("--flat" in how)
+        assert said == each * snapshots
         blocked_s = sorted(talk["blocked_s"] for talk in talks)
         assert blocked_s[len(blocked_s) * 9 // 10] < 0.001  # other processes have these processors, too
 
@@ -114,6 +119,23 @@ def test_a_word_comes_as_it_was_said(group: Any, said: Any) -> None:
     assert word.is_under_way
     assert word.hear() == said
     assert not word.is_under_way
+    assert group.waited == 0
+
+
+def test_what_is_shown_is_seen_once_unless_it_is_too_long_or_forgotten(group: Any) -> None:
+    group.global_rank = 0
+    shown = Shown(group, most_bytes=4)
+    assert shown.seen() is None
+    for mine, seen in ((b"", b""), (b"four", b"four"), (b"\0\1", b"\0\1"), (b"hello", None)):
+        shown.show(mine)
+        assert shown.seen() == [seen]
+        assert shown.seen() is None
+    shown.show(b"old")
+    shown.show(b"new")
+    assert shown.seen() == [b"new"]
+    shown.show(b"old")
+    shown.forget()
+    assert shown.seen() is None
     assert group.waited == 0
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import fully_shard
 
@@ -30,6 +30,7 @@ from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.session import Session
 from tests.exact_cases import loader
+from tests.exact_flat import OnCpus
 from tests.together_trainer import Wide, be_on_host
 
 _OURS = str(Path(lightning_spot.__file__).parent)
@@ -59,10 +60,15 @@ class Talk:
 
 
 class Traffic(pl.Callback):
-    """Counts, from when it is made."""
+    """Counts, from when it is made.
 
-    def __init__(self) -> None:
+    Args:
+        late: a rank that comes to each seam later than the others, and how much later, seconds.
+    """
+
+    def __init__(self, late: tuple[int, float] = (-1, 0.0)) -> None:
         self.step = -1
+        self._late = late
         self.talks: list[Talk] = []
         self.asked: list[tuple[int, str, bool]] = []
         self._inside = False
@@ -72,6 +78,11 @@ class Traffic(pl.Callback):
             setattr(dist, name, counted)
         for client in (NodeClient, Session):
             client._ask = self._noted(client._ask)  # type: ignore[method-assign, assignment]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        rank, seconds = self._late
+        if trainer.global_rank == rank:
+            time.sleep(seconds)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self.step = trainer.global_step
@@ -142,6 +153,14 @@ class WideInShards(Wide):
                 fully_shard(layer, mesh=self.device_mesh["data_parallel"])  # type: ignore[index] # set by the strategy
 
 
+def _strategy(arguments: argparse.Namespace) -> Strategy:
+    if arguments.flat:
+        return OnCpus()
+    if arguments.sharded:
+        return ModelParallelStrategy(data_parallel_size=arguments.ranks, tensor_parallel_size=1)
+    return DDPStrategy(process_group_backend="gloo", broadcast_buffers=False)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=Path)
@@ -151,8 +170,11 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=1, help="ranks believe to be on so many hosts")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--every", type=int)
+    parser.add_argument("--flat", action="store_true", help="in shards, by FSDP1")
+    parser.add_argument("--late", type=int, default=-1, help="a rank that comes to each seam later than the others")
+    parser.add_argument("--late-ms", type=float, default=50.0)
     arguments = parser.parse_args()
-    traffic = Traffic()
+    traffic = Traffic((arguments.late, arguments.late_ms / 1000))
     torch.set_num_threads(1)
     pl.seed_everything(11, verbose=False)
     be_on_host(int(os.environ.get("LOCAL_RANK", "0")) * arguments.hosts // arguments.ranks)
@@ -166,9 +188,7 @@ def main() -> int:
         max_steps=arguments.steps,
         accelerator="cpu",
         devices=arguments.ranks,
-        strategy=ModelParallelStrategy(data_parallel_size=arguments.ranks, tensor_parallel_size=1)
-        if arguments.sharded
-        else DDPStrategy(process_group_backend="gloo", broadcast_buffers=False),
+        strategy=_strategy(arguments),
         enable_progress_bar=False,
         enable_model_summary=False,
         logger=False,

@@ -76,6 +76,9 @@ class Joining(Follower[_Part | SpotError]):
         rank: this one.
         world_size: number of ranks.
         token: of the attempt, see :class:`ShardedLayouter`.
+
+    Attributes:
+        needs: bytes of this rank's own state, where it has outgrown a room of which all have to know; else 0.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class Joining(Follower[_Part | SpotError]):
         self._lay_out_anew()
         self._heard: tuple[str, list[int], list[str], bool] = ("", [], [], False)
         self._portioned = Portioned()
-        self._room = 0
+        self._room = self.needs = 0
         self._told: tuple[Places | None, str] = (None, "")
 
     def _lay_out_anew(self) -> None:
@@ -137,7 +140,7 @@ class Joining(Follower[_Part | SpotError]):
             again: whether that of the same step was begun before.
         """
         name = snapshot_name(step, self._attempt, complete=complete, again=again)
-        number = Number.of_hosts(self._hosts, self._rank) if at else Number(self._rank, 0, self._rank)
+        number = Number.of_hosts(self._hosts, self._rank) if at else Number(self._rank, 0, self._rank, self._rank)
         part: _Part | SpotError
         try:
             if isinstance(checkpoint, SpotError):
@@ -176,11 +179,13 @@ class Joining(Follower[_Part | SpotError]):
         if checkpoint.most_own_bytes > (0 if is_agreed else room):
             room = room_for(checkpoint.most_own_bytes)
         self._room = room if is_agreed else self._room
+        self.needs = 0
         try:
             own = bytes(state_archive(checkpoint.own, room, self._own_layouter))
         except LayoutUnsupported:
             own = bytes(state_archive(checkpoint.own))
             if is_agreed:
+                self.needs = len(own)
                 raise ShareMissing(f"its own state needs {len(own)} bytes") from None
         image = self._lay_out(checkpoint.state, own, [room] * self._world_size)
         by_address = {piece.storage.data_ptr(): piece.storage for piece in image.layout.pieces}

@@ -43,7 +43,7 @@ class ShardedCheckpoint:
         state: of the model and its optimizers, nested, by the keys of Lightning's sharded checkpoints.
         own: exact state of this rank.
         rest: of the checkpoint; that of rank 0 counts.
-        most_own_bytes: length of the longest of the ranks' own states, where they were asked; else 0.
+        most_own_bytes: that the longest of the ranks' own states needs, as all ranks have seen; 0 if they have not.
     """
 
     state: State
@@ -173,9 +173,15 @@ class ShardedWriter(SnapshotWriter):
         try:  # what was written is not told: this rank knows of its own part only
             return host.seal(pending.lease, pending.manifest, pending.destinations)
         except ShareMissing as error:
-            if not self._is_by_itself and (needs := _NEEDS.search(str(error))):
-                self._own_bytes = room_for(int(needs[1]))
+            if not self._is_by_itself and (nbytes := needs_of(str(error))):
+                self._own_bytes = room_for(nbytes)
             raise
+
+
+def needs_of(missed_because: str) -> int:
+    """Bytes of a rank's own state that had no room, if that is why a snapshot was missed; else 0."""
+    needs = _NEEDS.search(missed_because)
+    return int(needs[1]) if needs else 0
 
 
 def room_for(nbytes: int) -> int:

@@ -101,7 +101,7 @@ class ShareWriter(Follower[_Share | SpotError]):
             share = self._share(name, owned, state)
         except Exception as error:
             share = failure_of(error)
-        self._put(Task(name, f"rank {number.share}", number, at if number.host else "", share, wait_s))
+        self._put(Task(name, f"rank {number.rank}", number, at if number.host else "", share, wait_s))
 
     def _share(self, name: str, owned: Owners, state: SizedBytes | SpotError) -> _Share:
         if isinstance(state, SpotError):
@@ -160,7 +160,7 @@ class ShareWriter(Follower[_Share | SpotError]):
             split, host = Split.from_json(shared.layout), number.host
             self._split = (shared.layout, split, Portion(split.portion(host)) if host else None)
         _, split, portion = self._split
-        if difference := split.difference(what.held, number.share):
+        if difference := split.difference(what.held, number.rank):
             raise ShareMissing(f"{difference}. {ALIKE}")
         if shared.digest != what.sample:
             raise ShareMissing(

@@ -76,18 +76,20 @@ class Number:
         share: of the whole.
         host: number of its host, 0 for that of rank 0.
         here: the share's number at the node of its host.
+        rank: whose it is.
     """
 
     share: int
     host: int = 0
     here: int = 0
+    rank: int = 0
 
     @classmethod
     def of_hosts(cls, hosts: Sequence[Sequence[int]], rank: int) -> Number:
         """That of a rank, where the ranks of each host are given."""
         host = next(index for index, ranks in enumerate(hosts) if rank in ranks)
         here = hosts[host].index(rank)
-        return cls(sum(map(len, hosts[:host])) + here, host, here + bool(host))
+        return cls(sum(map(len, hosts[:host])) + here, host, here + bool(host), rank)
 
 
 @dataclass(frozen=True)

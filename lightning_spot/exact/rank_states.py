@@ -85,16 +85,21 @@ class Rooms:
 
     @property
     def known(self) -> dict[int, torch.Tensor]:
-        """The rooms there are, by rank: twice as large as the last state for which one was made by :meth:`put`."""
+        """The rooms there are, by rank: twice as large as the last state for which one was made."""
         return dict(self._rooms)
+
+    def make(self, rank: int, nbytes: int) -> torch.Tensor:
+        """Have room for a state of so many bytes: that which is there, if it is large enough."""
+        room = self._rooms.get(rank)
+        if room is None or room.numel() < nbytes:
+            # States of metrics grow with each batch: with less room, every second snapshot would be dropped.
+            size = -(-(2 * nbytes + _PAGE) // _PAGE) * _PAGE
+            room = self._rooms[rank] = torch.zeros(size, dtype=torch.uint8)
+        return room
 
     def put(self, rank: int, data: bytes) -> torch.Tensor:
         """A room with a state in it."""
-        room = self._rooms.get(rank)
-        if room is None or room.numel() < len(data):
-            # States of metrics grow with each batch: with less room, every second snapshot would be dropped.
-            nbytes = -(-(2 * len(data) + _PAGE) // _PAGE) * _PAGE
-            room = self._rooms[rank] = torch.zeros(nbytes, dtype=torch.uint8)
+        room = self.make(rank, len(data))
         room[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return room
 

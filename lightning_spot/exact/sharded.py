@@ -222,6 +222,14 @@ def split(checkpoint: dict[str, Any], holder: Holder) -> tuple[State, dict[str, 
     return state, rest
 
 
+def kinds_at_hand(trainer: pl.Trainer) -> Kinds:
+    """What this rank's optimizers keep at present, as :meth:`Holder.kinds` has it of a state."""
+    if not is_flat(trainer):
+        return {}
+    holder = holder_of(trainer)
+    return holder.kinds({_key(number): holder.optimizer_state(each) for number, each in enumerate(trainer.optimizers)})
+
+
 def put_back(trainer: pl.Trainer, image: Image, manifest: Manifest, extra: State) -> None:
     """Give a model and its optimizers the state of a sharded snapshot, of any number of ranks. Every rank calls it.
 

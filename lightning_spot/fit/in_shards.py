@@ -19,7 +19,7 @@ from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.ring_settings import RingSettings
 from lightning_spot.capture.saying import say_failing
-from lightning_spot.capture.sharded_writer import ShardedCheckpoint
+from lightning_spot.capture.sharded_writer import ShardedCheckpoint, needs_of
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import Owned, by_storage, optimizer_tensors
 from lightning_spot.capture.unforeseen import failure_of
@@ -27,14 +27,14 @@ from lightning_spot.errors import NodeUnreachable, SettingsError, SpotError
 from lightning_spot.exact.dump import KEY, Dump
 from lightning_spot.exact.flat import Kinds
 from lightning_spot.exact.per_trainer import OfTrainer
-from lightning_spot.exact.sharded import holder_of, split
+from lightning_spot.exact.sharded import holder_of, is_flat, split
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.hosts import Hosts
 from lightning_spot.fit.one_place import check_place
+from lightning_spot.fit.own_states import OwnFiles
 from lightning_spot.fit.together import ACROSS, ALONE, GATHERED
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.run.location import Location
-from lightning_spot.sharded.layout import state_archive
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
 
@@ -66,8 +66,10 @@ class InShards(OfTrainer):
         self._location, self._ring = location, ring
         self._joining: Joining | None = None
         self._hosts = Hosts()
-        self._kinds: list[Kinds] | None = None
+        self._files = OwnFiles(trainer)
+        self._keeps: Kinds | None = None  # the optimizers of this rank
         self._begun = (-1, False)  # the step, and whether it was the end
+        self._has_shown = False
         self._missed, self._brought_s, self._looked_s = 0, float("-inf"), float("-inf")
 
     def check(self) -> None:
@@ -166,8 +168,7 @@ class InShards(OfTrainer):
                 writer.say_once("no carrier", _NO_CARRIER, ", ".join(self._location.nodes))
                 return ""
         self._missed = writer.missed
-        # If one was missed, a rank may have more than the others know.
-        return (GATHERED if missed else ALONE) + (ACROSS + at if at else "")
+        return ALONE + (ACROSS + at if at else "")
 
     def _say_why(self, attempt: Attempt) -> None:
         """Say if a tier fails: then the one before is on its way for long."""
@@ -239,9 +240,9 @@ class InShards(OfTrainer):
             dump: the state of this rank, or why it is not known.
             interval: what the interval has measured.
             complete: whether the run is at its end.
-            how: see :meth:`how`; ``""`` for an urgent one, or that of the end. With ``GATHERED`` ranks tell each other
-                what they have to save, and how much room it needs. (So they do for the first one. Later on, a snapshot
-                fails where one has more.)
+            how: see :meth:`how`; ``""`` for an urgent one, or that of the end: for these, ranks ask each other what
+                they have to save, and how much room it needs. For others that was shown ahead; one fails where a rank
+                has more, and the next one has the room.
             wait_s: how long to wait for a clean slot.
             commit_s: how long all ranks wait for an urgent one, or that of the end.
         """
@@ -257,6 +258,7 @@ class InShards(OfTrainer):
         begin = functools.partial(self._begin, attempt, checkpoint, complete=complete, still=is_last)
         if not is_last:
             begin(how, wait_s=wait_s, again=again)
+            self._show(attempt)
             return
         together = Agreement(self._trainer).together  # else ranks would wait for one that has raised an error
         together(lambda: begin(how, wait_s=wait_s, again=again))
@@ -281,9 +283,9 @@ class InShards(OfTrainer):
     ) -> ShardedCheckpoint | SpotError | None:
         """What this rank writes, or why it cannot; ``None`` if all know that one cannot. Every rank calls it."""
         mine = self._own(dump)
-        if how.startswith(GATHERED) or self._kinds is None:
+        if how.startswith(GATHERED) or self._files.see():
             try:
-                most, self._kinds = self._ask(mine)
+                self._files.ask(mine)
             except SpotError as error:  # of one rank, and so of all
                 if self._ring.strict:
                     raise
@@ -291,11 +293,13 @@ class InShards(OfTrainer):
                     attempt.skipped += 1
                     attempt.writer.say_once("own state", "no snapshot now, training goes on: %s", error)
                 return None
-            if isinstance(mine, ShardedCheckpoint):
-                mine = replace(mine, most_own_bytes=most)
+        self._keeps = None
         if isinstance(mine, ShardedCheckpoint):
+            mine = replace(mine, most_own_bytes=self._files.most_bytes)
             try:
-                holder_of(self._trainer).complete(mine.state, self._kinds)
+                holder = holder_of(self._trainer)
+                self._keeps = holder.kinds(mine.state)
+                holder.complete(mine.state, self._files.kinds)
                 if attempt is not None:
                     mine.rest[KEY] |= {"interval": interval(), **attempt.origin}
             except Exception as error:
@@ -353,20 +357,19 @@ class InShards(OfTrainer):
                 **what,
             )
 
-    def _ask(self, mine: ShardedCheckpoint | SpotError) -> tuple[int, list[Kinds]]:
-        """Length of the longest of the ranks' own states, and what each has of others. Every rank calls it."""
-        agreement = Agreement(self._trainer)
-        everyones = agreement.everyones(lambda: self._told(mine))
-        return max(nbytes for nbytes, _ in everyones), [kinds for _, kinds in everyones]
+    def show_once(self) -> None:
+        """Show the other ranks what this one needs, for the first snapshot. Every rank calls it after each step."""
+        if not self._has_shown and self._trainer.world_size > 1:
+            self._has_shown = True
+            self._files.show_first()
 
-    def _told(self, mine: ShardedCheckpoint | SpotError) -> tuple[int, Kinds]:
-        """What a rank has to tell the others, or the error of all of them."""
-        if isinstance(mine, SpotError):
-            raise mine
-        try:
-            return len(state_archive(mine.own)), holder_of(self._trainer).kinds(mine.state)
-        except Exception as error:
-            raise failure_of(error) from error
+    def _show(self, attempt: Attempt | None) -> None:
+        """Show it for the next snapshot, where nobody leads who would tell; every rank calls it."""
+        is_agreed = self._hosts.can_bring and not self._location.nodes
+        if is_agreed or is_flat(self._trainer):
+            needs = self._joining.needs if self._joining is not None else 0
+            needs = needs_of(attempt.writer.missed_because) if attempt is not None else needs
+            self._files.show(needs, self._keeps)
 
     def newest_differs(self, attempt: Attempt | None) -> bool:
         """Whether what this rank has left out of the newest snapshot is not as it is now. An urgent one replaces it.

@@ -51,8 +51,8 @@ class Mail:
         if problems:
             self.close()
             rank_zero_warn(
-                f"lightning_spot: for each snapshot, ranks wait until what only one of them knows is gathered."
-                f" {problems[0]}"
+                f"lightning_spot: where rank 0 writes a snapshot alone, ranks wait until what only one of them knows is"
+                f" gathered. {problems[0]}"
             )
 
     def close(self) -> None:

@@ -181,6 +181,8 @@ class Snapshotter(OfTrainer):
         if iterations is not None:
             run(_FOLLOWING, iterations.ends, None)
         run(_AHEAD, self.writing.warm, None)
+        with self.pacing.stalling():
+            self.writing.show_once()
         if how := checked(self.pacing.due(trainer, self._can_begin, self._paces)):
             self._take(before_validation=before_validation, how=how)
         self.pacing.look_ahead(trainer, self._can_begin)

@@ -3,10 +3,10 @@
 Where all ranks hold the same parameters (DDP), those on the host of rank 0 write a share each, through the node there,
 and each writes what only it knows. With other hosts, and a memory node that carries the run on, the ranks of all hosts
 do, and each host's node sends what its ranks have written. Rank 0 decides for each snapshot, and its word comes with
-the agreement that one is due. It writes alone where that cannot be: the first snapshot, which shows how much room the
-others need, and the one after a share was missing. What ranks know that cannot write it by themselves, they send to
-rank 0, beside training. Urgent ones and that of the end are rank 0's host's alone, and what only one rank knows is
-gathered: should a share of these be missing, rank 0 has all that it needs to write them alone.
+the agreement that one is due. It writes the first snapshot alone, the one after a share was missing, and all where that
+cannot be. What ranks know that do not write it by themselves, they send to rank 0, beside training. Urgent ones and
+that of the end are rank 0's host's alone, and what only one rank knows is gathered: should a share of these be missing,
+rank 0 has all that it needs to write them alone.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.hosts import Hosts
 from lightning_spot.fit.mail import Mail
+from lightning_spot.fit.own_states import OwnStates
 from lightning_spot.image.portion import MOST_HOSTS
 from lightning_spot.run.location import Location
 from lightning_spot.staging.copier import Copier
@@ -70,13 +71,15 @@ class Together(OfTrainer):
     def __init__(self, trainer: pl.Trainer, settings: RingSettings) -> None:
         super().__init__(trainer)
         self.rooms = Rooms()
+        self._own = OwnStates(trainer, self.rooms)
         self.writer: ShareWriter | None = None
         self._settings = settings
         self._hosts = Hosts()
         self._members: list[int] = []
         self._failures, self._missed, self._taken, self._brought, self._posted = 0, 0, 0, 0, 0
         self._was_tried = False  # since the last failure was counted
-        self._was_across = self._was_sent = False
+        self._was_across = self._was_sent = self._has_shown = False
+        self._unsent = 0  # that rank 0 began alone since it had all that was sent for one
         self._pause, self._pause_of_mail = Pause(), Pause()
         self._mail: Mail | None = None
 
@@ -118,13 +121,12 @@ class Together(OfTrainer):
         return f"every rank needs the node of its host, and one has none: {hosts.why_not}" if hosts.why_not else ""
 
     def begin_training(self, attempt: Attempt | None) -> None:
-        """Have ranks that cannot write what only they know send it. Every rank calls it, when there are optimizers.
+        """Have ranks send what only they know where they do not write it. Every rank calls it, with the optimizers.
 
         Args:
             attempt: on rank 0.
         """
-        is_needed = not self._writes_own_states or self.hold_their_own
-        if self._trainer.world_size > 1 and is_needed and not is_sharded(self._trainer):
+        if self._trainer.world_size > 1 and not is_sharded(self._trainer):
             self._mail = Mail(self._trainer, attempt)
 
     def write_with(self, schedule: Schedule) -> None:
@@ -135,6 +137,12 @@ class Together(OfTrainer):
         across = Number.of_hosts(hosts.ranks, rank) if hosts.can_bring else None
         assert hosts.mine is not None
         self.writer = ShareWriter(hosts.mine, hosts.connect, number, copier, schedule, across)
+
+    def show_once(self) -> None:
+        """Show rank 0 what room this rank needs, for the first snapshot. Every rank calls it after each step."""
+        if self._can_send and not self._has_shown:
+            self._has_shown = True
+            self._own.show()
 
     def warm(self, state: Any) -> None:
         """On another rank than 0: have a slot made for a snapshot with the tensors of ``state``, if this rank is to."""
@@ -167,7 +175,7 @@ class Together(OfTrainer):
         if writer.together > self._taken:
             self._taken, self._failures = writer.together, 0
         if writer.posted > self._posted:
-            self._posted = writer.posted
+            self._posted, self._unsent = writer.posted, 0
             self._pause_of_mail.forget()
         if writer.across.brought > self._brought:
             self._brought = writer.across.brought
@@ -196,18 +204,27 @@ class Together(OfTrainer):
             if state.carrier and known:
                 return ACROSS + state.carrier
         if self._members and self._writes_own_states:
-            return TOGETHER if known else ALONE
+            return TOGETHER if known else self._alone()
         how = TOGETHER if self._members else ALONE
-        if known and self._can_send and self._pause_of_mail.is_over:
+        if self._can_send and self._pause_of_mail.is_over:
             return how + SENT
         return GATHERED if self._members else ALONE
 
+    def _alone(self) -> str:
+        """How rank 0 writes alone: with what the others send, or gathered where they cannot, or did so in vain."""
+        self._unsent += 1
+        if self._can_send and self._pause_of_mail.is_over and self._unsent <= _MOST_FAILURES:
+            return ALONE + SENT
+        self._unsent = 0
+        return ALONE
+
     def _after_miss(self, because: str) -> str:
+        self._own.learn(because)
         # One that was begun before the one before it was known to be missed says no more than that.
         self._failures, self._was_tried = self._failures + self._was_tried, False
         differ = ALIKE in because
         if self._failures < _MOST_FAILURES and not differ:
-            return ALONE
+            return ALONE if BY_ONE_RANK in because else self._alone()
         if self._was_across and not differ:
             self._failures, self._was_across = 0, False
             self._pause.begin()
@@ -216,7 +233,7 @@ class Together(OfTrainer):
                 " brings them by itself; it is tried again later",
                 stacklevel=2,
             )
-            return ALONE
+            return self._alone()
         if self._was_sent and self._mail is not None and not differ:
             self._failures, self._was_sent = 0, False
             self._pause_of_mail.begin()
@@ -232,7 +249,7 @@ class Together(OfTrainer):
         if self._settings.strict and differ:
             return problem
         rank_zero_warn(f"lightning_spot: {problem}. From now on rank 0 writes them alone")
-        return ALONE
+        return self._alone()
 
     def _end(self) -> None:
         self._members, self._hosts = [], Hosts(mine=self._hosts.mine, is_guest=self._hosts.is_guest)
@@ -260,7 +277,10 @@ class Together(OfTrainer):
                     gather(self._trainer, dump)  # the others are in it
                 return dump
             if _is_beside(how):
-                return dump.shared(self._trainer, self.rooms) if self._trainer.is_global_zero else dump.checkpoint
+                if not self._trainer.is_global_zero:
+                    return dump.checkpoint
+                self._own.make_rooms(dump.state)
+                return dump.shared(self._trainer, self.rooms)
             return dump.gathered(self._trainer, self.rooms)
         except Exception as error:
             return failure_of(error)

@@ -1,18 +1,20 @@
-"""What rank 0 tells all ranks a step before they need it: it is there by then, and nobody waits for it.
+"""What rank 0 tells all ranks, or each shows all others, a step before it is needed: then nobody waits for it.
 
-A broadcast in which ranks wait for each other holds every one of them up until the slowest has come, on a GPU until
-what was queued there is done. This one is only begun; a training step later it is long over.
+A collective in which ranks wait for each other holds every one of them up until the slowest has come, on a GPU until
+what was queued there is done. These are only begun; a training step later they are long over.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_spot.exact.per_trainer import OfTrainer
+from lightning_spot.fit.agreement import Agreement
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -39,25 +41,19 @@ class Word(OfTrainer):
         self.is_under_way = False
         self._said: Any = None
         self._told: _OnCpu | _OnGpu | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._begun = _Begun(trainer)
 
     def say(self, said: Any) -> None:
         """Begin to tell all ranks what rank 0 says, as plain values; that of the others is not looked at."""
         trainer = self._trainer
         self.is_under_way, self._said = True, said
-        device = _device_of(trainer)
-        if device is None:
-            return
         told = json.dumps(said).encode() if trainer.is_global_zero else b""
-        data = torch.zeros(_NBYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        if len(told) <= _NBYTES - _LENGTH_BYTES:
-            whole = len(told).to_bytes(_LENGTH_BYTES, "little") + told
-            data[: len(whole)] = torch.frombuffer(bytearray(whole), dtype=torch.uint8)
-        if device.type == "cpu":
-            self._told = _OnCpu(data)
-        else:
-            self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's
-            self._told = _OnGpu(data, self._stream)
+
+        def put(data: torch.Tensor) -> None:
+            if len(told) <= _NBYTES - _LENGTH_BYTES:
+                _put(data, told)
+
+        self._told = self._begun.of(_NBYTES, put, lambda data: dist.broadcast(data, 0, async_op=True))
 
     def hear(self) -> Any:
         """What rank 0 has said."""
@@ -70,12 +66,102 @@ class Word(OfTrainer):
         return self._trainer.strategy.broadcast(said)  # it is too long, or could not be told ahead
 
 
-class _OnCpu:
-    """Some bytes on their way from rank 0, by Gloo."""
+class Shown(OfTrainer):
+    """What each rank shows all others, one thing at a time. Every rank calls the same methods in the same order.
 
-    def __init__(self, data: torch.Tensor) -> None:
+    Where ranks do not talk by ``torch.distributed``, or in a way that is not known here, they wait for each other when
+    it is shown.
+
+    Args:
+        trainer: whose ranks they are.
+        most_bytes: that a rank shows; of one that has more to show, nothing is seen.
+    """
+
+    def __init__(self, trainer: pl.Trainer, most_bytes: int) -> None:
+        super().__init__(trainer)
+        self._row_bytes = _LENGTH_BYTES + most_bytes
+        self._shown: _OnCpu | _OnGpu | None = None
+        self._seen: list[bytes | None] = []
+        self._begun = _Begun(trainer)
+
+    def show(self, mine: bytes) -> None:
+        """Begin to show something, in place of what was shown before and not seen yet."""
+        rank, size, row_bytes = self._trainer.global_rank, self._trainer.world_size, self._row_bytes
+
+        def put(data: torch.Tensor) -> None:
+            row = data[rank * row_bytes : (rank + 1) * row_bytes]
+            if len(mine) <= row_bytes - _LENGTH_BYTES:
+                _put(row, mine)
+            else:
+                row[:_LENGTH_BYTES] = 255
+
+        # Each rank adds its row to the zeros of the others.
+        self._shown = self._begun.of(size * row_bytes, put, lambda data: dist.all_reduce(data, async_op=True))
+        if self._shown is None:
+            self._seen = list(Agreement(self._trainer).gather(mine))
+
+    def seen(self) -> list[bytes | None] | None:
+        """What ranks have shown since this was called last, in their order; ``None`` if nothing was.
+
+        ``None`` in place of what one rank has shown says that it was too long.
+        """
+        seen, shown = self._seen, self._shown
+        self.forget()
+        if shown is not None:
+            data = shown.heard().numpy().tobytes()
+            seen = [_row(data[start : start + self._row_bytes]) for start in range(0, len(data), self._row_bytes)]
+        return seen or None
+
+    def forget(self) -> None:
+        """What was shown is not looked at any more."""
+        self._seen, self._shown = [], None
+
+
+def _put(data: torch.Tensor, said: bytes) -> None:
+    whole = len(said).to_bytes(_LENGTH_BYTES, "little") + said
+    data[: len(whole)] = torch.frombuffer(bytearray(whole), dtype=torch.uint8)
+
+
+def _row(data: bytes) -> bytes | None:
+    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    return data[_LENGTH_BYTES : _LENGTH_BYTES + length] if length <= len(data) - _LENGTH_BYTES else None
+
+
+Collective = Callable[[torch.Tensor], "dist.Work | None"]
+
+
+class _Begun(OfTrainer):
+    """Begins collectives of the ranks of a trainer."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        super().__init__(trainer)
+        self._stream: torch.cuda.Stream | None = None
+
+    def of(self, nbytes: int, put: Callable[[torch.Tensor], None], begin: Collective) -> _OnCpu | _OnGpu | None:
+        """Begin one; ``None`` where there is no process group that is known to do it.
+
+        Args:
+            nbytes: that ranks tell each other.
+            put: puts into as many zeros what this rank tells.
+            begin: the collective.
+        """
+        device = _device_of(self._trainer)
+        if device is None:
+            return None
+        data = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        put(data)
+        if device.type == "cpu":
+            return _OnCpu(data, begin)
+        self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's
+        return _OnGpu(data, begin, self._stream)
+
+
+class _OnCpu:
+    """Some bytes on their way, by Gloo."""
+
+    def __init__(self, data: torch.Tensor, begin: Collective) -> None:
         self._data = data
-        self._work = dist.broadcast(data, 0, async_op=True)
+        self._work = begin(data)
 
     def heard(self) -> torch.Tensor:
         """What came, once it is there."""
@@ -87,11 +173,11 @@ class _OnCpu:
 class _OnGpu:
     """The same by NCCL. On a stream of its own: who asks waits for nothing that training has queued since."""
 
-    def __init__(self, data: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    def __init__(self, data: torch.Tensor, begin: Collective, stream: torch.cuda.Stream) -> None:
         self._data = data
         with torch.cuda.stream(stream):
             self._there = data.to(stream.device, non_blocking=True)
-            work = dist.broadcast(self._there, 0, async_op=True)
+            work = begin(self._there)
             assert work is not None
             work.wait()  # the stream does, not the host
             data.copy_(self._there, non_blocking=True)

@@ -122,6 +122,10 @@ class Writing(OfTrainer):
         (self.attempt or self.in_shards or self.together).warm([*module.parameters(), *module.buffers(), states])
         self.is_warm = True
 
+    def show_once(self) -> None:
+        """Show other ranks what this one needs of a snapshot. Every rank calls it after each step: the first counts."""
+        (self.in_shards or self.together).show_once()
+
     def finish_part(self, wait_s: float) -> None:
         """Bring this rank's part of a model in shards to safety. A second call does nothing."""
         if self.in_shards is not None:
