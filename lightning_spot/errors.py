@@ -15,9 +15,11 @@
     ├── SnapshotFailed           a snapshot could not be taken, for a reason that nobody foresaw; it was skipped
     ├── ModelChanged             the model no longer fits the snapshot it should resume from
     ├── TierError                a tier failed (unreachable, disk full, permission)
+    │   ├── Overtaken            an earlier writer came in between; written again, it stays
     │   ├── MissingCredentials   none were found for an object store
     │   ├── NodeUnreachable      no memory node answers at an address
     │   ├── NodeRefused          the node answered and said no (token, bad request)
+    │   ├── NodeFailed           the node failed at a request in a way that nobody foresaw
     │   ├── TooManyStreams       an upload has its part of a node's connections
     │   └── ProtocolMismatch     the two ends speak different protocol versions
     ├── RingFull                 every slot is dirty or in use: back-pressure, not a failure
@@ -137,6 +139,10 @@ class NodeRefused(TierError):
     def __init__(self, message: str, *, tier: str = "", status: int = 0) -> None:
         super().__init__(message, tier=tier)
         self.status = status
+
+
+class NodeFailed(TierError):
+    """The node failed at a request in a way that nobody foresaw (memory ran out, say); it goes on with others."""
 
 
 class TooManyStreams(TierError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -27,6 +28,7 @@ from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import (
     Fenced,
+    NodeFailed,
     NodeUnreachable,
     NotSerialisable,
     RingFull,
@@ -51,7 +53,8 @@ logger = logging.getLogger(__name__)
 
 _OUTLINE_BYTES = 4 * 1024 * 1024  # everything in a checkpoint that is no tensor, generously
 _PER_TENSOR_BYTES = 1024
-_PASSING = (NodeUnreachable, ShareMissing, SnapshotFailed, SnapshotNotFound, TornSnapshot)
+_UNFORESEEN = (NodeFailed, SnapshotFailed)
+_PASSING = (*_UNFORESEEN, NodeUnreachable, ShareMissing, SnapshotNotFound, TornSnapshot)
 
 
 def expected_nbytes(state: Any, part: float = 1.0) -> int:
@@ -282,7 +285,7 @@ class Attempt:
                 self._write_past_memory(checkpoint, manifest, error)
             else:  # rank 0 alone takes the next one
                 self.writer.miss(error)
-        elif isinstance(error, SnapshotFailed):
+        elif isinstance(error, _UNFORESEEN):
             self._complain(f"failed: {error}", error)
             self.count_failure()
         else:
@@ -324,17 +327,19 @@ class Attempt:
         untrained = complete and not self._ended
         ending = Ending(self.writer, self._past_memory, self.location.url, self.info, last, untrained=untrained)
         deadline_s = time.monotonic() + wait_s
-        try:
-            durable = self._bring(ending, deadline_s)
-            return durable if self._last is not None or not self._ended else False
-        except Exception as error:
-            self._complain("finish", failure_of(error))
-            return False
-        finally:
-            self.where = ending.where
-            self.writer.close()
+        with contextlib.ExitStack() as ends:  # from the last one on, whatever fails in one
             if self._late_claim is not None:
-                self._late_claim.close()
+                ends.callback(self._late_claim.close)
+            ends.callback(self.writer.close)
+            ends.callback(ending.let_go)
+            try:
+                durable = self._bring(ending, deadline_s)
+                return durable if self._last is not None or not self._ended else False
+            except Exception as error:
+                self._complain("finish", failure_of(error))
+                return False
+            finally:
+                self.where = ending.where
 
     def _bring(self, ending: Ending, deadline_s: float) -> bool | None:
         """Bring what is committed to safety; once more if that fails in a way that nobody has foreseen.
@@ -345,7 +350,7 @@ class Attempt:
             return ending.bring(within(deadline_s))
         except Exception as error:
             failure = failure_of(error)
-            if failure is error:
+            if not isinstance(failure, _UNFORESEEN):
                 raise
             durable = ending.bring(within(deadline_s))
             self._complain("finish", failure)

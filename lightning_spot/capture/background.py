@@ -10,6 +10,8 @@ from lightning_spot.staging.alone import LoneThread
 
 logger = logging.getLogger(__name__)
 
+_AGAIN_S = 1.0
+
 
 class Background:
     """Does tasks in turn on a thread of its own, until :meth:`close`.
@@ -27,6 +29,7 @@ class Background:
         idle_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._idle, self._idle_s = idle, idle_s
+        self._is_over = False
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = LoneThread(target=self._run, name=name)
         self._thread.start()
@@ -42,23 +45,28 @@ class Background:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while True:
+        while not self._is_over:
             try:
-                task = self._tasks.get(timeout=self._idle_s())
-            except queue.Empty:
-                self._rest()
-                continue
-            if task is None:
-                break
-            try:
-                task()
+                self._turn()
             except Exception:  # nobody is to wait for a thread that has ended
                 logger.exception("lightning_spot: a task beside training failed unexpectedly")
-            del task  # and what it holds
-        self._rest()
 
-    def _rest(self) -> None:
+    def _turn(self) -> None:
+        """Do what comes next, or what is to be done while nothing comes."""
         try:
+            task = self._tasks.get(timeout=self._wait_s())
+        except queue.Empty:
             self._idle()
-        except Exception:
+            return
+        if task is None:
+            self._is_over = True
+            self._idle()
+        else:
+            task()
+
+    def _wait_s(self) -> float | None:
+        try:
+            return self._idle_s()
+        except Exception:  # it is asked again, and not at once
             logger.exception("lightning_spot: a pause beside training failed unexpectedly")
+            return _AGAIN_S

@@ -97,7 +97,7 @@ class Ending:
         self._url = url
         self._info = info
         self._last = last
-        self._untrained = untrained
+        self._untrained, self._has_left = untrained, False
         self.where = _IN_MEMORY
         self._durable = f"durable in {url}"
 
@@ -124,11 +124,20 @@ class Ending:
         for lines, way_on in ((left, here), ([] if durable else elsewhere, _GOES_ON)):
             for line in lines:
                 self._writer.say_once(line, "not everything is durable yet: %s. %s", line, way_on)
+        self.let_go(complete=bool(durable) or (self._untrained and not left))
+        return durable
+
+    def let_go(self, *, complete: bool = False) -> None:
+        """Leave the ring. A second call does nothing.
+
+        Args:
+            complete: whether nobody needs it any more.
+        """
         # What another thread is asking now breaks off: that is no loss, and no reason to start a new node.
         self._writer.link.close()
-        if (host := self._writer.host) is not None:
-            leave(host, complete=bool(durable) or (self._untrained and not left))
-        return durable
+        if not self._has_left and (host := self._writer.host) is not None:
+            leave(host, complete=complete)
+            self._has_left = True
 
     def _where_newest_is(self, deadline_s: float) -> str:
         """Where what was committed last is, now that nothing is owed any more; why it is lost, if it is, is said.

@@ -234,14 +234,16 @@ class Follower(ABC, Generic[What]):
         finally:
             del what  # nothing is kept alive until the next one comes
             task.begun.set()
-            if problem is not None and task.job is not None:
-                self._end(task.job)
-            if lease is not None and self._host is not None:
-                self._say(self._host, lease, "" if problem is None else f"{task.who}: {_text(problem)}")
-            if problem is None:
-                task.done.set_result(None)
-            else:  # without its frames, which hold the tensors
-                task.done.set_exception(problem.with_traceback(None) if isinstance(problem, SpotError) else problem)
+            try:
+                if problem is not None and task.job is not None:
+                    self._end(task.job)
+                if lease is not None and self._host is not None:
+                    self._say(self._host, lease, "" if problem is None else f"{task.who}: {_text(problem)}")
+            finally:  # whatever fails, nobody waits for it after
+                if problem is None:
+                    task.done.set_result(None)
+                else:  # without its frames, which hold the tensors
+                    task.done.set_exception(problem.with_traceback(None) if isinstance(problem, SpotError) else problem)
 
     def _join(self, task: Task[What]) -> tuple[Host, Lease]:
         """Wait for the slot of a snapshot; through another connection, if the last one was lost."""
@@ -278,6 +280,9 @@ class Follower(ABC, Generic[What]):
             self._leave()
         except SpotError as error:  # it was given up meanwhile: rank 0 knows
             logger.debug("a share is over: %s", error)
+        except Exception:  # the node, which waits for it, sees that this rank has gone
+            self._leave()
+            raise
 
     def _end(self, job: CopyJob) -> None:
         """Nothing may come into the slot any more once it was said that the share is over."""

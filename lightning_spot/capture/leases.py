@@ -229,10 +229,16 @@ def _made_within_s(nbytes: int) -> float:
 
 def give_back(host: Host, lease: Lease, *, untouched: bool = False) -> None:
     """Give a slot back unfilled; that the ring is gone is no harm. See :meth:`Host.abort`."""
-    try:
-        host.abort(lease, untouched=untouched)
-    except SpotError as error:
-        logger.debug("a slot could not be given back: %s", error)
+    for is_last in (False, True):
+        try:
+            host.abort(lease, untouched=untouched)
+        except SpotError as error:
+            logger.debug("a slot could not be given back: %s", error)
+        except Exception:  # such as want of memory: the node would keep it for as long as this process lives
+            if is_last:
+                raise
+            continue
+        break
 
 
 def say_backing(say_once: Callable[..., None], lease: Lease) -> None:

@@ -160,22 +160,30 @@ class SlotMaker:
                 self._thread.start()
             except RuntimeError as error:  # no more threads can be had: who needs the slot makes it
                 logger.warning("lightning_spot: no slot can be made in the background: %s", error)
-                self._thread = self._next = None
-                self._ready.set()
+                self._end()
 
     def _run(self) -> None:
-        while (order := self._take_order()) is not None:
-            self._make(*order)
+        try:
+            while (order := self._take_order()) is not None:
+                self._make(*order)
+        except Exception:  # who needs the slot makes it
+            logger.exception("lightning_spot: a slot could not be made ahead")
+            with self._lock:
+                self._end()
 
     def _take_order(self) -> tuple[Host, int, int | None, Making] | None:
         """What to make next, of the size that is wanted now; ``None`` at the end."""
         with self._lock:
             following, self._next = self._next, None
             if following is None or self._closed or self._size is None:
-                self._thread = None
-                self._ready.set()
+                self._end()
                 return None
             return (following[0], *self._size, following[1])
+
+    def _end(self) -> None:
+        """Nothing is made any more, and nobody waits for it; under the lock."""
+        self._thread = self._next = None
+        self._ready.set()
 
     def _make(self, host: Host, nbytes: int, gpu: int | None, making: Making) -> None:
         began_s = time.monotonic()

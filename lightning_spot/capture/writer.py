@@ -29,6 +29,7 @@ from lightning_spot.capture.saying import SayOnce, SayWhyNot, say_failing, say_w
 from lightning_spot.capture.split import Divided, Divider, Ranks
 from lightning_spot.capture.streaming import store_streamed
 from lightning_spot.capture.supply import Supply
+from lightning_spot.capture.unforeseen import as_failure
 from lightning_spot.capture.warming import SlotMaker
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import NodeUnreachable, ShareMissing, SpotError, TornSnapshot
@@ -192,7 +193,7 @@ class SnapshotWriter:
             pending = Pending(manifest, lease, job, done, destinations, *about)
             self._pending.append(pending)
             self.across.begun(pending)
-            self._tasks.put(lambda: self._finish(host, pending))
+            self._tasks.put(lambda: pending.end(lambda: self._finish(host, pending)))
         except BaseException as error:
             self._lay_out_anew(error)
             if opened and done.cancel():  # else the background has it already, and Ctrl-C came a moment late
@@ -336,6 +337,7 @@ class SnapshotWriter:
                 say_failing(self.say_once, self.link)
 
     def _failed(self, host: Host, pending: Pending, error: BaseException) -> None:
+        error = as_failure(error) if isinstance(error, Exception) else error  # who waits for it expects no other kind
         self.torn += isinstance(error, TornSnapshot)
         if self.mailbox is not None:
             self.mailbox.over(pending.manifest.name)  # else what has come, or comes yet, would be kept until the end

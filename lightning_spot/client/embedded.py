@@ -17,7 +17,7 @@ from typing import Any
 from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.client.session import Session
 from lightning_spot.config import MAX_STALL_S, read_environment
-from lightning_spot.errors import NodeUnreachable, RingFull, SpotError, TierError
+from lightning_spot.errors import NodeFailed, NodeUnreachable, RingFull, SpotError, TierError
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import Ranges
@@ -100,8 +100,9 @@ class EmbeddedHost:
                 self._note(shared)
             return self._mapped(leased, nbytes, 0, shared)
         except BaseException as error:
-            if type(error) is TierError or not isinstance(error, SpotError):
-                with contextlib.suppress(SpotError):  # it cannot be mapped, or Ctrl-C came with its answer under way
+            if type(error) is TierError or isinstance(error, NodeFailed) or not isinstance(error, SpotError):
+                # It cannot be mapped, the node failed after that, or Ctrl-C came with its answer under way.
+                with contextlib.suppress(SpotError):
                     self._call("DELETE", f"/v1/uploads/{upload}")
             raise
 

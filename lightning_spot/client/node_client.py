@@ -13,7 +13,7 @@ from urllib.parse import quote
 from lightning_spot.client.connection import Connection, Pool
 from lightning_spot.client.part_sender import PartStream
 from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES, read_environment
-from lightning_spot.errors import NodeUnreachable, ProtocolMismatch, SpotError
+from lightning_spot.errors import NodeFailed, NodeUnreachable, ProtocolMismatch, SpotError
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.wire import (
     DIGEST_HEADER,
@@ -205,13 +205,18 @@ class NodeClient:
         return fields if isinstance(fields, dict) else {}
 
     def _exchange(self, request: _Request, read: _Read) -> Any:
-        """Send a request; once more if a kept connection broke before an answer and that does no harm."""
+        """Send a request; once more if a kept connection broke, or the node failed, and that does no harm."""
         deadline_s = time.monotonic() + request.timeout_s
+        has_failed = False
         while True:
             used = False
             try:
                 connection, used = self._pool.take(deadline_s)
                 return self._ask(connection, request, deadline_s, read)
+            except NodeFailed:
+                if has_failed or not request.again:
+                    raise
+                has_failed = True
             except SpotError:
                 raise
             except (OSError, http.client.HTTPException, ValueError) as error:

@@ -147,7 +147,7 @@ class Journal:
             self._reached.keep(self.record)
 
     def _beat(self) -> None:
-        stopping = False
+        stopping = is_said = False
         while not stopping:
             self._wake.wait(self._heartbeat_s)
             self._wake.clear()
@@ -157,6 +157,10 @@ class Journal:
                 self._mend()
             except TierError as error:
                 logger.debug("lightning_spot: %s", error)  # the flusher tells of a tier that fails
+            except Exception as error:  # such as want of memory: there may be some again at the next beat
+                if not is_said:
+                    logger.warning("lightning_spot: goodput is not noted now: %s: %s", type(error).__name__, error)
+                is_said = True
             else:
                 if stopping and self._reached is not None:
                     self._reached.remove()

@@ -105,16 +105,20 @@ class Begins:
         if manifest is not None or (shared is not None and shared.by_hosts):
             self._ahead.wait(key)
         slot = lease(self._ring, key, nbytes, wait_s, cancelled=gone, reuse=bool(session), making=making)
-        upload = Upload(upload_id or uuid.uuid4().hex, key, attempt, slot, nbytes, name, session, time.monotonic())
-        upload.held, slot.held, slot.checked_s = slot.held, "", float("-inf")
-        upload.joint = joint
-        if manifest is not None and not manifest.is_file:
-            if not self._ring.find(key, name):
-                upload.coming = Coming(replace(manifest, checksums=()), slot.view(nbytes))
-            self._prepare(upload)
-        elif upload.is_gathered:
-            self._prepare(upload)
-        self._ahead.renew(key, nbytes)
+        try:
+            upload = Upload(upload_id or uuid.uuid4().hex, key, attempt, slot, nbytes, name, session, time.monotonic())
+            upload.held, slot.held, slot.checked_s = slot.held, "", float("-inf")
+            upload.joint = joint
+            if manifest is not None and not manifest.is_file:
+                if not self._ring.find(key, name):
+                    upload.coming = Coming(replace(manifest, checksums=()), slot.view(nbytes))
+                self._prepare(upload)
+            elif upload.is_gathered:
+                self._prepare(upload)
+            self._ahead.renew(key, nbytes)
+        except BaseException:  # nobody knows of the slot yet
+            self._ring.abort(slot)
+            raise
         begun = self._begin(upload, gone)
         if begun is upload and shared is not None and shared.at:
             try:

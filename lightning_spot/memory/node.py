@@ -10,6 +10,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -294,11 +295,10 @@ class Node:
 
     def close(self, *, keep_unsafe: bool = False) -> None:
         """Stop flushing and give the memory back."""
-        self.uploads.close()
-        self._unsealed.close()
-        self.routes.close()
-        self.flusher.close()
-        self.ring.close(keep_unsafe=keep_unsafe)
+        with ExitStack() as ends:  # from the last one on, whatever fails in one: the memory is given back
+            ends.callback(self.ring.close, keep_unsafe=keep_unsafe)
+            for part in (self.flusher, self.routes, self._unsealed, self.uploads):
+                ends.callback(part.close)
 
     def tiers(self) -> dict[str, TierHealth]:
         """How each tier below is doing, by its URL."""

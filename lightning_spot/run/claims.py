@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import Fenced, SpotError, TierError
+from lightning_spot.errors import Fenced, TierError
 from lightning_spot.image.packing import Compression
 from lightning_spot.memory.host import Host
 from lightning_spot.memory.placement import placed
@@ -154,6 +154,6 @@ class LateClaim:
             except Fenced as error:
                 logger.warning("lightning_spot: %s", error)
                 return
-            except SpotError as error:
+            except Exception as error:  # whatever it is: without a claim, no earlier attempt would be kept out
                 logger.debug("lightning_spot: %s cannot be claimed yet: %s", self._url, error)
             pause_s = min(2 * pause_s, _LAST_RETRY_S)

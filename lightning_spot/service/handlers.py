@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -44,7 +45,7 @@ from typing import Any
 from aiohttp import hdrs, web
 
 from lightning_spot.config import PROTOCOL_VERSION
-from lightning_spot.errors import NodeRefused, ProtocolMismatch, SettingsError, SpotError
+from lightning_spot.errors import NodeFailed, NodeRefused, ProtocolMismatch, SettingsError, SpotError
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.upload import Upload
@@ -72,6 +73,8 @@ from lightning_spot.service.runs import RunRequests
 from lightning_spot.service.shares import ShareRequests
 from lightning_spot.service.uploads import UploadRequests
 from lightning_spot.service.waiting import Waiting
+
+logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -162,6 +165,12 @@ class Service:
             if request.transport is not None and not request.transport.is_closing():
                 raise
             response = web.Response(status=400)  # who asked has gone, and hears no answer: no error of this node's
+        except web.HTTPException:
+            raise  # an answer of aiohttp's, as of a path that is none
+        except Exception as error:  # such as want of memory: who asks may ask again, or do without
+            logger.exception("%s %s failed unexpectedly", request.method, request.path)
+            failure = NodeFailed(f"the memory node failed ({type(error).__name__}: {error})")
+            response = web.json_response(error_body(failure), status=error_status(failure))
         finally:
             if accepted is not None:
                 accepted.end_request()

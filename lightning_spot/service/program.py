@@ -225,13 +225,22 @@ async def _drain(node: Node, service: Service, drain_timeout_s: float, signals: 
         if node.settled and not here:
             break
         # Asks failing tiers again at once; who serves on does so meanwhile.
-        await asyncio.to_thread(node.flush, None, max(0.0, min(1.0, deadline_s - time.monotonic())))
+        await _flush(node, max(0.0, min(1.0, deadline_s - time.monotonic())))
         await _wait(signals.second, _CHECK_S)
     node.closing = True
-    left: list[str] = await asyncio.to_thread(node.flush, None, 0.0)
+    left = await _flush(node, 0.0)
     for line in left:
         logger.error("not flushed: %s", line)
     return left
+
+
+async def _flush(node: Node, wait_s: float) -> list[str]:
+    """What could not be flushed in time, one line for each tier. Whatever fails, the node ends as it should."""
+    try:
+        return await asyncio.to_thread(node.flush, None, wait_s)
+    except Exception as error:
+        logger.exception("flushing failed unexpectedly")
+        return [f"{type(error).__name__}: {error}"]
 
 
 async def _wait(event: asyncio.Event, within_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,9 +29,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Copier", "CopyJob", "Marks", "SlotView", "Watches", "watch"]
 
+logger = logging.getLogger(__name__)
+
 _HELD_S = 1.0
 """So long, at most, what would leave a GPU while its optimizer steps is held where iterations are not measured."""
 
+_AGAIN_S = 0.1  # the next optimizer step waits no longer than that for a thread that has failed
 _CPU_ONLY = frozenset(("cpu",))
 _address = methodcaller("data_ptr")
 
@@ -214,8 +218,19 @@ class Copier:
             self._wake.notify_all()
 
     def _work(self) -> None:
-        while (job := self._next()) is not None:
-            job.step_in_background()
+        is_said = False
+        while True:
+            try:
+                if (job := self._next()) is None:
+                    return
+                job.step_in_background()
+            except Exception:  # such as want of memory: what is left is copied in a moment, or by who waits for it
+                if not is_said:
+                    logger.exception("lightning_spot: copying beside training failed; it is tried again")
+                is_said = True
+                if self._closed:
+                    return
+                time.sleep(_AGAIN_S)
 
     def _next(self) -> CopyJob | None:
         """A job with something to copy now, as soon as there is one; ``None`` at the end."""

@@ -1,0 +1,270 @@
+"""A thread beside training that fails at one thing, as where memory runs out for a moment, goes on with the next."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
+
+import pytest
+
+from lightning_spot.capture.across import Across
+from lightning_spot.capture.background import Background
+from lightning_spot.capture.ending import Ending
+from lightning_spot.capture.following import Follower
+from lightning_spot.capture.host_link import HostLink
+from lightning_spot.capture.leases import give_back
+from lightning_spot.capture.split import Number
+from lightning_spot.capture.task import Task
+from lightning_spot.capture.warming import SlotMaker
+from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.stores import open_store
+from lightning_spot.errors import NodeFailed, NodeRefused, SnapshotFailed
+from lightning_spot.goodput import journal
+from lightning_spot.goodput.records import read_records
+from lightning_spot.memory.ahead import SlotsAhead
+from lightning_spot.memory.host import Host, InProcessHost, Lease
+from lightning_spot.memory.node import Node
+from lightning_spot.protocol.wire import Address
+from lightning_spot.run import claims
+from lightning_spot.service import program
+from lightning_spot.staging.copier import Copier
+from lightning_spot.staging.job import CopyJob
+from lightning_spot.tiers.claims import Claim
+from lightning_spot.tiers.local import LocalStore
+from tests.conftest import named_run, until
+from tests.served import served
+from tests.test_copier import Desk as Copies
+from tests.test_harmless import fit
+from tests.test_writer import Desk
+
+SOON_S = 15.0
+
+
+def once(does: Callable[..., Any], failed: threading.Event) -> Callable[..., Any]:
+    """Fails when it is called for the first time."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if not failed.is_set():
+            failed.set()
+            raise MemoryError("none is left")
+        return does(*arguments, **named)
+
+    return call
+
+
+def test_a_thread_for_tasks_does_the_next_one_whatever_fails_while_it_has_nothing_to_do() -> None:
+    failed, done = threading.Event(), threading.Event()
+    tasks = Background("spot-test", idle_s=once(lambda: None, failed))
+    assert failed.wait(SOON_S)
+    tasks.put(done.set)
+    assert done.wait(SOON_S)
+    assert tasks.close(SOON_S)
+
+
+def test_copies_go_on_beside_training(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk, failed = Copies(), threading.Event()
+    copier = Copier()
+    monkeypatch.setattr(copier, "_next", once(copier._next, failed))
+    for _ in range(2):  # the thread waits within the first
+        job = copier.start(desk.pieces, desk.view)
+        until(lambda job=job: job.is_done, "copies that nobody helps with")  # type: ignore[misc]
+    assert failed.is_set()
+    copier.close()
+    said = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("where", ["_take_order", "_make"])
+def test_who_needs_a_slot_waits_for_no_thread_that_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    failed = threading.Event()
+    monkeypatch.setattr(SlotMaker, where, once(getattr(SlotMaker, where), failed))
+    desk = Desk(tmp_path)
+    desk.writer.warm(3_000_000)
+    until(lambda: desk.writer.ready, "a snapshot may begin")
+    assert failed.is_set()
+    desk.begin(1, desk.checkpoint()).result(SOON_S)
+    desk.writer.close()
+    desk.host.leave(complete=True)
+
+
+@pytest.mark.parametrize("where", [[(Across, "committed")], [(CopyJob, "wait"), (HostLink, "is_loss")]])
+def test_nobody_waits_for_a_snapshot_whose_end_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: list[tuple[type, str]]
+) -> None:
+    desk = Desk(tmp_path)
+    for each in where:
+        monkeypatch.setattr(*each, once(getattr(*each), threading.Event()))
+    first = desk.begin(1, desk.checkpoint())
+    desk.writer.copied()
+    assert str(first.exception(SOON_S)) == "MemoryError: none is left"
+    assert desk.begin(2, desk.checkpoint()).result(SOON_S).step == 2
+    began_s = time.monotonic()
+    desk.writer.settle(SOON_S)
+    assert time.monotonic() - began_s < SOON_S / 2
+    desk.writer.close()
+    desk.host.leave(complete=True)
+
+
+def test_who_waits_for_a_snapshot_that_fails_is_told_by_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the end of a run, that was an error of its own: the end failed, too, and was said to."""
+    desk, waits = Desk(tmp_path), threading.Event()
+
+    def fails(_: Any) -> None:
+        waits.wait(SOON_S)
+        raise MemoryError("none is left")
+
+    monkeypatch.setattr(CopyJob, "wait", fails)
+    done = desk.begin(1, desk.checkpoint(), complete=True)
+    threading.Timer(0.5, waits.set).start()
+    desk.writer.settle(SOON_S)
+    assert isinstance(done.exception(), SnapshotFailed)
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "snapshot step-000000001-attempt-0001-complete was not committed: MemoryError: none is left"
+    ]
+    desk.writer.close()
+    desk.host.leave(complete=True)
+
+
+class Filling(Follower[str]):
+    """A rank that has nothing to write."""
+
+    def _fill(self, host: Host, lease: Lease, task: Task[str], what: str) -> None:
+        """Nothing."""
+
+    def begin(self, name: str) -> Task[str]:
+        task = Task(name, "rank 1", Number(1, 0, 1), "", "state", 1.0)
+        self._put(task)
+        return task
+
+
+def test_a_node_that_could_not_be_told_of_a_share_sees_that_the_rank_has_gone() -> None:
+    """It would wait for that share for ten minutes, and no other snapshot could begin."""
+    failed, left = threading.Event(), threading.Event()
+    placed = once(lambda *_: None, failed)
+    host = cast(Host, SimpleNamespace(max_stall_s=1.0, join=Mock(), placed=placed, disconnect=left.set))
+    rank = Filling(host, lambda: host)
+    assert rank.begin("step-1").done.result(SOON_S) is None
+    assert failed.is_set()
+    assert left.wait(SOON_S)
+    rank.settle(0.0)
+    rank.close()
+
+
+def test_a_slot_is_given_back_whatever_fails_in_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was being made ahead kept the node from making any other: no snapshot was taken after that."""
+    desk = Desk(tmp_path)
+    lease = desk.host.lease(1000, 0.0)
+    monkeypatch.setattr(desk.host, "abort", once(desk.host.abort, threading.Event()))
+    give_back(desk.host, lease)
+    assert [slot["state"] for slot in desk.host._node.status()["slots"]] == ["free"]
+    desk.writer.close()
+    desk.host.leave(complete=True)
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    made = Node(slots=1, memory_bytes=2**26, open_store=open_store)
+    made.open_run(named_run("run"))
+    yield made
+    made.close()
+
+
+def test_a_slot_is_free_where_nobody_comes_to_know_of_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SlotsAhead, "renew", once(SlotsAhead.renew, threading.Event()))
+    with pytest.raises(MemoryError):
+        node.lease("run", 1, 1000)
+    assert node.lease("run", 1, 1000).nbytes == 1000
+
+
+def test_a_node_that_fails_at_a_request_says_so_and_is_asked_again(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An attempt could not begin, and a snapshot of the end was not waited for, as if no node were there."""
+    whole, body = node.flush, {"run": None, "wait_s": 0.0}
+    with served(node) as port:
+        client = NodeClient(Address(host="127.0.0.1", port=port))
+        monkeypatch.setattr(node, "flush", once(whole, threading.Event()))
+        assert client.call("POST", "/v1/flush", body, again=True) == {"unreached": []}
+        monkeypatch.setattr(node, "flush", once(whole, threading.Event()))
+        with pytest.raises(NodeFailed, match=r"^the memory node failed \(MemoryError: none is left\)$"):
+            client.call("POST", "/v1/flush", body)
+        monkeypatch.setattr(node, "flush", Mock(side_effect=MemoryError("for good")))
+        with pytest.raises(NodeFailed, match="for good"):
+            client.call("POST", "/v1/flush", body, again=True)
+        client.close()
+    assert len([record for record in caplog.records if "failed unexpectedly" in record.getMessage()]) == 4
+
+
+def test_a_node_ends_as_it_should_whatever_fails_in_its_last_flush(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It left the memory of its slots behind."""
+    monkeypatch.setattr(node, "flush", once(node.flush, threading.Event()))
+
+    async def drain() -> list[str]:
+        return await program._drain(node, Mock(last_upload_s=float("-inf")), 0.0, program._Signals())
+
+    assert asyncio.run(drain()) == ["MemoryError: none is left"]
+    assert node.closing
+
+
+def test_the_memory_of_a_node_is_given_back_whatever_fails_in_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(slots=1, memory_bytes=2**26, open_store=open_store, area=tmp_path / "area")
+    node.open_run(named_run("run"))
+    node.lease("run", 1, 1000)
+    monkeypatch.setattr(node.uploads, "close", once(node.uploads.close, threading.Event()))
+    with pytest.raises(MemoryError):
+        node.close()
+    assert not (tmp_path / "area").exists()
+
+
+def test_the_ring_is_left_whatever_fails_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection of a training that had ended kept its node for as long as the program."""
+    left: list[bool] = []
+    leave = InProcessHost.leave
+
+    def noted(host: InProcessHost, *, complete: bool) -> None:
+        left.append(complete)
+        leave(host, complete=complete)
+
+    monkeypatch.setattr(InProcessHost, "leave", noted)
+    monkeypatch.setattr(Ending, "_flush", Mock(side_effect=NodeRefused("no", status=400)))
+    fit(tmp_path / "run", durable_every_s=60.0)
+    assert left == [False]
+
+
+def test_an_attempt_is_claimed_whatever_fails_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else no tier would refuse what earlier attempts write."""
+    failed = threading.Event()
+    monkeypatch.setattr(claims, "_FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(claims, "open_store", once(claims.open_store, failed))
+    url = str(tmp_path / "run")
+    late = claims.LateClaim(url, Claim(attempt=3, run_id="1" * 32, token="t", location=url, started_unix_s=0.0))
+    until(lambda: LocalStore(url).claimed() == 3, "the claim")
+    assert failed.is_set()
+    late.close()
+
+
+def test_goodput_is_noted_at_the_next_beat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed = threading.Event()
+    monkeypatch.setattr(journal, "write_record", once(journal.write_record, failed))
+    kept = journal.Journal(str(tmp_path), 1, heartbeat_s=0.05, begun_unix_s=time.time())
+    assert until(lambda: read_records(str(tmp_path)), "a record")[0]["end"] == "running"
+    kept.close("complete")
+    assert read_records(str(tmp_path))[0]["end"] == "complete"
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "lightning_spot: goodput is not noted now: MemoryError: none is left"
+    ]
