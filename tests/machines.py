@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ import pytest
 
 from lightning_spot.exact.compare import differences
 from tests.conftest import until
+from tests.link import Link
 from tests.network import TOKEN, Network, listening, network_or_skip
 from tests.test_sharded_fit import check_states, final
 
@@ -30,6 +32,7 @@ class Machines:
     """Two machines that train, one rank each, and one with a memory node."""
 
     more: tuple[str, ...] = ()
+    link = Link()
 
     def __init__(self, network: Network, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.network, self.root, self.port = network, root, 29500
@@ -37,6 +40,9 @@ class Machines:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
         self._monkeypatch = monkeypatch
         self.ranks: list[subprocess.Popen[bytes]] = []
+        if self.link != Link():
+            for host in network.address:
+                network.shape(host, **asdict(self.link))
         self.start_node()
 
     def start_node(self) -> None:
@@ -62,10 +68,10 @@ class Machines:
         path = self.root / name / "steps"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
-    def cut_for_a_while(self, host: str) -> None:
+    def cut_for_a_while(self, host: str, seconds: float = 8.0) -> None:
         """The link of a host fails; TCP gives nothing up in that time."""
         self.network.cut(host)
-        time.sleep(8.0)
+        time.sleep(seconds)
         self.network.mend(host)
 
     def come_to(self, step: int) -> None:
@@ -112,7 +118,7 @@ class Sharded(Machines):
     def train_slowly_to(self, step: int) -> None:
         """What they send takes its time."""
         for host in ("first", "second"):
-            self.network.shape(host, 40_000_000)
+            self.network.shape(host, bits_per_s=40_000_000)
         self.train("run", STEPS)
         self.come_to(step)
 
@@ -198,7 +204,7 @@ def committing(machines: Machines) -> None:
 
 def restoring(machines: Machines) -> None:
     machines.end()
-    machines.network.shape("memory", 4_000_000)  # it is read for seconds
+    machines.network.shape("memory", bits_per_s=4_000_000)  # it is read for seconds
     before = [machines.network.received(host) for host in ("first", "second")]
     machines.train("run", STEPS)
 

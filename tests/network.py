@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 from benchmarks.chain import NotPermitted
 from tests.conftest import until
+from tests.link import Link
 
 TOKEN = "several-hosts"
 
@@ -49,6 +51,8 @@ class Network:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._machines = dict.fromkeys(hosts, 0)
         self._switch = f"{name}-switch"
+        self._links = dict.fromkeys(hosts, Link())
+        self._movers: dict[str, subprocess.Popen[str]] = {}
 
     def __enter__(self) -> Network:
         try:
@@ -136,13 +140,57 @@ class Network:
         """Its link works again."""
         self._ip(f"-n {self._switch} link set {host} up")
 
-    def shape(self, host: str, bits_per_s: int, delay_ms: int = 0) -> None:
-        """Slow down what the host sends; the delay where this kernel has ``netem``."""
-        where = f"-n {self._namespace(host)} qdisc replace dev eth0"
-        with contextlib.suppress(NotPermitted):
-            self._said("tc", f"{where} root netem delay {delay_ms}ms rate {bits_per_s}bit limit 10000")
+    def shape(self, host: str, **link: float) -> None:
+        """Have what the host sends go by another link; what is not named of it stays as it is. See :class:`Link`.
+
+        The kernel does it, if it has ``netem`` for what is more than slow, else a process. Where neither can be, the
+        test is skipped.
+        """
+        self._links[host] = now = dataclasses.replace(self._links[host], **link)  # type: ignore[arg-type] # rates
+        rate = int(now.bits_per_s) or 10**11
+        where = f"-n {self._namespace(host)} qdisc replace dev eth0 root"
+        if not (now.is_bad or host in self._movers):
+            self._said("tc", f"{where} tbf rate {rate}bit burst 256kb latency 50ms")
             return
-        self._said("tc", f"{where} root tbf rate {bits_per_s}bit burst 256kb latency 50ms")
+        netem = f"netem delay {now.delay_ms}ms {now.jitter_ms}ms loss {100 * now.loss}% rate {rate}bit limit 10000"
+        try:
+            if host not in self._movers:
+                self._said("tc", f"{where} {netem}")
+                return
+        except NotPermitted as reason:
+            try:
+                self._move_by_process(host)
+            except (NotPermitted, OSError) as problem:
+                pytest.skip(f"links here have no delay and lose nothing: {reason}; nor by a process: {problem}")
+        self._tell(self._movers[host], now.to_json())
+
+    def _move_by_process(self, host: str) -> None:
+        """Put a process between a host and the switch."""
+        for command in (
+            f"-n {self._namespace(host)} link set eth0 gso_max_segs 1",  # else dozens of packets are lost at once
+            f"-n {self._switch} link set {host} nomaster",
+            f"-n {self._switch} link add {host}-in type veth peer name {host}-out",
+            f"-n {self._switch} link set {host}-in master hub up",
+            f"-n {self._switch} link set {host}-out addrgenmode none up",
+        ):
+            self._ip(command)
+        command = ["ip", "netns", "exec", self._switch, sys.executable, "-m", "tests.link", host, f"{host}-out"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        mover = subprocess.Popen(command, text=True, cwd=Path(__file__).parents[1], **pipes)  # type: ignore[call-overload]
+        self._movers[host] = mover
+        self._heard(mover, "ready")
+
+    def _tell(self, mover: subprocess.Popen[str], line: str) -> None:
+        assert mover.stdin is not None
+        mover.stdin.write(line + "\n")
+        mover.stdin.flush()
+        self._heard(mover, "taken")
+
+    def _heard(self, mover: subprocess.Popen[str], word: str) -> None:
+        assert mover.stdout is not None
+        if (said := mover.stdout.readline().strip()) != word:
+            mover.kill()
+            raise NotPermitted(f"{said}{mover.communicate()[1][-500:]}")
 
     def received(self, host: str) -> int:
         """Bytes that have come to a host."""
@@ -154,9 +202,13 @@ class Network:
         for host in self.address:
             with contextlib.suppress(OSError, NotPermitted):
                 self.lose(host)
-        for process in self._processes:
+        for process in (*self._processes, *self._movers.values()):
             process.kill()
             process.wait()
+        for mover in self._movers.values():
+            for pipe in (mover.stdin, mover.stdout, mover.stderr):
+                if pipe is not None:
+                    pipe.close()
         for namespace in (self._switch, *map(self._namespace, self.address)):
             with contextlib.suppress(OSError):
                 subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)

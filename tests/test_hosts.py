@@ -148,7 +148,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -
     zygote = Zygote(warm_python, log)
     try:
         with network_or_skip("hosts", (TRAINER, LEFT, RIGHT)) as network:
-            network.shape(TRAINER, SLOW_BITS_PER_S, delay_ms=1)
+            network.shape(TRAINER, bits_per_s=SLOW_BITS_PER_S)
             made = Cluster(network, tmp_path, monkeypatch, zygote, log)
             for host in (LEFT, RIGHT):
                 made.start_node(host)
@@ -265,7 +265,7 @@ def test_the_machine_is_lost_again_while_it_restores(cluster: Cluster) -> None:
     promised = cluster.wait_safe(3, LEFT, RIGHT)
     cluster.lose(TRAINER)
     for host in (LEFT, RIGHT):
-        cluster.network.shape(host, SLOW_BITS_PER_S // 10)  # it is read for seconds
+        cluster.network.shape(host, bits_per_s=SLOW_BITS_PER_S // 10)  # it is read for seconds
     before = cluster.network.received(TRAINER)
     cluster.train()
     until(lambda: cluster.network.received(TRAINER) > before + 10**6, "it to be at reading", WAIT_S)

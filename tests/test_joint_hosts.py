@@ -872,6 +872,32 @@ def test_a_memory_node_that_could_not_be_told_is_told_when_it_answers_again(
     team.all_free()
 
 
+@pytest.mark.parametrize("fails", ["join", "bring"])
+def test_a_host_whose_link_was_cut_says_that_it_brings_nothing_as_soon_as_it_works_again(
+    team: Team, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Else all hosts would wait for it for a minute, from when the last byte came: some two in all."""
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise NodeUnreachable("no route to host")
+
+    upload, checkpoint = team.lead(1, Checkpoint(1)), Checkpoint(1)
+    team.fill(upload, checkpoint)
+    sealing = team.pool.submit(team.seal, upload, 1)
+    with monkeypatch.context() as patch:
+        tier = team.second.uploads.abroad.bringing.tier(team.at, RUN_ID)
+        for what in (fails, "decline", "placed"):
+            patch.setattr(tier, what, unreachable)
+        with contextlib.suppress(ShareMissing):  # its ranks are told so
+            team.follow(1, checkpoint)
+        time.sleep(0.5)
+        assert not sealing.done()
+    with pytest.raises(ShareMissing, match="host 1: no route to host"):
+        sealing.result(10.0)
+    team.all_free()
+    team.check(team.take(2, checkpoint), checkpoint)
+
+
 def test_requests_of_hosts_are_for_what_hosts_fill_only(team: Team) -> None:
     client = NodeStore(team.at).client
     upload = team.memory.lease(RUN, 1, 1000, name=snapshot_name(1, 1), manifest=manifest_of(1))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 from dataclasses import dataclass, field, replace
 
-from lightning_spot.errors import SettingsError, ShareMissing, SpotError
+from lightning_spot.errors import Fenced, NodeUnreachable, SettingsError, ShareMissing, SpotError
 from lightning_spot.image.portion import Portion, PortionImage, Portions
 from lightning_spot.memory.bringing import Bringing
 from lightning_spot.memory.joint import Shared, urls_of
 from lightning_spot.memory.joint_store import JointStore
+from lightning_spot.memory.shares import HOST_SILENT_S
 from lightning_spot.memory.tier import Gathering, JointTier
 from lightning_spot.memory.upload import Upload
 
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 _JOIN_S = 120.0
 _WAIT_FOR_SLOT_S = 5.0
 _OTHERS_S = 5.0  # for a snapshot to begin at the other nodes, once this host has brought it to one
+_AGAIN_S = 1.0
 _BEYOND = 2**46  # no image is so long: a host that brings the middle of one does not know where it ends
 
 
@@ -137,8 +140,7 @@ class Visits:
             tier.placed(gathering, visit.host)
         except BaseException as error:
             self._ended(visit, url, error)
-            if gathering is not None:
-                self._tell(visit, url, gathering, error)
+            self._tell(visit, url, gathering, error)
             if not isinstance(error, SpotError):
                 raise
         else:
@@ -229,9 +231,26 @@ class Visits:
         except SpotError as problem:  # a later attempt has begun, or the run is not known any more
             logger.debug("nobody waits for %s: %s", visit.name, problem)
 
-    def _tell(self, visit: _Visit, url: str, gathering: Gathering, error: BaseException) -> None:
-        try:
-            tier, host = self._bringing.tier(url, visit.key), visit.host
-            tier.placed(gathering, host, f"host {host}: {error or type(error).__name__}")
-        except SpotError as problem:  # it was given up there, or does not answer: the first host notices
-            logger.debug("%s could not be told that it is torn: %s", gathering.upload, problem)
+    def _tell(self, visit: _Visit, url: str, gathering: Gathering | None, error: BaseException) -> None:
+        """Tell a place that this host brings nothing; again while it does not answer: all other hosts wait for it.
+
+        Args:
+            visit: the snapshot.
+            url: of the place.
+            gathering: what has begun there; ``None`` if it is not known whether anything has.
+            error: why this host brings nothing.
+        """
+        why, deadline_s = f"host {visit.host}: {error or type(error).__name__}", time.monotonic() + HOST_SILENT_S
+        while not self._bringing.uploads.closing:
+            try:
+                tier = self._bringing.tier(url, visit.key)
+                if gathering is not None:
+                    tier.placed(gathering, visit.host, why)
+                elif not isinstance(error, Fenced | ShareMissing):  # which that place has said itself
+                    tier.decline(visit.name, attempt=visit.attempt, why=why)
+                return
+            except SpotError as problem:  # it was given up there, or does not answer
+                logger.debug("%s could not be told that %s is torn: %s", url, visit.name, problem)
+                if not isinstance(problem, NodeUnreachable) or time.monotonic() > deadline_s:
+                    return
+            time.sleep(_AGAIN_S)
