@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -408,6 +409,35 @@ def test_tables_that_become_fewer_while_keys_are_compared_end_the_look() -> None
         key.of = (look[number],)
         with pytest.raises((IndexError, SystemError)):
             c.hold(*look)
+
+
+@compiled
+def test_what_a_comparison_takes_out_of_its_row_lives_until_the_look_is_over() -> None:
+    """Else another object may be in its place in memory, and that one be looked at."""
+
+    class Takes(Refuses):
+        def __init__(self, row: list[Any], other: Callable[[], object]) -> None:
+            self.row, self.other = row, other
+
+        def __eq__(self, asked: object) -> bool:
+            self.row.clear()
+            self.made = self.other()
+            return False
+
+        __hash__ = Refuses.__hash__
+
+    c, there, other = rows._compiled, object(), object()
+    tables: list[Any] = []
+    tables.append({Takes(tables, lambda: {KEY: other}): 1})
+    assert c.under(tables, KEY) == [None]
+    tables.append({Takes(tables, lambda: {KEY: there}): 1})
+    assert not c.hold(tables, [1], [(KEY,)], [(there,)])
+    for taken, made in (("names", (KEY, "c")), ("were", (there, other))):
+        rows_of = {"names": [tuple([KEY, "b"])], "were": [tuple([there, there])]}
+        key = Takes([], lambda: None)
+        tables = [{key: 1, KEY: there, "b": there}]  # to make it compares them, too
+        key.row, key.other = rows_of[taken], functools.partial(tuple, list(made))
+        assert c.hold(tables, [3], rows_of["names"], rows_of["were"])
 
 
 def test_nothing_is_kept_and_nothing_let_go(by: str) -> None:

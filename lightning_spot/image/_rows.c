@@ -54,9 +54,11 @@ static PyObject *kinds_of(PyObject *module, PyObject *row) {
     PyObject *last = NULL, *found = length < 0 ? NULL : PySet_New(NULL);
     for (Py_ssize_t number = 0; found != NULL && number < PyList_Size(row); number++) {
         PyObject *kind = (PyObject *)Py_TYPE(PyList_GetItem(row, number));
-        if (kind != last && PySet_Add(found, kind) != 0) /* classes of classes may have code of their own */
+        Py_INCREF(kind); /* classes of classes may have code of their own, and that may let go of the object */
+        if (kind != last && PySet_Add(found, kind) != 0)
             Py_CLEAR(found);
         last = kind;
+        Py_DECREF(kind);
     }
     return found;
 }
@@ -241,12 +243,34 @@ static PyObject *under(PyObject *module, PyObject *arguments) {
     PyObject *found = PyList_New(0);
     for (Py_ssize_t number = 0; found != NULL && number < PyList_Size(tables); number++) {
         PyObject *table = PyList_GetItem(tables, number), *value = NULL;
+        Py_XINCREF(table); /* to compare keys may run any code, which may also take it out of the row */
         if (is_dict(table) && (value = PyDict_GetItemWithError(table, key)) == NULL && !PyErr_Occurred())
             value = Py_None;
         if (value == NULL || PyList_Append(found, value) != 0)
             Py_CLEAR(found);
+        Py_XDECREF(table);
     }
     return found;
+}
+
+/* Whether a dict is so long and has these values under these keys; -1 and an exception, if that cannot be told. */
+static int holds(PyObject *table, PyObject *length, PyObject *names, PyObject *were) {
+    const Py_ssize_t count = PyTuple_Size(names), expected = PyLong_AsSsize_t(length);
+    if (PyErr_Occurred() || PyTuple_Size(were) != count) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "rows of different lengths");
+        return -1;
+    }
+    if (PyDict_Size(table) != expected)
+        return 0;
+    for (Py_ssize_t place = 0; place < count; place++) {
+        PyObject *found = PyDict_GetItemWithError(table, PyTuple_GetItem(names, place)); /* borrowed */
+        if (found == NULL && PyErr_Occurred())
+            return -1;
+        if (found != PyTuple_GetItem(were, place))
+            return 0;
+    }
+    return 1;
 }
 
 static PyObject *hold(PyObject *module, PyObject *arguments) {
@@ -263,21 +287,17 @@ static PyObject *hold(PyObject *module, PyObject *arguments) {
                  *were = PyList_GetItem(values, number);
         if (names == NULL || !is_dict(table)) /* NULL, or with an exception: a key's comparison has made rows shorter */
             return NULL;
-        const Py_ssize_t count = PyTuple_Size(names), expected = PyLong_AsSsize_t(PyList_GetItem(lengths, number));
-        if (PyErr_Occurred() || PyTuple_Size(were) != count) {
-            if (!PyErr_Occurred())
-                PyErr_SetString(PyExc_ValueError, "rows of different lengths");
+        Py_INCREF(table); /* and it may take these out of their rows */
+        Py_INCREF(names);
+        Py_XINCREF(were);
+        const int found = holds(table, PyList_GetItem(lengths, number), names, were);
+        Py_DECREF(table);
+        Py_DECREF(names);
+        Py_XDECREF(were);
+        if (found < 0)
             return NULL;
-        }
-        if (PyDict_Size(table) != expected)
+        if (!found)
             Py_RETURN_FALSE;
-        for (Py_ssize_t place = 0; place < count; place++) {
-            PyObject *found = PyDict_GetItemWithError(table, PyTuple_GetItem(names, place)); /* borrowed */
-            if (found == NULL && PyErr_Occurred())
-                return NULL;
-            if (found != PyTuple_GetItem(were, place))
-                Py_RETURN_FALSE;
-        }
     }
     Py_RETURN_TRUE;
 }
