@@ -23,7 +23,7 @@ from lightning_spot.capture.ring_settings import RingSettings, open_host
 from lightning_spot.capture.safety import Safety
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.split import Ranks
-from lightning_spot.capture.tensors import tensors_in
+from lightning_spot.capture.tensors import expected_nbytes, tensors_in
 from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import (
@@ -51,16 +51,8 @@ from lightning_spot.staging.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
-_OUTLINE_BYTES = 4 * 1024 * 1024  # everything in a checkpoint that is no tensor, generously
-_PER_TENSOR_BYTES = 1024
 _UNFORESEEN = (NodeFailed, SnapshotFailed)
 _PASSING = (*_UNFORESEEN, NodeUnreachable, ShareMissing, SnapshotNotFound, TornSnapshot)
-
-
-def expected_nbytes(state: Any, part: float = 1.0) -> int:
-    """About the bytes of a snapshot with the tensors of ``state``, and what goes with them, or of a part of it."""
-    tensors = tensors_in(state)
-    return int(part * sum(item.numel() * item.element_size() + _PER_TENSOR_BYTES for item in tensors)) + _OUTLINE_BYTES
 
 
 class Attempt:
@@ -121,16 +113,26 @@ class Attempt:
         except BaseException:
             leave(host)
             raise
-        copier = Copier(buffer_bytes=settings.device_buffer_bytes)
-        reopen = self._reopen if self.location.embedded else None
-        topk = settings.compression == "topk"
-        self.writer: SnapshotWriter = (
-            ShardedWriter(host, reopen, copier, schedule, look, world_size=sharded_over, token=self.info.token)
-            if sharded_over
-            else SnapshotWriter(host, reopen, look, copier, schedule, approximates=topk)
-        )
+        try:
+            self.writer = self._writer(host, look, schedule, sharded_over)
+        except BaseException:  # no thread can be had now
+            if self._late_claim is not None:
+                self._late_claim.close()
+            leave(host)
+            raise
         self._past_memory = PastMemory(self.writer, self.location.url, self.info)
         self.safety = Safety(self.writer, settings.durable_every_s or 0.0)
+
+    def _writer(
+        self, host: Host, look: Callable[[Layout], str | None], schedule: Schedule | None, sharded_over: int
+    ) -> SnapshotWriter:
+        copier = Copier(buffer_bytes=self._settings.device_buffer_bytes)
+        reopen = self._reopen if self.location.embedded else None
+        if sharded_over:
+            token = self.info.token
+            return ShardedWriter(host, reopen, copier, schedule, look, world_size=sharded_over, token=token)
+        topk = self._settings.compression == "topk"
+        return SnapshotWriter(host, reopen, look, copier, schedule, approximates=topk)
 
     @property
     def number(self) -> int:

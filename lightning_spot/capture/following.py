@@ -64,7 +64,12 @@ class Follower(ABC, Generic[What]):
         self._unsteady: frozenset[int] = frozenset()
         self._pending: list[Task[What]] = []
         self._say_once = SayOnce()
-        self._tasks = Background("spot-share", self._look, self._look_s)
+        try:
+            self._tasks = Background("spot-share", self._look, self._look_s)
+        except BaseException:  # nobody else closes what was given
+            self._copier.close()
+            host.disconnect()
+            raise
 
     # -- on the training thread -----------------------------------------------------------------------------------
 

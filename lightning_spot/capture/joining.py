@@ -94,7 +94,6 @@ class Joining(Follower[_Part | SpotError]):
         token: str = "",
     ) -> None:
         self._brought: tuple[str, str, Number] | None = None  # name, where, and which share of it
-        super().__init__(host, connect, copier, schedule)
         self._attempt, self._hosts, self._rank, self._world_size = host.attempt, hosts, rank, world_size
         self._token = token
         self._laying_out = threading.Lock()
@@ -103,6 +102,7 @@ class Joining(Follower[_Part | SpotError]):
         self._portioned = Portioned()
         self._room = self.needs = 0
         self._told: tuple[Places | None, str] = (None, "")
+        super().__init__(host, connect, copier, schedule)  # last: it begins a thread
 
     def _lay_out_anew(self) -> None:
         """Know nothing of what was laid out so far."""

@@ -78,7 +78,6 @@ class ShardedWriter(SnapshotWriter):
         world_size: int,
         token: str = "",
     ) -> None:
-        super().__init__(host, reconnect, look, copier, schedule)
         self._world_size, self._token = world_size, token
         self._layouter = ShardedLayouter(0, world_size, token)
         self._own_layouter = Layouter()
@@ -86,6 +85,7 @@ class ShardedWriter(SnapshotWriter):
         self._told: tuple[Any, str] = (None, "")
         self._at = ""
         self._portioned = Portioned()
+        super().__init__(host, reconnect, look, copier, schedule)  # last: it begins a thread
 
     def begin(self, checkpoint: Any, manifest: Manifest, **how: Any) -> Future[Manifest]:
         """See :meth:`SnapshotWriter.begin`. Where rank 0 cannot, the others are told: they do not wait for the slot."""

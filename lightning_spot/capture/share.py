@@ -76,10 +76,10 @@ class ShareWriter(Follower[_Share | SpotError]):
         schedule: Schedule | None = None,
         across: Number | None = None,
     ) -> None:
-        super().__init__(host, connect, copier, schedule)
         self._number, self._across = number, across
         self._split: tuple[str, Split, Portion | None] = ("", Split((), (), (), {}), None)
         self._named: dict[int, Named] = {}
+        super().__init__(host, connect, copier, schedule)  # last: it begins a thread
 
     def begin(self, name: str, owned: Owners, state: SizedBytes | SpotError, wait_s: float = 0.0, at: str = "") -> None:
         """Begin this rank's share of a snapshot; nothing happens if it has none.

@@ -101,7 +101,11 @@ class SnapshotWriter:
         self._supply = Supply(self._maker, leases)
         self._pending: list[Pending] = []
         self._outliner, self._divider = Outliner(self.say_once), Divider()
-        self._tasks = Background("spot-writer", leases.give_back, lambda: leases.idle_s)
+        try:
+            self._tasks = Background("spot-writer", leases.give_back, lambda: leases.idle_s)
+        except BaseException:  # nobody else closes what was given
+            copying.close()
+            raise
 
     # -- on the training thread -----------------------------------------------------------------------------------
 

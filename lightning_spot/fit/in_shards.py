@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_spot.capture.attempt import Attempt, expected_nbytes
+from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import within
 from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.owners import Owners
@@ -21,7 +21,7 @@ from lightning_spot.capture.ring_settings import RingSettings
 from lightning_spot.capture.saying import say_failing
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, needs_of
 from lightning_spot.capture.split import Ranks
-from lightning_spot.capture.tensors import Owned, by_storage, optimizer_tensors
+from lightning_spot.capture.tensors import Owned, by_storage, expected_nbytes, optimizer_tensors
 from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.errors import NodeUnreachable, SettingsError, SpotError
 from lightning_spot.exact.dump import KEY, Dump

@@ -1,0 +1,74 @@
+"""An attempt that cannot begin leaves nothing behind: no thread, no ring, no claim."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_spot.capture import background
+from lightning_spot.capture.attempt import Attempt
+from lightning_spot.capture.joining import Joining
+from lightning_spot.capture.ring_settings import RingSettings
+from lightning_spot.capture.share import ShareWriter
+from lightning_spot.capture.split import Number
+from lightning_spot.client.stores import open_store
+from lightning_spot.memory.host import InProcessHost
+from lightning_spot.run.location import Location
+from lightning_spot.run.survey import survey
+from lightning_spot.staging.alone import LoneThread
+from tests.conftest import named_run
+
+RING = RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=False)
+
+
+class Listed(InProcessHost):
+    """Notes that it was let go."""
+
+    def __init__(self) -> None:
+        super().__init__(slots=2, memory_bytes=2**20, open_store=open_store)
+        self.gone: list[str] = []
+
+    def leave(self, *, complete: bool) -> None:
+        self.gone.append("left")
+        super().leave(complete=complete)
+
+    def disconnect(self) -> None:
+        self.gone.append("disconnected")
+
+
+def left_behind(begin: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> set[threading.Thread]:
+    """The threads that are there after something could not begin, since no further one could be had."""
+
+    def refused(*_: Any, **__: Any) -> LoneThread:
+        raise RuntimeError("can't start new thread")
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(background, "LoneThread", refused)
+    with pytest.raises(RuntimeError, match="new thread"):
+        begin()
+    return {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("spot-copier")}
+
+
+@pytest.mark.parametrize("ranks", [0, 1], ids=["whole", "in shards"])
+def test_an_attempt_for_which_there_is_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    found, host = survey(Location.of(str(tmp_path / "run"), None, None)), Listed()
+    assert not left_behind(lambda: Attempt(found, host, RING, sharded_over=ranks), monkeypatch)
+    assert host.gone == ["left"]
+
+
+def test_a_rank_beside_rank_0_for_which_there_is_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begins: list[Callable[[Listed], Any]] = [
+        lambda host: ShareWriter(host, lambda: host, Number(1, 0, 1)),
+        lambda host: Joining(host, lambda: host, rank=1, world_size=2),
+    ]
+    for begin in begins:
+        host = Listed()
+        host.open_run(named_run("run", str(tmp_path / "run")))
+        with monkeypatch.context() as patch:
+            assert not left_behind(lambda host=host, begin=begin: begin(host), patch)  # type: ignore[misc]
+        assert host.gone == ["disconnected"]
+        host.leave(complete=True)
