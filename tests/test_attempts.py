@@ -1,22 +1,26 @@
-"""An attempt that cannot begin leaves nothing behind: no thread, no ring, no claim."""
+"""An attempt that cannot begin leaves nothing behind; what keeps one from its snapshots is said."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from lightning_spot.capture import background
 from lightning_spot.capture.attempt import Attempt
+from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.ring_settings import RingSettings
 from lightning_spot.capture.share import ShareWriter
 from lightning_spot.capture.split import Number
 from lightning_spot.client.stores import open_store
-from lightning_spot.memory.host import InProcessHost
+from lightning_spot.errors import NodeUnreachable
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.staging.alone import LoneThread
@@ -72,3 +76,29 @@ def test_a_rank_beside_rank_0_for_which_there_is_no_thread(tmp_path: Path, monke
             assert not left_behind(lambda host=host, begin=begin: begin(host), patch)  # type: ignore[misc]
         assert host.gone == ["disconnected"]
         host.leave(complete=True)
+
+
+def test_only_what_comes_of_a_loss_that_was_said_is_not_said_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node elsewhere that a hook has asked was passed over in silence once the node of this host had been lost."""
+    host = Listed()
+    attempt = Attempt(survey(Location.of(str(tmp_path / "run"), None, None)), host, RING)
+    lost = cast(Host, SimpleNamespace(max_stall_s=1.0, disconnect=lambda: None))
+    is_there = threading.Event()
+    attempt.writer.link = link = HostLink(lost, lambda: host if is_there.wait(20.0) else lost)
+    first, later = NodeUnreachable("it has gone"), NodeUnreachable("the same line, for another snapshot")
+    try:
+        for error in (first, later):
+            link.lose(lost, error)
+        with pytest.raises(NodeUnreachable) as missing:
+            attempt.writer.begin({}, Manifest(run="run", name="x", file="", step=1, attempt=1, nbytes=0))
+        caplog.clear()
+        for error in (first, later, missing.value, NodeUnreachable("nobody answers at 10.0.0.5")):
+            attempt.write(error, owned={}, kept={}, step=1, epoch=0, world_size=1, wait_s=0.0)
+    finally:
+        is_there.set()
+        attempt.finish(0.0, complete=False)
+    said = [record.getMessage() for record in caplog.records if "no snapshot now" in record.getMessage()]
+    assert len(said) == 1
+    assert "nobody answers at 10.0.0.5" in said[0]

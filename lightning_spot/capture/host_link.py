@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
+from weakref import WeakSet
 
 from lightning_spot.errors import Fenced, NodeUnreachable, SpotError
 from lightning_spot.memory.host import Host
@@ -47,6 +48,7 @@ class HostLink:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._untold: deque[Callable[[Host], None]] = deque(maxlen=_MOST_UNTOLD)
+        self._said: WeakSet[BaseException] = WeakSet()  # that come of losses which were said
 
     @property
     def host(self) -> Host | None:
@@ -83,7 +85,10 @@ class HostLink:
     def lose(self, host: Host, error: SpotError) -> None:
         """Let a ring go that is gone or does not answer, and look for a new one in the background."""
         with self._changed:
-            if self._host is not host or self._reconnect is None or self._closed:
+            if self._reconnect is None or self._closed:
+                return
+            if self._host is not host:
+                self._said.add(error)
                 return
             thread = threading.Thread(target=self._find, name="spot-reconnect", daemon=True)
             try:
@@ -93,6 +98,7 @@ class HostLink:
                 return
             self._host, self._thread = None, thread
             self.losses += 1
+            self._said.add(error)
         silent = isinstance(error.__cause__, TimeoutError)
         reason = f"it did not answer within max_stall_s={host.max_stall_s:.1f} s" if silent else error
         logger.warning(
@@ -102,9 +108,15 @@ class HostLink:
         )
         host.disconnect()
 
+    def missing(self) -> NodeUnreachable:
+        """The error of who needs the ring while there is none."""
+        error = NodeUnreachable("the memory node on this host is lost; a new one is being started")
+        self._said.add(error)
+        return error
+
     def is_loss(self, error: BaseException) -> bool:
         """Whether an error says no more than what was said when a ring was lost."""
-        return isinstance(error, NodeUnreachable) and self.losses > 0
+        return error in self._said
 
     def wait(self, wait_s: float) -> Host | None:
         """The ring, as soon as there is one; ``None`` if none came within ``wait_s`` seconds."""

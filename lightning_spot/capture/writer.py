@@ -167,7 +167,7 @@ class SnapshotWriter:
             SpotError: if no snapshot can be begun now; nothing that is saved already is touched.
         """
         if (host := self.host) is None:
-            raise NodeUnreachable("the memory node on this host is lost; a new one is being started")
+            raise self.link.missing()
         deadline_s = time.monotonic() + wait_s
         self._supply.wait_warm(host, wait_s)
         self.across.make_way(host, ranks.at if ranks is not None else "", within(deadline_s))
