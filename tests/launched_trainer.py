@@ -1,6 +1,7 @@
-"""A training without torch for drills, whose launcher does as torchrun: ``python -m tests.launched_trainer RESTARTS``.
+"""A training without torch for drills, whose launcher does as torchrun.
 
-The launcher starts its rank in a session of its own, again as often as it fails, and then exits with a code of its own.
+``python -m tests.launched_trainer RESTARTS [SECONDS]``: the launcher starts its rank in a session of its own, after so
+many seconds, again as often as it fails, and then exits with a code of its own.
 The rank says of a notice what it heard in ``rank-heard``, beside its run.
 """
 
@@ -25,8 +26,9 @@ STEPS = 30
 _NBYTES = 1000
 
 
-def launch(restarts: int) -> int:
+def launch(restarts: int, after_s: float = 0.0) -> int:
     for _ in range(restarts + 1):
+        time.sleep(after_s)
         rank = subprocess.Popen([sys.executable, "-m", "tests.launched_trainer"], start_new_session=True)
         signal.signal(signal.SIGTERM, lambda number, _, rank=rank: rank.send_signal(number) or sys.exit(rank.wait(10)))
         if rank.wait() == 0:
@@ -53,4 +55,8 @@ def train(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(launch(int(sys.argv[1])) if len(sys.argv) > 1 else train(Path(os.environ[DRILL_VARIABLE])))
+    sys.exit(
+        launch(int(sys.argv[1]), *map(float, sys.argv[2:]))
+        if len(sys.argv) > 1
+        else train(Path(os.environ[DRILL_VARIABLE]))
+    )

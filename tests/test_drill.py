@@ -75,6 +75,24 @@ def test_ranks_that_a_launcher_starts_in_sessions_of_their_own(tmp_path: Path, m
     assert not [pid for pid in os.listdir("/proc") if pid.isdecimal() and is_of(int(pid), tmp_path)]  # none is left
 
 
+class Soon(random.Random):
+    """Draws the first of all moments."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return a
+
+
+@pytest.mark.slow
+def test_a_notice_that_comes_before_a_launcher_has_started_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_spot.cli.drill._differences", lambda *_: Verdict(different=[], of_the_run=[]))
+    command = [sys.executable, "-m", "tests.launched_trainer", "0", "2"]
+    one = Drill(command=command, folder=tmp_path, kills=1, limit_s=60.0, chance=Soon())
+    one.run()
+    assert len((tmp_path / "disturbed" / "rank-heard").read_text().split()) == 1
+
+
 def test_whoever_has_the_number_of_a_training_that_ended_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,7 @@ class Drill:
     chance: random.Random
     disturbances: list[str] = field(default_factory=list)
     _waited_s: float = 0.0
+    _is_launched: bool = False  # by a launcher, which ends with a code of its own
 
     def run(self) -> Verdict:
         """Carry it out."""
@@ -88,6 +89,7 @@ class Drill:
                 if time.monotonic() > deadline:
                     raise DrillFailed(f"the training is not done after {self.limit_s:.0f} s: give it less, or --limit")
                 if not disturbed.exists():
+                    self._is_launched = self._is_launched or bool(trained.launched())
                     _begin_with_first_snapshot(undisturbed, disturbed)
                 time.sleep(_POLL_S)
         if process.returncode != 0:
@@ -104,16 +106,17 @@ class Drill:
         for _ in range(self.kills + 1):
             notice = disturbed / "notice"
             notice.unlink(missing_ok=True)
-            is_told, is_launched = False, False
+            goes_on, is_disturbed = True, False
             with training(self.command, disturbed, notice) as trained:
-                while not is_told and self._comes_to_a_moment(trained.process, disturbed, took_s, steps):
-                    is_launched, attempts = bool(trained.launched()), _attempts(disturbed)
+                while goes_on and self._comes_to_a_moment(trained.process, disturbed, took_s, steps):
+                    attempts = _attempts(disturbed)
                     self._disturb(trained, disturbed, notice)
-                    is_told = not self._goes_on(trained.process, disturbed, attempts)
+                    is_disturbed = True
+                    goes_on = self._goes_on(trained.process, disturbed, attempts)
                 code = self._code(trained.process, disturbed)
             if code == 0:
                 return
-            if not is_told or (code not in _ENDED and not is_launched):  # a launcher ends with a code of its own
+            if not is_disturbed or (code not in _ENDED and not self._is_launched):
                 raise DrillFailed(f"a resumed training ended with exit code {code}:\n{_tail(disturbed)}")
 
     def _code(self, process: subprocess.Popen[bytes], disturbed: Path) -> int:
@@ -123,7 +126,10 @@ class Drill:
             raise self._endless(disturbed) from None
 
     def _goes_on(self, process: subprocess.Popen[bytes], disturbed: Path, attempts: int) -> bool:
-        """Whether a launcher has started the training again after so many attempts, instead of ending."""
+        """Whether a launcher has started the training again after so many attempts, instead of ending.
+
+        Or it has started it only now, and that one is told: then it ends a moment later.
+        """
         deadline = time.monotonic() + self.limit_s
         while process.poll() is None:
             if _attempts(disturbed) > attempts:
