@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import pytest
 
+from lightning_spot.capture.host_link import HostLink
+from lightning_spot.capture.leases import Leases
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.errors import Fenced, NodeUnreachable, RingFull, SettingsError, ShareMissing, SnapshotNotFound
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.parts import checksum
+from lightning_spot.memory.host import Host, Lease
 from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.upload import Upload
 from lightning_spot.service.waiting import Waiting
@@ -402,3 +407,22 @@ def test_processes_fill_one_slot_through_the_node_of_their_host(hosts: Callable[
     second.disconnect()
     with pytest.raises(ShareMissing, match="rank 1 ended"):
         first.seal(lease, replace(manifest, name=snapshot_name(5, 1), step=5))
+
+
+def test_of_an_earlier_snapshot_is_said_for_which_its_slot_is_before_a_later_one_gets_its_own() -> None:
+    """Else the ranks that wait for it would hear from the node that a later one has overtaken it."""
+    asked: list[str] = []
+    with mmap.mmap(-1, NBYTES) as memory:
+
+        def lease(nbytes: int, wait_s: float, shared: Shared | None = None) -> Lease:
+            asked.append(f"lease for {shared.name if shared is not None else 'what comes'}")
+            return Lease(str(len(asked)), memory, nbytes, "tmpfs", 0, shared=shared)
+
+        said = SimpleNamespace(lease=lease, max_stall_s=1.0, say=lambda lease: asked.append(f"say {lease.shared.name}"))
+        host = cast(Host, said)
+        leases = Leases(HostLink(host), lambda _lease: None, lambda _full, _left_s: None)
+        leases.lease_ahead(host, NBYTES, comes=True)
+        first = leases.take(host, NBYTES, 0.0, Shared(name=snapshot_name(1, 1), shares=2))
+        leases.take(host, NBYTES, 0.0, Shared(name=snapshot_name(2, 1), shares=2))
+        assert asked == ["lease for what comes", f"say {snapshot_name(1, 1)}", f"lease for {snapshot_name(2, 1)}"]
+        leases.say(host, first)  # as the background does when it comes to it: no harm

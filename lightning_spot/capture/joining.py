@@ -192,7 +192,8 @@ class Joining(Follower[_Part | SpotError]):
         watched = [address for address in by_address if address in owned and address not in self._unsteady]
         others = by_address.keys() - kept.keys() - set(watched)
         copies = copies_of({address: by_address[address] for address in others})
-        watches = watch(chain.from_iterable(map(owned.__getitem__, watched)))
+        noted = self._copier.note(len(watched), lambda number: by_address[watched[number]])
+        watches = watch(chain.from_iterable(map(owned.__getitem__, watched)), noted)
         return _Part(checkpoint.state, own, room, image, kept, copies, watches, trusts, threading.Event())
 
     def newest_differs(self) -> bool:

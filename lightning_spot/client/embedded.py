@@ -129,6 +129,7 @@ class EmbeddedHost:
         self, name: str, *, share: int, digest: str = "", wait_s: float, at: str = "", host: int = 0, told: str = ""
     ) -> Lease:
         """See :meth:`Host.join`."""
+        self.session.check()  # a node that has not seen yet that it is over would count on a share that cannot come
         body = {"attempt": self.attempt, "name": name, "share": share, "digest": digest, "wait_s": wait_s}
         body |= {"session": self.session.id, "at": at, "host": host}
         body |= self._layout.to_send(told) if told else {"layout_id": self._layout.id}

@@ -19,11 +19,13 @@ from lightning_spot.staging.cuda import CudaCopier, Marks
 from lightning_spot.staging.job import CopyJob
 from lightning_spot.staging.lane import Held
 from lightning_spot.staging.moving import goes_past_caches
-from lightning_spot.staging.samples import Sampler
+from lightning_spot.staging.samples import Sampler, Samples
 from lightning_spot.staging.spans import SlotSpan, Spans, sizes_of, some, storages_of, whole
 from lightning_spot.staging.watches import Watches, watch
 
 if TYPE_CHECKING:
+    import torch
+
     from lightning_spot.staging.device import Device
     from lightning_spot.staging.schedule import Schedule, Timetable
 
@@ -147,6 +149,15 @@ class Copier:
     def marks(self) -> Marks:
         """What the calling thread has ordered on GPUs so far."""
         return self._cuda.marks()
+
+    def note(self, count: int, nth: Callable[[int], torch.UntypedStorage]) -> Samples:
+        """Note some bytes of storages whose copy begins later, for their :class:`Watches`; see :class:`Sampler`.
+
+        Args:
+            count: how many there are.
+            nth: gives each by its number.
+        """
+        return self._sampler.note(count, nth)
 
     def reading(self, after: Marks) -> AbstractContextManager[None]:
         """Have the calling thread read from GPUs itself, after what another one had ordered, and beside what it does.

@@ -53,7 +53,7 @@ class CopyJob:
         """Whether training stands still until the snapshot is sealed."""
         self._watches = watches
         self._sampler = sampler if sampler is not None else Sampler()
-        self._samples = self._sampler.take(self.pieces if watches else ())
+        self._samples = watches.samples or self._sampler.take(self.pieces if watches else ())
         self._woken, self._clock = woken, clock
         self._tasks: deque[Batch] = deque()
         self._lock = threading.Lock()

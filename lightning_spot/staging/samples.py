@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -64,13 +64,23 @@ class Sampler:
             return Samples(_places(pieces), _WARY_BYTES)
         if len(pieces) <= STORAGES:
             return Samples(_places(pieces), _BYTES)
-        # One of each share of them: to draw from all takes four times as long.
-        ends = [len(pieces) * number // STORAGES for number in range(STORAGES + 1)]
-        drawn = [first + int(_dice.random() * (end - first)) for first, end in itertools.pairwise(ends)]
+        drawn = _drawn(len(pieces))
         if not isinstance(pieces, Pieces):
             return Samples(_places([pieces[number] for number in drawn]), _BYTES)
         storages, starts, sizes = pieces.storages, pieces.places.starts, pieces.places.sizes
         return Samples([(storages[number], starts[number], sizes[number]) for number in drawn], _BYTES)
+
+    def note(self, count: int, nth: Callable[[int], torch.UntypedStorage]) -> Samples:
+        """Note bytes of some of ``count`` storages, each given by its number."""
+        drawn = range(count) if self.is_wary or count <= STORAGES else _drawn(count)
+        places = ((storage, 0, storage.nbytes()) for storage in map(nth, drawn))
+        return Samples(places, _WARY_BYTES if self.is_wary else _BYTES)
+
+
+def _drawn(count: int) -> list[int]:
+    """One of each share of so many: to draw from all takes four times as long."""
+    ends = [count * number // STORAGES for number in range(STORAGES + 1)]
+    return [first + int(_dice.random() * (end - first)) for first, end in itertools.pairwise(ends)]
 
 
 def _places(pieces: Iterable[Piece]) -> list[_Place]:

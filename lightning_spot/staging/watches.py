@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from lightning_spot.image.rows import each_of, versions_of
+from lightning_spot.staging.samples import Samples
 
 
 class Watches:
@@ -17,12 +18,18 @@ class Watches:
     Args:
         tensors: the tensors.
         versions: their version counters when the copy was ordered, as :func:`versions_of` them.
+        samples: some of their bytes at that time; ``None`` where the copy begins at once, and notes them.
+
+    Attributes:
+        samples: likewise.
     """
 
-    __slots__ = ("_tensors", "_versions")
+    __slots__ = ("_tensors", "_versions", "samples")
 
-    def __init__(self, tensors: Sequence[torch.Tensor] = (), versions: object = None) -> None:
-        self._tensors = list(tensors)
+    def __init__(
+        self, tensors: Sequence[torch.Tensor] = (), versions: object = None, samples: Samples | None = None
+    ) -> None:
+        self._tensors, self.samples = list(tensors), samples
         self._versions = versions if versions is not None else versions_of([])
 
     def __len__(self) -> int:
@@ -37,7 +44,7 @@ class Watches:
         return list(itertools.compress(self._tensors, itertools.starmap(operator.ne, pairs)))
 
 
-def watch(tensors: Iterable[torch.Tensor]) -> Watches:
+def watch(tensors: Iterable[torch.Tensor], samples: Samples | None = None) -> Watches:
     """Note the version counters of ``tensors``. Inference tensors have none and are left out: nothing tracks them."""
     watched = list(tensors)
     try:
@@ -45,4 +52,4 @@ def watch(tensors: Iterable[torch.Tensor]) -> Watches:
     except RuntimeError:  # to ask each of them first takes longer than all else
         watched = [tensor for tensor in watched if not tensor.is_inference()]
         versions = versions_of(watched)
-    return Watches(watched, versions)
+    return Watches(watched, versions, samples)
