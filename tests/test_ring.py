@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -362,6 +363,20 @@ def test_a_live_trainer_keeps_its_run(bench: Bench) -> None:
     bench.open(session="second")  # its own trainer, which connected again
     bench.node.end_session("second")
     assert bench.open(attempt=2, session="first").attempt == 2
+
+
+def test_of_two_trainers_that_begin_a_run_at_the_same_moment_one_is_refused(bench: Bench) -> None:
+    """Each has found nothing, and made an identity of its own: both trained, and the later one fenced the earlier."""
+    for session in ("first", "second"):
+        bench.node.begin_session(session)
+    first = RunInfo(name="x", id="1" * 12, location="file:///x", attempt=1, token="a", session="first", pid=4711)
+    second = replace(first, id="2" * 12, token="b", session="second")
+    bench.node.open_run(first)
+    with pytest.raises(RunBusy, match="4711"):
+        bench.node.open_run(second)
+    bench.node.open_run(replace(second, location="file:///y"))
+    bench.node.end_session("first")
+    assert bench.node.open_run(second).attempt == 1
 
 
 def test_an_older_file_never_replaces_a_newer_one(bench: Bench) -> None:

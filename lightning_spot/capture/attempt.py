@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import torch
-
-from lightning_spot._version import __version__
 from lightning_spot.capture.ending import Ending, LastState
 from lightning_spot.capture.host_link import leave, within
 from lightning_spot.capture.owners import Owners
@@ -25,6 +20,7 @@ from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWrit
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import expected_nbytes, tensors_in
 from lightning_spot.capture.unforeseen import failure_of
+from lightning_spot.capture.versions import versions
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import (
     Fenced,
@@ -387,15 +383,3 @@ class Attempt:
             leave(host)
             raise
         return host
-
-
-@functools.cache  # read from files, and the training thread asks
-def versions() -> dict[str, str]:
-    """Of what writes a snapshot: this package, torch and Lightning."""
-    present = {"lightning_spot": __version__, "torch": str(torch.__version__)}
-    for name in ("lightning", "pytorch-lightning"):  # the same by two names, and one may be there alone
-        try:
-            return {"lightning": version(name), **present}
-        except PackageNotFoundError:
-            continue
-    return present

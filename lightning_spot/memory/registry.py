@@ -45,6 +45,10 @@ class Registry:
             Fenced: if a later attempt holds it, or another one of the same number.
         """
         known = self.runs.get(info.key)
+        for other in self.runs.values():
+            # Two that begin a run at the same moment have each made an identity of it.
+            if other is not known and info.location and other.info.location == info.location:
+                self._check_not_live(other.info, info)
         if known is not None:
             self._check_free(known.info, info)
             if info.durable_url is None and not info.token:  # a file is written, no trainer: nothing is said of tiers
@@ -165,7 +169,7 @@ class Registry:
             return False
         return not owner or owner != self.sessions.get(session)
 
-    def _check_free(self, current: RunInfo, info: RunInfo) -> None:
+    def _check_not_live(self, current: RunInfo, info: RunInfo) -> None:
         another = self.held_by_another(current, info.session)
         # A trainer that connects again, because its connection broke, has the token of its attempt.
         itself = bool(current.token) and (current.token, current.attempt) == (info.token, info.attempt)
@@ -176,6 +180,9 @@ class Registry:
                 run=current.name,
                 pid=current.pid,
             )
+
+    def _check_free(self, current: RunInfo, info: RunInfo) -> None:
+        self._check_not_live(current, info)
         if current.attempt == info.attempt and current.token and info.token and current.token != info.token:
             raise Fenced(
                 f"attempt {info.attempt} of run {current.name!r} is another trainer's (on"
