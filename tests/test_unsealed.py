@@ -31,6 +31,9 @@ from lightning_spot.memory.bases import Base, glance
 from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.memory.paths import resolve
 from lightning_spot.memory.slots import Slot
+from lightning_spot.run.location import Location
+from lightning_spot.run.patience import Patience
+from lightning_spot.run.survey import survey
 from lightning_spot.tiers.local import LocalStore
 from tests import small_trainer
 from tests.conftest import until
@@ -591,6 +594,19 @@ def test_who_resumes_waits_until_it_is_sealed(slow_host: EmbeddedHost, shut: Pat
     threading.Timer(1.3 * STALL_S, shut.unlink).start()
     assert [manifest.step for manifest in slow_host.manifests()] == [2, 1]
     assert time.monotonic() - began_s > STALL_S
+
+
+def test_who_resumes_passes_over_nothing_that_is_being_sealed_for_longer_than_tiers_are_waited_for(
+    slow_host: EmbeddedHost, shut: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The newest one was passed over for the durable one before it."""
+    began_s = time.monotonic()
+    threading.Timer(STALL_S, shut.unlink).start()
+    found = survey(Location.of(str(tmp_path / "run"), "auto", None), Patience(answer_s=1.0))
+    assert time.monotonic() - began_s >= STALL_S
+    assert [manifest.step for manifest, _ in found.candidates] == [2, 1, 1]
+    assert not found.problems
+    assert "memory has not said what it has after 1 s: it is waited for" in caplog.text
 
 
 def test_where_memory_goes_with_the_trainer_the_durable_tier_gets_each_that_it_can_take(tmp_path: Path) -> None:
