@@ -142,6 +142,7 @@ def test_of_a_node_that_another_version_has_left_on_this_host_it_is_said_what_to
         trainer(spot(tmp_path, notices=None)).fit(Net(), data())
     said = [record.getMessage() for record in caplog.records if "another version of lightning_spot" in record.message]
     assert any("no memory node could be started on this host" in line for line in said)
+    assert len(said) == 2, "where snapshots go, and what is passed over: to ask again helps nothing"
     assert all(f"`kill {process.pid}`; what it has is brought to the durable tier" in line for line in said)
     assert not any("both hosts" in line for line in said), "it is of this host"
     until(lambda: process.kill(10.0), "it to be gone")

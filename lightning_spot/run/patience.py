@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from lightning_spot.errors import TierError
+from lightning_spot.errors import ProtocolMismatch, TierError
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +45,14 @@ def patiently(action: Callable[[], T], bounds: Patience, where: str) -> T:
         where: what to call the tier in the log.
 
     Raises:
-        TierError: of the last try.
+        TierError: of the last try; of the first one, where the other end is of another version, which stays so.
     """
     begun_s, pause_s = time.monotonic(), bounds.first_pause_s
     for number in range(1, bounds.tries + 1):
         try:
             return action()
+        except ProtocolMismatch:
+            raise
         except TierError as error:
             if number == bounds.tries or time.monotonic() - begun_s + pause_s > bounds.no_more_tries_after_s:
                 raise
