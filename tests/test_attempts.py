@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -102,3 +104,15 @@ def test_only_what_comes_of_a_loss_that_was_said_is_not_said_again(
     said = [record.getMessage() for record in caplog.records if "no snapshot now" in record.getMessage()]
     assert len(said) == 1
     assert "nobody answers at 10.0.0.5" in said[0]
+
+
+def test_a_node_that_outlives_who_has_started_it_is_no_leak_to_python(tmp_path: Path) -> None:
+    """Where warnings are looked at (``-X dev``), each start of a training had one."""
+    code = (
+        "from lightning_spot.client import starting\n"
+        f"host = starting.start({str(tmp_path / 'run')!r}, 'run', slots=2, memory_bytes=2**22, idle_timeout_s=1.0)\n"
+        "host.leave(complete=True)"
+    )
+    command = [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,9 @@ def _spawn(record: NodeRecord, deadline: float, *, slots: int, memory_bytes: int
             tail = record.log.read_text(encoding="utf-8", errors="replace")[-2000:]
             raise NodeUnreachable(f"the embedded memory node did not start (exit {process.poll()}). Its log:\n{tail}")
         time.sleep(0.02)
+    with warnings.catch_warnings():  # it outlives whoever has started it: that is no leak
+        warnings.simplefilter("ignore", ResourceWarning)
+        del process
 
 
 def _python_path() -> list[str]:
