@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from lightning_spot.client.remote import NodeStore
 from lightning_spot.exact.compare import differences
+from tests.conftest import until
+from tests.gated import RUN_ID
 from tests.link import Link
 from tests.machines import PHASES, STEPS, Kind, Machines, Sharded, flushing, started, twin
+from tests.network import TOKEN, listening, network_or_skip
 from tests.test_sharded_bucket import Bucket
 from tests.test_together import check_states, load, manifests
+from tests.wire_pair import RUN, Sender, state
 
 __all__ = ["twin"]
 
@@ -20,6 +28,46 @@ FAR = Link(delay_ms=40.0, jitter_ms=10.0, loss=0.005)
 SLOW = Link(bits_per_s=200_000_000)
 CUT_S = 20.0
 LINKS = [pytest.param(FAR, id="far"), pytest.param(SLOW, id="slow")]
+
+
+@pytest.mark.parametrize("cut_s", [0.0, 2.0])
+def test_a_snapshot_gets_to_a_memory_node_by_a_far_link_and_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_s: float
+) -> None:
+    """Also if the link is cut while it is sent."""
+    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", TOKEN)
+    images = [bytes(state(step, 300_000)) for step in (1, 2)]
+    images[1] = images[0][:200_000] + images[1][200_000:]
+    sent: list[int] = []
+
+    def bring() -> list[bytes]:
+        sender, read = Sender(tmp_path, url), []
+        try:
+            sender.open(durable=False, nodes=(url,))
+            until(lambda: sender.node.routes.status(RUN_ID)["node"], "the chain", 60.0)
+            sent.extend(sender.bring(step, image) for step, image in enumerate(images, 1))
+            store = NodeStore(f"{url}/{RUN}")
+            for manifest in sorted(store.survey().manifests, key=lambda manifest: manifest.step):
+                image = bytearray(manifest.nbytes)
+                store.fetch(manifest, memoryview(image))
+                read.append(bytes(image))
+        finally:
+            sender.close()
+        return read
+
+    with network_or_skip("far", ("near", "memory")) as network, ThreadPoolExecutor(1) as thread:
+        for host in network.address:
+            network.shape(host, **asdict(FAR))
+        url = listening(network, "memory", 7070, tmp_path / "node", "--allow", str(tmp_path))
+        brought = thread.submit(network.there, "near", bring)
+        if cut_s:
+            until(lambda: network.received("memory") > 50_000 or brought.done(), "it to be on its way", 60.0)
+            assert not brought.done()
+            network.cut("near")
+            time.sleep(cut_s)
+            network.mend("near")
+        assert brought.result(60.0) == images
+    assert cut_s or sent[1] < 0.6 * len(images[1])  # of the second one, what has changed
 
 
 @pytest.fixture(params=LINKS)
