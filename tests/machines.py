@@ -91,8 +91,8 @@ class Machines:
     def log(self) -> str:
         return "".join((self.root / "run" / f"log-{number}").read_text() for number in (0, 1))
 
-    def wait(self, name: str) -> list[int]:
-        codes = [rank.wait(300) for rank in self.ranks]
+    def wait(self, name: str, wait_s: float = 300.0) -> list[int]:
+        codes = [rank.wait(wait_s) for rank in self.ranks]
         print((self.root / name / "log-0").read_text())
         return codes
 

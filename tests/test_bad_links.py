@@ -27,6 +27,7 @@ FAR = Link(delay_ms=40.0, jitter_ms=10.0, loss=0.005)
 """Another continent, by a line that loses packets."""
 SLOW = Link(bits_per_s=200_000_000)
 CUT_S = 20.0
+WAIT_S = 800.0  # to a bucket that is far, files go one after the other: 15 s for a snapshot, and one at each step
 LINKS = [pytest.param(FAR, id="far"), pytest.param(SLOW, id="slow")]
 
 
@@ -96,25 +97,25 @@ def _by(kind: type[Kind], by: Link) -> type[Kind]:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("when", [*PHASES, flushing])
 def test_two_machines_train_by_bad_links_and_one_is_cut(
     machines: Machines, tmp_path: Path, when: Callable[[Machines], None]
 ) -> None:
     machines.train("twin", STEPS)
-    assert machines.wait("twin") == [0, 0]
+    assert machines.wait("twin", WAIT_S) == [0, 0]
     machines.train("run", STEPS)
     machines.come_to(8)
     when(machines)
     machines.cut_for_a_while("second", CUT_S)
-    assert machines.wait("run") == [0, 0], machines.log()
+    assert machines.wait("run", WAIT_S) == [0, 0], machines.log()
     check_states(tmp_path / "run")
     ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]
     assert differences(*ends) == []
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("when", [*PHASES, flushing])
 def test_machines_train_in_shards_by_bad_links_and_one_is_cut(
     sharded: Sharded, twin: Path, when: Callable[[Sharded], None]
@@ -125,5 +126,5 @@ def test_machines_train_in_shards_by_bad_links_and_one_is_cut(
     sharded.come_to(8)
     when(sharded)
     sharded.cut_for_a_while("second", CUT_S)
-    assert sharded.wait("run") == [0, 0], sharded.log()
+    assert sharded.wait("run", WAIT_S) == [0, 0], sharded.log()
     sharded.check(twin)
