@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightning_spot.capture import contents
+from lightning_spot.capture import contents, turns
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.ending import LastState
 from lightning_spot.capture.joining import Joining
@@ -266,7 +266,7 @@ def test_a_regular_snapshot_at_the_step_of_a_notice_is_compared_whole_on_all_ran
     monkeypatch.setattr(contents, "CHECK_BYTES", 1)
     monkeypatch.setattr(contents, "_WHOLE_BYTES", 0)
     monkeypatch.setattr(contents, "_looks_alike", lambda _piece, _view: True)
-    monkeypatch.setattr(contents.Turns, "next", lambda _, among: among - 1)  # another share than the first number's
+    monkeypatch.setattr(turns.Turns, "next", lambda _, among: among - 1)  # another share than the first number's
     frozen = lambda holder, _state: [one for one in holder._module.parameters() if not one.requires_grad]  # noqa: E731
     monkeypatch.setattr(Dtensors, "frozen", frozen)
     ranks = make(memory)

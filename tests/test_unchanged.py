@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_spot import EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.capture import contents, leases
-from lightning_spot.capture.contents import CHECK_EVERY
 from lightning_spot.capture.tensors import by_storage, storage_address
+from lightning_spot.capture.turns import CHECK_EVERY, Turns, Unchecked, share_of
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import TornSnapshot
 from lightning_spot.image.manifest import snapshot_name
@@ -293,7 +293,7 @@ def test_writes_past_the_counts_in_mid_copy_are_seen(desk: FrozenDesk) -> None:
 
 @pytest.mark.parametrize("among", [1, 2, 3, 6, CHECK_EVERY])
 def test_every_share_has_its_turn_in_every_slot(among: int) -> None:
-    turns = contents.Turns()
+    turns = Turns()
     shares = [turns.next(among) for _ in range(300 * among)]
     for start in range(0, len(shares), among):
         assert set(shares[start : start + among]) == set(range(among))
@@ -308,9 +308,9 @@ def test_every_share_has_its_turn_in_every_slot(among: int) -> None:
 def test_shares_are_cut_by_bytes_and_hold_each_once(sizes: list[int], turns: int) -> None:
     """A table of embeddings may be larger than all other tensors together: its bytes are shared out like any others."""
     pieces: list[Any] = [SimpleNamespace(nbytes=size) for size in sizes]
-    unchecked = [contents.Unchecked(piece, (), None, (), 0, piece.nbytes) for piece in pieces]
+    unchecked = [Unchecked(piece, (), None, (), 0, piece.nbytes) for piece in pieces]
     nbytes = -(-sum(sizes) // turns)
-    shares = [list(contents._share(unchecked, nbytes * turn, nbytes)) for turn in range(turns)]
+    shares = [list(share_of(unchecked, nbytes * turn, nbytes)) for turn in range(turns)]
     assert all(sum(item.stop - item.start for item in share) <= nbytes for share in shares)
     for piece in pieces:
         parts = [(item.start, item.stop) for share in shares for item in share if item.piece is piece]
@@ -321,7 +321,7 @@ def test_what_ctrl_c_keeps_from_being_compared_is_compared_later(monkeypatch: py
     storage = torch.zeros(1000).untyped_storage()
     piece: Any = SimpleNamespace(named=Named(1, storage), storage=storage, nbytes=storage.nbytes())
     owner: Any = SimpleNamespace(is_still=lambda *_: True)
-    plan = contents.Plan([], [], {}, unchecked=[contents.Unchecked(piece, (), owner, (), 0, piece.nbytes)])
+    plan = contents.Plan([], [], {}, unchecked=[Unchecked(piece, (), owner, (), 0, piece.nbytes)])
     outcomes: list[Any] = [KeyboardInterrupt, False]
 
     def compared(*_: Any) -> bool:
@@ -446,7 +446,7 @@ def last_of(
     There are two slots, each filled before: one that is made late holds nothing to compare, and is filled anew.
     """
     monkeypatch.setattr(contents, "CHECK_BYTES", 1)
-    monkeypatch.setattr(contents.Turns, "next", lambda _, among: among - 1)  # another share than that number's
+    monkeypatch.setattr(Turns, "next", lambda _, among: among - 1)  # another share than that number's
     monkeypatch.setattr(contents, "_looks_alike", lambda _piece, _view: True)
     usual: dict[str, Any] = {"interval": EverySteps(1), "on_full": "wait", "slots": 2, "notices": "signal"}
     spot = SpotCheckpoint(str(tmp_path / "run"), **usual, grace_s=60.0)

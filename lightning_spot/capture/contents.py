@@ -3,34 +3,28 @@
 Torch counts the writes to a tensor, but not those that go past it (``tensor.data``, some kernels). So only parameters
 and states of optimizers are left out, whose writes are counted as a rule, and their bytes are looked at: some of each
 as the snapshot begins, and before it is committed all of them, or, above :data:`CHECK_BYTES`, a share of them such
-that each byte has its turn within :data:`CHECK_EVERY` snapshots.
+that each byte has its turn within :data:`CHECK_EVERY` snapshots. Of what lies on GPUs, see :mod:`.on_gpus`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import operator
-import random
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
+from lightning_spot.capture.looks import NOTHING, NoLooks
+from lightning_spot.capture.on_gpus import OnGpus, may_leave_out
 from lightning_spot.capture.owners import Mark, Owner, Owners
+from lightning_spot.capture.turns import CHECK_BYTES, CHECK_EVERY, Turns, Unchecked, dice, same_bytes, share_of
 from lightning_spot.image.layout import Entry, Layout
 from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece, nbytes_of
 from lightning_spot.image.written import Ranges, in_order
 from lightning_spot.staging.copier import SlotView
-
-CHECK_BYTES = 64 * 1024 * 1024
-"""How much is compared for each snapshot (some 5 ms in the background), of which nothing is left to be found later."""
-
-CHECK_EVERY = 10
-"""Every byte that is not copied again is compared with the tensor once in so many snapshots, if not each time."""
 
 _LEAST_BYTES = 1024  # below, comparing costs as much as copying
 _WHOLE_BYTES = 64 * 1024  # up to here all of a storage is compared each time
@@ -41,9 +35,6 @@ PAST_COUNTS = (
     "%d tensors were written to past torch's count of writes (tensor.data, or code of your own); the last %d snapshots"
     " may hold what they were before. From now on these are copied each time, and at once"
 )
-
-_memcmp = ctypes.CDLL(None).memcmp  # lets go of the GIL
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 _PLACED = 3  # of a mark, what says where something lies
 
@@ -83,22 +74,6 @@ class Content:
         self._known = known
 
 
-class Unchecked(NamedTuple):
-    """A piece that its slot holds already, as far as the counts of its storage's owners tell.
-
-    Attributes:
-        start: first byte of it that is compared this time.
-        stop: behind the last one.
-    """
-
-    piece: Piece
-    tensors: Sequence[torch.Tensor]
-    owner: Owner
-    mark: Mark
-    start: int
-    stop: int
-
-
 @dataclass(slots=True)
 class Plan:
     """What is to be copied into a slot.
@@ -110,6 +85,7 @@ class Plan:
         unchecked: pieces that are there, by the counts of their owners, and whose bytes are compared this time.
         found: of these, how many were compared and differ.
         looking: held by whoever compares them.
+        looks: at pieces on GPUs that are there, by the counts of their owners.
         at_once: addresses of storages that were written to past the counts before: nobody would see such a write after
             the snapshot has begun.
         marks: see :class:`Known`.
@@ -124,6 +100,7 @@ class Plan:
     found: int = 0
     looking: threading.Lock = field(default_factory=threading.Lock)
     at_once: frozenset[int] = frozenset()
+    looks: NoLooks = NOTHING
 
     @property
     def nbytes(self) -> int:
@@ -134,13 +111,17 @@ class Plan:
 class Unchanged:
     """Finds what has not changed.
 
+    Args:
+        on_gpus: finds it on GPUs; ``None`` if all that lies there is copied each time.
+
     Attributes:
         distrusted: storages that were written to past the counts; they are always copied.
         checks_all: whether all that is left out is compared each time: no later snapshot would find a difference.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_gpus: OnGpus | None = None) -> None:
         self.distrusted: set[Named] = set()
+        self._on_gpus = on_gpus
         self.checks_all = False
         self._trusted: set[Named] = set()  # left out of a snapshot before
         self._owners: dict[Named, Owner] = {}
@@ -166,16 +147,21 @@ class Unchanged:
         left_out = set()
         if not owners:
             plan.pieces = layout.pieces
-        for piece in layout.pieces if owners else ():
+        on_gpus = self._on_gpus if owners else None
+        which = on_gpus.which(layout.pieces) if on_gpus is not None else None
+        frozen: list[Piece] = []
+        same: list[Unchecked] = []
+        are_far = which if which is not None else itertools.repeat(False)
+        for piece, is_far in zip(layout.pieces, are_far, strict=False) if owners else ():
             storage, offset, nbytes, _, named, start = piece
             tensors = owners.get(storage.data_ptr())
-            if named is None or tensors is None:
+            if named is None or tensors is None or (is_far and not may_leave_out(nbytes, tensors)):
                 copied.append(piece)
                 continue
             owner, first = known_owners.get(named), tensors[0]
             if owner is not None and owner.only() is first and len(tensors) == 1:  # so it is nearly always
                 mark: Mark = (offset, start, nbytes, owner.number, first._version)
-            elif first.is_cpu:
+            elif is_far or first.is_cpu:
                 if owner is None or not owner.is_that_of(tensors):
                     owner = self._new_owner(tensors)
                 mark = (offset, start, nbytes, *owner.mark(tensors))
@@ -184,7 +170,13 @@ class Unchanged:
                 continue
             present[named] = owner
             found[named] = mark
-            if nbytes < _LEAST_BYTES or there.get(named) != mark or named in self.distrusted:
+            if is_far:
+                frozen.append(piece)
+                if there.get(named) != mark or named in self.distrusted:
+                    copied.append(piece)
+                else:
+                    same.append(Unchecked(piece, tensors, owner, mark[_PLACED:], 0, nbytes))
+            elif nbytes < _LEAST_BYTES or there.get(named) != mark or named in self.distrusted:
                 copied.append(piece)
             elif not _looks_alike(piece, view):
                 self.distrusted.add(named)
@@ -194,6 +186,9 @@ class Unchanged:
                 left_out.add(named)
                 if nbytes > _WHOLE_BYTES:
                     plan.unchecked.append(Unchecked(piece, tensors, owner, mark[_PLACED:], 0, nbytes))
+        if on_gpus is not None:
+            plan.looks, again = on_gpus.plan(frozen, same, view, trusts=not self.checks_all)
+            copied += again
         if owners and known is not None and 2 * plan.nbytes < layout.nbytes:
             entries = [(offset, len(data)) for offset, data in plan.frame]
             plan.written = in_order([*entries, *((piece.offset, piece.nbytes) for piece in plan.pieces)])
@@ -227,16 +222,30 @@ class Unchanged:
             plan.found += len(found)
             return plan.found
 
+    def looked(self, looks: NoLooks) -> int:
+        """Wait for what is looked at on GPUs, beside training; how many storages differ from the slot.
+
+        Raises:
+            SpotError: if it does not come.
+        """
+        if self._on_gpus is None:
+            return 0
+        found = self._on_gpus.found(looks)
+        self.distrusted.update(found.past_counts, found.distrusted)
+        return len(found.past_counts)
+
     def newest_differs(self) -> bool:
         """Compare all of the newest snapshot that was left out of it, if that was left to later ones.
 
         Call it once it is committed, when nothing was begun since, and no optimizer has stepped.
         """
         newest, self._of_newest = self._of_newest, None
+        far = self._on_gpus.newest_differs() if self._on_gpus is not None else frozenset()
+        self.distrusted.update(far)
         if newest is None:
-            return False
+            return bool(far)
         unchecked, view = newest
-        return self.written_past_counts(Plan([], [], {}, unchecked=unchecked), view) > 0
+        return self.written_past_counts(Plan([], [], {}, unchecked=unchecked), view) > 0 or bool(far)
 
     def _leave_for_later(self, plan: Plan) -> None:
         """Compare a share only where all of it would take long."""
@@ -246,7 +255,7 @@ class Unchanged:
         turns = min(CHECK_EVERY, -(-nbytes // CHECK_BYTES))
         if turns > 1:
             share = -(-nbytes // turns)
-            plan.unchecked = list(_share(plan.unchecked, share * self._turns.next(turns), share))
+            plan.unchecked = list(share_of(plan.unchecked, share * self._turns.next(turns), share))
 
     def _new_owner(self, tensors: Sequence[torch.Tensor]) -> Owner:
         """The owners of a storage, with a number that no others have: another tensor counts from zero."""
@@ -254,44 +263,13 @@ class Unchanged:
         return Owner(tensors, self._generation)
 
 
-class Turns:
-    """Which share is compared for a snapshot: each in its turn, in an order drawn anew each time around.
-
-    An old byte may lie in one slot only. With a fixed order, slots that are used one after the other might meet the
-    same share each time.
-    """
-
-    def __init__(self) -> None:
-        self._among = 0
-        self._left: list[int] = []
-
-    def next(self, among: int) -> int:
-        """The share, of so many."""
-        if not self._left or among != self._among:
-            self._among, self._left = among, _dice.sample(range(among), among)
-        return self._left.pop()
-
-
-def _share(unchecked: Iterable[Unchecked], start: int, nbytes: int) -> Iterator[Unchecked]:
-    """What lies in a range of all bytes, one piece behind the other: one may be larger than all others together."""
-    before = 0
-    for item in unchecked:
-        first, last = max(start - before, 0), min(start + nbytes - before, item.stop)
-        if first < last:
-            yield item._replace(start=first, stop=last)
-        before += item.stop
-
-
-_dice = random.Random()  # training's own generator is left alone
-
-
 def _looks_alike(piece: Piece, view: SlotView) -> bool:
     """Whether a storage is, at a glance, what the slot holds at its place."""
     if piece.nbytes <= _WHOLE_BYTES:
         return _same(piece, view, 0, piece.nbytes)
     last = piece.nbytes - _SPOT_BYTES
-    return all(_same(piece, view, _dice.randrange(last), _SPOT_BYTES) for _ in range(_SPOTS))
+    return all(_same(piece, view, dice.randrange(last), _SPOT_BYTES) for _ in range(_SPOTS))
 
 
 def _same(piece: Piece, view: SlotView, start: int, nbytes: int) -> bool:
-    return not _memcmp(piece.storage.data_ptr() + piece.start + start, view.address + piece.offset + start, nbytes)
+    return same_bytes(piece.storage.data_ptr() + piece.start + start, view.address + piece.offset + start, nbytes)

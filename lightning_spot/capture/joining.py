@@ -11,7 +11,7 @@ from itertools import chain
 
 import torch
 
-from lightning_spot.capture.contents import CHECK_EVERY, PAST_COUNTS, Known
+from lightning_spot.capture.contents import PAST_COUNTS, Known
 from lightning_spot.capture.following import Follower
 from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.portioned import Portioned, own_of, portions_of
@@ -19,6 +19,7 @@ from lightning_spot.capture.sharded_writer import ShardedCheckpoint, room_for
 from lightning_spot.capture.split import Number
 from lightning_spot.capture.task import Task
 from lightning_spot.capture.tensors import copies_of
+from lightning_spot.capture.turns import CHECK_EVERY
 from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.errors import Fenced, LayoutUnsupported, NodeUnreachable, ShareMissing, SpotError
 from lightning_spot.image.layout import Layout, Layouter
@@ -266,8 +267,9 @@ class Joining(Follower[_Part | SpotError]):
             view = self._views.of(host, lease)
             known = self._views.content(view).take(lease.held)
             # Of the optimizers' nothing is left out: theirs may write past the counts, see ShardedWriter.
-            plan = self._unchanged.plan(layout, what.kept, known if what.trusts else None, view)
+            plan = self._plan(task, layout, what.kept, known if what.trusts else None, view)
             self.copied_bytes += plan.nbytes
+            task.looks.begin_at_once(task.thread, task.after)
             if frozen := [piece for piece in plan.pieces if piece.storage.data_ptr() in what.kept]:
                 job = self._copier.start(frozen, view, after=task.after)
                 job.wait_cpu()

@@ -19,7 +19,9 @@ NOBODY: Owners = {}
 Mark = tuple[int, ...]
 """What is the same as long as the tensors of a storage are, and are not written to."""
 
-_COUNTED_S = 0.05  # a write may be under way whose count is noted when it ends
+COUNTED_S = 0.05
+"""A write may be under way whose count is noted when it ends: so long later it is, as a rule."""
+
 _UNCOUNTED = itertools.count()
 
 
@@ -69,7 +71,7 @@ class Owner:
 
     def is_still(self, tensors: Sequence[torch.Tensor], mark: Mark) -> bool:
         """Whether nothing was written to the tensors since they had a mark; waits until what is under way counts."""
-        time.sleep(_COUNTED_S)
+        time.sleep(COUNTED_S)
         return self.mark(tensors) == mark
 
 

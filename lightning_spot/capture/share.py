@@ -149,7 +149,8 @@ class ShareWriter(Follower[_Share | SpotError]):
         view = self._views.of(host, lease)
         pieces, watches = self._pieces(split, portion, task.number, what)
         known = self._views.content(view).take(lease.held)
-        plan = self._unchanged.plan(Layout(lease.nbytes, (), tuple(pieces)), owners_of(what.owned, {}), known, view)
+        layout = Layout(lease.nbytes, (), tuple(pieces))
+        plan = self._plan(task, layout, owners_of(what.owned, {}), known, view)
         kept = [
             piece._replace(storage=what.copies.get(piece.storage.data_ptr(), piece.storage)) for piece in plan.pieces
         ]

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from lightning_spot.capture.looks import NOTHING, NoLooks
 from lightning_spot.capture.split import Number
 from lightning_spot.staging.copier import CopyJob, Marks
 
@@ -31,6 +32,7 @@ class Task(Generic[What]):
         thread: number of the thread that trains.
         job: the copies, once the slot is there.
         look: compares what the slot had already with the tensors, which must not change before; how many differ.
+        looks: at what is left out on GPUs.
         begun: whether the copies have begun, or never will.
         late: whether training has gone on without them.
         done: becomes ``None`` when the bytes are in place.
@@ -48,6 +50,7 @@ class Task(Generic[What]):
     thread: int = field(default_factory=threading.get_ident)
     job: CopyJob | None = None
     look: Callable[[], int] = int
+    looks: NoLooks = NOTHING
     begun: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
     late: bool = False

@@ -17,6 +17,7 @@ from typing import Any
 
 from lightning_spot.capture.across import Across
 from lightning_spot.capture.background import Background
+from lightning_spot.capture.contents import Plan
 from lightning_spot.capture.copying import Copying
 from lightning_spot.capture.floating import floats_of
 from lightning_spot.capture.host_link import HostLink, within
@@ -96,16 +97,17 @@ class SnapshotWriter:
         waits = functools.partial(say_waiting, self.say_once, self.link)  # a method would keep this alive
         self.across = Across(self.link, waits)
         self._leases = leases = Leases(self.link, functools.partial(say_backing, self.say_once), waits)
-        self._copying = copying = Copying(copier if copier is not None else Copier(), schedule, self.say_once)
+        copier = copier if copier is not None else Copier()
+        try:
+            self._tasks = Background("spot-writer", leases.give_back, lambda: leases.idle_s)
+        except BaseException:  # nobody else closes what was given
+            copier.close()
+            raise
+        self._copying = copying = Copying(copier, schedule, self.say_once, self._tasks.put)
         self._maker = SlotMaker(copying.views, copying.copier, self.link.lose)
         self._supply = Supply(self._maker, leases)
         self._pending: list[Pending] = []
         self._outliner, self._divider = Outliner(self.say_once), Divider()
-        try:
-            self._tasks = Background("spot-writer", leases.give_back, lambda: leases.idle_s)
-        except BaseException:  # nobody else closes what was given
-            copying.close()
-            raise
 
     # -- on the training thread -----------------------------------------------------------------------------------
 
@@ -118,6 +120,11 @@ class SnapshotWriter:
     def ready(self) -> bool:
         """Whether a snapshot can begin now without waiting for its slot to be made."""
         return self._maker.ready
+
+    @property
+    def looked_bytes(self) -> int:
+        """What came from GPUs so far only to be compared with what slots held already."""
+        return self._copying.on_gpus.looked_bytes
 
     def warm(self, nbytes: int, *, gpu: int | None = None, beyond: bool = False) -> None:
         """Make, map and (for a GPU) pin slots in the background, so that no snapshot meets a cold one.
@@ -178,6 +185,7 @@ class SnapshotWriter:
         divide = functools.partial(self._divider.divide, name=manifest.name, owned=owned, kept=kept, ranks=ranks)
         opened: Opened | None = None
         view: SlotView | None = None
+        plan: Plan | None = None
         done: Future[Manifest] = Future()
         try:
             opened = self._open(host, checkpoint, manifest, within(deadline_s), divide)
@@ -202,7 +210,7 @@ class SnapshotWriter:
             self._lay_out_anew(error)
             if opened and done.cancel():  # else the background has it already, and Ctrl-C came a moment late
                 if view is not None:
-                    self._copying.copier.give_up(view)
+                    self._copying.give_up(view, plan)
                 self._forget_done()
                 give_back(host, opened.lease)
             raise
@@ -343,6 +351,7 @@ class SnapshotWriter:
     def _failed(self, host: Host, pending: Pending, error: BaseException) -> None:
         error = as_failure(error) if isinstance(error, Exception) else error  # who waits for it expects no other kind
         self.torn += isinstance(error, TornSnapshot)
+        pending.plan.looks.end()
         if self.mailbox is not None:
             self.mailbox.over(pending.manifest.name)  # else what has come, or comes yet, would be kept until the end
         if isinstance(error, NodeUnreachable):

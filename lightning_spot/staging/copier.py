@@ -20,6 +20,7 @@ from lightning_spot.staging.job import CopyJob
 from lightning_spot.staging.lane import Held
 from lightning_spot.staging.moving import goes_past_caches
 from lightning_spot.staging.samples import Sampler, Samples
+from lightning_spot.staging.scratch import Scratch
 from lightning_spot.staging.spans import SlotSpan, Spans, sizes_of, some, storages_of, whole
 from lightning_spot.staging.watches import Watches, watch
 
@@ -63,6 +64,9 @@ class Copier:
         buffer_bytes: of the buffer on each GPU through which the last bytes of a snapshot go; 0 for none.
         device: calls the GPUs.
         clock: when held copies are due, seconds.
+
+    Attributes:
+        scratch: into which bytes are copied that are only looked at.
     """
 
     def __init__(
@@ -80,6 +84,8 @@ class Copier:
         self._sampler = Sampler()
         self._cuda = CudaCopier(buffer_bytes, device)
         self._known = _Lain(None, (), are_here=False)
+        self._on_gpu: tuple[Places | None, Sequence[bool] | None] = (None, None)
+        self.scratch = Scratch(self.pin, self.unpin)
         self._threads = [LoneThread(target=self._work, name=f"spot-copier-{index}") for index in range(threads)]
         for thread in self._threads:
             thread.start()
@@ -146,6 +152,24 @@ class Copier:
         """Undo :meth:`pin`; call it before the slot is unmapped."""
         self._cuda.unpin(slot.tensor)
 
+    @property
+    def records_graphs(self) -> bool:
+        """Whether a CUDA graph was seen being recorded: its replays write without torch's counting it."""
+        return self._cuda.records_graphs
+
+    def which_on_gpu(self, pieces: Sequence[Piece]) -> Sequence[bool] | None:
+        """Of each piece whether it lies on a GPU; ``None`` if none does."""
+        places, which = self._on_gpu
+        if not isinstance(pieces, Pieces) or pieces.places is not places:
+            kinds = self._cuda.device.kinds(storages_of(whole(pieces)))
+            which = list(map("cuda".__eq__, kinds)) if "cuda" in kinds else None
+            self._on_gpu = (pieces.places if isinstance(pieces, Pieces) else None, which)
+        return which
+
+    def gpu_of(self, piece: Piece) -> int:
+        """The number of the GPU on which a piece lies."""
+        return self._cuda.device.index(piece.storage)
+
     def marks(self) -> Marks:
         """What the calling thread has ordered on GPUs so far."""
         return self._cuda.marks()
@@ -180,6 +204,7 @@ class Copier:
             self._wake.notify_all()
         for thread in self._threads:
             thread.join()
+        self.scratch.close()
 
     def _fill(
         self,
