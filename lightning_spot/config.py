@@ -57,6 +57,8 @@ _MOST_BYTES = 2**63
 _LEAST_WITHOUT_A_UNIT = 2**20
 _MOST_NAMED = 5
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "obs", "cos"})
+"""Of object stores that have buckets."""
 _SCHEMES = {"s3a": "s3", "gcs": "gs"}
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
 
@@ -263,6 +265,9 @@ def why_no_place(url: str) -> str:
         return "it is empty; give a directory or URL, such as checkpoints/run-1"
     if lost := re.match(r"([a-z][a-z0-9+.-]+):/(?!/)", url):  # it would be a directory on a disk that dies
         return f"a URL has two slashes, {lost[1]}://{url[lost.end() :]}; for a directory write ./{url}"
+    scheme, separator, below = url.partition("://")
+    if separator and scheme.lower() in BUCKET_SCHEMES and (not below or below.startswith("/")):
+        return f"it names no bucket, as {scheme}://bucket/run-1 does: is a variable in it empty?"
     return ""
 
 

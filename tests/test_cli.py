@@ -224,7 +224,7 @@ def test_a_node(start_node: Callable[..., RunningNode], tmp_path: Path, capsys: 
 WRONG = [
     ([""], "'': it is empty; give a directory or URL"),
     (["s3a:/x"], "'s3a:/x': a URL has two slashes, s3a://x; for a directory write ./s3a:/x"),
-    (["s3://"], "'s3://' does not end with a name of a run: give it by --run"),
+    (["s3://"], "'s3://': it names no bucket, as s3://bucket/run-1 does"),
     (["10.0.0.5:7070/run"], "'10.0.0.5:7070/run': for a memory node write spot://10.0.0.5:7070/run"),
     (["x", "--memory", "10.0.0.5:1"], "--memory '10.0.0.5:1' is no node URL"),
     (["x", "--memory", "spot://h:99999"], "--memory 'spot://h:99999' is no node URL"),
@@ -243,6 +243,10 @@ WRONG = [
     [
         (["show", "NOWHERE"], "no run is, or ever was, at 'NOWHERE': give the directory or URL of one"),
         (["ls", "spot://127.0.0.1:9/run"], "no memory node answers"),
+        (
+            ["ls", "NOWHERE", "--memory", "spot://127.0.0.1:9"],
+            "no tier that answers knows of a run at 'NOWHERE'",
+        ),
         (["ls", "spot://127.0.0.1:9"], "names no run"),
         (["ls", "spot://127.0.0.1:port/run"], "no node URL"),
         (["ls", "nonsense://bucket/run"], "Give a directory"),

@@ -482,6 +482,7 @@ def test_two_ranks(tmp_path: Path, warm_python: str) -> None:
         ({"dirpath": "x", "run": "a/b"}, "run name 'a/b'"),
         ({"dirpath": "spot://h:1/run"}, "memory='spot://h:1'$"),
         ({"dirpath": "s3:/bucket/run"}, "two slashes, s3://bucket/run"),
+        ({"dirpath": "s3:///run"}, "names no bucket, as s3://bucket/run-1 does: is a variable in it empty"),
         ({"dirpath": None}, "dirpath=None"),
         ({"dirpath": "x", "memory": "atuo"}, "memory='atuo' .* 'auto' or None"),
         ({"dirpath": "x", "memory": 3}, "memory=3 is no node URL"),

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -815,6 +816,7 @@ def test_doctor_names_a_tier_that_fails(tmp_path: Path, capsys: Said) -> None:
     assert main(["doctor", str(tmp_path / "run"), "--memory", "spot://127.0.0.1:9", "--sample", "1MB"]) == 1
     said = capsys.readouterr().out
     assert "spot://127.0.0.1:9: no memory node answers" in said
+    assert "lightning-spot node --listen" in said
     assert "memory=" not in said  # what does not work is not recommended
     assert "the memory node on this host:" not in said  # that one works, with a small sample, too
 
@@ -832,9 +834,31 @@ def test_doctor_says_that_a_bucket_cannot_be_used(
     s3fs.S3FileSystem.clear_instance_cache()
     assert main(["doctor", "s3://bucket/run", "--sample", "1MB"]) == 1
     said = capsys.readouterr().out
-    assert said.count("no credentials were found") == 1
+    assert said.count("no credentials were found for s3://bucket/run (") == 1  # not of a place made up to be measured
     assert "s3://bucket/run cannot be used" in said
     s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_a_bucket_that_is_not_there_is_said_to_be_so(s3: str, capsys: Said) -> None:
+    assert main(["doctor", "s3://nowhere/run", "--sample", "1MB", "--snapshot-size", "1MB"]) == 1
+    assert "bucket 'nowhere' of s3://nowhere/run does not exist" in capsys.readouterr().out
+    assert main(["report", "s3://nowhere/run"]) == 2
+    assert "bucket 'nowhere' of s3://nowhere/run does not exist" in capsys.readouterr().err
+
+
+def test_doctor_says_what_to_do_about_the_memory_for_slots(
+    tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "node_speed", lambda _url, _nbytes: 1e9)
+    command = ["doctor", str(tmp_path / "run"), "--sample", "1MB", "--snapshot-size", "1MB"]
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=1))
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert f"{os.environ['LIGHTNING_SPOT_SHM_DIR']} is too small for the slots, 1 B" in said
+    assert "docker run --shm-size" in said
+    monkeypatch.setenv("LIGHTNING_SPOT_SHM_DIR", str(tmp_path / "none"))
+    assert main(command) == 0
+    assert "no directory for slots (LIGHTNING_SPOT_SHM_DIR" in capsys.readouterr().out
 
 
 def test_doctor_recommends_no_dirpath_that_fails(tmp_path: Path, capsys: Said) -> None:

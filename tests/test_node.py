@@ -405,6 +405,7 @@ def test_it_ends_when_the_run_ends(tmp_path: Path) -> None:
     record = starting.find_record(str(tmp_path))
     host.open_run(named_run("run", tmp_path))
     assert record.running()
+    assert f"attempt 1 of run run is served: '{tmp_path}'" in record.log.read_text()  # whose node it is
     host.leave(complete=True)
     until(lambda: not record.running(), "the node to end")
 

@@ -730,6 +730,22 @@ def test_what_is_to_be_deleted_survives_the_node(make: Callable[..., Bench], run
     assert heir.tier().survey().manifests == [first]
 
 
+def test_slots_that_somebody_removed_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It was said of every snapshot, twice, that there is no room for its record."""
+    area = SlotArea(tmp_path / "area")
+    shutil.rmtree(area.path)
+    for _ in range(3):
+        area.keep_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token=""), False, [])
+    assert caplog.text.count("no record can be written in") == 1
+    area.path.mkdir()
+    area.keep_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token=""), False, [])
+    assert [left.info.name for left in area.runs()] == ["run"]
+    shutil.rmtree(area.path)
+    area.keep_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token=""), False, [])
+    assert caplog.text.count("no record can be written in") == 2
+    area.close()
+
+
 def test_two_living_nodes_never_share_an_area(make: Callable[..., Bench], runtime_dir: Path) -> None:
     """Containers with a /dev/shm in common and runtime directories of their own."""
     one, other = make(area=runtime_dir / "area"), make(area=runtime_dir / "area")

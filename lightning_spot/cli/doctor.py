@@ -24,7 +24,7 @@ from lightning_spot.cli.simulate import seconds
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import check_number, format_bytes, format_seconds, parse_flag_bytes, read_environment
-from lightning_spot.errors import SettingsError, SpotError, TierError
+from lightning_spot.errors import NodeUnreachable, SettingsError, SpotError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.notices.detect import CLOUDS, detect_cloud
@@ -39,6 +39,10 @@ ALONE, WITH_NODE = "durable tier only", "with the memory node"
 _WORTH_A_NODE = 0.01
 _USUAL_BYTES = 10**9
 """Size of a snapshot of which nothing is known."""
+_MEMORY_FILES = "memory files are used, and end with the node that holds them"
+_WAY_ON = (
+    ". Is one running there (`lightning-spot node --listen HOST:PORT`), and does a firewall let this host through?"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,9 +83,11 @@ def doctor(arguments: argparse.Namespace) -> int:
     for url, where in stores.items():
         say(f"writing {format_bytes(sample)} to {url} …", markup=False)
         try:
+            if url == location.url:
+                open_store(url).survey()  # says better than a write what is wrong with it
             tiers[url] = store_speed(open_store(where), sample)
         except SpotError as error:
-            problems.append(f"{url}: {error}")
+            problems.append(_problem(url, where, error))
     problems += _remove(scratch, known=location.url not in tiers)
     facts["tiers_bytes_per_s"] = tiers
     say("starting a memory node on this host …")
@@ -102,6 +108,12 @@ def doctor(arguments: argparse.Namespace) -> int:
     else:
         _print(facts, outlooks, snapshot_bytes)
     return 1 if problems else 0
+
+
+def _problem(url: str, where: str, error: SpotError) -> str:
+    """What is wrong with a tier, said of it, and not of the place below it that was made up to be measured."""
+    said = str(error).replace(where, url)
+    return f"{url}: {said.removeprefix(f'{url}: ')}{_WAY_ON if isinstance(error, NodeUnreachable) else ''}"
 
 
 def _size(arguments: argparse.Namespace, flag: str) -> int:
@@ -232,9 +244,16 @@ def _of_memory(slots: int, snapshot_bytes: int) -> list[str]:
             " or a larger machine"
         )
     shm = read_environment().shm_dir
-    if shm is None or shutil.disk_usage(shm).free < need:
+    if shm is None:
         advice.append(
-            "/dev/shm is too small for the slots: memory files are used, and end with the node that holds them"
+            "there is no directory for slots (LIGHTNING_SPOT_SHM_DIR, by default /dev/shm) that may be written to:"
+            f" {_MEMORY_FILES}. Name a tmpfs by that variable"
+        )
+    elif (free := shutil.disk_usage(shm).free) < need:
+        advice.append(
+            f"{shm} is too small for the slots, {format_bytes(free)} of the {format_bytes(need)} that they need are"
+            f" free: {_MEMORY_FILES}. Make it larger (docker run --shm-size=…), or name another tmpfs by"
+            " LIGHTNING_SPOT_SHM_DIR"
         )
     return advice
 

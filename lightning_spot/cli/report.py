@@ -36,6 +36,7 @@ def report(arguments: argparse.Namespace) -> int:
     url = location_of(arguments.url, (), "report").url
     before, records = history(_records(url))
     if not records:
+        open_store(url).survey()  # a bucket that is not there is another error than one without this run
         raise SnapshotNotFound(
             f"{url} has no records of attempts: it is no run, or was trained without SpotCheckpoint or GoodputMonitor"
         )

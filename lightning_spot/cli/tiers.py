@@ -71,9 +71,13 @@ def ask(arguments: argparse.Namespace) -> Found:
     found = _ask_nodes(arguments) if str(arguments.url).startswith("spot:") else _ask_run(arguments)
     found.url = str(arguments.url)
     if not (found.is_known or found.entries or found.unreadable):
-        problems = "".join(f"; {problem}" for problem in found.problems)
         hint = f"for a memory node write spot://{found.url}" if _NODE_LIKE.match(found.url) else found.hint
-        raise SnapshotNotFound(f"no run is, or ever was, at {found.url!r}: {hint}{problems}")
+        if found.problems:  # one that did not answer may know of it
+            silent = "; ".join(found.problems)
+            raise SnapshotNotFound(
+                f"no tier that answers knows of a run at {found.url!r}, and not all do: {silent}; {hint}"
+            )
+        raise SnapshotNotFound(f"no run is, or ever was, at {found.url!r}: {hint}")
     found.entries.sort(key=lambda entry: entry.manifest.order, reverse=True)
     return found
 

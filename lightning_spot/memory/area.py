@@ -63,6 +63,7 @@ class SlotArea:
     """
 
     def __init__(self, path: Path) -> None:
+        self._is_failing = False
         self._places = [path, *(path.with_name(f"{path.name}-{number}") for number in range(1, _MOST_AREAS))]
         for candidate in self._places:
             if (lock := _lock(candidate)) is not None:
@@ -251,9 +252,14 @@ class SlotArea:
             os.replace(temporary, self.path / name)
         except OSError as error:
             # Committed all the same, as with memory files; an older record only knows less of what is safe.
-            logger.warning("%s has no room for a record: %s", self.path, error)
+            if not self._is_failing:  # once, and not for every snapshot
+                logger.warning(
+                    "no record can be written in %s (%s): what is only here ends with this node", self.path, error
+                )
+            self._is_failing = True
             temporary.unlink(missing_ok=True)
             return False
+        self._is_failing = False
         return True
 
 

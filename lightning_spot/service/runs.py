@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -23,6 +24,8 @@ from lightning_spot.service.fields import (
     texts,
 )
 from lightning_spot.service.sealed import have_sealed
+
+logger = logging.getLogger(__name__)
 
 _MOST_KEPT = 10**6
 _MOST_PID = 2**31
@@ -74,7 +77,10 @@ class RunRequests:
             pid=integer(body, "pid", 0, 0, _MOST_PID),
             host=text(body, "host"),
         )
-        return web.json_response(asdict(await asyncio.to_thread(self._node.open_run, info)))
+        opened = await asyncio.to_thread(self._node.open_run, info)
+        where = repr(info.durable_url) if info.durable_url is not None else "its trainer's host brings it on"
+        logger.info("attempt %d of run %s is served: %s", info.attempt, info.key, where)
+        return web.json_response(asdict(opened))
 
     async def close(self, request: web.Request) -> web.Response:
         """The trainer leaves."""

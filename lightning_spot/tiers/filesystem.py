@@ -17,12 +17,11 @@ from typing import Any, TypeVar
 import fsspec
 import fsspec.config
 
+from lightning_spot.config import BUCKET_SCHEMES
 from lightning_spot.errors import MissingCredentials, SettingsError, SnapshotNotFound, SpotError, TierError
 from lightning_spot.tiers.lanes import MOST
 
 T = TypeVar("T")
-
-_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "obs", "cos"})
 
 _EXTRAS = {
     **dict.fromkeys(("gs", "gcs"), ("gcsfs", "gcs")),
@@ -150,7 +149,7 @@ def time_of(fact: dict[str, Any]) -> float:
     return 0.0
 
 
-def speaks(files: Any, protocols: frozenset[str] = _BUCKETS) -> bool:
+def speaks(files: Any, protocols: frozenset[str] = BUCKET_SCHEMES) -> bool:
     """Whether a file system is of one of these protocols; default: whether it is an object store with buckets."""
     own = files.protocol
     return bool(protocols & frozenset(own if isinstance(own, (tuple, list)) else (own,)))
@@ -196,9 +195,10 @@ def tier_errors(url: str, *, reading: bool = False) -> Iterator[None]:
     except SpotError:
         raise
     except FileNotFoundError as error:
+        gone = f"{str(error).removesuffix('does not exist').rstrip()} does not exist"  # s3fs says so itself of a bucket
         if reading:
-            raise SnapshotNotFound(f"{url}: {error} does not exist") from error
-        raise TierError(f"{url}: {error} does not exist", tier=url) from error
+            raise SnapshotNotFound(f"{url}: {gone}") from error
+        raise TierError(f"{url}: {gone}", tier=url) from error
     except Exception as error:  # every cloud library has errors of its own; all mean that this tier failed
         if sys.is_finalizing():  # a daemon thread, from under which modules go: nobody waits for it
             raise SystemExit from error
@@ -208,4 +208,7 @@ def tier_errors(url: str, *, reading: bool = False) -> Iterator[None]:
                 " may use the bucket",
                 tier=url,
             ) from error
-        raise TierError(f"{url}: {type(error).__name__}: {error}", tier=url) from error
+        why = str(error)
+        if isinstance(error, NotImplementedError):  # fsspec says no more
+            why = why or "the file system of this URL cannot be written to, or not in this way"
+        raise TierError(f"{url}: {type(error).__name__}: {why}", tier=url) from error
