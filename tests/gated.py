@@ -179,7 +179,7 @@ class NodeBehind:
         return self._node().open_run(info)
 
     def check_flush_to(self, via: Sequence[str]) -> None:
-        self._node().check_flush_to(via)
+        self._node().routes.check_flush_to(self._node().id, via)
 
     def know(self, info: RunInfo) -> None:
         self.known = info

@@ -610,11 +610,11 @@ def test_nodes_that_flush_in_a_circle_are_refused(tmp_path: Path) -> None:
     try:
         for name in nodes:
             with pytest.raises(SettingsError, match="circle"):
-                nodes[name].check_flush_to()
+                nodes[name].routes.check_flush_to(nodes[name].id)
         lost = nodes.pop("c")
-        nodes["a"].check_flush_to()  # what is behind the node behind is that one's to look after
+        nodes["a"].routes.check_flush_to(nodes["a"].id)  # what is behind the node behind is that one's to look after
         with pytest.raises(NodeUnreachable):
-            nodes["b"].check_flush_to()
+            nodes["b"].routes.check_flush_to(nodes["b"].id)
         lost.close()
     finally:
         for each in nodes.values():

@@ -29,7 +29,7 @@ from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.route import Routes
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Slot
-from lightning_spot.memory.tier import NodeTier, Sent
+from lightning_spot.memory.tier import Sent
 from lightning_spot.memory.unsealed import Unsealed
 from lightning_spot.memory.uploads import Uploads
 from lightning_spot.tiers.claims import check_fence
@@ -93,35 +93,6 @@ class Node:
         self.routes = Routes(self.ring, self.flusher, open_store, flush_to=flush_to, allow=allow)
         self._remembered = Remembered(self.ring.area, self.registry, self.flusher, self.routes)
         self._remembered.take_over()
-
-    def check_flush_to(self, via: Sequence[str] = ()) -> None:
-        """Ask what this node flushes to, so that a wrong URL shows at its start.
-
-        Args:
-            via: ids of the nodes that asked this one, since they flush to it.
-
-        Raises:
-            SettingsError: if nodes flush to one another in a circle.
-            TierError: if it does not answer.
-        """
-        url = self.routes.flush_to
-        if self.id in via:
-            raise SettingsError(
-                f"--flush-to {url} leads back to this node: nodes that flush to one another in a circle make nothing"
-                " durable. Give one of them a durable directory"
-            )
-        if url is None:
-            return
-        store = self.routes.open_store(f"{url}/probe")
-        try:
-            if isinstance(store, NodeTier):
-                store.check_flush_to((*via, self.id))
-            elif not via:
-                store.claimed()
-        except TierError as error:
-            if not via:
-                raise
-            logger.warning("%s cannot be asked where it flushes to: %s", url, error)
 
     # -- runs -----------------------------------------------------------------------------------------------------
 

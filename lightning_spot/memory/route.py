@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.memory.chain import Chain
 from lightning_spot.memory.flusher import Flusher
 from lightning_spot.memory.prefixes import check_prefix, refusal
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Tiers
+from lightning_spot.memory.tier import NodeTier
 from lightning_spot.tiers.store import Store
+
+logger = logging.getLogger(__name__)
 
 _JOIN_S = 6.0  # a request to a node that does not answer takes 5 s
 
@@ -44,6 +49,36 @@ class Routes:
         self.open_store = open_store
         self._chains: dict[str, Chain] = {}
         self._refusals: dict[str, str] = {}
+
+    def check_flush_to(self, node: str, via: Sequence[str] = ()) -> None:
+        """Ask what this node flushes to, so that a wrong URL shows at its start.
+
+        Args:
+            node: id of this node.
+            via: ids of the nodes that asked this one, since they flush to it.
+
+        Raises:
+            SettingsError: if nodes flush to one another in a circle.
+            TierError: if it does not answer.
+        """
+        url = self.flush_to
+        if node in via:
+            raise SettingsError(
+                f"--flush-to {url} leads back to this node: nodes that flush to one another in a circle make nothing"
+                " durable. Give one of them a durable directory"
+            )
+        if url is None:
+            return
+        store = self.open_store(f"{url}/probe")
+        try:
+            if isinstance(store, NodeTier):
+                store.check_flush_to((*via, node))
+            elif not via:
+                store.claimed()
+        except TierError as error:
+            if not via:
+                raise
+            logger.warning("%s cannot be asked where it flushes to: %s", url, error)
 
     def open(self, info: RunInfo) -> None:
         """Decide where a run goes, and begin to look for the nodes behind this one."""

@@ -83,7 +83,7 @@ class NodeTier(Protocol):
         """
 
     def check_flush_to(self, via: Sequence[str]) -> None:
-        """Have it ask what it flushes to, see :meth:`~lightning_spot.memory.node.Node.check_flush_to`."""
+        """Have it ask what it flushes to, see :meth:`~lightning_spot.memory.route.Routes.check_flush_to`."""
 
     def know(self, info: RunInfo) -> None:
         """Take note of the run, so that a node which was restarted, and knows it no more, is told all of it again."""

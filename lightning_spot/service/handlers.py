@@ -206,7 +206,7 @@ class Service:
 
     async def _check(self, request: web.Request) -> web.Response:
         body = await json_body(request)
-        await asyncio.to_thread(self.node.check_flush_to, texts(body, "via"))
+        await asyncio.to_thread(self.node.routes.check_flush_to, self.node.id, texts(body, "via"))
         return web.json_response({})
 
     async def _flush(self, request: web.Request) -> web.Response:
