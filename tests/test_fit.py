@@ -717,9 +717,13 @@ def test_a_zombie_is_fenced_and_trains_on(tmp_path: Path, caplog: pytest.LogCapt
                 LocalStore(tmp_path / "run-1").claim(claim_of(2))
 
     run = trainer(spot(tmp_path, flush_timeout_s=5.0), Successor())
-    run.fit(Net(), data())
+    with caplog.at_level("WARNING"):
+        run.fit(Net(), data())
     assert run.global_step == 20
     assert max(manifest.step for manifest in manifests(tmp_path)) <= 11
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "attempt 2 has taken over. Stop this trainer" in said[0]
+    assert any("the last snapshot could not be written" in line for line in said), "it would end as if it were there"
 
 
 def test_the_embedded_node_is_killed_in_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
