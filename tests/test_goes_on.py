@@ -25,7 +25,7 @@ from lightning_spot.capture.task import Task
 from lightning_spot.capture.warming import SlotMaker
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import NodeFailed, NodeRefused, SnapshotFailed
+from lightning_spot.errors import NodeFailed, NodeRefused, ShareMissing, SnapshotFailed, SnapshotNotFound, SpotError
 from lightning_spot.goodput import journal
 from lightning_spot.goodput.records import read_records
 from lightning_spot.memory.ahead import SlotsAhead
@@ -33,6 +33,7 @@ from lightning_spot.memory.host import Host, InProcessHost, Lease
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol.wire import Address
 from lightning_spot.run import claims
+from lightning_spot.run.patience import Patience, patiently
 from lightning_spot.service import program
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.job import CopyJob
@@ -159,6 +160,27 @@ def test_a_node_that_could_not_be_told_of_a_share_sees_that_the_rank_has_gone() 
     assert left.wait(SOON_S)
     rank.settle(0.0)
     rank.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "leaves"), [(NodeFailed("for want of memory"), True), (ShareMissing("there will be none"), False)]
+)
+def test_a_node_that_could_not_be_asked_for_a_share_sees_that_the_rank_has_gone(error: SpotError, leaves: bool) -> None:
+    left = Mock()
+    host = cast(Host, SimpleNamespace(max_stall_s=1.0, join=Mock(side_effect=error), disconnect=left))
+    rank = Filling(host, lambda: host)
+    assert rank.begin("step-1").done.exception(SOON_S) is error
+    assert left.called is leaves
+    rank.close()
+
+
+def test_a_tier_is_asked_again_whatever_fails_in_that() -> None:
+    failed, bounds = threading.Event(), Patience(first_pause_s=0.01)
+    assert patiently(once(lambda: 7, failed), bounds, "a tier") == 7
+    with pytest.raises(SnapshotNotFound):  # it has answered
+        patiently(Mock(side_effect=[SnapshotNotFound("none"), 7]), bounds, "a tier")
+    with pytest.raises(MemoryError):
+        patiently(Mock(side_effect=MemoryError), bounds, "a tier")
 
 
 def test_a_slot_is_given_back_whatever_fails_in_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

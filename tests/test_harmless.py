@@ -20,6 +20,7 @@ from lightning_spot.capture import pausing, unforeseen
 from lightning_spot.capture.pausing import Failures
 from lightning_spot.capture.unforeseen import failure_of, is_of_user
 from lightning_spot.errors import RingFull, SnapshotFailed
+from lightning_spot.fit import earlier
 from lightning_spot.fit.harmless import Harmless
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.local import LocalStore
@@ -278,6 +279,44 @@ def test_an_error_of_ours_at_the_end_loses_nothing_that_is_committed(
     said = [record for record in caplog.records if "none is left" in record.getMessage()]
     assert len(said) == 1 or strict
     assert threads() <= before
+
+
+class AtTheEnd(Strike):
+    """Strikes when training has come to its end."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Not yet."""
+
+    def on_train_end(self, *_: Any) -> None:
+        sys.setprofile(self.strike)
+
+
+LAST = [
+    "capture/writer:SnapshotWriter.check_all",
+    "fit/pacing:Pacing.taken",
+    "fit/snapshotter:Snapshotter.close",
+    "capture/attempt:Attempt._manifest",
+]
+
+
+@pytest.mark.parametrize("where", LAST)
+def test_an_error_of_ours_in_the_last_snapshot_ends_no_training(
+    tmp_path: Path, undisturbed: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    strike = AtTheEnd(where, MemoryError("none is left"))
+    net, _ = fit(tmp_path / "run", strike, on_full="wait")
+    assert not strike.left, "it was not called"
+    assert is_alike(net, undisturbed)
+    assert LocalStore(tmp_path / "run").survey().manifests[0].step == BATCHES
+    (said,) = (record.getMessage() for record in caplog.records if "none is left" in record.getMessage())
+    assert "the run ends all the same" in said
+    for known in (earlier._finished, earlier._interrupted, earlier._complete):
+        known.clear()  # as in another process
+    again, spot = fit(tmp_path / "run")
+    assert spot.resumed_from is not None
+    assert spot.resumed_from.step == BATCHES
+    assert is_alike(again, undisturbed)
+    assert LocalStore(tmp_path / "run").survey().manifests[0].complete
 
 
 def threads() -> set[str]:

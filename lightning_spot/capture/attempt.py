@@ -179,8 +179,8 @@ class Attempt:
         manifest: Manifest | None = None
         is_asked = False  # a writer of a state in shards tells the other ranks by itself, once it is
         try:
-            manifest = self._manifest(step, epoch, world_size, complete=complete, again=again)
             self._ended |= complete
+            manifest = self._manifest(step, epoch, world_size, complete=complete, again=again)
             if isinstance(checkpoint, SpotError):
                 raise checkpoint
             if complete:
@@ -373,7 +373,8 @@ class Attempt:
         if self._settings.strict:
             raise error
         if not was_said:
-            self.writer.say_once(key, "no snapshot now, training goes on: %s", error)
+            goes_on = "the run ends all the same" if self._ended else "training goes on"
+            self.writer.say_once(key, "no snapshot now, %s: %s", goes_on, error)
 
     def _reopen(self) -> Host:
         host = open_host(self.location, self._settings)

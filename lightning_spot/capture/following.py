@@ -25,7 +25,7 @@ from lightning_spot.capture.saying import SAY_S, SayOnce
 from lightning_spot.capture.task import Task, What
 from lightning_spot.capture.unforeseen import as_failure
 from lightning_spot.capture.views import SlotViews
-from lightning_spot.errors import NodeUnreachable, ShareMissing, SpotError, TornSnapshot
+from lightning_spot.errors import Fenced, NodeUnreachable, ShareMissing, SpotError, TornSnapshot
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.pieces import Piece
 from lightning_spot.memory.host import Host, Lease
@@ -281,9 +281,15 @@ class Follower(ABC, Generic[What]):
 
     def _ask(self, host: Host, task: Task[What]) -> Lease:
         number, (told, digest) = task.number, task.told
-        return host.join(
-            task.name, share=number.here, digest=digest, wait_s=_JOIN_S, at=task.at, host=number.host, told=told
-        )
+        try:
+            return host.join(
+                task.name, share=number.here, digest=digest, wait_s=_JOIN_S, at=task.at, host=number.host, told=told
+            )
+        except (Fenced, NodeUnreachable, ShareMissing):
+            raise
+        except Exception:  # the node does not know, and would wait for this rank for as long as it is connected
+            self._leave()
+            raise
 
     def _say(self, host: Host, lease: Lease, torn: str) -> None:
         """Tell the node that a share is over, which it waits for as long as it sees this rank."""

@@ -133,7 +133,8 @@ class EmbeddedHost:
         body = {"attempt": self.attempt, "name": name, "share": share, "digest": digest, "wait_s": wait_s}
         body |= {"session": self.session.id, "at": at, "host": host}
         body |= self._layout.to_send(told) if told else {"layout_id": self._layout.id}
-        joined = self._call("POST", f"/v1/runs/{quoted(self.run)}/shares", body, limit_s=wait_s + self.max_stall_s)
+        limit_s = wait_s + self.max_stall_s
+        joined = self._call("POST", f"/v1/runs/{quoted(self.run)}/shares", body, limit_s=limit_s, again=True)
         if joined["layout"] is not None:
             self._layout = KnownLayout(str(joined["layout_id"]), str(joined["layout"]))
         shares, agreed = int(joined["shares"]), str(joined["digest"])

@@ -161,8 +161,21 @@ class Snapshotter(OfTrainer):
         self.wait_copied()
         self.harmless.run(_AHEAD, self.writing.warm, None)  # of a run that only comes to its end there was no step
         self.check_monitor()
-        self.close()
-        self._undo.append(after_train_end(self._trainer, lambda: self._take(complete=True)))
+        self.harmless.run(THE_END, self.close, None, still=STILL_ENDS)
+        self._undo.append(after_train_end(self._trainer, self._take_last))
+
+    def _take_last(self) -> None:
+        """Take the snapshot of the finished run. What fails costs it, as at a seam."""
+        attempt = self.writing.attempt
+
+        def take() -> bool:
+            self._take(complete=True)
+            return True
+
+        if self._trainer.world_size > 1:
+            take()
+        elif not self.harmless.run("taking the last snapshot", take, False, still=STILL_ENDS) and attempt is not None:
+            attempt.miss_end()
 
     def _at_seam(self, *, before_validation: bool) -> None:
         """Take a snapshot if one is due. What fails costs it; but of several ranks, others may wait for what comes."""
@@ -212,9 +225,14 @@ class Snapshotter(OfTrainer):
         with self.pacing.stalling():
             dump = self.at_hand.state(before_validation=before_validation, at_end=complete)
             wait_s = WAIT_FOR_SLOT_S if self.settings.on_full == "wait" or complete else 0.0
-            how = writing.together.how_last(writing.attempt) if complete else how
+            how = self._how_last() if complete else how
             followed = how == ALONE and not complete and self.pacing.next_within(trainer, FOLLOWED_S, seams=_SEAMS)
             writing.write(dump, complete=complete, wait_s=wait_s, how=how, followed=followed)
+
+    def _how_last(self) -> str:
+        """How the last snapshot is written. Where a rank cannot say so, all of them know."""
+        ask = partial(self.writing.together.how_last, self.writing.attempt)
+        return self.harmless.run("agreeing on the last snapshot", ask, ALONE, still=STILL_ENDS)
 
     # -- end ------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from lightning_spot.errors import ProtocolMismatch, TierError
+from lightning_spot.errors import ProtocolMismatch, SpotError, TierError
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ PATIENCE = Patience()
 
 
 def patiently(action: Callable[[], T], bounds: Patience, where: str) -> T:
-    """Ask a tier, again and again within the bounds while it fails.
+    """Ask a tier, again and again within the bounds while it fails, in whatever way.
 
     Args:
         action: asks it.
@@ -45,7 +45,7 @@ def patiently(action: Callable[[], T], bounds: Patience, where: str) -> T:
         where: what to call the tier in the log.
 
     Raises:
-        TierError: of the last try; of the first one, where the other end is of another version, which stays so.
+        Exception: of the last try; at once what says that it did answer, also with another version.
     """
     begun_s, pause_s = time.monotonic(), bounds.first_pause_s
     for number in range(1, bounds.tries + 1):
@@ -53,10 +53,13 @@ def patiently(action: Callable[[], T], bounds: Patience, where: str) -> T:
             return action()
         except ProtocolMismatch:
             raise
-        except TierError as error:
-            if number == bounds.tries or time.monotonic() - begun_s + pause_s > bounds.no_more_tries_after_s:
+        except Exception as error:
+            has_answered = isinstance(error, SpotError) and not isinstance(error, TierError)
+            is_late = time.monotonic() - begun_s + pause_s > bounds.no_more_tries_after_s
+            if has_answered or is_late or number == bounds.tries:
                 raise
-            logger.warning("lightning_spot: %s; asking again in %.1f s", unanswered(where, str(error)), pause_s)
+            why = str(error) if isinstance(error, SpotError) else f"{type(error).__name__}: {error}"
+            logger.warning("lightning_spot: %s; asking again in %.1f s", unanswered(where, why), pause_s)
         time.sleep(pause_s)
         pause_s *= 2
     raise AssertionError("unreachable")
