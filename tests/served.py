@@ -14,8 +14,8 @@ from lightning_spot.service.handlers import Service
 
 
 @contextlib.contextmanager
-def served(node: Node) -> Iterator[int]:
-    """Serve ``node`` as long as the context lasts; its port."""
+def served(node: Node, port: int = 0) -> Iterator[int]:
+    """Serve ``node`` as long as the context lasts; its port, which is any that is free by default."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -27,7 +27,7 @@ def served(node: Node) -> Iterator[int]:
         await runner.setup()
         ends.push_async_callback(runner.cleanup)
         assert runner.server is not None
-        server = await loop.create_server(service.connections(runner.server), "127.0.0.1", 0)
+        server = await loop.create_server(service.connections(runner.server), "127.0.0.1", port)
         ends.callback(server.close)
         return int(server.sockets[0].getsockname()[1])
 

@@ -88,7 +88,12 @@ class Account(pl.Callback):
         assert attempt is not None
         writer = attempt.writer
         if writer.across.wanted and snapshotter is not None and snapshotter.writing.begun_step < 0:
-            until(lambda: writer.host is not None and writer.host.carrier(), "a node to carry the run on")
+            spread, wanted = writer.across.spread, len(attempt.info.nodes) + 1 if writer.across.spread else 1
+
+            def there() -> bool:
+                return writer.host is not None and len(writer.host.carrier(spread).split()) >= wanted
+
+            until(there, "nodes to carry the run on")
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
         if (trainer.global_rank, trainer.global_step) == self.kill:
@@ -119,7 +124,8 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seed", type=int, default=11)
-    parser.add_argument("--memory", default="auto")
+    parser.add_argument("--memory", default="auto", help="memory nodes, separated by commas")
+    parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--dir", help="the durable tier, if not below ROOT")
     parser.add_argument("--hosts", type=int, default=2, help="ranks believe to be on so many hosts")
     parser.add_argument("--nodes", type=int, default=1, help="machines, on each of which this was started")
@@ -133,7 +139,8 @@ def main() -> int:
     pl.seed_everything(arguments.seed, verbose=False)
     spot = SpotCheckpoint(
         arguments.dir or str(arguments.root / "run"),
-        memory=arguments.memory,
+        memory=arguments.memory.split(",") if "," in arguments.memory else arguments.memory,
+        replicas=arguments.replicas,
         interval=EverySteps(1),
         on_full="wait",
         keep=100,

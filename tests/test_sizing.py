@@ -137,3 +137,16 @@ def test_the_command_says_what_to_rent(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_every_figure_has_a_name() -> None:
     assert len(sizing.described(JOB, size(JOB))) == 12
+
+
+def test_nodes_over_which_a_model_in_shards_is_spread_need_a_part_of_the_memory_each() -> None:
+    one, four = size(JOB, 1), size(replace(JOB, nodes=4), 1)
+    assert four.nodes == 4
+    assert one.memory_bytes / 4 <= four.memory_bytes < one.memory_bytes / 3.9
+    assert four.safe_s == pytest.approx(one.safe_s / 4)
+    two = size(replace(JOB, nodes=4), 2)
+    assert two.memory_bytes > 1.9 * four.memory_bytes
+    assert size(replace(JOB, nodes=3), 1).memory_bytes > size(replace(JOB, nodes=4), 1).memory_bytes
+    with pytest.raises(SettingsError, match="each of 4 memory nodes needs"):
+        size(replace(JOB, nodes=4, node_memory_bytes=10e9), 1)
+    assert size(replace(JOB, nodes=1), 1) == one

@@ -46,7 +46,8 @@ class RemoteSnapshot(Part):
         dirpath: durable directory or fsspec URL of the run.
         memory: ``"auto"`` for a node on this host, which outlives a killed trainer; ``None`` for a ring inside the
             trainer's process only; one or several ``spot://host:port`` for memory nodes on other hosts besides. Of
-            several, a run goes to one; runs spread over them, and go to the next when one fails.
+            several, a run goes to one; runs spread over them, and go to the next when one fails. Those of a model in
+            shards on several hosts are spread over all, see docs/scale.md.
         replicas: how many of the memory nodes each snapshot is kept at, so that one of them may be lost. Each takes the
             newest at its own pace; one of them brings it on to the durable tier.
         run: name of the run; default the last component of ``dirpath``.

@@ -35,7 +35,8 @@ class SpotCheckpoint(SpotCallback):
         dirpath: durable directory or fsspec URL of the run (``checkpoints/run-1``, ``s3://bucket/run-1``).
         memory: ``"auto"`` for a memory node on this host, started by itself, which outlives a killed trainer;
             ``None`` for none; one or several ``spot://host:port`` for memory nodes on other hosts besides. Of several,
-            a run goes to one (to ``replicas``); runs spread over them, and go to the next when one fails.
+            a run goes to one (to ``replicas``); runs spread over them, and go to the next when one fails. Those of a
+            model in shards on several hosts are spread over all, see docs/scale.md.
         replicas: how many of the memory nodes each snapshot is kept at, so that one of them may be lost.
         run: name of the run; default the last component of ``dirpath``.
         interval: when to take a snapshot; default :class:`ConvergenceAware`, which needs no setting.

@@ -13,7 +13,7 @@ from lightning_spot.capture.saying import SAY_S
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import RingFull, SpotError
 from lightning_spot.memory.host import Host
-from lightning_spot.memory.joint import is_durable
+from lightning_spot.memory.joint import SpreadPlace, is_durable, nodes_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,9 @@ class Across:
             :meth:`~lightning_spot.memory.host.Host.carrier`.
         brought: snapshots that hosts have brought together.
         at: URLs of the run at the memory nodes to which the newest snapshot was brought, separated by spaces; one of
-            them has it, and may have lost it since. ``""`` if this host has it, or the durable tier.
+            them has it, or, of a :class:`~lightning_spot.memory.joint.SpreadPlace`, all together, and may have lost it
+            since. ``""`` if this host has it, or the durable tier.
+        spread: where snapshots are spread over memory nodes: at how many each portion is to be kept; else 0.
         hosts: the ranks of each host, if they bring a state in shards; that of rank 0 first.
         own_nbytes: what this host brings of such a snapshot, on rank 0; 0 before the first one.
     """
@@ -43,6 +45,7 @@ class Across:
         self.at = ""
         self.hosts: tuple[tuple[int, ...], ...] = ()
         self.own_nbytes = 0
+        self.spread = 0
         self._link, self._waits = link, waits
         self._last: Pending | None = None
         self._gave_way: Pending | None = None
@@ -107,8 +110,13 @@ class Across:
         self.at = "" if is_durable(at) else at
         self.brought += bool(at)
         if self.wanted:
-            self.carrier = self._link.ask(lambda host: host.carrier(), "")
+            self.look()
         return bool(at)
+
+    def look(self) -> str:
+        """Ask where hosts may bring the next snapshot."""
+        self.carrier = self._link.ask(lambda host: host.carrier(self.spread), "")
+        return self.carrier
 
     def close(self) -> None:
         """Let the slots of snapshots go: none comes after them."""
@@ -121,7 +129,9 @@ class Across:
             name: of the snapshot.
             wait_s: how long to wait for their answers.
         """
-        urls, reasons = self.at.split(), []
+        urls, reasons = nodes_of(self.at), []
+        if SpreadPlace.read(self.at) is not None:
+            return self._why_not_whole(name, urls, wait_s)
         for url in urls:
             try:
                 if NodeStore(url).holds(name, wait_s / len(urls)):
@@ -130,6 +140,23 @@ class Across:
             except SpotError as error:
                 reasons.append(f"cannot be asked ({error})")
         return "; the other one ".join(reasons)
+
+    def _why_not_whole(self, name: str, urls: list[str], wait_s: float) -> str:
+        """The same where it is spread over the nodes."""
+        missing: set[int] | None = None
+        reasons = []
+        for url in urls:
+            try:
+                portions = NodeStore(url).look(name, wait_s / len(urls))["portions"]
+            except SpotError as error:
+                reasons.append(f"{url} cannot be asked ({error})")
+                continue
+            for item in (item for item in portions if item["name"] == name):
+                missing = (set(range(item["hosts"])) if missing is None else missing) - {item["host"]}
+        if missing == set():
+            return ""
+        listed = "any host" if missing is None else f"host {', '.join(map(str, sorted(missing)))}"
+        return "; ".join([f"have no portion of {listed} (any more)", *reasons])
 
 
 def _at(pending: Pending) -> str:

@@ -25,7 +25,7 @@ from lightning_spot.errors import Fenced, LayoutUnsupported, NodeUnreachable, Sh
 from lightning_spot.image.layout import Layout, Layouter
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.memory.host import Host, Lease
-from lightning_spot.memory.joint import is_durable
+from lightning_spot.memory.joint import is_by_itself
 from lightning_spot.sharded.layout import ShardedImage, ShardedLayouter, load_state, state_archive
 from lightning_spot.sharded.places import Places
 from lightning_spot.sharded.plan import State
@@ -147,14 +147,14 @@ class Joining(Follower[_Part | SpotError]):
             if isinstance(checkpoint, SpotError):
                 raise checkpoint
             trusts = not (complete or again)
-            part = self._part(checkpoint, owned, kept, trusts=trusts, is_agreed=is_durable(at))
+            part = self._part(checkpoint, owned, kept, trusts=trusts, is_agreed=is_by_itself(at))
         except Exception as error:
             if not isinstance(error, SpotError):
                 self._lay_out_anew()  # what was laid out in part is no base for the next one
             part = failure_of(error)
         to = at if number.host else ""
         task: Task[_Part | SpotError] = Task(name, f"rank {self._rank}", number, to, part, wait_s, still)
-        if is_durable(to) and isinstance(part, _Part):
+        if is_by_itself(to) and isinstance(part, _Part):
             task.told = (self._tell(part.image, number.host), part.image.digest)
         self._put(task)
         if kept and not still and isinstance(part, _Part):
@@ -212,7 +212,7 @@ class Joining(Follower[_Part | SpotError]):
         finally:
             frozen.set()  # training waits for it, also where there is no slot
         problem = task.done.exception()
-        if is_durable(task.at) and (problem is None or isinstance(problem, NodeUnreachable)):
+        if is_by_itself(task.at) and (problem is None or isinstance(problem, NodeUnreachable)):
             self._brought = (task.name, task.at, task.number)
 
     def _look_s(self) -> float | None:
@@ -256,7 +256,7 @@ class Joining(Follower[_Part | SpotError]):
         super().close(complete=complete)
 
     def _check_begun(self, task: Task[_Part | SpotError], what: _Part | SpotError) -> None:
-        if isinstance(what, SpotError) and is_durable(task.at):  # the node is told at once, see below
+        if isinstance(what, SpotError) and is_by_itself(task.at):  # the node is told at once, see below
             raise what
 
     def _fill(self, host: Host, lease: Lease, task: Task[_Part | SpotError], what: _Part | SpotError) -> None:
@@ -292,7 +292,7 @@ class Joining(Follower[_Part | SpotError]):
 
     def _failed(self, task: Task[_Part | SpotError], error: SpotError) -> None:
         super()._failed(task, error)
-        if is_durable(task.at) and self._host is not None:  # the other hosts have nobody else to hear it from
+        if is_by_itself(task.at) and self._host is not None:  # the other hosts have nobody else to hear it from
             try:
                 self._host.decline(task.name, f"rank {self._rank}: {error}", task.at)
             except SpotError as problem:

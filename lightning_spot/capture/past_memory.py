@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import Fenced, NodeUnreachable, SpotError
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.joint import SpreadPlace
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.tiers.retention import retain
 
@@ -21,6 +23,7 @@ logger = logging.getLogger(__name__)
 _AWAY_S = 30.0  # a node that failed is not tried before; training waits for each try
 _CARRIED_S = 15.0  # for a node that alone has the newest one to be asked to carry the run on
 _LOOK_S = 0.1
+_SPREAD_S = 2.0  # one of several nodes that have some of a snapshot is waited for, before it is seen what is durable
 
 
 class PastMemory:
@@ -79,6 +82,8 @@ class PastMemory:
         """
         newest, deadline_s = self._writer.past_memory, time.monotonic() + wait_s
         give_up_s = min(deadline_s, time.monotonic() + _CARRIED_S)
+        if (place := SpreadPlace.read(self._writer.across.at)) is not None:
+            return self._flush_all(place, newest.name if newest is not None else "", deadline_s)
         while True:
             owed, away = list[str](), list[str]()
             for url in self._writer.across.at.split():  # it was written there, or several hosts have brought it
@@ -93,6 +98,30 @@ class PastMemory:
             if not owed or time.monotonic() >= give_up_s:
                 return owed or away
             time.sleep(_LOOK_S)
+
+    def _flush_all(self, place: SpreadPlace, name: str, deadline_s: float) -> list[str]:
+        """The same where the newest snapshot is spread over several nodes: each brings down what it has of it."""
+
+        def flush(url: str) -> list[str]:
+            try:
+                return NodeStore(url).flush(min(_SPREAD_S, within(deadline_s)))
+            except SpotError as error:
+                return [f"a memory node that has some of the newest snapshot cannot be asked: {error}"]
+
+        while True:
+            with ThreadPoolExecutor(len(place.urls)) as pool:
+                late = [line for lines in pool.map(flush, place.urls) for line in lines]
+            if not late or self._is_durable(name):  # of what two nodes have, one brings all that is needed
+                return []
+            if time.monotonic() >= deadline_s:
+                return late
+
+    def _is_durable(self, name: str) -> bool:
+        try:
+            return any(manifest.name == name for manifest in open_store(self._url).survey().manifests)
+        except SpotError as error:
+            logger.debug("%s does not answer (%s)", self._url, error)
+            return False
 
     def _owed_at(self, url: str, name: str, deadline_s: float) -> list[str] | None:
         """What a node owes of a snapshot in the end, one line each; ``None`` if it does not have it (any more)."""

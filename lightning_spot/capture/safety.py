@@ -12,6 +12,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.costs import Failure, TierPace
 from lightning_spot.interval.deadline import Deadline, Plan, plan_urgent
 from lightning_spot.memory.health import TierHealth
+from lightning_spot.memory.joint import nodes_of
 
 _POLL_S = 0.05
 _NOTICES_S = 15.0  # a node on this host notices in this time, too, that the memory node is lost
@@ -121,7 +122,7 @@ class Safety:
         Returns:
             what is safe, for people.
         """
-        link, carrier = self._writer.link, self._writer.across.at.partition(" ")[0]
+        link, carrier = self._writer.link, nodes_of(self._writer.across.at)[0]
         give_up_s = time.monotonic() + _NOTICES_S
         owed = True
         while owed and deadline.left_s > 0 and not cut_short():

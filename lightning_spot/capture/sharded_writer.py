@@ -25,7 +25,7 @@ from lightning_spot.errors import LayoutUnsupported, NodeUnreachable, ShareMissi
 from lightning_spot.image.layout import Layout, Layouter
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, Lease
-from lightning_spot.memory.joint import Shared, is_durable
+from lightning_spot.memory.joint import Shared, is_by_itself
 from lightning_spot.sharded.layout import ShardedImage, ShardedLayouter, state_archive
 from lightning_spot.sharded.plan import State
 from lightning_spot.staging.copier import Copier
@@ -102,7 +102,7 @@ class ShardedWriter(SnapshotWriter):
     @property
     def _is_by_itself(self) -> bool:
         """Whether each host brings its portion to the durable tier by itself."""
-        return is_durable(self._at)
+        return is_by_itself(self._at)
 
     # -- see SnapshotWriter ---------------------------------------------------------------------------------------
 

@@ -39,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser, size: Callable[[str], int]) -
     rent.add_argument(
         "--memory-node-memory", type=size, default=0, metavar="SIZE", help="of a memory node (as much as it needs)"
     )
+    rent.add_argument(
+        "--memory-nodes", type=int, default=0, metavar="N", help="spread a model in shards over so many (one a replica)"
+    )
     rent.add_argument("--replicas", type=int, metavar="N", help="nodes that keep each snapshot (1 or 2, which pays)")
 
 
@@ -52,6 +55,7 @@ def rent(arguments: argparse.Namespace) -> int:
     for flag, value in (("--gpus", arguments.gpus), ("--gpus-per-host", arguments.gpus_per_host)):
         check_number(flag, value, 1, whole=True)
     check_number("--sending-hosts", arguments.sending_hosts, 0, whole=True)
+    check_number("--memory-nodes", arguments.memory_nodes, 0, whole=True)
     if arguments.replicas is not None:
         check_number("--replicas", arguments.replicas, 1, whole=True)
     node_lifetime_s = arguments.memory_node_lifetime
@@ -60,6 +64,7 @@ def rent(arguments: argparse.Namespace) -> int:
         state_bytes=arguments.state if arguments.state is not None else arguments.snapshot_size,
         gpus_per_host=arguments.gpus_per_host,
         sending_hosts=arguments.sending_hosts,
+        nodes=arguments.memory_nodes,
         host_bytes_per_s=arguments.host_speed,
         node_bytes_per_s=arguments.memory_node_speed or 1.25e9,
         node_memory_bytes=arguments.memory_node_memory,
@@ -89,7 +94,7 @@ def described(demand: Demand, found: Rent) -> dict[str, str]:
         "state": format_bytes(demand.state_bytes),
         "machines": str(demand.hosts),
         "one is lost every": format_seconds(demand.mtbf_s),
-        "memory nodes": str(found.replicas),
+        "memory nodes": str(found.nodes),
         "memory of each": format_bytes(found.memory_bytes),
         "each receives": f"{format_bytes(found.in_bytes_per_s)}/s",
         "processors of each": str(found.processors),
@@ -105,15 +110,15 @@ def _advice(demand: Demand, found: Rent, price: float) -> list[str]:
         return [f"a machine is lost every {format_seconds(demand.mtbf_s)}: no snapshots make up for that"]
     if not found.pays:
         return ["what memory nodes would save is less than they cost: the durable tier alone will do"]
-    nodes = f"{found.replicas} memory node{'s' if found.replicas > 1 else ''}"
+    nodes = f"{found.nodes} memory node{'s' if found.nodes > 1 else ''}"
     speeds = f"{format_bytes(found.in_bytes_per_s)}/s in and {format_bytes(found.out_bytes_per_s)}/s out"
-    cost = f", {price * found.replicas:.2f} an hour" if price else ""
+    cost = f", {price * found.nodes:.2f} an hour" if price else ""
     lines = [f"rent {nodes} with {format_bytes(found.memory_bytes)} for snapshots, {speeds}{cost}"]
     if found.replicas > 1:
         lines.append(f"SpotCheckpoint(replicas={found.replicas})")
     if found.by_hosts:
         lines.append(f"the machines' own network bounds it ({demand.senders} send): a faster node changes nothing")
     else:
-        most = format_bytes(demand.senders * demand.host_bytes_per_s / found.replicas)
+        most = format_bytes(demand.senders * demand.host_bytes_per_s / found.nodes)
         lines.append(f"the node's network bounds it: the machines can send {most}/s (--memory-node-speed)")
     return lines

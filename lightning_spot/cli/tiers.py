@@ -9,17 +9,21 @@ from pathlib import Path
 
 from lightning_spot.cli.given import check_given, location_of
 from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.spread import SpreadStore
 from lightning_spot.errors import SettingsError, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import OWN_DIR, Manifest, snapshot_order
 from lightning_spot.memory.tier import Listed
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.run.patience import Patience, of_tier
 from lightning_spot.run.sources import DURABLE, MemorySource, Source, StoreSource
-from lightning_spot.run.survey import survey
+from lightning_spot.run.survey import spread_over, survey
 from lightning_spot.tiers.store import Holdings
 
 _NODE_LIKE = re.compile(r"[^/:]+:\d+(/|$)")
 """What a memory node's address looks like without its scheme: taken for a directory."""
+
+
+SPREAD = "spread"
 
 
 @dataclass(slots=True)
@@ -30,7 +34,8 @@ class Entry:
         manifest: what it is.
         source: where it is.
         state: ``"durable"``; of one in memory ``"dirty"`` (on its way to a tier below), ``"safe"`` (there, too) or
-            ``"memory only"`` (neither).
+            ``"memory only"`` (neither). Of one host's portion of a snapshot which of them it is; ``"spread"`` of a
+            snapshot whose portions are all at the nodes that were asked.
     """
 
     manifest: Manifest
@@ -99,10 +104,14 @@ def pick(found: Found, wanted: str | None) -> Entry:
     Raises:
         SnapshotNotFound: if there is none; names what there is.
     """
-    for entry in found.entries:
+    whole = [entry for entry in found.entries if entry.manifest.portion is None]
+    for entry in whole:
         if wanted is None or wanted in (entry.manifest.name, str(entry.manifest.step)):
             return entry
-    names = ", ".join(sorted({entry.manifest.name for entry in found.entries})) or "nothing"
+    names = ", ".join(sorted({entry.manifest.name for entry in whole})) or "nothing"
+    if len(whole) < len(found.entries):
+        names += " that is whole; portions of hosts, which lie at several memory nodes, are one if all are given"
+        names += " (--memory)"
     what = f"no snapshot {wanted!r}" if wanted is not None else "no snapshot"
     bad = [f"{item} cannot be used ({why})" for item, why in found.unreadable.items()]
     raise SnapshotNotFound("; ".join([f"{what} of {found.url} at any tier; there is {names}", *bad, *found.problems]))
@@ -129,16 +138,20 @@ def _ask_nodes(arguments: argparse.Namespace) -> Found:
         hint="a node that was restarted knows only what it had in memory; ask by the run's URL",
     )
     nodes = [str(address), *(str(parse_spot_url(item)[0]) for item in arguments.memory)]
+    answers: list[tuple[Source, Holdings]] = []
     for node in nodes:
         source = StoreSource(NodeStore(f"{node}/{run}"), node)
         try:
             holdings = source.survey()
+            answers.append((source, holdings))
             found.is_known = found.is_known or holdings.highest_attempt > 0
             found.entries.extend(_entries(source, holdings))
         except SettingsError:
             raise
         except SpotError as error:
             found.problems.append(of_tier(node, str(error)))
+    for spread, holdings in spread_over(answers):
+        found.entries[:0] = _entries(spread, holdings)
     if len(found.problems) == len(nodes):
         raise SnapshotNotFound("; ".join(found.problems))
     return found
@@ -168,8 +181,11 @@ def _entries(source: Source, holdings: Holdings) -> list[Entry]:
     if isinstance(node, (MemorySource, NodeStore)):
         listed = [item for item in node.listing() if not item.manifest.is_file]
         return [Entry(item.manifest, source, _state(item)) for item in listed]
-    return [Entry(manifest, source, DURABLE) for manifest in holdings.manifests]
+    state = SPREAD if isinstance(source, StoreSource) and isinstance(source.store, SpreadStore) else DURABLE
+    return [Entry(manifest, source, state) for manifest in holdings.manifests]
 
 
 def _state(item: Listed) -> str:
+    if (portion := item.manifest.portion) is not None:
+        return f"portion {portion.host + 1} of {portion.hosts}"
     return "dirty" if item.dirty else "safe" if item.safe else "memory only"

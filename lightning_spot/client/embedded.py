@@ -23,7 +23,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import Lease, newest_safe_step
-from lightning_spot.memory.joint import KnownLayout, Shared
+from lightning_spot.memory.joint import KnownLayout, Shared, SpreadPlace
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Making
 from lightning_spot.memory.tier import Listed
@@ -214,8 +214,11 @@ class EmbeddedHost:
         """See :meth:`Host.tiers`."""
         return {url: TierHealth.from_dict(health) for url, health in self._call("GET", "/v1/status")["tiers"].items()}
 
-    def carrier(self) -> str:
+    def carrier(self, spread: int = 0) -> str:
         """See :meth:`Host.carrier`."""
+        if spread:
+            urls = self._call("POST", f"/v1/runs/{quoted(self.run)}/spread", {}, again=True)["urls"]
+            return SpreadPlace(spread, tuple(map(str, urls))).at if urls else ""
         runs = self._call("GET", "/v1/status")["runs"]
         return " ".join(map(str, runs.get(self.run, {}).get("kept_at", [])))
 

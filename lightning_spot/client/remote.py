@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from lightning_spot.client.approximation import ApproximateEncoder, Approximation
@@ -26,6 +26,7 @@ from lightning_spot.image.parts import checksum
 from lightning_spot.image.sealing import seal_parts
 from lightning_spot.memory.bases import FindEarlier, nothing_earlier
 from lightning_spot.memory.runs import Opened, RunInfo, key_of, parse_run
+from lightning_spot.memory.spread import Told
 from lightning_spot.memory.tier import Listed, Sent
 from lightning_spot.protocol.wire import Address, BaseInfo, parse_spot_url
 from lightning_spot.tiers.claims import Claim
@@ -105,8 +106,11 @@ class NodeStore:
     def survey(self) -> Holdings:
         """See :meth:`Store.survey`."""
         listing = self._listing()
-        manifests = newest_first([item.manifest for item in Listed.all_of(listing) if not item.manifest.is_file])
-        return Holdings(manifests=manifests, highest_attempt=highest_attempt(int(listing["attempt"]), (), manifests))
+        held = newest_first([item.manifest for item in Listed.all_of(listing) if not item.manifest.is_file])
+        highest = highest_attempt(int(listing["attempt"]), (), held)
+        manifests = [manifest for manifest in held if manifest.portion is None]
+        portions = [manifest for manifest in held if manifest.portion is not None]
+        return Holdings(manifests=manifests, highest_attempt=highest, portions=portions)
 
     def has(self, manifest: Manifest) -> bool:
         """See :meth:`Store.has`."""
@@ -176,6 +180,25 @@ class NodeStore:
     def joint(self) -> JointUploads:
         """See :class:`~lightning_spot.memory.tier.HasJoint`."""
         return JointUploads(self.client, self.url, self.run)
+
+    # -- portions of snapshots that are spread over several nodes -------------------------------------------------
+
+    def look(self, name: str = "", wait_s: float = _ASK_S) -> dict[str, Any]:
+        """What is there of the run's snapshots, see :meth:`~lightning_spot.memory.spread.Spread.look`."""
+        path = f"/v1/runs/{quoted(self.run)}/portions"
+        return self.client.call("GET", path, {"name": name}, timeout_s=wait_s)
+
+    def whole(self, told: Told, *, attempt: int) -> None:
+        """Say that all portions of a snapshot are at nodes, see :meth:`~lightning_spot.memory.spread.Spread.whole`."""
+        body = {"attempt": attempt, **asdict(told)}
+        path = f"/v1/runs/{quoted(self.run)}/portions/whole"
+        self.client.call("POST", path, body, timeout_s=_ASK_S, again=True)
+
+    def torn(self, name: str, why: str, *, attempt: int) -> None:
+        """Say that a snapshot will never be whole, see :meth:`~lightning_spot.memory.spread.Spread.torn`."""
+        body = {"attempt": attempt, "name": name, "why": why[:2000]}
+        path = f"/v1/runs/{quoted(self.run)}/portions/torn"
+        self.client.call("POST", path, body, timeout_s=_ASK_S, again=True)
 
     # -- as the next node of a chain ------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.spread import SpreadStore
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.store import Store
@@ -19,6 +20,8 @@ def open_store(url: str) -> Store:
     scheme = urlsplit(url).scheme
     if scheme == "spot":
         return NodeStore(url)
+    if scheme == "spread":
+        return SpreadStore(url)
     if scheme in ("", "file"):
         return LocalStore(url.removeprefix("file://"))
     return ObjectStore(url)

@@ -37,6 +37,8 @@ class Hosts:
         count: how many hosts there are.
         token: of the attempt.
         why_not: of the first rank that reaches no node, why; ``""`` if all do.
+        spread: where the snapshots of a model in shards are spread over memory nodes: at how many each host's portion
+            is to be kept; else 0.
     """
 
     ranks: tuple[tuple[int, ...], ...] = ((),)
@@ -47,6 +49,7 @@ class Hosts:
     count: int = 1
     token: str = ""
     why_not: str = ""
+    spread: int = 0
 
     @classmethod
     def meet(
@@ -103,7 +106,8 @@ class Hosts:
         ranks = tuple(map(tuple, by_place.values())) or ((),)
         can_bring = may_bring and all(everyones) and 1 < len(ranks) <= MOST_HOSTS
         why_not = next((f"rank {rank}: {each}" for rank, each in enumerate(problems) if each), "")
-        return cls(ranks, can_bring, mine, is_guest, connect, len(set(places)), info.token, why_not)
+        spread = info.replicas if in_shards and can_bring and len(info.nodes) > info.replicas else 0
+        return cls(ranks, can_bring, mine, is_guest, connect, len(set(places)), info.token, why_not, spread)
 
     def warmed_by(self, rank: int) -> float:
         """About the part of a snapshot for which a rank is to have a slot made, as the first one of another host."""

@@ -125,6 +125,7 @@ class InShards(OfTrainer):
         if attempt is not None:
             wanted = hosts.can_bring and bool(self._location.nodes)
             attempt.writer.across.wanted, attempt.writer.across.hosts = wanted, across
+            attempt.writer.across.spread = hosts.spread
         elif (mine := hosts.mine) is not None:
             copier = Copier(buffer_bytes=self._ring.device_buffer_bytes)
             rank, size = trainer.global_rank, trainer.world_size
@@ -217,7 +218,7 @@ class InShards(OfTrainer):
         if not self._location.nodes:
             return self._location.url
         if anew or not across.carrier:
-            across.carrier = attempt.writer.link.ask(lambda host: host.carrier(), "")
+            across.look()
         return across.carrier
 
     def write(
@@ -365,7 +366,7 @@ class InShards(OfTrainer):
 
     def _show(self, attempt: Attempt | None) -> None:
         """Show it for the next snapshot, where nobody leads who would tell; every rank calls it."""
-        is_agreed = self._hosts.can_bring and not self._location.nodes
+        is_agreed = self._hosts.can_bring and (not self._location.nodes or self._hosts.spread > 0)
         if is_agreed or is_flat(self._trainer):
             needs = self._joining.needs if self._joining is not None else 0
             needs = needs_of(attempt.writer.missed_because) if attempt is not None else needs

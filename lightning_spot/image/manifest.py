@@ -23,6 +23,8 @@ Order = tuple[int, int, int]
 _SNAPSHOT_NAME = re.compile(r"step-(\d{1,18})-attempt-(\d{1,9})(-inexact|-complete)?(-again)?")
 _RANKS = {"-inexact": 0, None: 2, "-complete": 4}
 _AGAIN = "-again"
+_HOST = "-host-"
+_MOST_HOSTS = 512
 
 # A manifest may come from a stranger: nothing is allocated, listed or compared before its numbers are within these.
 _MOST_BYTES = 2**46
@@ -47,6 +49,38 @@ def snapshot_order(name: str) -> Order | None:
     """Sort key read from a snapshot's name, see :attr:`Manifest.order`; ``None`` for other names."""
     match = _SNAPSHOT_NAME.fullmatch(name)
     return (int(match[2]), int(match[1]), _RANKS[match[3]] + bool(match[4])) if match else None
+
+
+def portion_name(name: str, host: int) -> str:
+    """Name, at memory nodes, of what one of several hosts brings of a snapshot that is spread over them."""
+    return f"{name}{_HOST}{host:04d}"
+
+
+@dataclass(frozen=True, slots=True)
+class PortionOf:
+    """What says that a manifest is that of one host's portion of a snapshot, and not of a snapshot.
+
+    Attributes:
+        host: number of the host that has brought it, from 0.
+        hosts: how many bring the snapshot.
+        digest: what all of them agree on: a checksum of the layout.
+        tail: checksum of its last part with zeros behind it, up to the size of a part: in the whole snapshot, the next
+            portion begins with the next part.
+    """
+
+    host: int
+    hosts: int
+    digest: str
+    tail: str = ""
+
+    @classmethod
+    def from_dict(cls, fields: Any) -> PortionOf | None:
+        """Read it from its JSON object; ``None`` if there is none.
+
+        Raises:
+            TypeError: if it is malformed.
+        """
+        return cls(**fields) if fields is not None else None
 
 
 def manifest_path_of(file: str) -> str:
@@ -79,6 +113,7 @@ class Manifest:
         versions: versions of torch, lightning and lightning_spot that wrote it.
         fingerprint: tells the trainings of one program apart; ``""`` if unknown.
         exact: whether it holds the very bits of the training state; not what ``compression="topk"`` made of it.
+        portion: what of a snapshot it is, if it is one host's portion of it; then :attr:`name` is that of the portion.
         format: version of this file's format.
     """
 
@@ -100,6 +135,7 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
     fingerprint: str = ""
     exact: bool = True
+    portion: PortionOf | None = None
     format: int = MANIFEST_VERSION
 
     @property
@@ -114,12 +150,17 @@ class Manifest:
     @property
     def is_again(self) -> bool:
         """Whether it was taken in the place of one of the same step."""
-        return self.name.endswith(_AGAIN)
+        return self.snapshot.endswith(_AGAIN)
 
     @property
     def is_file(self) -> bool:
         """Whether this is a single file at a place the user named, not a snapshot directory."""
         return not self.file
+
+    @property
+    def snapshot(self) -> str:
+        """Name of the snapshot, also of one of which this is a portion."""
+        return self.name if self.portion is None else self.name.removesuffix(portion_name("", self.portion.host))
 
     @property
     def is_sealed(self) -> bool:
@@ -203,6 +244,8 @@ class Manifest:
             del fields["files"]
         if self.exact:
             del fields["exact"]
+        if self.portion is None:
+            del fields["portion"]
         return fields
 
     def to_json(self) -> str:
@@ -236,6 +279,7 @@ class Manifest:
         known = {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
         try:
             known["files"] = files_from_json(known.get("files", []))
+            known["portion"] = PortionOf.from_dict(known.get("portion"))
             manifest = cls(**{**known, "checksums": tuple(known.get("checksums", ()))})
             manifest._check()
         except TypeError as error:
@@ -269,9 +313,21 @@ class Manifest:
             _require(not self.is_file, "it is one file and has several")
             problem = check_files(self.files, self.nbytes)
             _require(problem is None, str(problem))
+        if self.portion is not None:
+            self._check_portion(self.portion)
         parts = -(-self.nbytes // self.part_bytes)
         _require(parts <= _MOST_PARTS, f"{parts} parts are too many")
         _require(len(self.checksums) in (0, parts), f"{len(self.checksums)} checksums for {parts} parts")
+
+    def _check_portion(self, portion: PortionOf) -> None:
+        numbers, texts = (portion.host, portion.hosts), (portion.digest, portion.tail)
+        _require(all(type(number) is int for number in numbers), "its host is no number")
+        _require(0 <= portion.host < portion.hosts <= _MOST_HOSTS, "its host is none of those that there are")
+        _require(all(isinstance(text, str) for text in texts), "what it says of its portion is no text")
+        _require(len(portion.tail) in (0, 32), "the checksum of its end is none")
+        _require(bool(self.files), "it is a portion and has no files")
+        is_named = self.name == portion_name(self.snapshot, portion.host)
+        _require(is_named and snapshot_order(self.snapshot) is not None, "its name is no portion's")
 
 
 def _require(is_met: bool, otherwise: str) -> None:

@@ -17,6 +17,7 @@ from lightning_spot.image.files import FileSpan, check_files, pieces
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum, part_ranges
 from lightning_spot.image.portion import MOST_HOSTS
+from lightning_spot.image.spread import whole_of
 from lightning_spot.image.written import Ranges, read_ranges
 
 _MOST_BYTES = 2**46
@@ -71,7 +72,8 @@ class Note:
         hosts: how many there are.
         digest: what all of them must agree on: a checksum of the layout.
         pieces: all bytes that it has, in order.
-        manifest: of the snapshot, without checksums; of host 0 only.
+        manifest: of the snapshot, without checksums; of host 0 only, and not where there is a :attr:`portion`.
+        portion: its manifest, if this host's portion lay at a memory node by itself: then it has no pieces.
     """
 
     name: str
@@ -80,12 +82,22 @@ class Note:
     digest: str
     pieces: tuple[Piece, ...]
     manifest: Manifest | None = None
+    portion: Manifest | None = None
+
+    @classmethod
+    def of_portion(cls, portion: Manifest) -> Note:
+        """The note of a portion that lay at a memory node by itself."""
+        of = portion.portion
+        if of is None:
+            raise CorruptManifest(f"{portion.name} is no host's portion of a snapshot")
+        return cls(name=portion.snapshot, host=of.host, hosts=of.hosts, digest=of.digest, pieces=(), portion=portion)
 
     def to_json(self) -> str:
         """The note as JSON text."""
         manifest = self.manifest.to_dict() if self.manifest is not None else None
         fields = {"name": self.name, "host": self.host, "hosts": self.hosts, "digest": self.digest}
-        return json.dumps({**fields, "pieces": self.pieces, "manifest": manifest})
+        portion = {"portion": self.portion.to_dict()} if self.portion is not None else {}
+        return json.dumps({**fields, "pieces": self.pieces, "manifest": manifest, **portion})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Note:
@@ -96,11 +108,13 @@ class Note:
         """
         try:
             fields = json.loads(text)
+            if fields.get("portion") is not None:
+                return cls.of_portion(Manifest.from_dict(fields["portion"]))
             numbers = [fields["host"], fields["hosts"], *(item for piece in fields["pieces"] for item in piece[:2])]
             found = tuple((start, nbytes, digest) for start, nbytes, digest in fields["pieces"])
             texts = [fields["name"], fields["digest"], *(piece[2] for piece in found)]
             manifest = Manifest.from_dict(fields["manifest"]) if fields["manifest"] is not None else None
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise CorruptManifest(f"the note of a host is damaged: {error}") from error
         if any(type(number) is not int for number in numbers) or any(type(each) is not str for each in texts):
             raise CorruptManifest("the note of a host is damaged: a number or a text is something else")
@@ -121,6 +135,14 @@ def missing(notes: Mapping[int, Note]) -> list[int]:
     return [host for host in range(hosts) if host not in notes]
 
 
+def spans_of(notes: Iterable[Note]) -> tuple[FileSpan, ...] | None:
+    """The files of the snapshot of which these are notes of all hosts; ``None`` if nobody says it."""
+    found: list[FileSpan] = []
+    for note in notes:
+        found += note.portion.files if note.portion is not None else note.manifest.spans if note.manifest else ()
+    return tuple(found) or None
+
+
 def sealed(notes: Iterable[Note], read: Callable[[FileSpan, int, int], bytes]) -> Manifest:
     """The manifest of a snapshot, of the notes of all hosts. Whoever makes it makes the same.
 
@@ -133,6 +155,9 @@ def sealed(notes: Iterable[Note], read: Callable[[FileSpan, int, int], bytes]) -
         CorruptSnapshot: if the notes do not fit each other, or bytes are not those that were noted.
     """
     by_host = sorted(notes, key=lambda note: note.host)
+    portions = [note.portion for note in by_host if note.portion is not None]
+    if portions:
+        return whole_of(portions)
     first = by_host[0]
     manifest = first.manifest
     if manifest is None:

@@ -68,18 +68,22 @@ class PortionImage:
         portion: which, and where in the memory.
         memory: that holds them.
         nbytes: of the image.
+
+    Attributes:
+        portion: see above.
+        memory: likewise.
     """
 
     def __init__(self, portion: Portion, memory: memoryview, nbytes: int) -> None:
-        self._portion, self._memory, self._nbytes = portion, memory, nbytes
+        self.portion, self.memory, self._nbytes = portion, memory, nbytes
 
     def __len__(self) -> int:
         return self._nbytes
 
     def __getitem__(self, bounds: slice, /) -> memoryview:
         start, stop, _ = bounds.indices(self._nbytes)
-        place = self._portion.place(start)
-        return self._memory[place : place + stop - start]
+        place = self.portion.place(start)
+        return self.memory[place : place + stop - start]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from lightning_spot.image.written import Ranges
 from lightning_spot.memory import portions as held_portions
 from lightning_spot.memory.bringing import Below, Bringing
 from lightning_spot.memory.chain import LeftBehind
-from lightning_spot.memory.joint import Shared, is_durable, urls_of
+from lightning_spot.memory.joint import Shared, is_by_itself, is_durable, nodes_of, urls_of
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import parse_run
@@ -154,7 +154,7 @@ class Abroad:
 
         def late() -> list[str]:
             leads = [lead for lead in self._leads.values() if run in (None, lead.run)]
-            return [f"{url}: {lead.name} is on its way" for lead in leads for url in lead.left if is_durable(url)]
+            return [f"{url}: {lead.name} is on its way" for lead in leads for url in lead.left if is_by_itself(url)]
 
         with self._changed:
             self._changed.wait_for(lambda: not late(), wait_s)
@@ -291,7 +291,7 @@ class Abroad:
             if manifest.nbytes != lead.nbytes:
                 raise SettingsError(f"{manifest.name} has {manifest.nbytes} bytes, and was begun for {lead.nbytes}")
             tier, gathering = begun.result(_OPEN_S)
-            gathering = replace(gathering, files=_within(manifest.files, lead.ranges))
+            gathering = replace(gathering, files=_within(manifest.files, lead.ranges), manifest=manifest)
             sent = self.bringing.bring(tier, gathering, upload, lead.ranges, lead.portion, lead.image(upload))
             sealed = tier.seal(gathering, _named(manifest, url), lambda: self.bringing.check(upload))
         except Exception as error:
@@ -303,7 +303,9 @@ class Abroad:
         sealed = replace(sealed, run=manifest.run)
         self._ended(lead, url, upload, sealed)
         own = replace(manifest, nbytes=sum(nbytes for _, nbytes in lead.ranges))
-        self._heard(url, own, time.monotonic() - began_s, None if is_durable(url) else sent, None)
+        # Of nodes over which it is spread, the first one stands for all: they are brought theirs at the same time.
+        at, took_s = (nodes_of(url) or [url])[0], time.monotonic() - began_s
+        self._heard(at, own, took_s, None if is_durable(url) else sent, None)
         return sealed
 
     def _ended(self, lead: _Lead, url: str, upload: Upload, sealed: Manifest | None) -> None:
@@ -353,7 +355,7 @@ def _within(files: Sequence[FileSpan], ranges: Ranges) -> tuple[FileSpan, ...]:
 
 def _named(manifest: Manifest, at: str) -> Manifest:
     """The manifest without checksums, as the place knows its run: a memory node may have another name for it."""
-    if is_durable(at):
+    if is_by_itself(at):
         return replace(manifest, checksums=())
     name, identity = parse_run(at.rpartition("/")[2])
     return replace(manifest, run=name, run_id=identity or manifest.run_id, checksums=())

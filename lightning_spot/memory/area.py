@@ -90,6 +90,8 @@ class SlotArea:
                 "settled": slot.settled,
                 "sequence": slot.sequence,
                 "given": slot.given,
+                "whole": slot.whole,
+                "brings": slot.brings,
             },
         )
 
@@ -228,6 +230,7 @@ class SlotArea:
             slot.places = tuple(record["places"]) if record["places"] is not None else None
             slot.safe, slot.refused = list(record["safe"]), list(record["refused"])
             slot.settled, slot.given = bool(record.get("settled")), bool(record.get("given"))
+            slot.whole, slot.brings = bool(record.get("whole")), bool(record.get("brings"))
             slot.sequence, slot.generation = int(record["sequence"]), 1
         except (FileNotFoundError, ValueError, KeyError, TypeError, CorruptSnapshot, LayoutUnsupported) as error:
             logger.warning("a slot left by an earlier node is dropped: %s", error)

@@ -34,11 +34,17 @@ class Base:
         self._ring, self._slot, self._sent_crcs = ring, slot, slot.sent_crcs
 
     @classmethod
-    def newest(cls, ring: Ring, run: str) -> Base | None:
-        """Pin the snapshot of a run that was committed last; ``None`` if there is none."""
+    def newest(cls, ring: Ring, run: str, host: int | None = None) -> Base | None:
+        """Pin the snapshot of a run that was committed last; ``None`` if there is none.
+
+        Args:
+            ring: that holds it.
+            run: key of the run.
+            host: if the portion of a host is meant, its number.
+        """
         with ring.changed:
             for slot, manifest in ring.readable(run):
-                if not manifest.is_file:
+                if not manifest.is_file and (manifest.portion.host if manifest.portion else None) == host:
                     slot.readers += 1
                     return cls(ring, slot, manifest)
         return None

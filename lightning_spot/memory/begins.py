@@ -101,7 +101,7 @@ class Begins:
         if shared is not None and shared.by_hosts:
             self._overtake(key)
         if manifest is not None:
-            self._give_up_left(key)
+            self._give_up_left(key, manifest)
         if manifest is not None or (shared is not None and shared.by_hosts):
             self._ahead.wait(key)
         slot = lease(self._ring, key, nbytes, wait_s, cancelled=gone, reuse=bool(session), making=making)
@@ -110,7 +110,8 @@ class Begins:
             upload.held, slot.held, slot.checked_s = slot.held, "", float("-inf")
             upload.joint = joint
             if manifest is not None and not manifest.is_file:
-                if not self._ring.find(key, name):
+                upload.host = manifest.portion.host if manifest.portion is not None else None
+                if upload.host is None and not self._ring.find(key, name):
                     upload.coming = Coming(replace(manifest, checksums=()), slot.view(nbytes))
                 self._prepare(upload)
             elif upload.is_gathered:
@@ -145,7 +146,7 @@ class Begins:
 
     def _prepare(self, upload: Upload) -> None:
         """It comes over the network: from what it may be made, and where the next one goes."""
-        upload.base = Base.newest(self._ring, upload.run)
+        upload.base = Base.newest(self._ring, upload.run, upload.host)
         info = self._registry.info(upload.run)
         self._ahead.make(upload.run, upload.nbytes, 1 + max(1, info.keep if info is not None else KEEP))
 
@@ -180,15 +181,16 @@ class Begins:
                     self._uploads.shares.fail(upload, "another one was begun")
                     self._uploads.abort(upload.id)
 
-    def _give_up_left(self, key: str) -> None:
+    def _give_up_left(self, key: str, newer: Manifest) -> None:
         """A host sends one snapshot of a run at a time: one that nobody is connected for was left by a killed node.
 
-        The tiers below wait for the rest of it, and would take nothing newer.
+        The tiers below wait for the rest of it, and would take nothing newer. Of portions, those of one host are meant.
         """
-        now = time.monotonic()
+        now, host = time.monotonic(), newer.portion.host if newer.portion is not None else None
         with self._lock:
             for upload in self._uploads.of_run(key):
-                is_left = upload.coming is not None and not upload.in_use and now - upload.touched_s > _LEFT_S
+                is_meant = upload.host == host and (upload.coming is not None or host is not None)
+                is_left = is_meant and not upload.in_use and now - upload.touched_s > _LEFT_S
                 if upload.joint is None and is_left:
                     logger.info("%s was left by its sender, and is given up for a newer one", upload.name)
                     self._uploads.abort(upload.id)

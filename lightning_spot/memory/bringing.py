@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lightning_spot.errors import ShareMissing, TierError
@@ -128,6 +128,8 @@ class Bringing:
         if (base := gathering.base) is not None:
             is_apart = portion is not None
             earlier = held_portions.find(self.ring, upload.run, ranges, base, is_apart=is_apart)
+        find = functools.partial(held_portions.find_alone, self.ring, upload.run)
+        gathering = replace(gathering, earlier=find)
         info = self.registry.info(upload.run)
         compression = info.compression if info is not None else "auto"
         return tier.bring(gathering, image, ranges, earlier, lambda: self.check(upload), compression)

@@ -82,7 +82,8 @@ class Chain:
         self._may_write = may_write
         self._is_urgent = is_urgent
         self._nodes = [NextNode(f"{node.rstrip('/')}/{info.text}", info, ring, open_store) for node in info.nodes]
-        self._replicas = [_Replica() for _ in range(min(max(1, info.replicas), len(self._nodes)))]
+        count = len(self._nodes) if info.spread else min(max(1, info.replicas), len(self._nodes))
+        self._replicas = [_Replica() for _ in range(count)]
         self._carrier: NextNode | None = None
         self._asked: NextNode | None = None  # to carry the run on; it has not answered yet
         self._closed = False
@@ -112,10 +113,14 @@ class Chain:
     def used(self) -> list[str]:
         """URLs of the run at the nodes that it is kept at, the carrier's first; none while none carries it on.
 
+        Of snapshots that are spread over nodes, all that carry on what they hold.
+
         A node that has just failed, and was not asked since, is none of them.
         """
         with self._ring.changed:
             sound = [each.node for each in self._replicas if not (each.doubted and each.node and each.node.failures)]
+            if self.info.spread:
+                return [node.url for node in sound if node is not None and node.carries]
             if self._carrier is None or self._carrier not in sound:
                 return []
             return [self._carrier.url, *(node.url for node in sound if node and node is not self._carrier)]
@@ -132,7 +137,7 @@ class Chain:
             used, away = [replica.node for replica in self._replicas], self.away()
             return {
                 node.url: "carries it on"
-                if node is self._carrier
+                if node is self._carrier or (self.info.spread and node.carries and node in used)
                 else "holds it"
                 if node in used
                 else f"away: {away[node.url]}"
@@ -230,12 +235,15 @@ class Chain:
         with self._ring.changed:
             before, refused = self._carrier, bool(node.why_not)
             node.why_not = (opened.why_not or "it does not say why") if carry and not opened.carries else ""
-            if carry:
-                self._carrier = node if opened.carries else None
-                self.why_not = node.why_not
+            node.carries = carry and opened.carries
             if anew:
                 node.forget_told()
             replica.node, replica.doubted = node, replica.is_behind
+            if carry:
+                self._carrier = node if opened.carries else None
+                self.why_not = node.why_not
+            if self.info.spread:
+                self._carrier = self._any_carrier()
             self._apply()
             if anew or self._carrier is not before or (node.why_not and not refused):
                 self._say(node)
@@ -255,7 +263,7 @@ class Chain:
             if was_used and is_last:  # else another one has what this one had, or it shows when that is asked to carry
                 fall_back(self._ring, self.info.key)
             if before is node or is_last:
-                self._carrier, self.why_not = None, f"{node.url}: {error}"
+                self._carrier, self.why_not = self._any_carrier(), f"{node.url}: {error}"
             self._apply()
             if not said:
                 self._say_lost(node)
@@ -288,11 +296,21 @@ class Chain:
 
     # -- decisions, under the ring's lock -------------------------------------------------------------------------
 
+    def _any_carrier(self) -> NextNode | None:
+        """Where all nodes carry the run on: one that does."""
+        used = [replica.node for replica in self._replicas if self.info.spread]
+        return next((node for node in used if node is not None and node.carries), None)
+
     def _is_taken(self, node: NextNode) -> bool:
         return any(node in (replica.node, replica.trying) for replica in self._replicas)
 
     def _is_to_carry(self, replica: _Replica, node: NextNode) -> bool:
-        """Whether a node is to be asked to carry the run on: one only does, so that the bytes leave it once."""
+        """Whether a node is to be asked to carry the run on: one only does, so that the bytes leave it once.
+
+        Of snapshots that are spread over nodes, each carries what it holds.
+        """
+        if self.info.spread:
+            return True
         if self._carrier is not None or self._asked is not None:
             return self._carrier is node
         before = self._replicas[: self._replicas.index(replica)]
@@ -318,7 +336,7 @@ class Chain:
         """Tell the ring where the run's snapshots go now."""
         if self._closed:
             return
-        own = [replica.node.url for replica in self._replicas if replica.node is not None]
+        own = [replica.node.url for replica in self._replicas if replica.node is not None][: max(1, self.info.replicas)]
         carried = []
         if self.info.durable_url is not None:
             # While there is a node that may carry it on and was not asked, this one does not begin to write itself.
@@ -333,7 +351,9 @@ class Chain:
     # -- what is said ---------------------------------------------------------------------------------------------
 
     def _say(self, node: NextNode) -> None:
-        if node is self._carrier:
+        if self.info.spread and not node.why_not:
+            logger.info("run %s is spread, among others over %s", self.info.text, node.url)
+        elif node is self._carrier:
             logger.info("run %s goes to %s, which carries it on", self.info.text, node.url)
         elif not node.why_not:
             logger.info("run %s is kept at %s besides", self.info.text, node.url)
@@ -351,5 +371,6 @@ class Chain:
 
     def _say_lost(self, node: NextNode) -> None:
         used, wanted = sum(replica.node is not None for replica in self._replicas), len(self._replicas)
-        left = f". The run is kept at {used} of {wanted} nodes until one works again" if wanted > 1 else ""
+        how = "spread over" if self.info.spread else "kept at"
+        left = f". The run is {how} {used} of {wanted} nodes until one works again" if wanted > 1 else ""
         logger.warning("run %s: the node at %s does not work (%s)%s", self.info.text, node.url, node.why, left)

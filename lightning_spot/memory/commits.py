@@ -186,6 +186,7 @@ class Commits:
                 key_of(manifest) != upload.run
                 or manifest.attempt > upload.attempt
                 or upload.name not in ("", manifest.name)
+                or upload.host != (manifest.portion.host if manifest.portion is not None else None)
                 or (upload.coming is not None and replace(manifest, checksums=()) != upload.coming.manifest)
             ):
                 raise SettingsError(

@@ -15,6 +15,7 @@ from lightning_spot.config import KEEP
 from lightning_spot.errors import Fenced, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.health import TierHealth
+from lightning_spot.memory.portion_put import NotWhole
 from lightning_spot.memory.putting import Putting
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo, key_of
@@ -123,6 +124,11 @@ class Flusher:
         with self._ring.changed:
             return self.work.is_urgent(run)
 
+    def rests_s(self, run: str) -> float:
+        """How long the durable tier of a run is still to be left alone, see :meth:`Work.rests_s`."""
+        with self._ring.changed:
+            return self.work.rests_s(run, time.monotonic())
+
     @property
     def busy(self) -> bool:
         """Whether something is being done at a tier."""
@@ -228,6 +234,9 @@ class Flusher:
             self._do(store, url, job, attempt)
         except Fenced as error:
             self._fenced(url, job, attempt, error)
+        except NotWhole:
+            with self._ring.changed:
+                self.work.later(url, job, time.monotonic() + _AGAIN_S)
         except Exception as error:  # whatever it is, it is tried again
             if not isinstance(error, SpotError):
                 logger.exception("flushing to %s failed unexpectedly", url)

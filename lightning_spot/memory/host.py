@@ -191,12 +191,16 @@ class Host(Protocol):
     def tiers(self) -> dict[str, TierHealth]:
         """How each tier below is doing, by its URL."""
 
-    def carrier(self) -> str:
+    def carrier(self, spread: int = 0) -> str:
         """Where several hosts may bring the next snapshot: URLs of the run at memory nodes, separated by spaces.
 
         The first is that of the one that carries the run on to its durable tier. Its other replicas follow; the ring
         goes past those to which an earlier snapshot is still on its way when that one begins. ``""`` while none carries
         it on.
+
+        Args:
+            spread: if snapshots are spread over all memory nodes: at how many of them each portion is to be kept; the
+                answer is a :class:`~lightning_spot.memory.joint.SpreadPlace`.
         """
 
     def refused(self) -> list[Manifest]:
@@ -287,7 +291,7 @@ class InProcessHost:
     def decline(self, name: str, why: str, at: str = "", host: int = 0, share: int = 1) -> None:
         """See :meth:`Host.decline`; nobody waits."""
 
-    def carrier(self) -> str:
+    def carrier(self, spread: int = 0) -> str:
         """See :meth:`Host.carrier`; it is not asked for, since other ranks cannot fill this ring."""
         return ""
 

@@ -9,6 +9,7 @@ from lightning_spot.image.manifest import snapshot_order
 from lightning_spot.image.parts import checksum
 
 MOST_SHARES = 1024
+_SPREAD = "spread:"
 _LAYOUTS = 3  # of a run, the newest: a rank may be a snapshot behind the others
 
 
@@ -22,7 +23,8 @@ class Shared:
         digest: what all of them must agree on, such as a checksum of the layout; ``""`` if they see to it themselves.
         layout: what the other ranks have to know of it, a text of any form; kept until another one is given.
         at: URLs of the run at the memory nodes to which several hosts send it, separated by spaces, first that of the
-            one that carries it on; or that of its durable tier. Each host sends its portion, which the layout names
+            one that carries it on; or that of its durable tier; or, of memory nodes over which it is spread, see
+            :class:`SpreadPlace`. Each host sends its portion, which the layout names
             (see :class:`~lightning_spot.image.portion.Portions`). ``""`` if the ranks of one host have all of it.
         image_nbytes: of the image, where the slot of the first host, too, holds its own portion only; else 0.
         by_hosts: at that node: whether the shares are hosts', and come over the network.
@@ -41,14 +43,58 @@ class Shared:
             raise SettingsError(f"{self.name!r} in {self.shares} shares is no snapshot that ranks can fill together")
 
 
+@dataclass(frozen=True, slots=True)
+class SpreadPlace:
+    """Memory nodes over which a snapshot is spread: each host brings its portion to some of them.
+
+    Attributes:
+        replicas: at how many each portion is kept.
+        urls: of the run at all of them.
+    """
+
+    replicas: int
+    urls: tuple[str, ...]
+
+    @classmethod
+    def read(cls, at: str) -> SpreadPlace | None:
+        """Read it from where hosts bring a snapshot; ``None`` if that is another place.
+
+        Raises:
+            SettingsError: if it is malformed.
+        """
+        if not at.startswith(_SPREAD):
+            return None
+        replicas, *urls = at.removeprefix(_SPREAD).split(" ")
+        are_nodes = bool(urls) and all(url.startswith("spot://") for url in urls)
+        if not (replicas.isdigit() and int(replicas) and are_nodes):
+            raise SettingsError(f"{at!r} names no memory nodes over which a snapshot is spread")
+        return cls(int(replicas), tuple(urls))
+
+    @property
+    def at(self) -> str:
+        """As :attr:`Shared.at`."""
+        return f"{_SPREAD}{self.replicas} {' '.join(self.urls)}"
+
+
 def is_durable(at: str) -> bool:
     """Whether hosts bring a snapshot to a durable tier, and not to memory nodes."""
+    return is_by_itself(at) and not at.startswith(_SPREAD)
+
+
+def is_by_itself(at: str) -> bool:
+    """Whether each host brings its portion by itself: to a durable tier, or to memory nodes over which it is spread."""
     return bool(at) and not at.startswith("spot://")
 
 
 def urls_of(at: str) -> list[str]:
     """Each place to which hosts bring a snapshot; a directory may have spaces in its name."""
-    return [at] if is_durable(at) else at.split()
+    return [at] if is_by_itself(at) else at.split()
+
+
+def nodes_of(at: str) -> list[str]:
+    """URLs of the run at the memory nodes to which hosts bring a snapshot; none if they bring it to a durable tier."""
+    place = SpreadPlace.read(at)
+    return list(place.urls) if place is not None else [] if is_durable(at) else at.split()
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ class JointFolder:
         goes_on: called between tries; what it raises ends them.
         fails: told why the tier fails, each time, and, with ``""``, that it works.
         pauses_s: see :data:`PAUSES_S`; empty for one try.
+        attempt: on whose behalf; 0 for the attempt of the snapshot.
 
     Raises:
         SettingsError: if no hosts can bring files there, or the name is none of a snapshot.
@@ -60,13 +61,14 @@ class JointFolder:
         goes_on: Callable[[], None] = nothing,
         fails: Callable[[str], None] = lambda _why: None,
         pauses_s: Sequence[float] = PAUSES_S,
+        attempt: int = 0,
     ) -> None:
         order = snapshot_order(name)
         if order is None:
             raise SettingsError(f"{name!r} names no snapshot")
         if not isinstance(store, HasFolders):
             raise SettingsError(f"{store.url} is no place to which hosts can bring the files of a snapshot")
-        self._store, self._run_id, self._name, self._attempt = store, run_id, name, order[0]
+        self._store, self._run_id, self._name, self._attempt = store, run_id, name, attempt or order[0]
         self._files = store.folder(name, attempt=self._attempt, run_id=run_id)
         self._goes_on, self._fails, self._pauses_s = goes_on, fails, pauses_s
 
@@ -139,8 +141,8 @@ class JointFolder:
         Returns:
             the manifest; ``None`` if a file is not seen yet, or not any more, or a host says that there will be none.
         """
-        announced = found[0].manifest
-        if announced is None or any(there.get(span.name) != span.nbytes for span in announced.spans):
+        announced = notes.spans_of(found.values())
+        if announced is None or any(there.get(span.name) != span.nbytes for span in announced):
             return None
         try:
             manifest = notes.sealed(found.values(), self._read)

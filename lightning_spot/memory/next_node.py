@@ -38,6 +38,7 @@ class NextNode:
         away_until_s: not tried before (monotonic).
         why: what was wrong last.
         why_not: why it does not carry the run on, ``""`` if it was not asked to, or does.
+        carries: whether it carries the run on, as it said last.
         asked_s: when it was asked last (monotonic).
     """
 
@@ -47,6 +48,7 @@ class NextNode:
         self.away_until_s = 0.0
         self.why = ""
         self.why_not = ""
+        self.carries = False
         self.asked_s = 0.0
         self._info = info
         self._ring = ring
@@ -61,7 +63,7 @@ class NextNode:
             carry: whether it is to bring the run on to the durable tier.
         """
         self.asked_s = time.monotonic()
-        return self._node().open_run(replace(self._info, nodes=(), replicas=1, session="", carry=carry))
+        return self._node().open_run(replace(self._info, nodes=(), replicas=1, spread=False, session="", carry=carry))
 
     def forget_told(self) -> None:
         """It comes next anew: it may have forgotten what it was told."""

@@ -29,6 +29,7 @@ from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.route import Routes
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Slot
+from lightning_spot.memory.spread import Spread
 from lightning_spot.memory.tier import Sent
 from lightning_spot.memory.unsealed import Unsealed
 from lightning_spot.memory.uploads import Uploads
@@ -56,6 +57,7 @@ class Node:
         run_memory_bytes: most bytes that the slots of one run may hold; ``None`` for no such limit.
 
     Attributes:
+        spread: what is known of snapshots of which portions are here.
         id: of this node, as long as it lives.
         draining: whether it takes no new runs.
     """
@@ -73,6 +75,7 @@ class Node:
     ) -> None:
         self.ring = Ring(slots=slots, memory_bytes=memory_bytes, area=area, run_memory_bytes=run_memory_bytes)
         self.registry = Registry(self.ring)
+        self.spread = Spread(self.ring, self.registry, lambda key: self.flusher.rests_s(key))
         self.id = uuid.uuid4().hex
         self.draining = False
         self._not_needed = False  # a trainer has come and gone whose attempt could not begin
@@ -169,6 +172,11 @@ class Node:
     def below(self, run: str) -> str | None:
         """URL of a run where what left this node's memory is, see :meth:`Routes.below`; ``None`` if nowhere."""
         return self.routes.below(run, self.registry.key(run))
+
+    def spread_over(self, run: str) -> list[str]:
+        """URLs of a run at the nodes over which its snapshots are to be spread from now on, see :meth:`Chain.used`."""
+        with self._lock:
+            return self.routes.spread(self.registry.find(run).info)
 
     def begin_session(self, session: str, owner: str = "") -> None:
         """A trainer on this host is connected, see :meth:`Registry.begin_session`."""

@@ -20,5 +20,32 @@ def placed(nodes: Iterable[str], run_id: str) -> tuple[str, ...]:
     return tuple(sorted(nodes, key=lambda node: (_weight(node, run_id), node), reverse=True))
 
 
+def placed_portions(nodes: Iterable[str], run_id: str, hosts: int, replicas: int) -> list[tuple[str, ...]]:
+    """For each of several hosts, the nodes in the order in which its portion of a snapshot goes to them.
+
+    The order of each host is one of its own, by rendezvous hashing. But a node is the first choice of no more hosts
+    than its even part of them, with each replica: with few hosts, chance alone would leave one with far more than
+    another, and its memory is what bounds the snapshot. Everybody who is given the same finds the same.
+
+    Args:
+        nodes: that work, in any order.
+        run_id: identity of the run.
+        hosts: how many bring a snapshot.
+        replicas: how many nodes each portion is kept at.
+    """
+    nodes = sorted(nodes)
+    replicas = min(replicas, len(nodes))
+    room = dict.fromkeys(nodes, -(-hosts * replicas // len(nodes))) if nodes else {}
+    found: list[tuple[str, ...]] = []
+    for host in range(hosts):
+        order = placed(nodes, f"{run_id}\n{host}")
+        left = hosts - host  # who has room for a portion of each of these gets this one, or would not fill up
+        chosen = sorted(order, key=lambda node: (room[node] <= 0, room[node] < left))[:replicas]
+        for node in chosen:
+            room[node] -= 1
+        found.append((*chosen, *(node for node in order if node not in chosen)))
+    return found
+
+
 def _weight(node: str, run_id: str) -> bytes:
     return hashlib.blake2b(f"{node}\n{run_id}".encode(), digest_size=8).digest()

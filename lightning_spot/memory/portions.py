@@ -54,6 +54,24 @@ def find(ring: Ring, run: str, ranges: Ranges, base: BaseInfo, *, is_apart: bool
     return None if is_apart else glance(ring, run, base.name)
 
 
+def find_alone(ring: Ring, run: str, portion: Manifest) -> Glance | None:
+    """A portion that lies at memory nodes by itself, as far as it is here, too; ``None`` if it is not.
+
+    Args:
+        ring: of this host.
+        run: key of the run.
+        portion: as it was sent.
+    """
+    with ring.changed:
+        for slot in ring.slots:
+            held = slot.portion
+            if slot.state is not SlotState.FREE or held is None or slot.memory is None:
+                continue
+            if (held.run, held.name, Portion(held.ranges).nbytes) == (run, portion.snapshot, portion.nbytes):
+                return Glance(portion, slot.view(portion.nbytes), functools.partial(_holds, slot, held))
+    return None
+
+
 def _begins(ranges: Ranges) -> tuple[Ranges, int]:
     """All of them, but for where the last one ends."""
     return (ranges[:-1], ranges[-1][0]) if ranges else ((), 0)

@@ -13,6 +13,7 @@ from lightning_spot.image.coming import Coming
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.bases import glance
+from lightning_spot.memory.portion_put import put_portion
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot
@@ -55,6 +56,8 @@ class Putting:
             store.know(replace(info, nodes=(), session="", carry=info.replicas == 1))
         with self._ring.changed:
             floats = () if self._work.must_be_exact(job.run, job.manifest) else slot.floats
+        if job.manifest.portion is not None:
+            return self._portion(store, url, job, slot, attempt)
         if job.coming is not None:
             brought = self._while_it_comes(store, job.coming, attempt, floats)
         else:
@@ -73,6 +76,26 @@ class Putting:
             self._sweep_files(store, job.run)
         elif info is not None:
             self._ring.trim(job.run, info.keep)
+        return manifest
+
+    def _portion(self, store: Store, url: str, job: Job, slot: Slot, attempt: int) -> Manifest | None:
+        """Bring one host's portion to a durable tier, to which other nodes bring the others; see :meth:`put`.
+
+        Raises:
+            NotWhole: if these are still to come.
+        """
+        manifest = job.manifest
+        with slot.view(manifest.nbytes) as image:
+            if slot.manifest is not manifest:
+                return None
+            fresh = time.monotonic() - slot.checked_s < CHECKED_S
+            if not fresh and not self._is_intact(url, image, job, slot):
+                return None
+            slot.checked_s = time.monotonic()
+            whole = put_portion(store, manifest, image, attempt=attempt)
+        with self._ring.changed:
+            self._work.retain(url, job.run, whole)
+            self._ring.mark_safe(slot, manifest, url)
         return manifest
 
     def _while_it_comes(

@@ -29,6 +29,7 @@ from lightning_spot.memory.slots import (
     SlotState,
     bases_of,
     file_order,
+    newest_of_lineages,
     only_here,
     reusable,
 )
@@ -227,14 +228,19 @@ class Ring(SlotTable):
     # -- what is committed ----------------------------------------------------------------------------------------
 
     def trim(self, run: str, keep: int) -> None:
-        """Forget all but the newest ``keep`` snapshots of a run, as far as they may be reused."""
+        """Forget all but the newest ``keep`` snapshots of a run, as far as they may be reused.
+
+        Of portions of hosts, those of the newest snapshot that is whole, and of what may be newer, stay.
+        """
         with self.changed:
             held = {
                 slot: manifest for slot in self.slots if slot.run == run and (manifest := slot.snapshot) is not None
             }
-            kept = worth_keeping(newest_first(list(held.values())))[: max(1, keep)]
+            snapshots = [manifest for manifest in held.values() if manifest.portion is None]
+            kept = worth_keeping(newest_first(snapshots))[: max(1, keep)]
             idle, bases = reusable(list(held)), bases_of(held)
-            old = [slot for slot in idle if held[slot] not in kept and slot not in bases]
+            stays = newest_of_lineages(slot for slot in held if slot.of_host is not None) | bases
+            old = [slot for slot in idle if held[slot] not in kept and slot not in stays]
             for slot in old:
                 self._forget(slot)
             if old:

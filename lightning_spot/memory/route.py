@@ -94,22 +94,19 @@ class Routes:
         self._refusals[key] = refused
         if info.nodes:
             known = self._chains.get(key)
-            if known is not None and _same(known.info, info):
-                return
-            if known is not None:
-                known.close()
-            self._chains[key] = Chain(
-                self._ring,
-                self.open_store,
-                info,
-                may_write=not refused,
-                is_urgent=lambda: self._flusher.is_urgent(key),
-            )
-            self._chains[key].start()
+            if known is None or not _same(known.info, info):
+                self._begin(info)
             return
         self.forget(key)
         self._refusals[key] = refused
         self._ring.set_tiers(key, Tiers(own=tuple(self._without_nodes(info, refused))))
+
+    def spread(self, info: RunInfo) -> list[str]:
+        """Have the snapshots of a run spread over the nodes behind this one; see :attr:`Chain.used`."""
+        known = self._chains.get(info.key)
+        if known is not None and not known.info.spread:
+            self._begin(replace(known.info, spread=True))
+        return self._chains[info.key].used if known is not None else []
 
     def opened(self, info: RunInfo) -> Opened:
         """What to answer who opens a run: whether it is brought to its durable tier from here."""
@@ -181,6 +178,20 @@ class Routes:
         for chain in chains:
             chain.join(_JOIN_S)
 
+    def _begin(self, info: RunInfo) -> None:
+        """Look for the nodes behind this one anew."""
+        key = info.key
+        if (known := self._chains.get(key)) is not None:
+            known.close()
+        self._chains[key] = Chain(
+            self._ring,
+            self.open_store,
+            info,
+            may_write=not self._refusals[key],
+            is_urgent=lambda: self._flusher.is_urgent(key),
+        )
+        self._chains[key].start()
+
     def _without_nodes(self, info: RunInfo, refused: str) -> list[str]:
         if info.durable_url is not None and not refused:
             return [info.durable_url]
@@ -189,4 +200,5 @@ class Routes:
 
 def _same(known: RunInfo, info: RunInfo) -> bool:
     """Whether a run is opened once more by the same attempt, with the same tiers."""
-    return replace(known, session="", pid=0, host="") == replace(info, session="", pid=0, host="")
+    one, other = (replace(each, session="", pid=0, host="", spread=False) for each in (known, info))
+    return one == other

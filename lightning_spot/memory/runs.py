@@ -54,6 +54,7 @@ class RunInfo:
         nodes: ``spot://host:port`` of the memory nodes behind this one, in order of preference.
         replicas: how many of them each snapshot is kept at.
         carry: whether the node is to bring the run to its durable tier; where it is kept at several, one is.
+        spread: whether snapshots are spread over all nodes behind this one: each of them is to carry the run on.
         session: live connection of the trainer, if it is on this host.
         pid: its process id, for messages.
         host: name of its machine, for messages.
@@ -71,6 +72,7 @@ class RunInfo:
     nodes: tuple[str, ...] = ()
     replicas: int = 1
     carry: bool = True
+    spread: bool = False
     session: str = ""
     pid: int = 0
     host: str = ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.floats import Floats
-from lightning_spot.image.manifest import Manifest, Order
+from lightning_spot.image.manifest import Manifest, Order, PortionOf
 from lightning_spot.image.written import Ranges
 from lightning_spot.staging.slot import SlotMemory
 
@@ -95,6 +95,9 @@ class Slot:
         floats: where in it numbers lie that may be approximated on their way to a node behind.
         inexact_at: URLs at which an approximation of the snapshot is.
         surpassed: a newer snapshot of the lineage that a memory node has, and this host a portion of only.
+        whole: of one host's portion of a snapshot: whether the portions of all hosts are known to be at memory nodes.
+        overtaken: likewise: whether a newer snapshot is known to be whole.
+        brings: likewise: whether it is to be brought to the durable tier, also if a newer one is whole.
         portion: the ranges of a snapshot at a memory node that the memory holds; all else in it is something else.
         sent_crcs: place and content of the CRC fields as they came, if several hosts sent the snapshot.
         given: whether other processes look at its memory for as long as they like: nothing is written to that any more.
@@ -125,6 +128,9 @@ class Slot:
     floats: tuple[Floats, ...] = ()
     inexact_at: list[str] = field(default_factory=list)
     surpassed: Manifest | None = None
+    whole: bool = False
+    overtaken: bool = False
+    brings: bool = False
     portion: HeldPortion | None = None
     sent_crcs: tuple[tuple[int, bytes], ...] = ()
     given: bool = False
@@ -151,6 +157,11 @@ class Slot:
         """The committed snapshot, if it holds one that is no user's file."""
         return self.manifest if self.manifest is not None and not self.manifest.is_file else None
 
+    @property
+    def of_host(self) -> PortionOf | None:
+        """What of a snapshot it holds, if that is one host's portion of it."""
+        return self.manifest.portion if self.manifest is not None else None
+
     def status(self) -> dict[str, Any]:
         """The slot, as JSON-ready values."""
         return {
@@ -174,23 +185,26 @@ class Slot:
         self.state, self.run, self.manifest, self.places = SlotState.FREE, "", None, None
         self.dirty, self.safe, self.refused, self.settled = [], [], [], False
         self.floats, self.inexact_at, self.surpassed, self.sent_crcs = (), [], None, ()
-        self.spare = self.followed = False
+        self.spare = self.followed = self.whole = self.overtaken = self.brings = False
 
 
 def newest_of_lineages(slots: Iterable[Slot]) -> set[Slot]:
     """The slots that hold the newest exact snapshot of each lineage of each run, or a newer one that is not exact.
 
-    Where a memory node has a newer one, this host has none of these.
+    Where a memory node has a newer one, this host has none of these. Of portions of hosts, which lie at several nodes,
+    each counts that is not known to be of an older snapshot than a whole one.
     """
+    slots = list(slots)
+    portions = {slot for slot in slots if slot.of_host is not None and not slot.overtaken}
     newest: dict[tuple[str, str, bool], tuple[Order, Slot]] = {}
     for slot in slots:
-        if (manifest := slot.snapshot) is not None and not slot.surpassed:
+        if (manifest := slot.snapshot) is not None and not slot.surpassed and slot.of_host is None:
             order = manifest.order
             for only_exact in (False, True) if manifest.exact else (False,):
                 key = (slot.run, manifest.lineage, only_exact)
                 if key not in newest or order > newest[key][0]:
                     newest[key] = (order, slot)
-    return {slot for _, slot in newest.values()}
+    return {slot for _, slot in newest.values()} | portions
 
 
 def left_if_lost(slots: Iterable[Slot]) -> set[Slot]:
@@ -226,9 +240,11 @@ def only_here(slots: list[Slot]) -> set[Slot]:
 def owed(slot: Slot, tiers: Tiers, *, newest: bool) -> list[str]:
     """URLs at which a committed snapshot is owed: what was superseded is not, unless it ended the run or is a file."""
     manifest = slot.manifest
-    if manifest is None or not (newest or manifest.complete or manifest.is_file):
+    if manifest is None or not (newest or manifest.complete or manifest.is_file or slot.brings):
         return []
     urls = slot.places if slot.places is not None else (*tiers.own, *tiers.carried)
+    if slot.of_host is not None:
+        urls = tuple(url for url in tiers.own if slot.whole and not url.startswith("spot:"))
     return [url for url in urls if url not in slot.safe and url not in slot.refused]
 
 

@@ -26,6 +26,7 @@ class SlotTable:
         changed: the same lock; notified whenever something changed.
         changes: how often that was.
         area: see above.
+        opened_s: when each run was opened last, or was asked for by the host of its trainer (monotonic).
     """
 
     def __init__(self, area: SlotArea | None) -> None:
@@ -34,6 +35,7 @@ class SlotTable:
         self.area = area
         self.slots = area.adopt() if area is not None else []
         self.changes = 0
+        self.opened_s: dict[str, float] = {}
         self._tiers: dict[str, Tiers] = {}
         self._watchers: list[Callable[[], None]] = []
 

@@ -130,7 +130,9 @@ class Gathering:
         nbytes: size of the image.
         base: the snapshot that the node has, and from which it can make ranges of this one.
         shared: what the first host has said of it.
-        files: that this host writes, at a durable tier; empty for those that the layout says.
+        files: that this host writes by itself; empty for those that the layout says.
+        manifest: of the snapshot, without checksums, as the first host knows it.
+        earlier: finds a portion that this host has brought to memory nodes before, as far as it is here.
     """
 
     upload: str
@@ -138,6 +140,8 @@ class Gathering:
     base: BaseInfo | None
     shared: Shared
     files: tuple[FileSpan, ...] = ()
+    manifest: Manifest | None = None
+    earlier: Callable[[Manifest], Glance | None] = lambda _portion: None
 
 
 class JointTier(Protocol):

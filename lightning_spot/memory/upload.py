@@ -30,6 +30,7 @@ class Upload:
         held: the upload as which the slot was filled before, if nothing else was written into it since; else ``""``.
         base: from which parts may be made, if it comes over the network and an earlier snapshot is here.
         coming: hands these parts to whoever sends them on, if it was said what they are of.
+        host: whose portion of a snapshot it is, if it is that of one of several hosts.
         joint: who fills it, if several ranks do.
         streams: connections that receive into the slot at the moment.
         sealing: whether it is being checksummed, which also writes the zip's CRCs.
@@ -50,6 +51,7 @@ class Upload:
     base: Base | None = None
     streams: set[socket.socket] = field(default_factory=set)
     coming: Coming | None = None
+    host: int | None = None
     joint: Joint | None = None
     sealing: bool = False
     ended: bool = False

@@ -13,7 +13,7 @@ from lightning_spot.image.coming import Coming
 from lightning_spot.memory.abroad import Abroad, Heard
 from lightning_spot.memory.begins import Begins
 from lightning_spot.memory.bringing import Below
-from lightning_spot.memory.joint import is_durable
+from lightning_spot.memory.joint import is_by_itself
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.shares import SHARES_WAIT_S, Shares
@@ -86,7 +86,7 @@ class Uploads:
         with self._lock:
             for upload in [item for item in self._uploads.values() if item.session == session]:
                 at = upload.joint.shared.at if upload.joint is not None else ""
-                if not (upload.sealing and is_durable(at)):
+                if not (upload.sealing and is_by_itself(at)):
                     self.abort(upload.id)
             self.shares.end_session(session)
 
@@ -135,7 +135,8 @@ class Uploads:
     def fence(self, run: str, attempt: int) -> None:
         """Send nothing on that earlier attempts are still sending: it will not be committed.
 
-        Of what hosts bring together, the slot is free: who leads it may be gone, and nobody else gives it up.
+        Of what hosts bring together, or portion by portion, the slot is free: who brings it may be gone, and nobody
+        else gives it up.
         """
         with self._lock:
             for upload in list(self._uploads.values()):
@@ -145,8 +146,8 @@ class Uploads:
                     upload.coming.give_up()
                 if upload.is_gathered:
                     self.shares.fail(upload, f"attempt {attempt} has begun")
-                    if not upload.sealing:
-                        self.abort(upload.id)
+                if (upload.is_gathered and not upload.sealing) or upload.host is not None:
+                    self.abort(upload.id)
 
     def abort(self, upload_id: str, *, untouched: bool = False) -> None:
         """Give an upload up; its slot becomes free. Nothing happens if it is gone.

@@ -19,6 +19,9 @@ from lightning_spot.memory.slots import Slot
 MOST_APART_S = 30.0
 """The durable tier takes one of the snapshots that follow each other in moments at least so often, if it is as fast."""
 
+LEFT_S = 35.0
+"""A run counts as left by its trainer if its host has not asked for so long how this node is: it does every 10 s."""
+
 _APART = 40  # times as long as it takes one: so much less does it cost training
 _LOOK_S = 1.0
 
@@ -87,6 +90,7 @@ class Work:
         self._errors: dict[str, dict[tuple[str, str, str], str]] = {}
         self._begun: dict[tuple[str, str], float] = {}  # when a tier last took a snapshot of a run
         self._took_s: dict[tuple[str, str], float] = {}  # and for how long it was busy with it
+        self._later: dict[tuple[str, tuple[str, str, str]], float] = {}  # when what waits for other nodes is looked at
         self._waited_for: Counter[str | None] = Counter()  # runs (None: all) that somebody waits for
 
     def urls(self) -> set[str]:
@@ -112,7 +116,7 @@ class Work:
         backoff, soonest, wanted = self.backoff(url), None, set()
         for job in self._jobs(url):
             wanted.add(job.key)
-            due_s = max(backoff.due_s(job.key), self._paced_s(url, job))
+            due_s = max(backoff.due_s(job.key), self._paced_s(url, job), self._later.get((url, job.key), 0.0))
             if due_s <= now_s:
                 if job.kind is Kind.PUT:
                     self._begun[url, job.run] = now_s
@@ -123,6 +127,7 @@ class Work:
             soonest = min(now_s + _LOOK_S, soonest if soonest is not None else float("inf"))
         # Nothing is due: what failed and is not wanted any more (superseded, dropped) is forgotten.
         backoff.forget(set(wanted))
+        self._later = {(at, key): due_s for (at, key), due_s in self._later.items() if at != url or key in wanted}
         self._errors[url] = {key: text for key, text in self._errors.get(url, {}).items() if key in wanted}
         return None, soonest
 
@@ -177,6 +182,14 @@ class Work:
         failed_s = self.backoff(url).due_s((Kind.PUT.value, run, ""))
         return max(failed_s, self._free_s(url, run, followed=followed)) <= now_s
 
+    def rests_s(self, run: str, now_s: float) -> float:
+        """How long the durable tier of a run is still to be left alone, see :attr:`RunInfo.durable_every_s`."""
+        info = self._run(run)
+        if info is None or not info.durable_every_s:
+            return 0.0
+        begun_s = [begun_s for (url, of), begun_s in self._begun.items() if of == run and not url.startswith("spot:")]
+        return max(0.0, max(begun_s, default=float("-inf")) + info.durable_every_s - now_s)
+
     def rests(self, url: str, run: str) -> bool:
         """Whether a tier leaves out some of the snapshots of a run that follow each other in moments."""
         info = self._run(run)
@@ -188,6 +201,10 @@ class Work:
             self._begun.pop((url, job.run), None)
         self.backoff(url).failed(job.key, time.monotonic())
         self._errors.setdefault(url, {})[job.key] = text
+
+    def later(self, url: str, job: Job, due_s: float) -> None:
+        """A put waits for what other nodes put there: it is looked at again then (monotonic)."""
+        self._later[url, job.key] = due_s
 
     def dropped(self, url: str, job: Job) -> None:
         """A put came to nothing, because there was nothing to put after all: it does not count as taken."""
@@ -297,7 +314,16 @@ class Work:
         """When a tier may take a snapshot at the soonest, so that two are far enough apart; 0 for at once."""
         if job.kind is not Kind.PUT or job.slot is None or job.manifest.is_file or job.manifest.complete:
             return 0.0
+        if job.manifest.portion is not None:
+            return self._left_s(job.run) if not (job.slot.brings or self.is_urgent(job.run)) else 0.0
         return self._free_s(url, job.run, followed=job.slot.followed)
+
+    def _left_s(self, run: str) -> float:
+        """When a run counts as left by its trainer: then each node brings down what it has of the newest snapshot.
+
+        Until then its trainer says which one they bring, since all must bring the same one.
+        """
+        return self._ring.opened_s.get(run, float("-inf")) + LEFT_S
 
     def _free_s(self, url: str, run: str, *, followed: bool) -> float:
         """When a tier may take the next snapshot of a run at the soonest, 0 for at once."""

@@ -7,6 +7,7 @@ import os
 from typing import Protocol
 
 from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.spread import SpreadStore
 from lightning_spot.client.starting import attach
 from lightning_spot.errors import SnapshotNotFound, TierError
 from lightning_spot.image.manifest import Manifest
@@ -140,6 +141,8 @@ class StoreSource:
         One process reads one local file in place, and what a node has while it arrives; all else goes into memory.
         """
         url = f"{self.store.url}/{manifest.data_path}"
+        if isinstance(self.store, SpreadStore):
+            url = f"{manifest.name}, spread over {len(self.store.nodes)} nodes"
         in_place = not manifest.files and not (use is Use.SHARE and has_room(manifest.nbytes))
         if isinstance(self.store, LocalStore) and in_place:
             try:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_spot.client.node_client import NodeClient
+from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.spread import SpreadStore
 from lightning_spot.client.starting import attach
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
@@ -28,6 +30,7 @@ from lightning_spot.errors import (
     TierError,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_order
+from lightning_spot.memory.joint import SpreadPlace
 from lightning_spot.memory.joint_folder import commit_left
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.run import patience
@@ -131,6 +134,7 @@ def survey(location: Location, bounds: Patience | None = None, *, commits: bool 
     }
     holdings, more_problems = ask_all(listings, bounds.answer_s, lasting=(MEMORY,))
     found_at: list[tuple[Source, Holdings]] = [(sources[tier], holdings[tier]) for tier in sources if tier in holdings]
+    found_at += spread_over(found_at)
     if durable is not None:
         found_at.append((StoreSource(store, DURABLE), durable.holdings))
     return Survey(
@@ -270,6 +274,22 @@ def _node_source(location: Location, tier: str, run: NodeRun) -> Source:
     if tier == MEMORY:
         return MemorySource(location.url, text)
     return StoreSource(open_store(f"{tier}/{text}"), tier)
+
+
+def spread_over(found_at: list[tuple[Source, Holdings]]) -> list[tuple[Source, Holdings]]:
+    """The memory nodes that hold portions of snapshots, as one source of those that are whole."""
+    nodes: list[NodeStore] = []
+    held: list[tuple[NodeStore, Manifest]] = []
+    for source, holdings in found_at:
+        if isinstance(source, StoreSource) and isinstance(source.store, NodeStore):
+            nodes.append(source.store)
+            held += ((source.store, portion) for portion in holdings.portions)
+    if not held:
+        return []
+    store = SpreadStore(SpreadPlace(1, tuple(node.url for node in nodes)).at)
+    manifests = store.know(held)
+    tier = " ".join(node.url.rpartition("/")[0] for node in nodes)
+    return [(StoreSource(store, tier), Holdings(manifests))] if manifests else []
 
 
 def ask_all(

@@ -18,6 +18,7 @@ POST       /v1/runs/RUN/decline                there will be no such snapshot to
 POST       /v1/uploads/ID/share                for which snapshot it was taken, if ranks fill it (this host only)
 POST       /v1/uploads/ID/placed               the bytes of a share are in place (this host only)
 POST       /v1/…/joint…                        one that several hosts bring together: see :mod:`.hosts`
+*          /v1/…/portions…                     what several nodes hold together: see :mod:`.portions`
 POST       /v1/uploads/ID/stream               fill it, over a connection of its own: see ``protocol/wire.py``
 POST       /v1/uploads/ID/commit               make it a snapshot
 POST       /v1/uploads/ID/seal                 the same for a slot filled through shared memory (this host only)
@@ -68,6 +69,7 @@ from lightning_spot.service.fields import (
 )
 from lightning_spot.service.files import Files
 from lightning_spot.service.hosts import HostRequests
+from lightning_spot.service.portions import PortionRequests
 from lightning_spot.service.readiness import not_ready
 from lightning_spot.service.runs import RunRequests
 from lightning_spot.service.shares import ShareRequests
@@ -120,6 +122,7 @@ class Service:
                 web.post("/v1/uploads/{upload}/share", shares.say),
                 web.post("/v1/uploads/{upload}/placed", shares.placed),
                 *hosts.routes(),
+                *PortionRequests(self.node).routes(),
                 web.post("/v1/check", self._check),
                 web.post("/v1/flush", self._flush),
                 web.get("/v1/files/{run}/{path:.+}", files.read),

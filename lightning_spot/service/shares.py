@@ -11,7 +11,7 @@ from aiohttp import web
 
 from lightning_spot.errors import SettingsError
 from lightning_spot.image.packing import can_pack
-from lightning_spot.memory.joint import MOST_SHARES, Shared, is_durable
+from lightning_spot.memory.joint import MOST_SHARES, Shared, is_by_itself
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.wire import BaseInfo
@@ -51,7 +51,7 @@ class ShareRequests:
         attempt = integer(body, "attempt", None, 0, MOST_ATTEMPTS)
         if at := text(body, "at"):
             host, told = integer(body, "host", None, 1, MOST_SHARES), None
-            if is_durable(at):
+            if is_by_itself(at):
                 layout = long_text(body, "layout")
                 told = Shared(name=name, shares=1, digest=text(body, "digest"), layout=layout, at=at)
             layout_id, visits = identifier(body, "layout_id"), self._node.uploads.abroad.visits

@@ -1,7 +1,8 @@
 """What to rent for a job of many machines: how large and how fast a memory node, and how many replicas.
 
 A run goes to one memory node, and with replicas to as many: all of each snapshot is there. Other nodes that it names
-are spare. Formulas, to first order; docs/scale.md derives them.
+are spare; a model in shards on several machines is spread over all that it names, if these are more than the replicas.
+Formulas, to first order; docs/scale.md derives them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NOTICED_S = 15.0
 
 _WHOLE = 10**9
 
-_MAY_BE_0 = ("sending_hosts", "stall_s", "node_memory_bytes", "node_back_s", "node_price")
+_MAY_BE_0 = ("nodes", "sending_hosts", "stall_s", "node_memory_bytes", "node_back_s", "node_price")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class Demand:
         state_bytes: of one snapshot of the whole job, whatever the number of ranks that have it.
         gpus_per_host: of each machine.
         sending_hosts: machines that send a share of each snapshot; 0 for all. One, where one host has the whole file.
+        nodes: memory nodes over which snapshots of a model in shards are spread; 0 for one for each replica.
         host_bytes_per_s: what a machine sends to memory nodes beside training.
         node_bytes_per_s: what a memory node receives.
         node_memory_bytes: what it can have for snapshots; 0 for as much as is needed.
@@ -57,6 +59,7 @@ class Demand:
     state_bytes: float
     gpus_per_host: int = 8
     sending_hosts: int = 0
+    nodes: int = 0
     host_bytes_per_s: float = 1.25e9
     node_bytes_per_s: float = 1.25e9
     node_memory_bytes: float = 0.0
@@ -96,11 +99,12 @@ class Rent:
     """What to rent, and what it gains.
 
     Attributes:
-        replicas: memory nodes; each has every snapshot.
+        replicas: memory nodes that have each byte of a snapshot.
+        nodes: memory nodes; if there are no more than replicas, each has all of every snapshot.
         memory_bytes: that each needs for snapshots, in whole GB: for it to be given what is printed.
         in_bytes_per_s: that each receives.
         processors: that each needs for that.
-        out_bytes_per_s: that the one that carries the run on brings to the durable tier.
+        out_bytes_per_s: that the one that carries the run on, or each, if it is spread, brings to the durable tier.
         safe_s: from a snapshot's begin until it is at all of them.
         interval_s: between two snapshots.
         lost: share of the time that snapshots and lost machines take, without the time until new machines run.
@@ -110,6 +114,7 @@ class Rent:
     """
 
     replicas: int
+    nodes: int
     memory_bytes: float
     in_bytes_per_s: float
     processors: int
@@ -134,29 +139,32 @@ def size(demand: Demand, replicas: int | None = None) -> Rent:
     """
     if replicas is not None and replicas < 1:
         raise SettingsError(f"replicas={replicas}: at least 1")
-    memory_bytes = math.ceil(COPIES * slot_capacity(math.ceil(demand.state_bytes)) / _WHOLE) * _WHOLE
-    if 0 < demand.node_memory_bytes < memory_bytes:
-        raise SettingsError(
-            f"a run goes to one memory node, which needs {format_bytes(memory_bytes)} for {COPIES} snapshots of"
-            f" {format_bytes(demand.state_bytes)}; it has {format_bytes(demand.node_memory_bytes)}: take a larger one,"
-            " or the durable tier alone"
-        )
     replicas = min((1, 2), key=lambda count: _cost(demand, count)) if replicas is None else replicas
+    memory_bytes, nodes = _memory_bytes(demand, replicas), _nodes(demand, replicas)
+    if 0 < demand.node_memory_bytes < memory_bytes:
+        each = "a run goes to one memory node, which" if nodes == replicas else f"each of {nodes} memory nodes"
+        more = "" if nodes == replicas else " more of them,"
+        raise SettingsError(
+            f"{each} needs {format_bytes(memory_bytes)} for {COPIES} snapshots of"
+            f" {format_bytes(demand.state_bytes)}; it has {format_bytes(demand.node_memory_bytes)}: take a larger one,"
+            f"{more} or the durable tier alone"
+        )
     safe_s = _safe_s(demand, replicas)
     interval_s = _period_s(demand, safe_s)
-    in_bytes_per_s = demand.state_bytes / safe_s
+    in_bytes_per_s = _part(demand, replicas) * demand.state_bytes / safe_s
     alone = _lost(demand, demand.state_bytes / (demand.senders * demand.durable_bytes_per_s))
     return Rent(
         replicas=replicas,
+        nodes=nodes,
         memory_bytes=memory_bytes,
         in_bytes_per_s=in_bytes_per_s,
         processors=math.ceil(in_bytes_per_s * CPU_S_PER_BYTE),
-        out_bytes_per_s=min(demand.durable_bytes_per_s, demand.state_bytes / interval_s),
+        out_bytes_per_s=min(demand.durable_bytes_per_s, _part(demand, 1) * demand.state_bytes / interval_s),
         safe_s=safe_s,
         interval_s=interval_s,
         lost=_lost_with(demand, replicas),
         alone=alone,
-        by_hosts=_hosts_s(demand, replicas) >= _node_s(demand),
+        by_hosts=_hosts_s(demand, replicas) >= _node_s(demand, replicas),
         pays=_cost(demand, replicas) < demand.hosts * alone,
     )
 
@@ -169,15 +177,15 @@ def both_lost(demand: Demand) -> float:
     safe_s = _safe_s(demand, 1)
     gone_s = NOTICED_S + demand.node_back_s + safe_s
     back_s = lost_s(_period_s(demand, safe_s), demand.state_bytes / demand.durable_bytes_per_s)
-    return min(1.0, gone_s / demand.mtbf_s) * back_s / demand.node_lifetime_s
+    return min(1.0, gone_s / demand.mtbf_s) * back_s * _nodes(demand, 1) / demand.node_lifetime_s
 
 
 def _cost(demand: Demand, replicas: int) -> float:
     """What the machines lose and the nodes cost, in prices of a machine."""
     price = demand.node_price
     if price is None:
-        price = NODE_PRICE * max(1.0, COPIES * demand.state_bytes / NODE_PRICE_BYTES)
-    return demand.hosts * _lost_with(demand, replicas) + price * replicas
+        price = NODE_PRICE * max(1.0, COPIES * _part(demand, replicas) * demand.state_bytes / NODE_PRICE_BYTES)
+    return demand.hosts * _lost_with(demand, replicas) + price * _nodes(demand, replicas)
 
 
 def _lost_with(demand: Demand, replicas: int) -> float:
@@ -189,13 +197,28 @@ def _hosts_s(demand: Demand, replicas: int) -> float:
     return replicas * demand.state_bytes / (demand.senders * demand.host_bytes_per_s)
 
 
-def _node_s(demand: Demand) -> float:
-    """Seconds in which a node receives it; with replicas, all of them at the same time."""
-    return demand.state_bytes / demand.node_bytes_per_s
+def _nodes(demand: Demand, replicas: int) -> int:
+    return max(replicas, demand.nodes)
+
+
+def _part(demand: Demand, replicas: int) -> float:
+    """Which part of a snapshot a node has at most: whole portions of machines, dealt evenly."""
+    nodes = _nodes(demand, replicas)
+    return 1.0 if nodes == replicas else math.ceil(demand.hosts * replicas / nodes) / demand.hosts
+
+
+def _memory_bytes(demand: Demand, replicas: int) -> float:
+    nbytes = math.ceil(_part(demand, replicas) * demand.state_bytes)
+    return math.ceil(COPIES * slot_capacity(nbytes) / _WHOLE) * _WHOLE
+
+
+def _node_s(demand: Demand, replicas: int) -> float:
+    """Seconds in which a node receives what it gets of it; all of them do at the same time."""
+    return _part(demand, replicas) * demand.state_bytes / demand.node_bytes_per_s
 
 
 def _safe_s(demand: Demand, replicas: int) -> float:
-    return max(_hosts_s(demand, replicas), _node_s(demand))
+    return max(_hosts_s(demand, replicas), _node_s(demand, replicas))
 
 
 def _period_s(demand: Demand, safe_s: float) -> float:

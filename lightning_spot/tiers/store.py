@@ -34,12 +34,14 @@ class Holdings:
         unreadable: name of each snapshot whose manifest is there but cannot be used, and why.
         highest_attempt: over claims, manifests and the names of snapshots, committed or not; 0 if there is none.
         unfinished: names of snapshots that are not committed.
+        portions: of snapshots that are spread over several nodes, as far as they are at this one.
     """
 
     manifests: list[Manifest] = field(default_factory=list)
     unreadable: dict[str, str] = field(default_factory=dict)
     highest_attempt: int = 0
     unfinished: list[str] = field(default_factory=list)
+    portions: list[Manifest] = field(default_factory=list)
 
 
 class Store(Protocol):

@@ -1,0 +1,330 @@
+"""What each host does of a snapshot that is spread over memory nodes: it brings its portion to some of them.
+
+No host asks another. Each knows which nodes its portion goes to, and sends it there as any snapshot is sent. The first
+host looks at all nodes until all portions are there; then, and only then, the snapshot counts, and it says so to all.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_spot.client.remote import NodeStore
+from lightning_spot.errors import Fenced, NodeUnreachable, SettingsError, ShareMissing, SpotError
+from lightning_spot.image import notes
+from lightning_spot.image.coming import Coming
+from lightning_spot.image.files import FileSpan, check_zero, pieces
+from lightning_spot.image.manifest import Manifest, Order, snapshot_order
+from lightning_spot.image.packing import Compression
+from lightning_spot.image.portion import Image, PortionImage, Portions
+from lightning_spot.image.sealing import fill_crcs
+from lightning_spot.image.spread import portion_of
+from lightning_spot.image.written import Ranges
+from lightning_spot.memory.bases import Glance
+from lightning_spot.memory.joint import Shared, SpreadPlace
+from lightning_spot.memory.placement import placed_portions
+from lightning_spot.memory.runs import parse_run
+from lightning_spot.memory.spread import Told
+from lightning_spot.memory.tier import Gathering, Sent
+
+logger = logging.getLogger(__name__)
+
+WAIT_S = 120.0
+"""So much longer than the first one, and three times the time that it took, other hosts may take."""
+
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 0.5
+_OTHERS_S = 2.0
+_MOST_SENT = 4
+_MOST_NAMED = 32  # at once; the rest is named the next time
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What is at the nodes.
+
+    Attributes:
+        held: portions, as :meth:`~lightning_spot.memory.spread.Spread.look` tells them.
+        torn: why the snapshot that was asked for will never be whole; ``""`` if nobody says so.
+        rests_s: how long the durable tier is still to be left alone.
+        problems: of the nodes that do not answer.
+    """
+
+    held: list[dict[str, Any]]
+    torn: str
+    rests_s: float
+    problems: list[SpotError]
+
+
+class _Sending(Coming):
+    """A portion that is whole here, and on its way to a node as long as that is not given up."""
+
+    def stop(self) -> None:
+        """Send no further part of it."""
+        self._given_up = True
+
+
+class JointPortions:
+    """Implements :class:`~lightning_spot.memory.tier.JointTier` for one run that is spread over memory nodes.
+
+    Args:
+        nodes: all of them, of this run.
+        place: which they are.
+
+    Attributes:
+        sent: how went what this host has brought.
+        wait_s: see :data:`WAIT_S`.
+    """
+
+    def __init__(self, nodes: Sequence[NodeStore], place: SpreadPlace) -> None:
+        self._nodes, self._place = {node.url: node for node in nodes}, place
+        self._lock = threading.Lock()
+        self._portions: list[Manifest] = []
+        self._took_s: dict[str, float] = {}
+        self._told: tuple[str, bool] = ("", False)
+        self.sent = Sent()
+        self.wait_s = WAIT_S
+
+    def begin(self, shared: Shared, nbytes: int, *, attempt: int, hosts: int) -> Gathering:
+        """See :meth:`JointTier.begin`. Every host begins by itself; what is whole is told once more."""
+        if snapshot_order(shared.name) is None or hosts < 1 or attempt < 1:
+            raise SettingsError(f"{shared.name!r} of attempt {attempt} is no snapshot that {hosts} hosts bring")
+        seen = self._look(shared.name)
+        if whole := max(_whole(seen.held), key=_order, default=""):
+            self._tell(_told(seen, whole, brings=self._told == (whole, True)), attempt)
+        return Gathering(shared.name, nbytes, None, shared)
+
+    def join(self, name: str, *, attempt: int, host: int, wait_s: float) -> Gathering:
+        """See :meth:`JointTier.join`. There is nobody to ask."""
+        raise ShareMissing(f"host {host} was not told what of {name} (attempt {attempt}) is its own within {wait_s} s")
+
+    def bring(
+        self,
+        gathering: Gathering,
+        image: Image,
+        ranges: Ranges,
+        earlier: Glance | None,
+        goes_on: Callable[[], None],
+        compression: Compression = "auto",
+    ) -> Sent:
+        """See :meth:`JointTier.bring`: send this host's portion to as many nodes as it is to be kept at."""
+        began_s = time.monotonic()
+        portion, memory = self._sealed(gathering, image, ranges)
+        goes_on()
+        assert portion.portion is not None
+        order = placed_portions(self._nodes, portion.run_id, portion.portion.hosts, self._place.replicas)
+        targets, wanted = iter(order[portion.portion.host]), min(self._place.replicas, len(self._nodes))
+
+        comings = [_Sending(portion, memory) for _ in range(wanted)]
+
+        def send(coming: _Sending) -> SpotError | None:
+            return self._send(targets, coming, gathering)
+
+        pool = ThreadPoolExecutor(wanted, thread_name_prefix="spot-portion")
+        try:
+            problems = _results([pool.submit(send, coming) for coming in comings], comings, began_s)
+        finally:
+            pool.shutdown(wait=False)
+        if fenced := next((error for error in problems if isinstance(error, Fenced)), None):
+            raise fenced
+        if all(problems):
+            raise ShareMissing(f"no memory node takes this host's portion of {portion.snapshot}: {problems[0]}")
+        goes_on()
+        with self._lock:
+            self._portions = [*self._portions[-_MOST_SENT + 1 :], portion]
+        self._took_s = {portion.snapshot: time.monotonic() - began_s}
+        self.sent = Sent()
+        for node in self._nodes.values():
+            self.sent.add(node.sent)
+        return self.sent
+
+    def placed(self, gathering: Gathering, host: int, torn: str = "") -> None:
+        """See :meth:`JointTier.placed`. What was brought shows by itself."""
+        if torn:
+            attempt, _, _ = _order(gathering.shared.name)
+            self.decline(gathering.shared.name, attempt=attempt, why=torn)
+
+    def seal(self, gathering: Gathering, manifest: Manifest, goes_on: Callable[[], None]) -> Manifest:
+        """See :meth:`JointTier.seal`."""
+        name, hosts = manifest.name, Portions.read(gathering.shared.layout, gathering.nbytes).hosts
+        bound_s = self.wait_s + 3 * self._took_s.get(name, 0.0)
+        deadline_s, pause_s = time.monotonic() + bound_s, _FIRST_LOOK_S
+        while True:
+            seen = self._look(name)
+            torn, mine = seen.torn, [item for item in seen.held if item["name"] == name]
+            if other := next((item["host"] for item in mine if item["digest"] != gathering.shared.digest), None):
+                torn = f"host {other} has another model, or other optimizers. All ranks must build the same"
+            missing = sorted(set(range(hosts)) - {item["host"] for item in mine})
+            if not missing and not torn:
+                break
+            if torn or time.monotonic() >= deadline_s:
+                listed = ", ".join(map(str, missing))
+                silent = f" ({'; '.join(map(str, seen.problems))})" if seen.problems else ""
+                why = torn or f"host {listed} has not brought its portion of {name} within {bound_s:.0f} s{silent}"
+                self.decline(name, attempt=manifest.attempt, why=why)
+                raise ShareMissing(why)
+            goes_on()
+            time.sleep(pause_s)
+            pause_s = min(_LAST_LOOK_S, 1.5 * pause_s)
+        self._tell(_told(seen, name, manifest.lineage, brings=_brings(seen, manifest)), manifest.attempt)
+        return replace(manifest, checksums=())
+
+    def give_up(self, gathering: Gathering) -> None:
+        """See :meth:`JointTier.give_up`."""
+        attempt, _, _ = _order(gathering.shared.name)
+        self.decline(gathering.shared.name, attempt=attempt, why="the first host has given it up")
+
+    def decline(self, name: str, *, attempt: int, why: str, host: int = 0) -> None:
+        """See :meth:`JointTier.decline`; nothing is said where that host's portion is there."""
+        if host and any(item["name"] == name and item["host"] == host for item in self._look(name).held):
+            return
+        problems = self._all(lambda node: node.torn(name, why, attempt=attempt))
+        if len(problems) == len(self._nodes):
+            raise problems[0]
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _sealed(self, gathering: Gathering, image: Image, ranges: Ranges) -> tuple[Manifest, memoryview]:
+        """The manifest of this host's portion, and its bytes."""
+        name, layout, own = gathering.shared.name, gathering.shared.layout, notes.read_own(gathering.shared.layout)
+        if not isinstance(image, PortionImage):
+            raise SettingsError(f"{name} lies in memory as a whole, and is not spread over nodes")
+        files, portions = gathering.files or own.files, Portions.read(layout, gathering.nbytes)
+        host = 1 + portions.ranges.index(ranges) if ranges in portions.ranges else 0
+        fill_crcs(image, own.archives)
+        for start, nbytes in ranges:
+            for span, first, last in pieces(files, start, start + nbytes):
+                if span is None:
+                    check_zero(image[first:last])
+        places = sorted((image.portion.place(file.offset), file) for file in files)
+        spans = [FileSpan(file.name, place, file.nbytes) for place, file in places]
+        memory = image.memory[: image.portion.nbytes]
+        plain = gathering.manifest or self._plain(name)
+        plain = replace(plain, nbytes=len(memory))
+        return portion_of(plain, spans, memory, host=host, hosts=portions.hosts, digest=gathering.shared.digest), memory
+
+    def _plain(self, name: str) -> Manifest:
+        """What another host than the first one knows of a snapshot."""
+        run, run_id = parse_run(next(iter(self._nodes)).rpartition("/")[2])
+        attempt, step, _ = _order(name)
+        complete = "-complete" in name
+        return Manifest(run=run, run_id=run_id, name=name, step=step, attempt=attempt, nbytes=0, complete=complete)
+
+    def _send(self, targets: Iterator[str], coming: _Sending, gathering: Gathering) -> SpotError | None:
+        """Send a portion to the next node that takes it; why none did."""
+        problem: SpotError | None = None
+        while not coming.given_up:
+            with self._lock:
+                url = next(targets, None)
+            if url is None:
+                return problem or NodeUnreachable("there is no further memory node")
+            try:
+                self._nodes[url].send(
+                    coming,
+                    attempt=coming.manifest.attempt,
+                    earlier=lambda _run, name: self._earlier(name, gathering),
+                )
+                return None
+            except Fenced as error:
+                return error
+            except SpotError as error:
+                if not coming.given_up:
+                    logger.info("%s does not take %s, another node is tried: %s", url, coming.manifest.name, error)
+                problem = error
+        return problem
+
+    def _earlier(self, name: str, gathering: Gathering) -> Glance | None:
+        with self._lock:
+            known = next((portion for portion in self._portions if portion.name == name), None)
+        return gathering.earlier(known) if known is not None else None
+
+    def _look(self, name: str) -> _Seen:
+        """What is at the nodes that answer."""
+        answers: list[dict[str, Any]] = []
+        problems = self._all(lambda node: answers.append(node.look(name)))
+        held = [item for answer in answers for item in answer["portions"]]
+        torn = next((str(answer["torn"]) for answer in answers if answer["torn"]), "")
+        return _Seen(held, torn, max((answer["rests_s"] for answer in answers), default=0.0), problems)
+
+    def _tell(self, told: Told, attempt: int) -> None:
+        self._told = (told.name, told.brings)
+        for problem in self._all(lambda node: node.whole(told, attempt=attempt)):
+            if isinstance(problem, Fenced):
+                raise problem
+            logger.debug("a memory node was not told that %s is whole: %s", told.name, problem)
+
+    def _all(self, ask: Callable[[NodeStore], None]) -> list[SpotError]:
+        """Ask all nodes at the same time; what went wrong."""
+
+        def one(node: NodeStore) -> SpotError | None:
+            try:
+                ask(node)
+            except SpotError as error:
+                return error
+            return None
+
+        with ThreadPoolExecutor(len(self._nodes)) as pool:
+            return [error for error in pool.map(one, self._nodes.values()) if error is not None]
+
+
+def _whole(held: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Names of the snapshots of which all portions are among these."""
+    hosts: dict[tuple[str, str, int], set[int]] = {}
+    for item in held:
+        hosts.setdefault((item["name"], item["digest"], item["hosts"]), set()).add(item["host"])
+    return (name for (name, _, count), there in hosts.items() if len(there) == count)
+
+
+def _results(
+    sending: Sequence[Future[SpotError | None]], comings: Sequence[_Sending], began_s: float
+) -> list[SpotError | None]:
+    """What became of a portion at each node, none of which delays the others: who is far behind gets the next one."""
+    waiting = set(sending)
+    while waiting:
+        done, waiting = futures.wait(waiting, return_when=futures.FIRST_COMPLETED)
+        if waiting and any(each.result() is None for each in done):
+            futures.wait(waiting, max(_OTHERS_S, time.monotonic() - began_s))
+            break
+    late = NodeUnreachable("it takes much longer there than at another node")
+    for each, coming in zip(sending, comings, strict=True):
+        if not each.done():
+            coming.stop()
+    return [each.result() if each.done() else late for each in sending]
+
+
+def _told(seen: _Seen, name: str, lineage: str = "", *, brings: bool) -> Told:
+    """What is to be said of a snapshot that is whole, and of those before it.
+
+    Args:
+        seen: what is at the nodes.
+        name: of the snapshot.
+        lineage: its own; by default, as the portion of the first host says.
+        brings: whether it is to be brought to the durable tier.
+    """
+    lineages = {item["name"]: item["lineage"] for item in seen.held if item["lineage"]}
+    lineage = lineage or lineages.get(name, "")
+    older = {item["name"] for item in seen.held if _order(item["name"]) < _order(name)}
+    left = {each for each in _whole(seen.held) if each in older and lineages.get(each, lineage) != lineage}
+    return Told(name, brings, tuple(sorted(older - left)[:_MOST_NAMED]), tuple(sorted(left)[:_MOST_NAMED]))
+
+
+def _brings(seen: _Seen, manifest: Manifest) -> bool:
+    """Whether nodes are to bring a snapshot to the durable tier: if none that they were to bring is on its way.
+
+    One that is not whole any more, since a node was lost, is waited for no longer.
+    """
+    whole = set(_whole(seen.held))
+    on_its_way = any(item["brings"] and item["name"] in whole for item in seen.held)
+    return manifest.complete or not (on_its_way or seen.rests_s > 0)
+
+
+def _order(name: str) -> Order:
+    order = snapshot_order(name)
+    if order is None:
+        raise SettingsError(f"{name!r} names no snapshot")
+    return order

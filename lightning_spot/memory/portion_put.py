@@ -1,0 +1,62 @@
+"""Brings one host's portion of a snapshot from this node to a durable tier, where those of the others come, too.
+
+Each node writes the files of the portions that it holds, and a note of each; whoever finds all notes commits the
+snapshot, as hosts do that have no memory node (see ``joint_folder``).
+"""
+
+from __future__ import annotations
+
+from lightning_spot.errors import SnapshotNotFound, SpotError
+from lightning_spot.image.files import note_name
+from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
+from lightning_spot.image.notes import Note
+from lightning_spot.memory.joint_folder import JointFolder
+from lightning_spot.tiers.store import Store
+
+
+class NotWhole(SpotError):
+    """A portion is at a durable tier, and those of other hosts are not yet."""
+
+
+def put_portion(store: Store, portion: Manifest, image: memoryview, *, attempt: int) -> Manifest:
+    """Bring a portion there, and commit the snapshot if it is the last one.
+
+    Args:
+        store: the durable tier.
+        portion: its sealed manifest.
+        image: its bytes.
+        attempt: on whose behalf.
+
+    Returns:
+        the manifest of the snapshot, which is committed.
+
+    Raises:
+        NotWhole: if other portions are still to come.
+        Fenced: if a later attempt has claimed the run.
+        SnapshotNotFound: if it was written there by others as something else.
+        TierError: if the tier fails.
+    """
+    note = Note.of_portion(portion)
+    folder = JointFolder(store, portion.run_id, portion.snapshot, pauses_s=(), attempt=attempt)
+    there = folder.sizes()
+    if MANIFEST_FILE not in there:
+        folder.check_fence()
+        if why := folder.why_torn(there):
+            raise SnapshotNotFound(f"{portion.snapshot} will not be at {store.url}: {why}")
+        if note_name(note.host) not in there:
+            for file in portion.files:
+                if there.get(file.name) != file.nbytes:  # another node with this portion may have written some
+                    folder.write(file.name, image[file.offset : file.stop] if file.nbytes else memoryview(b""))
+            folder.write(note_name(note.host), memoryview(note.to_json().encode()))
+        found: dict[int, Note] = {}
+        there = folder.sizes()
+        if MANIFEST_FILE not in there:
+            committed = folder.commit(there, found) if folder.read_notes(there, found) else None
+            if committed is None:
+                raise NotWhole(f"{portion.snapshot} is at {store.url} as far as this node has it")
+            return committed
+    committed = folder.manifest()
+    names = {(span.name, span.nbytes) for span in committed.files}
+    if any((file.name, file.nbytes) not in names for file in portion.files):
+        raise SnapshotNotFound(f"{committed.name} at {store.url} is another one of that name")
+    return committed

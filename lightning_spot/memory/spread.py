@@ -1,0 +1,135 @@
+"""Portions of snapshots that lie at this node while those of other hosts lie at others: what is known of the wholes.
+
+A portion takes the place of an older one only when the snapshot is known to be whole, which whoever leads it says to
+all nodes once every portion is at one. So whoever is lost in between, the portions of one snapshot are there, of all
+hosts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_spot.errors import SettingsError, SnapshotNotFound
+from lightning_spot.image.manifest import snapshot_order
+from lightning_spot.memory.registry import Registry
+from lightning_spot.memory.ring import Ring
+from lightning_spot.memory.slots import Slot
+from lightning_spot.tiers.claims import check_fence
+
+_MOST_TORN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What who leads the snapshots of a run says of them.
+
+    Attributes:
+        name: of the newest that is whole.
+        brings: whether it is to be brought to the durable tier, whatever follows.
+        overtaken: names of those that are not needed any more.
+        left: names of those of another lineage, which are to be brought there in any case.
+    """
+
+    name: str
+    brings: bool = False
+    overtaken: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+
+
+class Spread:
+    """What a node knows of snapshots of which it holds portions. Methods may be called from any thread.
+
+    Args:
+        ring: holds the portions.
+        registry: tells who may speak for a run.
+        rests_s: how long the durable tier of a run, by its key, is still to be left alone.
+    """
+
+    def __init__(self, ring: Ring, registry: Registry, rests_s: Callable[[str], float]) -> None:
+        self._ring, self._registry, self._rests_s = ring, registry, rests_s
+        self._lock = threading.Lock()
+        self._torn: dict[tuple[str, str], str] = {}
+
+    def look(self, run: str, name: str = "") -> dict[str, Any]:
+        """What is here of a run's snapshots, as JSON-ready values.
+
+        Args:
+            run: as in URLs.
+            name: of a snapshot, of which it is told whether, and why, it will never be whole.
+        """
+        key = self._registry.key(run)
+        with self._ring.changed:
+            portions = [_as_json(slot) for slot in self._ring.committed(key) if slot.of_host is not None]
+        with self._lock:
+            torn = self._torn.get((key, name), "")
+        return {"portions": portions, "torn": torn, "rests_s": self._rests_s(key)}
+
+    def whole(self, run: str, attempt: int, told: Told) -> None:
+        """Note that the portions of all hosts of a snapshot are at nodes: what it overtakes is not needed any more.
+
+        Args:
+            run: as in URLs.
+            attempt: that says so.
+            told: what it says.
+
+        Raises:
+            Fenced: if that attempt no longer holds the run.
+        """
+        key = self._admit(run, attempt, told.name)
+        with self._ring.changed:
+            for slot, name in _portions_of(self._ring, key):
+                if name == told.name or name in told.left:
+                    slot.whole, slot.brings = True, slot.brings or told.brings or name in told.left
+                elif name in told.overtaken:
+                    slot.overtaken, slot.brings = True, slot.brings and not told.brings
+                else:
+                    continue
+                if self._ring.area is not None:
+                    self._ring.area.record(slot)
+            self._ring.refresh(key)
+            self._ring.notify()
+
+    def torn(self, run: str, attempt: int, name: str, why: str) -> None:
+        """Note that a snapshot will never be whole; what is here of it goes, unless it was said to be whole.
+
+        Raises:
+            Fenced: if that attempt no longer holds the run.
+        """
+        key = self._admit(run, attempt, name)
+        with self._lock:
+            self._torn.setdefault((key, name), why)
+            while len(self._torn) > _MOST_TORN:
+                del self._torn[next(iter(self._torn))]
+        for slot, its in _portions_of(self._ring, key):
+            if its == name and not slot.whole and slot.manifest is not None:
+                try:
+                    self._ring.drop(key, slot.manifest.name)
+                except SnapshotNotFound:
+                    continue
+
+    def _admit(self, run: str, attempt: int, name: str) -> str:
+        """The key of a run, for which an attempt may speak."""
+        if snapshot_order(name) is None:
+            raise SettingsError(f"{name!r} names no snapshot")
+        key = self._registry.find(run).info.key
+        check_fence(run, attempt, self._registry.highest(key))
+        return key
+
+
+def _portions_of(ring: Ring, key: str) -> list[tuple[Slot, str]]:
+    """The slots that hold portions of a run, each with the name of the snapshot."""
+    with ring.changed:
+        slots = [slot for slot in ring.committed(key) if slot.of_host is not None]
+        return [(slot, slot.manifest.snapshot) for slot in slots if slot.manifest is not None]
+
+
+def _as_json(slot: Slot) -> dict[str, Any]:
+    assert slot.manifest is not None
+    assert slot.of_host is not None
+    of = slot.of_host
+    told = {"name": slot.manifest.snapshot, "host": of.host, "hosts": of.hosts, "digest": of.digest}
+    told["lineage"] = slot.manifest.lineage
+    return {**told, "whole": slot.whole, "brings": slot.brings and bool(slot.dirty), "safe": list(slot.safe)}

@@ -1,0 +1,153 @@
+"""Portions of a snapshot that lie apart: which nodes they go to, what they are together, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_spot.errors import CorruptManifest, CorruptSnapshot, SettingsError
+from lightning_spot.image.files import FileSpan
+from lightning_spot.image.manifest import Manifest, portion_name, snapshot_name
+from lightning_spot.image.notes import Note, sealed, spans_of
+from lightning_spot.image.parts import checksum
+from lightning_spot.image.spread import missing, place_of, portion_of, starts, whole_of
+from lightning_spot.memory.joint import SpreadPlace, is_by_itself, is_durable, nodes_of, urls_of
+from lightning_spot.memory.placement import placed_portions
+
+NODES = [f"spot://node-{number}:7070" for number in range(8)]
+PART_BYTES = 8192
+
+
+@pytest.mark.parametrize(("hosts", "count", "replicas"), itertools.product((1, 2, 3, 8, 64), (1, 2, 3, 8), (1, 2)))
+def test_portions_go_to_nodes_evenly_and_each_to_as_many_as_it_is_kept_at(
+    hosts: int, count: int, replicas: int
+) -> None:
+    for run in map(str, range(20)):
+        orders = placed_portions(NODES[:count], run, hosts, replicas)
+        assert orders == placed_portions(NODES[:count][::-1], run, hosts, replicas)
+        assert all(sorted(order) == sorted(NODES[:count]) for order in orders)
+        chosen = min(replicas, count)
+        loads = Counter(node for order in orders for node in order[:chosen])
+        assert max(loads.values()) <= -(-hosts * chosen // count)
+
+
+def test_no_node_is_no_place() -> None:
+    assert placed_portions([], "run", 2, 1) == [(), ()]
+
+
+def test_a_node_that_is_lost_moves_few_other_portions() -> None:
+    before, after = placed_portions(NODES, "run", 64, 1), placed_portions(NODES[1:], "run", 64, 1)
+    moved = sum(one[0] != other[0] for one, other in zip(before, after, strict=True))
+    assert moved - sum(one[0] == NODES[0] for one in before) <= 64 // 4
+
+
+def portions(*sizes: int) -> tuple[list[Manifest], list[bytes]]:
+    """Of hosts that bring so many bytes each, in a file and some of a second one."""
+    plain = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=0, part_bytes=PART_BYTES)
+    found, images = [], []
+    for host, nbytes in enumerate(sizes):
+        image = bytes((host + place) % 251 for place in range(nbytes))
+        cut = nbytes // 2 // 4096 * 4096
+        files = [FileSpan(f"__{host}_0.distcp", 0, cut), FileSpan(f"rank-{host:04d}.pt", cut, nbytes - cut)]
+        memory = memoryview(bytearray(image))
+        found.append(portion_of(replace(plain, nbytes=nbytes), files, memory, host=host, hosts=len(sizes), digest="d"))
+        images.append(image)
+    return found, images
+
+
+@pytest.mark.parametrize("sizes", [(1,), (8192, 8192), (8193, 1, 30_000), (5000, 16384, 4096)])
+def test_the_whole_is_known_without_a_byte_of_it(sizes: tuple[int, ...]) -> None:
+    found, images = portions(*sizes)
+    image = b"".join(data + bytes(-len(data) % PART_BYTES) for data in images)
+    whole = whole_of(reversed(found))
+    whole.verify(memoryview(image), "here")
+    assert Manifest.from_json(whole.to_json()) == whole
+    assert (whole.nbytes, whole.portion, whole.name) == (len(image), None, snapshot_name(1, 1))
+    for span in whole.files:
+        host = next(host for host, each in enumerate(found) for file in each.files if file.name == span.name)
+        file = found[host].span_of(span.name)
+        assert image[span.offset : span.stop] == images[host][file.offset : file.stop]
+    for start, _ in whole.ranges(PART_BYTES):
+        host, within = place_of(start, starts(found))
+        assert image[start : start + 1] == images[host][within : within + 1]
+    assert starts(found)[-1] == whole.nbytes
+    assert sealed(map(Note.of_portion, found), lambda *_: b"") == whole
+    assert {(span.name, span.nbytes) for span in spans_of(map(Note.of_portion, found)) or ()} == {
+        (span.name, span.nbytes) for span in whole.files
+    }
+
+
+def test_portions_that_do_not_belong_together_are_none() -> None:
+    found, _ = portions(5000, 5000, 5000)
+    assert missing(found[1:]) == [0]
+    assert missing([]) == [0]
+    one = found[1].portion
+    assert one is not None
+    for others in (
+        found[1:],
+        [*found, found[0]],
+        [found[0], replace(found[1], portion=replace(one, digest="other")), found[2]],
+        [found[0], replace(found[1], portion=replace(one, hosts=4)), found[2]],
+        [found[0], replace(found[1], part_bytes=4096), found[2]],
+        [found[0], replace(found[1], files=found[0].files), found[2]],
+        [found[0], replace(found[1], portion=None), found[2]],
+    ):
+        with pytest.raises(CorruptSnapshot):
+            whole_of(others)
+
+
+def test_a_portion_says_what_it_is_and_its_note_too() -> None:
+    (portion, _), _ = portions(5000, 5000)
+    again = Manifest.from_json(portion.to_json())
+    assert again == portion
+    assert (again.snapshot, again.name) == (snapshot_name(1, 1), portion_name(snapshot_name(1, 1), 0))
+    assert portion.portion is not None
+    assert portion.portion.tail == checksum(bytes(place % 251 for place in range(5000)) + bytes(PART_BYTES - 5000))
+    note = Note.of_portion(portion)
+    assert Note.from_json(note.to_json()) == note
+    with pytest.raises(CorruptManifest):
+        Note.of_portion(replace(portion, portion=None))
+    with pytest.raises(CorruptManifest):
+        Note.from_json('{"portion": 7}')
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"host": 2},
+        {"host": -1},
+        {"host": "0"},
+        {"hosts": 10**9},
+        {"digest": 7},
+        {"tail": "short"},
+        {"more": 1},
+    ],
+)
+def test_a_malformed_portion_is_refused(wrong: dict[str, Any]) -> None:
+    (portion, _), _ = portions(5000, 5000)
+    fields = portion.to_dict()
+    fields["portion"] = {**fields["portion"], **wrong}
+    with pytest.raises(CorruptManifest):
+        Manifest.from_dict(fields)
+    with pytest.raises(CorruptManifest):
+        Manifest.from_dict({**portion.to_dict(), "name": snapshot_name(1, 1)})
+    with pytest.raises(CorruptManifest):
+        Manifest.from_dict({**portion.to_dict(), "files": []})
+
+
+def test_a_place_over_which_a_snapshot_is_spread_is_read_as_it_was_written() -> None:
+    place = SpreadPlace(2, ("spot://a:1/run@id", "spot://b:2/run@id"))
+    assert SpreadPlace.read(place.at) == place
+    assert urls_of(place.at) == [place.at]
+    assert nodes_of(place.at) == list(place.urls)
+    assert is_by_itself(place.at)
+    assert not is_durable(place.at)
+    assert SpreadPlace.read("spot://a:1/run@id") is None
+    assert nodes_of("/a folder/run") == []
+    for wrong in ("spread:", "spread:0 spot://a:1/r", "spread:1", "spread:1 /a", "spread:x spot://a:1/r"):
+        with pytest.raises(SettingsError):
+            SpreadPlace.read(wrong)

@@ -1,0 +1,330 @@
+"""Models in shards on two hosts whose snapshots are spread over memory nodes: each node has some hosts' portions."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_spot.cli.command import main
+from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.stores import open_store
+from lightning_spot.errors import Fenced, ShareMissing, TierError
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.memory import putting, work
+from lightning_spot.memory.node import Node
+from lightning_spot.memory.portion_put import put_portion
+from lightning_spot.memory.spread import Told
+from lightning_spot.run.location import Location
+from lightning_spot.run.survey import survey
+from lightning_spot.tiers.local import LocalStore
+from tests.conftest import until
+from tests.served import served
+from tests.small_trainer import RUN_ID, info_of
+from tests.test_sharded_across import Desk
+
+MIB = 2**20
+LAST_S = 60.0  # of what never takes so long
+
+
+class Spread(Desk):
+    """Each host brings its portion to one of the nodes, or to ``replicas``. No host has memory for the whole."""
+
+    def __init__(self, root: Path, count: int, monkeypatch: pytest.MonkeyPatch, replicas: int) -> None:
+        self.ends, self.root, self.replicas = [contextlib.ExitStack() for _ in range(count)], root, replicas
+        self.memories = {f"spot://127.0.0.1:{self.start(number)}": number for number in range(count)}
+        super().__init__(root, "", monkeypatch, tuple(self.memories), 3 * MIB)
+        self.store = LocalStore(self.url)
+        self.most_own_bytes = 1000  # as all ranks were told
+        self.all_work(count)
+
+    def start(self, number: int, port: int = 0) -> int:
+        node = Node(slots=None, memory_bytes=64 * MIB, open_store=open_store, allow=[str(self.root)])
+        self.nodes = {**getattr(self, "nodes", {}), number: node}
+        return self.ends[number].enter_context(served(node, port))
+
+    def lose(self, number: int) -> None:
+        self.ends[number].close()
+        del self.nodes[number]
+
+    def back(self, number: int) -> None:
+        """It comes back at its address, empty."""
+        url = next(url for url, known in self.memories.items() if known == number)
+        self.start(number, int(url.rpartition(":")[2]))
+
+    def all_work(self, count: int) -> None:
+        """Go on when so many nodes are there."""
+        until(lambda: len(self.hosts[0].carrier(self.replicas).split()) == count + 1, f"{count} nodes", LAST_S)
+        self.at = self.hosts[0].carrier(self.replicas)
+
+    def flush(self) -> list[str]:
+        """As a trainer has its nodes do at its end."""
+        with ThreadPoolExecutor(len(self.nodes)) as pool:
+            return [
+                line for lines in pool.map(lambda node: node.flush(None, 60.0), self.nodes.values()) for line in lines
+            ]
+
+    def held(self) -> dict[tuple[int, int], list[int]]:
+        """Steps of what each node holds of each host, newest first."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for number, node in self.nodes.items():
+            for slot in node.ring.committed():
+                if slot.manifest is not None and slot.manifest.portion is not None:
+                    found.setdefault((number, slot.manifest.portion.host), []).append(slot.manifest.step)
+        return found
+
+    def whole(self) -> list[int]:
+        """Steps of the snapshots that a resume finds at nodes, newest first."""
+        store = open_store(self.at)
+        return [manifest.step for manifest in store.survey().manifests]
+
+    def image(self, manifest: Manifest) -> tuple[memoryview, Manifest]:
+        return self.read(open_store(self.at), manifest)
+
+    def read(self, store: Any, manifest: Manifest) -> tuple[memoryview, Manifest]:
+        whole = next(each for each in store.survey().manifests if each.name == manifest.name)
+        image = memoryview(bytearray(whole.nbytes))
+        store.fetch(whole, image)
+        return image, whole
+
+    def lead(self, step: int) -> list[Any]:
+        """Ranks of the first host begin."""
+        begun = [self.begin(rank, step) for rank in (0, 2)]
+        self.copied()
+        return begun
+
+    def follow(self, step: int) -> None:
+        """Ranks of the second host do their part."""
+        begun = [self.begin(rank, step) for rank in (1, 3)]
+        self.copied()
+        futures.wait(begun, LAST_S)
+
+    def close(self) -> None:
+        super().close()
+        for end in self.ends:
+            end.close()
+
+
+Make = Callable[..., Spread]
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise TierError("it does not answer")
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    with contextlib.ExitStack() as ends:
+
+        def made(count: int = 2, replicas: int = 1) -> Spread:
+            desk = Spread(tmp_path, count, monkeypatch, replicas)
+            ends.callback(desk.close)
+            return desk
+
+        yield made
+
+
+def test_each_host_brings_its_portion_to_a_node_of_its_own_and_the_nodes_carry_it_on(make: Make) -> None:
+    desk = make()
+    for step in range(1, 4):
+        manifest = desk.take(step)
+        desk.check(manifest)
+        desk.weights += 1
+    assert sorted(host for _, host in desk.held()) == [0, 1]
+    assert sorted(number for number, _ in desk.held()) == [0, 1]
+    assert desk.flush() == []
+    assert desk.store.survey().manifests[0].step == 3
+    image, there = desk.read(desk.store, manifest)
+    assert (image, there) == desk.image(manifest)
+
+
+def test_a_snapshot_that_is_not_whole_takes_the_place_of_none(make: Make) -> None:
+    desk = make()
+    desk.take(1)
+    first = desk.lead(2)
+    until(lambda: [2, 1] in desk.held().values(), "its first portion to be there", LAST_S)
+    assert desk.whole() == [1]
+    desk.hosts[1].decline(snapshot_name(2, 1), "no slot is free", desk.at)  # the second host never brings its own
+    with pytest.raises(ShareMissing, match="no slot is free"):
+        first[0].result(LAST_S)
+    until(lambda: sorted(desk.held().values()) == [[1], [1]], "what is torn to be dropped", LAST_S)
+    desk.check(desk.take(3))
+    assert desk.whole()[0] == 3
+
+
+def test_who_leads_is_lost_before_it_has_said_that_a_snapshot_is_whole(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then that one and the one before are both there, of all hosts, and the next attempt finds both."""
+    desk = make()
+    desk.take(1)
+    for node in desk.nodes.values():
+        monkeypatch.setattr(node.spread, "whole", fail)
+    desk.check(desk.take(2))
+    assert sorted(desk.held().values()) == [[2, 1], [2, 1]]
+    found = survey(Location.of(desk.url, list(desk.memories), "run"))
+    spread = [manifest for manifest, source in found.candidates if " " in source.tier]
+    assert [manifest.step for manifest in spread] == [2, 1]
+    assert found.candidates[0][0].step == 2
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_nodes_that_did_not_hear_that_a_snapshot_is_whole_hear_it_with_the_next_one(
+    make: Make, monkeypatch: pytest.MonkeyPatch, both: bool
+) -> None:
+    desk = make()
+    desk.take(1)
+    with monkeypatch.context() as deaf:
+        for node in list(desk.nodes.values())[: 1 + both]:
+            deaf.setattr(node.spread, "whole", fail)
+        desk.check(desk.take(2))
+    assert sum(held == [2, 1] for held in desk.held().values()) >= 1 + both
+    desk.take(3)
+    desk.check(desk.take(4))
+    states = [
+        slot.overtaken for node in desk.nodes.values() for slot in node.ring.committed() if slot.manifest.step < 4
+    ]
+    assert all(states)
+    assert desk.flush() == []
+    assert desk.store.survey().manifests[0].step == 4
+
+
+def test_a_lost_node_costs_no_snapshot_and_has_its_part_again_when_it_is_back(make: Make) -> None:
+    desk = make()
+    desk.take(1)
+    desk.lose(1)
+    desk.check(desk.take(2))  # nobody knows yet
+    assert sorted(desk.held()) == [(0, 0), (0, 1)]
+    desk.all_work(1)
+    desk.check(desk.take(3))
+    desk.back(1)
+    desk.all_work(2)
+    desk.check(desk.take(4))
+    assert sorted(number for (number, _), steps in desk.held().items() if steps[0] == 4) == [0, 1]
+    assert desk.flush() == []
+    assert desk.store.survey().manifests[0].step == 4
+
+
+def test_what_a_lost_node_was_to_bring_down_is_waited_for_no_longer(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = make()
+
+    def fails(store: Any, portion: Manifest, *rest: Any, **more: Any) -> Manifest:
+        if (1, portion.portion.host if portion.portion else 0) in desk.held():
+            raise TierError("its bucket does not answer")
+        return put_portion(store, portion, *rest, **more)
+
+    monkeypatch.setattr(putting, "put_portion", fails)
+    desk.take(1)
+    desk.take(2)
+    first = desk.root / "run" / snapshot_name(1, 1)
+    until(lambda: any(first.glob("portion-*.json")), "the other node to have brought its part", LAST_S)
+    assert not desk.store.survey().manifests
+    desk.lose(1)
+    desk.check(desk.take(3))  # by the other node alone
+    until(lambda: [each.step for each in desk.store.survey().manifests] == [3], "it at the durable tier", LAST_S)
+
+
+def test_an_earlier_attempt_is_refused(make: Make) -> None:
+    desk = make()
+    manifest = desk.take(1)
+    for node in desk.nodes.values():
+        node.open_run(replace(info_of(desk.url, 2), token="another"))
+    with pytest.raises((ShareMissing, Fenced)):
+        desk.take(2)
+    for url in desk.at.split()[1:]:
+        with pytest.raises(Fenced):
+            NodeStore(url).torn(manifest.name, "why not", attempt=1)
+        with pytest.raises(Fenced):
+            NodeStore(url).whole(Told(manifest.name), attempt=1)
+    desk.check(manifest)
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_with_two_replicas_one_node_may_be_gone(make: Make, gone: int) -> None:
+    desk = make(3, 2)
+    desk.take(1)
+    manifest = desk.take(2)
+    assert sorted(host for _, host in desk.held()) == [0, 0, 1, 1]
+    desk.lose(gone)
+    desk.check(manifest)
+    desk.check(desk.take(3))
+
+
+def test_a_replica_that_does_not_answer_for_long_delays_nobody(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = make(3, 2)
+    desk.take(1)
+    (slow, _), goes_on = next(iter(desk.held())), threading.Event()
+    node = desk.nodes[slow]
+    commit = node.commit
+
+    def slowly(upload: str, manifest: Manifest) -> Manifest:
+        goes_on.wait(LAST_S)
+        return commit(upload, manifest)
+
+    monkeypatch.setattr(node, "commit", slowly)
+    desk.check(desk.take(2))
+    assert 2 not in [step for (number, _), steps in desk.held().items() if number == slow for step in steps]
+    goes_on.set()
+    desk.check(desk.take(3))
+
+
+def test_damaged_bytes_of_one_replica_are_read_from_the_other(make: Make) -> None:
+    desk = make(3, 2)
+    manifest = desk.take(1)
+    node = next(node for number, node in desk.nodes.items() if (number, 1) in desk.held())
+    slot = next(each for each in node.ring.committed() if each.manifest and each.manifest.portion.host == 1)
+    slot.view()[5000] ^= 1
+    desk.check(manifest)
+
+
+def test_nodes_bring_down_what_they_have_when_all_trainers_are_gone(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "LEFT_S", 1.0)
+    desk = make()
+    for node in desk.nodes.values():
+        monkeypatch.setattr(node.ring, "opened_s", {})
+    desk.take(1)
+    desk.take(2)
+    manifest = desk.take(3)
+    until(lambda: desk.store.survey().manifests[:1] and desk.store.survey().manifests[0].step == 3, "it", LAST_S)
+    assert desk.read(desk.store, manifest)
+
+
+def test_commands_say_what_portions_are_and_find_the_whole_over_nodes(
+    make: Make, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    desk = make()
+    manifest = desk.take(1)
+    one, other = desk.memories
+    run = f"{one}/run@{RUN_ID}"
+    assert main(["ls", run]) == 0
+    said = capsys.readouterr().out
+    assert f"{manifest.name}-host-000" in said
+    assert re.search(r"portion [12] of 2", said)
+    assert "spread" not in said
+    assert main(["pull", run, "--to", str(tmp_path / "pulled")]) == 2
+    assert "--memory" in capsys.readouterr().err
+    assert main(["verify", run, "--memory", other]) == 0
+    said = capsys.readouterr().out
+    assert re.search(rf"good {manifest.name} at {one} {other}", said)
+    assert said.count("good") == 3
+    assert main(["pull", run, "--memory", other, "--to", str(tmp_path / "pulled")]) == 0
+    image, whole = desk.image(manifest)
+    for span in whole.files:
+        assert (tmp_path / "pulled" / span.name).read_bytes() == image[span.offset : span.stop]
+    assert main(["pull", run, "--memory", other, "--consolidate", "--to", str(tmp_path / "one.ckpt")]) == 0
+    assert main(["ls", desk.url, "--memory", one, "--memory", other, "--json"]) == 0
+    states = [entry["state"] for entry in json.loads(capsys.readouterr().out.partition("[")[2].join("[]")[:-1])]
+    assert "spread" in states

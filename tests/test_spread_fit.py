@@ -1,0 +1,103 @@
+"""Trainings in shards on several hosts, whose snapshots are spread over memory nodes; something of them is lost."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_spot.client.stores import open_store
+from lightning_spot.exact.compare import differences
+from lightning_spot.memory.node import Node
+from tests.served import served
+from tests.test_sharded_fit import check_states, final, snapshots, without_what_came_later
+from tests.test_sharded_hosts import Train, log, told, train
+
+__all__ = ["train"]
+
+MIB = 2**20
+
+Nodes = Callable[..., dict[str, Node]]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    """Starts memory nodes that carry runs on; they are given by their URLs."""
+    with contextlib.ExitStack() as ends:
+
+        def start(count: int, memory_bytes: int = 512 * MIB) -> dict[str, Node]:
+            found = {}
+            for _ in range(count):
+                node = Node(slots=None, memory_bytes=memory_bytes, open_store=open_store, allow=[str(tmp_path)])
+                found[f"spot://127.0.0.1:{ends.enter_context(served(node))}"] = node
+            return found
+
+        yield start
+
+
+def test_nodes_that_are_each_too_small_for_a_snapshot_hold_it_together(
+    train: Train, tmp_path: Path, nodes: Nodes
+) -> None:
+    found, root = nodes(4, 12 * MIB), tmp_path / "run"
+    options = ("--ranks", 4, "--hosts", 4, "--width", 1024, "--memory", ",".join(found))
+    assert train(root, *options) == 0, log(root)
+    check_states(root)
+    assert told(root)["missed"] == 0, log(root)
+    newest = snapshots(root)[0]
+    assert newest.complete
+    assert newest.nbytes > 12 * MIB
+
+
+def newest_whole(found: dict[str, Node]) -> int:
+    """Step of the newest snapshot of which all portions are in memory."""
+    held: dict[str, set[int]] = {}
+    hosts, steps = {}, {}
+    for node in found.values():
+        for slot in node.ring.committed():
+            if slot.manifest is not None and slot.manifest.portion is not None:
+                held.setdefault(slot.manifest.snapshot, set()).add(slot.manifest.portion.host)
+                hosts[slot.manifest.snapshot] = slot.manifest.portion.hosts
+                steps[slot.manifest.snapshot] = slot.manifest.step
+    return max(steps[name] for name, there in held.items() if len(there) == hosts[name])
+
+
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.soak), 1, pytest.param(3, marks=pytest.mark.soak)])
+def test_a_rank_is_killed_in_the_middle_of_its_share_and_fewer_go_on_from_the_nodes(
+    train: Train, tmp_path: Path, nodes: Nodes, who: int
+) -> None:
+    found, root = nodes(3), tmp_path / "run"
+    options = ("--memory", ",".join(found), "--ranks")
+    assert train(root, *options, 4, "--kill", who, 6) != 0
+    newest = newest_whole(found)
+    assert newest >= 4
+    assert train(root, *options, 2, "--seed", 99) == 0, log(root)
+    assert f"resumes at step {newest}" in log(root)
+    check_states(root)
+    assert snapshots(root)[0].complete
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_urgent_snapshot_is_spread_by_all_hosts(train: Train, tmp_path: Path, nodes: Nodes, replicas: int) -> None:
+    options = ("--memory", ",".join(nodes(3)), "--replicas", replicas)
+    root = tmp_path / "run"
+    assert train(tmp_path / "twin", *options) == 0
+    assert train(root, *options, "--notice", 1, 5) == 143
+    assert "is safe in" in log(root)
+    assert train(root, *options, "--seed", 99) == 0, log(root)
+    assert list(differences(final(tmp_path / "twin"), final(root))) == []
+
+
+@pytest.mark.soak
+def test_what_spread_nodes_brought_down_is_gone_on_from_exactly_with_one_node(
+    train: Train, tmp_path: Path, nodes: Nodes
+) -> None:
+    found, root, again = nodes(2), tmp_path / "run", tmp_path / "again"
+    options = ("--ranks", 4, "--memory")
+    assert train(root, *options, ",".join(found)) == 0
+    step = next(manifest.step for manifest in snapshots(root) if manifest.step < 8)
+    assert train(without_what_came_later(root, again, step), *options, next(iter(found)), "--seed", 99) == 0
+    assert f"resumes at step {step}" in log(again)
+    assert list(differences(final(root), final(again))) == []
