@@ -510,6 +510,22 @@ def test_rooms_are_made_for_what_ranks_have_shown_and_for_what_has_come_since() 
     assert {rank: room.numel() for rank, room in rooms.known.items()} == {1: 94208, 2: 86016, 3: 405504}
 
 
+def test_where_one_state_has_outgrown_its_room_the_others_that_grow_with_it_have_room_too() -> None:
+    """One of them is named for each snapshot that is missed."""
+    trainer, rooms = OnRanks(8), Rooms()
+    own = OwnStates(trainer, rooms)  # type: ignore[arg-type]
+    for rank in range(1, 8):
+        rooms.put(rank, packed({"seen": torch.zeros(1000)}))
+    now = {"seen": torch.zeros(5000)}
+    needs = len(packed(now))
+    own.learn(f"rank 1: its own state has {needs} bytes, there is room for {rooms.known[1].numel()}")
+    own.make_rooms(now)
+    assert all(room.numel() > needs for room in rooms.known.values())
+    before = {rank: room.numel() for rank, room in rooms.known.items()}
+    own.make_rooms({"seen": torch.zeros(1_000_000)})  # once for each that was missed
+    assert {rank: room.numel() for rank, room in rooms.known.items()} == before
+
+
 class OnRanks:
     """As much of a trainer as is asked."""
 
@@ -547,6 +563,41 @@ def test_hosts_bring_snapshots_together_while_a_memory_node_carries_the_run_on()
     with pytest.warns(UserWarning, match="From now on rank 0 writes them alone"):
         assert fit.how(missed=f"rank 1: it has another model. {ALIKE}") == ALONE
     assert fit.how() == ALONE
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_what_rank_0_writes_alone_in_between_does_not_hide_that_ranks_fail_together(hosts: int) -> None:
+    """Else each second snapshot would be lost, for as long as training lasts, and without a word."""
+    at, fit, how = ACROSS + "spot://a:7070/run", Fit(), TOGETHER
+    fit.deciding._mail = SimpleNamespace(works=True)  # type: ignore[assignment]
+    fit.deciding.rooms._rooms.clear()
+    if hosts == 2:
+        fit.carrier, how = "spot://a:7070/run", at
+        fit.deciding._members, fit.deciding._hosts = [], Hosts(((0,), (1,)), can_bring=True)
+    assert fit.how() == ALONE + SENT
+    fit.deciding.rooms.put(1, b"x")
+    fit.posted += 1
+    assert fit.how() == how
+    assert fit.how(missed="late") == ALONE + SENT
+    fit.posted += 1  # that one is committed
+    assert fit.how() == how
+    with pytest.warns(UserWarning, match="cannot (bring|write) snapshots together: late"):
+        assert fit.how(missed="late") == ALONE + SENT
+    fit.posted += 1
+    assert fit.how() == ALONE + SENT
+
+
+def test_what_one_rank_alone_can_write_costs_no_more_than_two_snapshots() -> None:
+    fit = Fit()
+    fit.deciding._mail = SimpleNamespace(works=True)  # type: ignore[assignment]
+    fit.deciding.rooms._rooms.clear()
+    assert fit.how() == ALONE + SENT
+    assert fit.how(missed=BY_ONE_RANK) == ALONE
+    fit.deciding.rooms.put(1, b"x")
+    assert fit.how() == TOGETHER
+    with pytest.warns(UserWarning, match="From now on rank 0 writes them alone"):
+        assert fit.how(missed=BY_ONE_RANK) == ALONE
+    assert [fit.how() for _ in range(4)] == [ALONE] * 4
 
 
 @pytest.mark.parametrize(("members", "how"), [([], ALONE), ([0, 1], TOGETHER)])

@@ -65,8 +65,8 @@ class SnapshotWriter:
         committed: manifest of the newest snapshot that is committed in memory, or was stored past it.
         past_memory: manifest of the newest that was stored past it: outside this host.
         torn: snapshots dropped because a tensor changed while it was copied.
-        together: committed snapshots of which other ranks have written a share, or sent what only they know.
-        posted: of these, those of which they have sent it.
+        together: committed snapshots of which other ranks have written a share.
+        posted: those for which they have sent what only they know.
         mailbox: where that comes, if any; closed with the writer.
         say_once: warns once for each key.
         copied_bytes: written into slots so far; what a slot held already is not written again.
@@ -337,7 +337,7 @@ class SnapshotWriter:
                 self.committed = pending.manifest
             if self.across.committed(pending):
                 self.past_memory = pending.manifest
-            self.together += pending.lease.shared is not None or bool(pending.sent)
+            self.together += pending.lease.shared is not None
             self.posted += bool(pending.sent)
             self._say_why_not.committed()
             pending.done.set_result(pending.manifest)

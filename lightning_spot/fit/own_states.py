@@ -46,7 +46,7 @@ class OwnStates(OfTrainer):
     def __init__(self, trainer: pl.Trainer, rooms: Rooms) -> None:
         super().__init__(trainer)
         self._rooms = rooms
-        self._mine = 0
+        self._mine, self._has_outgrown = 0, False
         self._shown = Shown(trainer, _NUMBER_BYTES)
 
     def show(self) -> None:
@@ -58,6 +58,8 @@ class OwnStates(OfTrainer):
     def make_rooms(self, mine: State) -> None:
         """On rank 0: have room for the states that were shown, if they have grown since as much as its own has.
 
+        Where one has outgrown its room, others have too: all grow as that of rank 0 does, but one only was named.
+
         Args:
             mine: state of rank 0 now.
         """
@@ -65,13 +67,21 @@ class OwnStates(OfTrainer):
         if len(self._rooms.known) < size - 1:
             shown = self._shown.seen() or [b"0"] * size
             grown = max(0, _length(lambda: len(Packing(mine))) - self._mine)
-            for rank in range(1, size):
-                self._rooms.make(rank, int(shown[rank] or 0) + grown)
+            needs = [int(each or 0) + grown for each in shown]
+        elif self._has_outgrown:
+            nbytes = _length(lambda: len(Packing(mine)))
+            needs = [nbytes + nbytes // 4] * size
+        else:
+            return
+        self._has_outgrown = False
+        for rank in range(1, size):
+            self._rooms.make(rank, needs[rank])
 
     def learn(self, because: str) -> None:
         """On rank 0: have room for a state that had none, if that is why a snapshot was missed."""
         if outgrown := _OUTGROWN.search(because):
             self._rooms.make(int(outgrown[1]), 2 * int(outgrown[2]))  # it is one that grows
+            self._has_outgrown = True
 
 
 class OwnFiles(OfTrainer):

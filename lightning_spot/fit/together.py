@@ -77,7 +77,7 @@ class Together(OfTrainer):
         self._hosts = Hosts()
         self._members: list[int] = []
         self._failures, self._missed, self._taken, self._brought, self._posted = 0, 0, 0, 0, 0
-        self._was_tried = False  # since the last failure was counted
+        self._was_tried, self._tried = False, ""  # since the last failure was counted; what was tried last
         self._was_across = self._was_sent = self._has_shown = False
         self._unsent = 0  # that rank 0 began alone since it had all that was sent for one
         self._pause, self._pause_of_mail = Pause(), Pause()
@@ -177,6 +177,8 @@ class Together(OfTrainer):
         if writer.posted > self._posted:
             self._posted, self._unsent = writer.posted, 0
             self._pause_of_mail.forget()
+            # What rank 0 writes alone in place of what fails says nothing of that.
+            self._failures = 0 if self._tried == ALONE + SENT else self._failures
         if writer.across.brought > self._brought:
             self._brought = writer.across.brought
             self._pause.forget()
@@ -185,9 +187,10 @@ class Together(OfTrainer):
             writer.across.carrier = ""  # until it is known who carries the run on now
             return self._after_miss(writer.missed_because)
         how = self._usual(attempt, waits=waits, across=across)
-        self._was_tried |= how not in ("", ALONE)
-        self._was_across |= how.startswith(ACROSS)  # it may be missed when others were begun since
-        self._was_sent |= how.endswith(SENT)
+        if how not in ("", ALONE) and not (self._writes_own_states and how.startswith(ALONE)):
+            self._was_tried, self._tried = True, how
+            self._was_across |= how.startswith(ACROSS)  # it may be missed when others were begun since
+            self._was_sent |= how.endswith(SENT)
         return how
 
     def _usual(self, attempt: Attempt, *, waits: bool, across: bool) -> str:
@@ -220,11 +223,11 @@ class Together(OfTrainer):
 
     def _after_miss(self, because: str) -> str:
         self._own.learn(because)
+        differ, is_by_one = ALIKE in because, BY_ONE_RANK in because
         # One that was begun before the one before it was known to be missed says no more than that.
-        self._failures, self._was_tried = self._failures + self._was_tried, False
-        differ = ALIKE in because
+        self._failures, self._was_tried = self._failures + (self._was_tried or is_by_one), False
         if self._failures < _MOST_FAILURES and not differ:
-            return ALONE if BY_ONE_RANK in because else self._alone()
+            return ALONE if is_by_one else self._alone()
         if self._was_across and not differ:
             self._failures, self._was_across = 0, False
             self._pause.begin()
@@ -237,7 +240,7 @@ class Together(OfTrainer):
         if self._was_sent and self._mail is not None and not differ:
             self._failures, self._was_sent = 0, False
             self._pause_of_mail.begin()
-            self._mail.works = BY_ONE_RANK not in because  # nothing that is sent could be put into such a file
+            self._mail.works = not is_by_one  # nothing that is sent could be put into such a file
             rank_zero_warn(
                 f"lightning_spot: snapshots are missed: {because}. Now ranks wait at each until what only one of them"
                 " knows is gathered" + ("; to send it beside training is tried again later" if self._can_send else ""),
@@ -245,6 +248,9 @@ class Together(OfTrainer):
             )
             return ALONE
         self._end()
+        self._failures = 0
+        if self._mail is not None and is_by_one:
+            self._mail.works = False
         problem = f"ranks cannot write snapshots together: {because}"
         if self._settings.strict and differ:
             return problem
