@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import logging
 import threading
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -25,16 +26,19 @@ from lightning_spot.capture.task import Task
 from lightning_spot.capture.warming import SlotMaker
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
+from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import NodeFailed, NodeRefused, ShareMissing, SnapshotFailed, SnapshotNotFound, SpotError
 from lightning_spot.goodput import journal
 from lightning_spot.goodput.records import read_records
+from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.ahead import SlotsAhead
 from lightning_spot.memory.host import Host, InProcessHost, Lease
 from lightning_spot.memory.node import Node
-from lightning_spot.protocol.wire import Address
+from lightning_spot.protocol.wire import PROTOCOL_HEADER, Address
 from lightning_spot.run import claims
 from lightning_spot.run.patience import Patience, patiently
 from lightning_spot.service import program
+from lightning_spot.service.files import Files
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.job import CopyJob
 from lightning_spot.tiers.claims import Claim
@@ -226,6 +230,29 @@ def test_a_node_that_fails_at_a_request_says_so_and_is_asked_again(
             client.call("POST", "/v1/flush", body, again=True)
         client.close()
     assert len([record for record in caplog.records if "failed unexpectedly" in record.getMessage()]) == 4
+
+
+def test_a_file_that_cannot_be_read_to_its_end_breaks_off(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The answer that the node had failed came in place of the rest of the file, as if it were that."""
+    manifest = Manifest(run="run", run_id="0" * 32, name=snapshot_name(1, 1), step=1, attempt=1, nbytes=400)
+
+    def parts(*_: Any) -> Iterator[bytes]:
+        yield b"x" * 100
+        raise MemoryError("none is left")
+
+    found = AsyncMock(return_value=(None, manifest, Mock(read=parts)))
+    monkeypatch.setattr(Files, "_find", found)
+    with served(node) as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SOON_S)
+        headers = {PROTOCOL_HEADER: str(PROTOCOL_VERSION)}
+        connection.request("GET", f"/v1/files/run/{manifest.name}/model.ckpt", headers=headers)
+        answer = connection.getresponse()
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            answer.read()
+        connection.close()
+    assert "broke off: MemoryError: none is left" in caplog.text
 
 
 def test_a_node_ends_as_it_should_whatever_fails_in_its_last_flush(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

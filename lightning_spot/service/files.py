@@ -250,9 +250,12 @@ def _hanging_up(request: web.Request) -> Iterator[None]:
     """Break the connection when a body that was begun cannot be ended: nothing else tells the reader."""
     try:
         yield
-    except (SpotError, asyncio.TimeoutError, ConnectionError) as error:
-        if not isinstance(error, ConnectionError):  # that is the reader's, or its line's
-            logger.warning("reading %s broke off: %s", request.path, error or "the reader is too slow")
+    except Exception as error:  # whatever it is: an answer that says so would be taken for the rest of the body
+        if isinstance(error, asyncio.TimeoutError):
+            logger.warning("reading %s broke off: the reader is too slow", request.path)
+        elif not isinstance(error, ConnectionError):  # that is the reader's, or its line's
+            why = error if isinstance(error, SpotError) else f"{type(error).__name__}: {error}"
+            logger.warning("reading %s broke off: %s", request.path, why)
         if request.transport is not None:
             request.transport.abort()
         raise ConnectionResetError("hung up") from error
