@@ -21,6 +21,7 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.errors import Fenced, ShareMissing, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import putting, work
+from lightning_spot.memory.joint import Shared
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.portion_put import put_portion
 from lightning_spot.memory.spread import Told
@@ -233,6 +234,26 @@ def test_what_a_lost_node_was_to_bring_down_is_waited_for_no_longer(
     desk.lose(1)
     desk.check(desk.take(3))  # by the other node alone
     until(lambda: [each.step for each in desk.store.survey().manifests] == [3], "it at the durable tier", LAST_S)
+
+
+def test_what_attempts_left_that_were_killed_in_a_snapshot_does_not_pile_up(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them has said that it is torn. What is whole stays, also if nobody has heard that it is."""
+    desk = make()
+    for node in desk.nodes.values():
+        monkeypatch.setattr(node.spread, "whole", fail)
+    desk.take(1)
+    desk.take(2)
+    begun = desk.lead(3)
+    until(lambda: [3, 2, 1] in desk.held().values(), "its first portion to be there", LAST_S)
+    for node in desk.nodes.values():
+        node.open_run(replace(info_of(desk.url, 2), token="another"))
+    open_store(desk.at).joint.begin(Shared(name=snapshot_name(3, 2), shares=4), MIB, attempt=2, hosts=2)
+    assert sorted(desk.held().values()) == [[2, 1], [2, 1]]
+    assert desk.whole() == [2, 1]
+    with pytest.raises((ShareMissing, Fenced)):
+        begun[0].result(LAST_S)
 
 
 def test_an_earlier_attempt_is_refused(make: Make) -> None:

@@ -97,6 +97,8 @@ class JointPortions:
         seen = self._look(shared.name)
         if whole := max(_whole(seen.held), key=_order, default=""):
             self._tell(_told(seen, whole, brings=self._told == (whole, True)), attempt)
+        for name in [] if seen.problems else _left_torn(seen.held, attempt):  # a silent node may have the rest
+            self._tear(name, f"attempt {attempt} has the run since", attempt)
         return Gathering(shared.name, nbytes, None, shared)
 
     def join(self, name: str, *, attempt: int, host: int, wait_s: float) -> Gathering:
@@ -183,7 +185,7 @@ class JointPortions:
         """See :meth:`JointTier.decline`; nothing is said where that host's portion is there."""
         if host and any(item["name"] == name and item["host"] == host for item in self._look(name).held):
             return
-        problems = self._all(lambda node: node.torn(name, why, attempt=attempt))
+        problems = self._tear(name, why, attempt)
         if len(problems) == len(self._nodes):
             raise problems[0]
 
@@ -258,6 +260,10 @@ class JointPortions:
                 raise problem
             logger.debug("a memory node was not told that %s is whole: %s", told.name, problem)
 
+    def _tear(self, name: str, why: str, attempt: int) -> list[SpotError]:
+        """Tell all nodes that a snapshot will never be whole."""
+        return self._all(lambda node: node.torn(name, why, attempt=attempt))
+
     def _all(self, ask: Callable[[NodeStore], None]) -> list[SpotError]:
         """Ask all nodes at the same time; what went wrong."""
 
@@ -278,6 +284,17 @@ def _whole(held: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for item in held:
         hosts.setdefault((item["name"], item["digest"], item["hosts"]), set()).add(item["host"])
     return (name for (name, _, count), there in hosts.items() if len(there) == count)
+
+
+def _left_torn(held: Sequence[Mapping[str, Any]], attempt: int) -> list[str]:
+    """Names of snapshots of which an earlier attempt, that was killed, has left some portions only.
+
+    Nobody else says so of them, and their memory is needed. What was told to be whole is not among them: a node that is
+    lost now may come back with the rest.
+    """
+    whole = {*_whole(held), *(item["name"] for item in held if item["whole"])}
+    earlier = {item["name"] for item in held if _order(item["name"])[0] < attempt}
+    return sorted(earlier - whole)
 
 
 def _results(
