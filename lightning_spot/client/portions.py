@@ -87,6 +87,7 @@ class JointPortions:
         self._portions: list[Manifest] = []
         self._took_s: dict[str, float] = {}
         self._told: tuple[str, bool] = ("", False)
+        self._over: dict[str, None] = {}  # what this host has given up, of which a node may not have heard
         self.sent = Sent()
         self.wait_s = WAIT_S
 
@@ -97,8 +98,11 @@ class JointPortions:
         seen = self._look(shared.name)
         if whole := max(_whole(seen.held), key=_order, default=""):
             self._tell(_told(seen, whole, brings=self._told == (whole, True)), attempt)
-        for name in [] if seen.problems else _left_torn(seen.held, attempt):  # a silent node may have the rest
-            self._tear(name, f"attempt {attempt} has the run since", attempt)
+        left = [] if seen.problems else _left_torn(seen.held, attempt)  # a silent node may have the rest
+        for name in left:
+            self._tear(name, f"attempt {attempt} has the run since", attempt, over=True)
+        for name in self._given_up(seen):
+            self._tear(name, "the first host has given it up", attempt, over=True)
         return Gathering(shared.name, nbytes, None, shared)
 
     def join(self, name: str, *, attempt: int, host: int, wait_s: float) -> Gathering:
@@ -149,7 +153,7 @@ class JointPortions:
         """See :meth:`JointTier.placed`. What was brought shows by itself."""
         if torn:
             attempt, _, _ = _order(gathering.shared.name)
-            self.decline(gathering.shared.name, attempt=attempt, why=torn)
+            self.decline(gathering.shared.name, attempt=attempt, why=torn, host=host)
 
     def seal(self, gathering: Gathering, manifest: Manifest, goes_on: Callable[[], None]) -> Manifest:
         """See :meth:`JointTier.seal`."""
@@ -168,7 +172,7 @@ class JointPortions:
                 listed = ", ".join(map(str, missing))
                 silent = f" ({'; '.join(map(str, seen.problems))})" if seen.problems else ""
                 why = torn or f"host {listed} has not brought its portion of {name} within {bound_s:.0f} s{silent}"
-                self.decline(name, attempt=manifest.attempt, why=why)
+                self._give_up(name, manifest.attempt, why)
                 raise ShareMissing(why)
             goes_on()
             time.sleep(pause_s)
@@ -179,15 +183,14 @@ class JointPortions:
     def give_up(self, gathering: Gathering) -> None:
         """See :meth:`JointTier.give_up`."""
         attempt, _, _ = _order(gathering.shared.name)
-        self.decline(gathering.shared.name, attempt=attempt, why="the first host has given it up")
+        if self._told[0] != gathering.shared.name:  # else it stands: nodes may have let go what is older
+            self._give_up(gathering.shared.name, attempt, "the first host has given it up")
 
     def decline(self, name: str, *, attempt: int, why: str, host: int = 0) -> None:
         """See :meth:`JointTier.decline`; nothing is said where that host's portion is there."""
         if host and any(item["name"] == name and item["host"] == host for item in self._look(name).held):
             return
-        problems = self._tear(name, why, attempt)
-        if len(problems) == len(self._nodes):
-            raise problems[0]
+        self._say_torn(name, attempt, why, over=False)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -245,6 +248,24 @@ class JointPortions:
             known = next((portion for portion in self._portions if portion.name == name), None)
         return gathering.earlier(known) if known is not None else None
 
+    def _give_up(self, name: str, attempt: int, why: str) -> None:
+        """As the one who leads it: what is there of it goes."""
+        with self._lock:
+            self._over[name] = None
+            while len(self._over) > _MOST_NAMED:
+                del self._over[next(iter(self._over))]
+        self._say_torn(name, attempt, why, over=True)
+
+    def _say_torn(self, name: str, attempt: int, why: str, *, over: bool) -> None:
+        problems = self._tear(name, why, attempt, over=over)
+        if len(problems) == len(self._nodes):
+            raise problems[0]
+
+    def _given_up(self, seen: _Seen) -> list[str]:
+        """Names of what this host has given up, of which a node did not hear, or had a portion only since."""
+        with self._lock:
+            return sorted(({item["name"] for item in seen.held} - set(_whole(seen.held))) & self._over.keys())
+
     def _look(self, name: str) -> _Seen:
         """What is at the nodes that answer."""
         answers: list[dict[str, Any]] = []
@@ -260,9 +281,9 @@ class JointPortions:
                 raise problem
             logger.debug("a memory node was not told that %s is whole: %s", told.name, problem)
 
-    def _tear(self, name: str, why: str, attempt: int) -> list[SpotError]:
-        """Tell all nodes that a snapshot will never be whole."""
-        return self._all(lambda node: node.torn(name, why, attempt=attempt))
+    def _tear(self, name: str, why: str, attempt: int, *, over: bool) -> list[SpotError]:
+        """Tell all nodes that a snapshot will never be whole, and, from who leads it, that it is ``over``."""
+        return self._all(lambda node: node.torn(name, why, attempt=attempt, over=over))
 
     def _all(self, ask: Callable[[NodeStore], None]) -> list[SpotError]:
         """Ask all nodes at the same time; what went wrong."""

@@ -194,9 +194,9 @@ class NodeStore:
         path = f"/v1/runs/{quoted(self.run)}/portions/whole"
         self.client.call("POST", path, body, timeout_s=_ASK_S, again=True)
 
-    def torn(self, name: str, why: str, *, attempt: int) -> None:
+    def torn(self, name: str, why: str, *, attempt: int, over: bool = False) -> None:
         """Say that a snapshot will never be whole, see :meth:`~lightning_spot.memory.spread.Spread.torn`."""
-        body = {"attempt": attempt, "name": name, "why": why[:2000]}
+        body = {"attempt": attempt, "name": name, "why": why[:2000], "over": over}
         path = f"/v1/runs/{quoted(self.run)}/portions/torn"
         self.client.call("POST", path, body, timeout_s=_ASK_S, again=True)
 

@@ -328,6 +328,7 @@ class Node:
         self.flusher.keep(key, manifest.name)  # a file of that name may have been removed just before
         info = self.registry.info(key)
         self.ring.trim(key, info.keep if info is not None else KEEP)
+        self.spread.arrived(key, manifest)
 
     def _brought(
         self, url: str, portion: Manifest | None, seconds: float, sent: Sent | None, error: Exception | None

@@ -176,6 +176,7 @@ class Ring(SlotTable):
         """
         with self.changed:
             safe: list[str] = []
+            whole = overtaken = brings = False
             older = self._named(slot.run, manifest.name)
             for other in older:
                 if other.manifest is not None and file_order(other.manifest) > file_order(manifest):
@@ -187,8 +188,10 @@ class Ring(SlotTable):
                     )
                 if other.manifest == manifest:
                     safe, slot.settled = other.safe, other.settled  # its sender never heard that it had arrived
+                    whole, overtaken, brings = other.whole, other.overtaken, other.brings
             self._sequence += 1
             slot.safe = list(safe)
+            slot.whole, slot.overtaken, slot.brings = whole, overtaken, brings
             slot.manifest, slot.sequence, slot.places = manifest, self._sequence, places
             slot.state, slot.committed_s = SlotState.COMMITTED, time.monotonic()
             is_kept = self.area is None or self.area.record(slot)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_spot.errors import SettingsError, SnapshotNotFound
-from lightning_spot.image.manifest import snapshot_order
+from lightning_spot.errors import SettingsError
+from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.slots import Slot
@@ -52,6 +52,7 @@ class Spread:
         self._ring, self._registry, self._rests_s = ring, registry, rests_s
         self._lock = threading.Lock()
         self._torn: dict[tuple[str, str], str] = {}
+        self._over: dict[tuple[str, str], None] = {}
 
     def look(self, run: str, name: str = "") -> dict[str, Any]:
         """What is here of a run's snapshots, as JSON-ready values.
@@ -92,8 +93,16 @@ class Spread:
             self._ring.refresh(key)
             self._ring.notify()
 
-    def torn(self, run: str, attempt: int, name: str, why: str) -> None:
-        """Note that a snapshot will never be whole; what is here of it goes, unless it was said to be whole.
+    def torn(self, run: str, attempt: int, name: str, why: str, *, over: bool = False) -> None:
+        """Note that a snapshot will never be whole.
+
+        Args:
+            run: as in URLs.
+            attempt: that says so.
+            name: of the snapshot.
+            why: for people.
+            over: whether who leads it says so, and nobody else: then what is here of it goes, unless it was said to be
+                whole, and what still comes. Another host may be wrong: its portion may be there, and all the others.
 
         Raises:
             Fenced: if that attempt no longer holds the run.
@@ -101,14 +110,35 @@ class Spread:
         key = self._admit(run, attempt, name)
         with self._lock:
             self._torn.setdefault((key, name), why)
-            while len(self._torn) > _MOST_TORN:
-                del self._torn[next(iter(self._torn))]
-        for slot, its in _portions_of(self._ring, key):
-            if its == name and not slot.whole and slot.manifest is not None:
-                try:
-                    self._ring.drop(key, slot.manifest.name)
-                except SnapshotNotFound:
-                    continue
+            _bound(self._torn)
+            if not over:
+                return
+            self._over[key, name] = None
+            _bound(self._over)
+        with self._ring.changed:
+            for slot, its in _portions_of(self._ring, key):
+                if its == name:
+                    self._drop(key, slot)
+
+    def arrived(self, key: str, manifest: Manifest) -> None:
+        """A portion was committed here; nobody asks for one that comes when its snapshot is over.
+
+        Args:
+            key: of the run.
+            manifest: of the portion.
+        """
+        with self._lock:
+            is_over = (key, manifest.snapshot) in self._over
+        if is_over and manifest.portion is not None:
+            with self._ring.changed:
+                for slot in self._ring.committed(key):
+                    if slot.manifest is manifest:
+                        self._drop(key, slot)
+
+    def _drop(self, key: str, slot: Slot) -> None:
+        """Let a portion go, if its snapshot was not said to be whole; under the ring's lock."""
+        if not slot.whole and slot.manifest is not None:
+            self._ring.drop(key, slot.manifest.name)
 
     def _admit(self, run: str, attempt: int, name: str) -> str:
         """The key of a run, for which an attempt may speak."""
@@ -117,6 +147,11 @@ class Spread:
         key = self._registry.find(run).info.key
         check_fence(run, attempt, self._registry.highest(key))
         return key
+
+
+def _bound(names: dict[tuple[str, str], Any]) -> None:
+    while len(names) > _MOST_TORN:
+        del names[next(iter(names))]
 
 
 def _portions_of(ring: Ring, key: str) -> list[tuple[Slot, str]]:

@@ -58,7 +58,8 @@ class PortionRequests:
         """One will never be whole."""
         body, run = await json_body(request), request.match_info["run"]
         attempt, name = integer(body, "attempt", None, 0, MOST_ATTEMPTS), text(body, "name")
-        await asyncio.to_thread(self._node.spread.torn, run, attempt, name, text(body, "why"))
+        why, over = text(body, "why"), body.get("over") is True
+        await asyncio.to_thread(self._node.spread.torn, run, attempt, name, why, over=over)
         return web.json_response({})
 
     async def spread(self, request: web.Request) -> web.Response:

@@ -1,0 +1,175 @@
+"""Portions of a snapshot that will never be whole: they take no room for good, and what is whole stays so."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_spot.client.portions import JointPortions
+from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.stores import open_store
+from lightning_spot.errors import NodeUnreachable
+from lightning_spot.image.files import FileSpan
+from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.portion import Portions
+from lightning_spot.image.spread import portion_of
+from lightning_spot.memory.joint import Shared, SpreadPlace
+from lightning_spot.memory.node import Node
+from lightning_spot.memory.spread import Told
+from lightning_spot.memory.tier import Gathering
+from tests.served import served
+from tests.small_trainer import RUN_ID, info_of
+
+NBYTES = 10_000
+HOSTS = (0, 1)
+
+
+class Two:
+    """Two nodes with room for two portions each: each host has its own. Nobody brings them further."""
+
+    def __init__(self, root: Path, ends: contextlib.ExitStack) -> None:
+        self.url = str(root / "run")
+        self.nodes = [Node(slots=2, memory_bytes=2**26, open_store=open_store, allow=[]) for _ in HOSTS]
+        ports = [ends.enter_context(served(node)) for node in self.nodes]
+        urls = tuple(f"spot://127.0.0.1:{port}/run@{RUN_ID}" for port in ports)
+        self.stores, self.place = [NodeStore(url) for url in urls], SpreadPlace(1, urls)
+        self.attempt, self.joint = 0, JointPortions(self.stores, self.place)
+        self.next_attempt()
+
+    def next_attempt(self) -> None:
+        self.attempt += 1
+        self.joint = JointPortions(self.stores, self.place)
+        for node in self.nodes:
+            node.open_run(replace(info_of(self.url, self.attempt), durable_url=None))
+
+    def begin(self, step: int) -> Gathering:
+        shared = Shared(name=snapshot_name(step, self.attempt), shares=1, digest="d", at=self.place.at)
+        return self.joint.begin(shared, NBYTES, attempt=self.attempt, hosts=2)
+
+    def bring(self, step: int, host: int) -> Manifest:
+        """A host's portion to its node."""
+        name, memory = snapshot_name(step, self.attempt), memoryview(bytearray([step]) * NBYTES)
+        plain = Manifest(run="run", run_id=RUN_ID, name=name, step=step, attempt=self.attempt, nbytes=NBYTES)
+        files = [FileSpan(f"__{host}_0.distcp", 0, NBYTES)]
+        portion = portion_of(plain, files, memory, host=host, hosts=2, digest="d")
+        self.stores[host].put(portion, memory, attempt=self.attempt)
+        return portion
+
+    def seal(self, gathering: Gathering) -> Manifest:
+        attempt, step = self.attempt, int(gathering.shared.name.split("-")[1])
+        name = gathering.shared.name
+        manifest = Manifest(run="run", run_id=RUN_ID, name=name, step=step, attempt=attempt, nbytes=NBYTES)
+        return self.joint.seal(gathering, manifest, lambda: None)
+
+    def take(self, step: int) -> None:
+        gathering = self.begin(step)
+        for host in HOSTS:
+            self.bring(step, host)
+        self.seal(gathering)
+
+    def held(self) -> list[list[int]]:
+        """Steps at each node, oldest first."""
+        return [
+            sorted(slot.manifest.step for slot in node.ring.committed() if slot.manifest is not None)
+            for node in self.nodes
+        ]
+
+    def whole(self) -> list[int]:
+        return [manifest.step for manifest in open_store(self.place.at).survey().manifests]
+
+
+@pytest.fixture
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
+    monkeypatch.setattr(Portions, "read", lambda *_: Portions((((0, NBYTES),),), (1,)))
+    with contextlib.ExitStack() as ends:
+        yield Two(tmp_path, ends)
+
+
+def test_a_portion_that_comes_when_its_snapshot_was_given_up_takes_no_room(two: Two) -> None:
+    two.take(1)
+    gathering = two.begin(2)
+    two.bring(2, 0)
+    two.joint.give_up(gathering)
+    two.bring(2, 1)  # nobody has told that host
+    assert two.held() == [[1], [1]]
+    two.take(3)
+    two.take(4)
+    assert two.whole()[0] == 4
+
+
+def test_a_node_that_was_not_told_that_a_snapshot_is_over_is_told_with_the_next_one(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(*_: Any, **__: Any) -> None:
+        raise NodeUnreachable("its link is cut")
+
+    two.take(1)
+    gathering = two.begin(2)
+    two.bring(2, 1)
+    with monkeypatch.context() as cut:
+        cut.setattr(two.stores[1], "torn", silent)
+        two.joint.give_up(gathering)
+    assert two.held() == [[1], [1, 2]]
+    two.take(3)
+    assert two.whole()[0] == 3
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_what_an_earlier_attempt_was_killed_over_leaves_room_for_the_next_one(two: Two, host: int) -> None:
+    two.take(1)
+    two.begin(2)
+    two.bring(2, host)
+    two.next_attempt()
+    two.take(2)
+    two.take(3)
+    assert two.whole()[0] == 3
+
+
+@pytest.mark.parametrize("by", ["torn", "placed", "decline"])
+def test_a_host_that_takes_it_that_its_portion_is_lost_takes_none_from_a_node(
+    two: Two, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """Who leads has seen all of them by then, and is about to say that the snapshot is whole."""
+    other, tell = JointPortions(two.stores, two.place), JointPortions._tell
+    two.take(1)
+    gathering = two.begin(2)
+    for host in HOSTS:
+        two.bring(2, host)
+
+    def late(joint: JointPortions, told: Told, attempt: int) -> None:
+        word: Callable[[], None] = {
+            "torn": lambda: two.stores[1].torn(gathering.shared.name, "no answer", attempt=attempt),
+            "placed": lambda: other.placed(gathering, 1, "no answer"),
+            "decline": lambda: other.decline(gathering.shared.name, attempt=attempt, why="no answer"),
+        }[by]
+        word()
+        tell(joint, told, attempt)
+
+    monkeypatch.setattr(JointPortions, "_tell", late)
+    two.seal(gathering)
+    assert two.whole()[0] == 2
+
+
+def test_what_was_said_to_be_whole_is_not_given_up(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One node has let go what is older, and another one did not hear the word."""
+    two.take(1)
+    gathering = two.begin(2)
+    for host in HOSTS:
+        two.bring(2, host)
+    with monkeypatch.context() as cut:
+        cut.setattr(two.stores[1], "whole", lambda *_, **__: None)
+        two.seal(gathering)
+    two.joint.give_up(gathering)
+    assert two.whole()[0] == 2
+
+
+def test_a_portion_that_is_sent_once_more_is_still_of_a_snapshot_that_is_whole(two: Two) -> None:
+    two.take(1)
+    two.bring(1, 1)  # the answer to the first time was lost
+    (slot,) = two.nodes[1].ring.committed()
+    assert slot.whole
