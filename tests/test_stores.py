@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -30,6 +31,7 @@ from lightning_spot.errors import (
 )
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_name
+from lightning_spot.tiers import files as local_files
 from lightning_spot.tiers import temporaries, writing
 from lightning_spot.tiers.files import tier_errors
 from lightning_spot.tiers.lanes import Lanes
@@ -259,6 +261,32 @@ def test_delete_twice(store: Store) -> None:
     store.delete(manifest)
     store.delete(manifest)
     assert store.survey().manifests == []
+
+
+@pytest.mark.parametrize("what", ["delete", "sweep"])
+def test_what_another_node_deletes_at_the_same_moment_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """As nodes do that have portions of the same snapshots: each keeps the newest ones only."""
+    store = LocalStore(tmp_path / "run")
+    old, current = put(store, 5), put(store, 6)
+    folder, is_own = tmp_path / "run" / old.name, local_files.is_own_directory
+    if what == "sweep":
+        (folder / MANIFEST_FILE).unlink()
+
+    def removed_next(path: Path) -> bool:
+        found = is_own(path)
+        if path == folder:
+            shutil.rmtree(path)
+        return found
+
+    monkeypatch.setattr(local_files, "is_own_directory", removed_next)
+    if what == "delete":
+        store.delete(old)
+    else:
+        store.sweep(current)
+    assert [manifest.step for manifest in store.survey().manifests] == [6]
+    assert not folder.exists()
 
 
 def test_fetch_of_what_is_not_there(store: Store) -> None:

@@ -147,9 +147,13 @@ class LocalStore:
             folder = (self.root / manifest.manifest_path).parent
             if not files.is_own_directory(folder):
                 return  # not there, or a link to somebody's place
-            files.remove(self.root / manifest.manifest_path)
-            files.sync_directory(folder)  # never a manifest without its bytes, also after a loss of power
-            self._remove_own(folder)
+            try:
+                files.remove(self.root / manifest.manifest_path)
+                files.sync_directory(folder)  # never a manifest without its bytes, also after a loss of power
+                self._remove_own(folder)
+            except FileNotFoundError:  # of several nodes that have portions of it, another one deletes it, too
+                if files.is_there(self.root / manifest.manifest_path):
+                    raise
 
     def sweep(self, current: Manifest) -> None:
         """See :meth:`Store.sweep`."""
@@ -165,6 +169,8 @@ class LocalStore:
                             self._forget_attempts(folder)
                     elif order is not None and files.is_own_directory(folder):
                         self._sweep_snapshot(folder, order, current)
+                except FileNotFoundError:  # it has ended there, or another node removes it, too
+                    continue
                 except OSError as error:  # one place that fails keeps nothing else from being swept
                     problem = error
             self._sweep_temporaries(self.root, current)
