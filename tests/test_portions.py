@@ -100,6 +100,17 @@ def test_portions_that_do_not_belong_together_are_none() -> None:
             whole_of(others)
 
 
+@pytest.mark.parametrize("sizes", [(5000, 0), (5000, 30_000), (5000, 2**45)])
+def test_portions_without_the_checksums_of_their_parts_make_no_whole(sizes: tuple[int, ...]) -> None:
+    """A node may say what it likes: each manifest is read without complaint."""
+    one, other = portions(5000, max(1, sizes[1] % 2**16))[0]
+    files = (replace(other.files[0], nbytes=0), replace(other.files[1], offset=0, nbytes=0))
+    told = replace(other, nbytes=sizes[1], checksums=(), files=files, part_bytes=2**27 if sizes[1] > 2**40 else 8192)
+    told = Manifest.from_json(told.to_json())
+    with pytest.raises(CorruptSnapshot, match="no checksums"):
+        whole_of([replace(one, part_bytes=told.part_bytes), told])
+
+
 def test_a_portion_says_what_it_is_and_its_note_too() -> None:
     (portion, _), _ = portions(5000, 5000)
     again = Manifest.from_json(portion.to_json())
