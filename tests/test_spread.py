@@ -349,3 +349,19 @@ def test_commands_say_what_portions_are_and_find_the_whole_over_nodes(
     assert main(["ls", desk.url, "--memory", one, "--memory", other, "--json"]) == 0
     states = [entry["state"] for entry in json.loads(capsys.readouterr().out.partition("[")[2].join("[]")[:-1])]
     assert "spread" in states
+
+
+def test_a_portion_of_a_newer_snapshot_that_is_not_whole_is_not_pulled(
+    make: Make, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    desk = make()
+    desk.take(1)
+    begun = desk.lead(2)
+    until(lambda: [2, 1] in desk.held().values(), "its first portion to be there", LAST_S)
+    one, other = desk.memories
+    to = ["--memory", other, "--to", str(tmp_path / "pulled")]
+    assert main(["pull", f"{one}/run@{RUN_ID}", *to]) == 0
+    assert "step 1, from" in capsys.readouterr().out
+    desk.hosts[1].decline(snapshot_name(2, 1), "it is over", desk.at)
+    with pytest.raises(ShareMissing):
+        begun[0].result(LAST_S)

@@ -93,7 +93,7 @@ def _open_newest(found: Found) -> OpenSnapshot:
     """
     looks = 0
     while True:
-        newest = found.entries[0]
+        newest = pick(found, None)  # of portions alone there is nothing to open
         try:
             return _open_somewhere(found, newest.manifest.name)
         except SnapshotNotFound:
