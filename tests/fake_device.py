@@ -184,7 +184,7 @@ class FakeDevice:
 
     def pin(self, slot: torch.Tensor, index: int) -> int:
         first, last = slot.data_ptr(), slot.data_ptr() + slot.nbytes
-        overlaps = any(at < last and first < at + nbytes for at, nbytes in list(self.pinned.items()))
+        overlaps = any(at < last and first < at + nbytes for at, nbytes in self.pinned.copy().items())
         assert not overlaps, "this memory, or some of it, is page-locked already"
         self.pinned[first] = slot.nbytes
         self.pinned_by.add(threading.current_thread().name)
