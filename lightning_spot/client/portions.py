@@ -19,14 +19,14 @@ from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import Fenced, NodeUnreachable, SettingsError, ShareMissing, SpotError
 from lightning_spot.image import notes
 from lightning_spot.image.coming import Coming
-from lightning_spot.image.files import FileSpan, check_zero, pieces
+from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, Order, snapshot_order
 from lightning_spot.image.packing import Compression
 from lightning_spot.image.portion import Image, PortionImage, Portions
-from lightning_spot.image.sealing import fill_crcs
 from lightning_spot.image.spread import portion_of
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory.bases import Glance
+from lightning_spot.memory.by_itself import ByItself, finish_files
 from lightning_spot.memory.joint import Shared, SpreadPlace
 from lightning_spot.memory.placement import placed_portions
 from lightning_spot.memory.runs import parse_run
@@ -69,7 +69,7 @@ class _Sending(Coming):
         self._given_up = True
 
 
-class JointPortions:
+class JointPortions(ByItself):
     """Implements :class:`~lightning_spot.memory.tier.JointTier` for one run that is spread over memory nodes.
 
     Args:
@@ -93,8 +93,7 @@ class JointPortions:
 
     def begin(self, shared: Shared, nbytes: int, *, attempt: int, hosts: int) -> Gathering:
         """See :meth:`JointTier.begin`. Every host begins by itself; what is whole is told once more."""
-        if snapshot_order(shared.name) is None or hosts < 1 or attempt < 1:
-            raise SettingsError(f"{shared.name!r} of attempt {attempt} is no snapshot that {hosts} hosts bring")
+        begun = super().begin(shared, nbytes, attempt=attempt, hosts=hosts)
         seen = self._look(shared.name)
         if whole := max(_whole(seen.held), key=_order, default=""):
             self._tell(_told(seen, whole, brings=self._told == (whole, True)), attempt)
@@ -103,11 +102,7 @@ class JointPortions:
             self._tear(name, f"attempt {attempt} has the run since", attempt, over=True)
         for name in self._given_up(seen):
             self._tear(name, "the first host has given it up", attempt, over=True)
-        return Gathering(shared.name, nbytes, None, shared)
-
-    def join(self, name: str, *, attempt: int, host: int, wait_s: float) -> Gathering:
-        """See :meth:`JointTier.join`. There is nobody to ask."""
-        raise ShareMissing(f"host {host} was not told what of {name} (attempt {attempt}) is its own within {wait_s} s")
+        return begun
 
     def bring(
         self,
@@ -201,11 +196,7 @@ class JointPortions:
             raise SettingsError(f"{name} lies in memory as a whole, and is not spread over nodes")
         files, portions = gathering.files or own.files, Portions.read(layout, gathering.nbytes)
         host = 1 + portions.ranges.index(ranges) if ranges in portions.ranges else 0
-        fill_crcs(image, own.archives)
-        for start, nbytes in ranges:
-            for span, first, last in pieces(files, start, start + nbytes):
-                if span is None:
-                    check_zero(image[first:last])
+        finish_files(image, ranges, files, own.archives)
         places = sorted((image.portion.place(file.offset), file) for file in files)
         spans = [FileSpan(file.name, place, file.nbytes) for place, file in places]
         memory = image.memory[: image.portion.nbytes]

@@ -16,18 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_spot.config import PART_BYTES
-from lightning_spot.errors import CorruptSnapshot, SettingsError, ShareMissing
+from lightning_spot.errors import CorruptSnapshot, ShareMissing
 from lightning_spot.image import notes
-from lightning_spot.image.files import FileSpan, check_zero, note_name, pieces
-from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_order
+from lightning_spot.image.files import FileSpan, note_name
+from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.image.notes import Note
 from lightning_spot.image.packing import Compression
 from lightning_spot.image.parts import checksum
 from lightning_spot.image.portion import Image, Portions, cut
-from lightning_spot.image.sealing import fill_crcs
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory.bases import Glance
-from lightning_spot.memory.joint import Shared
+from lightning_spot.memory.by_itself import ByItself, finish_files
 from lightning_spot.memory.joint_folder import PAUSES_S, JointFolder, nothing
 from lightning_spot.memory.tier import Gathering, Sent
 from lightning_spot.tiers.store import Store
@@ -61,7 +60,7 @@ class _Brought:
     goes_on: Callable[[], None]
 
 
-class JointStore:
+class JointStore(ByItself):
     """Implements :class:`~lightning_spot.memory.tier.JointTier` for one run at its durable tier.
 
     Args:
@@ -91,16 +90,6 @@ class JointStore:
         self.sent = Sent()
         self.wait_s, self.first_s, self.pauses_s = WAIT_S, FIRST_S, PAUSES_S
 
-    def begin(self, shared: Shared, nbytes: int, *, attempt: int, hosts: int) -> Gathering:
-        """See :meth:`JointTier.begin`. Every host begins by itself, and asks nobody."""
-        if snapshot_order(shared.name) is None or hosts < 1 or attempt < 1:
-            raise SettingsError(f"{shared.name!r} of attempt {attempt} is no snapshot that {hosts} hosts bring")
-        return Gathering(shared.name, nbytes, None, shared)
-
-    def join(self, name: str, *, attempt: int, host: int, wait_s: float) -> Gathering:
-        """See :meth:`JointTier.join`. There is nobody to ask."""
-        raise ShareMissing(f"host {host} was not told what of {name} (attempt {attempt}) is its own within {wait_s} s")
-
     def bring(
         self,
         gathering: Gathering,
@@ -117,8 +106,7 @@ class JointStore:
         if taken := [file.name for file in files if file.name in there]:
             raise ShareMissing(f"{name} has {taken[0]} at {self._store.url} already, and nothing is written over")
         folder.check_fence()
-        fill_crcs(image, own.archives)
-        _check_gaps(image, ranges, files)
+        finish_files(image, ranges, files, own.archives)
         found = _pieces_of(image, ranges)
         self._write(name, folder, files, image, goes_on, lambda: found == _pieces_of(image, ranges))
         names = tuple(file.name for file in files)
@@ -267,11 +255,3 @@ def _differ(found: Mapping[int, Note], digest: str, host: int) -> str:
 
 def _pieces_of(image: Image, ranges: Ranges) -> tuple[notes.Piece, ...]:
     return tuple((start, stop - start, checksum(image[start:stop])) for start, stop in cut(ranges, PART_BYTES))
-
-
-def _check_gaps(image: Image, ranges: Ranges, files: Sequence[FileSpan]) -> None:
-    """Bytes that are in no file are zero when the snapshot is read: so they must be here."""
-    for start, nbytes in ranges:
-        for span, first, last in pieces(files, start, start + nbytes):
-            if span is None:
-                check_zero(image[first:last])

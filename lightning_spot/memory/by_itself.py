@@ -1,0 +1,47 @@
+"""Where each host brings its part of a snapshot by itself, and asks no other one: what such places have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_spot.errors import SettingsError, ShareMissing
+from lightning_spot.image.files import FileSpan, check_zero, pieces
+from lightning_spot.image.manifest import snapshot_order
+from lightning_spot.image.portion import Image
+from lightning_spot.image.sealing import fill_crcs
+from lightning_spot.image.written import Ranges
+from lightning_spot.memory.joint import Shared
+from lightning_spot.memory.tier import Gathering
+
+
+class ByItself:
+    """Begins snapshots as such a :class:`~lightning_spot.memory.tier.JointTier` does."""
+
+    def begin(self, shared: Shared, nbytes: int, *, attempt: int, hosts: int) -> Gathering:
+        """See :meth:`JointTier.begin`. Every host begins by itself, and asks nobody."""
+        if snapshot_order(shared.name) is None or hosts < 1 or attempt < 1:
+            raise SettingsError(f"{shared.name!r} of attempt {attempt} is no snapshot that {hosts} hosts bring")
+        return Gathering(shared.name, nbytes, None, shared)
+
+    def join(self, name: str, *, attempt: int, host: int, wait_s: float) -> Gathering:
+        """See :meth:`JointTier.join`. There is nobody to ask."""
+        raise ShareMissing(f"host {host} was not told what of {name} (attempt {attempt}) is its own within {wait_s} s")
+
+
+def finish_files(image: Image, ranges: Ranges, files: Sequence[FileSpan], archives: Ranges) -> None:
+    """Write the CRCs of a host's archives; what it has beside its files must be zero, as it is when they are read.
+
+    Args:
+        image: as far as it is here.
+        ranges: that the host brings.
+        files: that are cut out of them.
+        archives: see :class:`~lightning_spot.image.notes.Own`.
+
+    Raises:
+        CorruptSnapshot: if it is not zero.
+    """
+    fill_crcs(image, archives)
+    for start, nbytes in ranges:
+        for span, first, last in pieces(files, start, start + nbytes):
+            if span is None:
+                check_zero(image[first:last])
