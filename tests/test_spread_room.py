@@ -13,7 +13,7 @@ import pytest
 from lightning_spot.client.portions import JointPortions
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import NodeUnreachable
+from lightning_spot.errors import NodeUnreachable, ShareMissing
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Portions
@@ -117,6 +117,50 @@ def test_a_node_that_was_not_told_that_a_snapshot_is_over_is_told_with_the_next_
     assert two.held() == [[1], [1, 2]]
     two.take(3)
     assert two.whole()[0] == 3
+
+
+def test_what_other_hosts_bring_of_a_snapshot_that_was_declined_before_it_began_takes_no_room(two: Two) -> None:
+    """Each host brings its portion by itself: nobody asks the first one, which has no slot, whether it takes part."""
+    two.take(1)
+    two.bring(2, 1)
+    two.joint.decline(snapshot_name(2, 1), attempt=1, why="rank 0 has no slot")
+    assert two.held() == [[1], [1, 2]]
+    two.take(3)
+    two.take(4)
+    assert two.whole()[0] == 4
+
+
+def test_a_host_whose_node_was_lost_while_it_led_a_snapshot_leaves_no_portions_of_that(two: Two) -> None:
+    two.take(1)
+    two.begin(2)
+    two.bring(2, 0)
+    two.joint = JointPortions(two.stores, two.place)  # of its next node, in the same attempt
+    two.take(3)
+    two.take(4)
+    assert two.whole()[0] == 4
+
+
+def test_a_snapshot_that_is_given_up_while_its_portions_are_counted_is_not_said_to_be_whole(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nodes that hear it would let go the one before, and the others what there is of this one."""
+    look = JointPortions._look
+
+    def late(joint: JointPortions, name: str) -> Any:
+        seen = look(joint, name)
+        if name == snapshot_name(2, 1) and len(seen.held) == 4:
+            two.joint.give_up(gathering)
+        return seen
+
+    two.take(1)
+    gathering = two.begin(2)
+    for host in HOSTS:
+        two.bring(2, host)
+    monkeypatch.setattr(JointPortions, "_look", late)
+    with pytest.raises(ShareMissing):
+        two.seal(gathering)
+    assert two.held() == [[1], [1]]
+    assert not any(slot.overtaken for node in two.nodes for slot in node.ring.committed())
 
 
 @pytest.mark.parametrize("host", HOSTS)

@@ -42,6 +42,7 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 0.5
 _OTHERS_S = 2.0
 _MOST_SENT = 4
 _MOST_NAMED = 32  # at once; the rest is named the next time
+_MOST_DECIDED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +88,22 @@ class JointPortions(ByItself):
         self._portions: list[Manifest] = []
         self._took_s: dict[str, float] = {}
         self._told: tuple[str, bool] = ("", False)
-        self._over: dict[str, None] = {}  # what this host has given up, of which a node may not have heard
+        self._decided: dict[str, bool] = {}  # by the snapshot's name: whether it is whole, or over
         self.sent = Sent()
         self.wait_s = WAIT_S
 
     def begin(self, shared: Shared, nbytes: int, *, attempt: int, hosts: int) -> Gathering:
         """See :meth:`JointTier.begin`. Every host begins by itself; what is whole is told once more."""
         begun = super().begin(shared, nbytes, attempt=attempt, hosts=hosts)
-        seen = self._look(shared.name)
-        if whole := max(_whole(seen.held), key=_order, default=""):
+        seen, over = self._look(shared.name), self._given_up()
+        if whole := max(set(_whole(seen.held)) - over, key=_order, default=""):
             self._tell(_told(seen, whole, brings=self._told == (whole, True)), attempt)
         left = [] if seen.problems else _left_torn(seen.held, attempt)  # a silent node may have the rest
         for name in left:
             self._tear(name, f"attempt {attempt} has the run since", attempt, over=True)
-        for name in self._given_up(seen):
-            self._tear(name, "the first host has given it up", attempt, over=True)
+        for name in _never_whole(seen.held, shared.name, over):
+            if self._decide(name, whole=False):
+                self._tear(name, f"{shared.name} has begun since", attempt, over=True)
         return begun
 
     def bring(
@@ -128,8 +130,10 @@ class JointPortions(ByItself):
 
         pool = ThreadPoolExecutor(wanted, thread_name_prefix="spot-portion")
         try:
-            problems = _results([pool.submit(send, coming) for coming in comings], comings, began_s)
-        finally:
+            problems = _results([pool.submit(send, coming) for coming in comings], began_s)
+        finally:  # also where one fails as nobody has foreseen: the slot is free in a moment
+            for coming in comings:
+                coming.stop()
             pool.shutdown(wait=False)
         if fenced := next((error for error in problems if isinstance(error, Fenced)), None):
             raise fenced
@@ -172,14 +176,16 @@ class JointPortions(ByItself):
             goes_on()
             time.sleep(pause_s)
             pause_s = min(_LAST_LOOK_S, 1.5 * pause_s)
-        self._tell(_told(seen, name, manifest.lineage, brings=_brings(seen, manifest)), manifest.attempt)
+        brings = _brings(seen, manifest)
+        if not self._decide(name, whole=True):
+            raise ShareMissing(f"{name} was given up")
+        self._tell(_told(seen, name, manifest.lineage, brings=brings), manifest.attempt)
         return replace(manifest, checksums=())
 
     def give_up(self, gathering: Gathering) -> None:
         """See :meth:`JointTier.give_up`."""
         attempt, _, _ = _order(gathering.shared.name)
-        if self._told[0] != gathering.shared.name:  # else it stands: nodes may have let go what is older
-            self._give_up(gathering.shared.name, attempt, "the first host has given it up")
+        self._give_up(gathering.shared.name, attempt, "the first host has given it up")
 
     def decline(self, name: str, *, attempt: int, why: str, host: int = 0) -> None:
         """See :meth:`JointTier.decline`; nothing is said where that host's portion is there."""
@@ -239,23 +245,30 @@ class JointPortions(ByItself):
             known = next((portion for portion in self._portions if portion.name == name), None)
         return gathering.earlier(known) if known is not None else None
 
+    def _decide(self, name: str, *, whole: bool) -> bool:
+        """Whether a snapshot is whole, or over, as is wanted now. What was decided first stands: nodes act upon it.
+
+        Told that it is whole, some let go what is older; told that it is over, they drop what they have of it.
+        """
+        with self._lock:
+            while len(self._decided) >= _MOST_DECIDED:
+                del self._decided[next(iter(self._decided))]
+            return self._decided.setdefault(name, whole) is whole
+
+    def _given_up(self) -> set[str]:
+        """Names of snapshots that this host has given up."""
+        with self._lock:
+            return {name for name, is_whole in self._decided.items() if not is_whole}
+
     def _give_up(self, name: str, attempt: int, why: str) -> None:
         """As the one who leads it: what is there of it goes."""
-        with self._lock:
-            self._over[name] = None
-            while len(self._over) > _MOST_NAMED:
-                del self._over[next(iter(self._over))]
-        self._say_torn(name, attempt, why, over=True)
+        if self._decide(name, whole=False):
+            self._say_torn(name, attempt, why, over=True)
 
     def _say_torn(self, name: str, attempt: int, why: str, *, over: bool) -> None:
         problems = self._tear(name, why, attempt, over=over)
         if len(problems) == len(self._nodes):
             raise problems[0]
-
-    def _given_up(self, seen: _Seen) -> list[str]:
-        """Names of what this host has given up, of which a node did not hear, or had a portion only since."""
-        with self._lock:
-            return sorted(({item["name"] for item in seen.held} - set(_whole(seen.held))) & self._over.keys())
 
     def _look(self, name: str) -> _Seen:
         """What is at the nodes that answer."""
@@ -298,6 +311,17 @@ def _whole(held: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     return (name for (name, _, count), there in hosts.items() if len(there) == count)
 
 
+def _never_whole(held: Sequence[Mapping[str, Any]], begun: str, over: set[str]) -> list[str]:
+    """Names of snapshots of the attempt that begins another one, of which nobody will ever say that they are whole.
+
+    One may be declined before it begins, or given up (``over``) while a node does not hear it; and who leads may have
+    lost its node, and begin the next one from another.
+    """
+    whole = {*(set(_whole(held)) - over), *(item["name"] for item in held if item["whole"])}
+    earlier = {item["name"] for item in held if _order(begun)[0] == _order(item["name"])[0]}
+    return sorted(name for name in earlier - whole if _order(name) < _order(begun))
+
+
 def _left_torn(held: Sequence[Mapping[str, Any]], attempt: int) -> list[str]:
     """Names of snapshots of which an earlier attempt, that was killed, has left some portions only.
 
@@ -309,9 +333,7 @@ def _left_torn(held: Sequence[Mapping[str, Any]], attempt: int) -> list[str]:
     return sorted(earlier - whole)
 
 
-def _results(
-    sending: Sequence[Future[SpotError | None]], comings: Sequence[_Sending], began_s: float
-) -> list[SpotError | None]:
+def _results(sending: Sequence[Future[SpotError | None]], began_s: float) -> list[SpotError | None]:
     """What became of a portion at each node, none of which delays the others: who is far behind gets the next one."""
     waiting = set(sending)
     while waiting:
@@ -320,9 +342,6 @@ def _results(
             futures.wait(waiting, max(_OTHERS_S, time.monotonic() - began_s))
             break
     late = NodeUnreachable("it takes much longer there than at another node")
-    for each, coming in zip(sending, comings, strict=True):
-        if not each.done():
-            coming.stop()
     return [each.result() if each.done() else late for each in sending]
 
 
