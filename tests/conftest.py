@@ -28,7 +28,6 @@ import pytest
 
 from lightning_spot.client import starting
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.protocol.process import ProcessId
 from lightning_spot.staging import moving
 from tests import folders, warm
 
@@ -150,10 +149,7 @@ def runtime_dir(own_folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.delenv("LIGHTNING_SPOT_TOKEN", raising=False)
     monkeypatch.delenv("LIGHTNING_SPOT_TOKEN_FILE", raising=False)
     yield folder
-    for alive in folder.rglob("*.alive"):  # also of hosts that a test has made
-        node = ProcessId.from_json(alive.read_bytes())
-        if node is not None:
-            node.kill(DEADLINE_S)
+    folders.end_nodes(folder)
     shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(shm, ignore_errors=True)
 

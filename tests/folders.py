@@ -21,7 +21,7 @@ from lightning_spot.protocol.process import ProcessId
 SHM = Path("/dev/shm")
 RUNTIME, SLOTS, WARM = "ls-test-", "lightning-spot-test-", "ls-warm-"
 _NAME = re.compile(r"(\d+)-(\d+)-(\d+)")
-_KILL_S = 5.0
+_KILL_S = 30.0
 _SURELY_BEGUN_S = 60.0
 _ROOM_BYTES = 6 * 2**30
 
@@ -70,8 +70,7 @@ def clear_up() -> None:
             if named is None or own_name(here).rpartition("-")[2] != named[3]:
                 continue  # of another process namespace: its numbers say nothing here
             if not ProcessId(int(named[1]), int(named[2]), here.namespace).alive:
-                with contextlib.suppress(FileNotFoundError):  # another one clears up, too
-                    _end_nodes(folder)
+                end_nodes(folder)
                 shutil.rmtree(folder, ignore_errors=True)
     for folder in Path(tempfile.gettempdir()).glob(f"{WARM}*"):
         with contextlib.suppress(FileNotFoundError):
@@ -79,12 +78,28 @@ def clear_up() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _end_nodes(folder: Path) -> None:
-    for alive in folder.rglob("*.alive"):
-        if (node := ProcessId.from_json(alive.read_bytes())) is not None:
-            node.kill(_KILL_S)
+def end_nodes(folder: Path) -> None:
+    """End the nodes whose records lie below ``folder``, also those of hosts that a test has made."""
+    for alive in files_below(folder):
+        if alive.suffix != ".alive":
+            continue
+        with contextlib.suppress(FileNotFoundError):  # it ends by itself at this moment
+            if (node := ProcessId.from_json(alive.read_bytes())) is not None:
+                node.kill(_KILL_S)
 
 
 def _answers(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as connection:
         return connection.connect_ex(str(path)) == 0
+
+
+def files_below(folder: Path) -> list[Path]:
+    """All files below a folder, in which others may write and remove meanwhile: ``Path.rglob`` fails of that."""
+    return [Path(home) / name for home, _, names in os.walk(folder) for name in names]
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; none of one that has just gone."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0

@@ -31,6 +31,7 @@ from lightning_spot.protocol.wire import Address
 from lightning_spot.tiers.local import LocalStore
 from tests.chained import FIRST, RUN, SECOND, Chained, chained
 from tests.conftest import RunningNode, until
+from tests.folders import files_below
 from tests.gated import MIB, RUN_ID, Bench, NodeBehind, image_of, manifest_of
 
 
@@ -580,7 +581,7 @@ def test_what_left_memory_is_read_through_the_whole_chain(
         files.pipe_file(f"{first.url}/{RUN}/{name}", data[name])
         assert NodeClient(Address(*_address(first))).call("POST", "/v1/flush", {"wait_s": 30})["unreached"] == []
     below = tmp_path / "durable"
-    until(lambda: sorted(path.name for path in below.rglob("file-?")) == names, "the last node to bring on what it has")
+    until(lambda: set(names) <= {path.name for path in files_below(below)}, "the last node to bring on what it has")
     run = f"{first.url}/{RUN}"
     assert sorted(path.rpartition("/")[2] for path in files.ls(run, detail=False)) == names
     for name in names:

@@ -21,6 +21,7 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.upload import Upload
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode, until
+from tests.folders import files_below, size_of
 from tests.gated import MIB, RUN_ID, Bench, GatedStore, NodeBehind, image_of, manifest_of
 
 RUN = f"run@{RUN_ID}"
@@ -83,7 +84,7 @@ class Receiving(Bench):
         return [manifest.step for manifest in found]
 
     def files(self) -> list[str]:
-        return [path.name for path in Path(self.tier().url).rglob("*") if path.is_file()]
+        return [path.name for path in files_below(Path(self.tier().url))]
 
 
 @pytest.fixture
@@ -270,7 +271,7 @@ def test_over_the_network(start_node: Callable[..., RunningNode], tmp_path: Path
 
     def parts() -> Iterator[memoryview]:
         yield memoryview(image)[:MIB]
-        until(lambda: any(path.stat().st_size >= MIB for path in durable.rglob(".*")), "the first part at the tier")
+        until(lambda: any(size_of(path) >= MIB for path in files_below(durable)), "the first part at the tier")
         seen.set()
         yield memoryview(image)[MIB:]
 

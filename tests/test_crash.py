@@ -38,6 +38,7 @@ from lightning_spot.run.survey import survey
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.retention import retain
 from tests.conftest import lives, until
+from tests.folders import files_below
 from tests.oracle import HOME, Server, check_checkpoint, file_of, image_of, manifest_of, run_info
 
 TRAINER, NODE, BOTH, MACHINE = "trainer", "node", "both", "machine"
@@ -251,7 +252,7 @@ def test_the_same_command_carries_on_and_tidies_up(tmp_path: Path, warm_python: 
 def leftovers(folder: Path) -> list[str]:
     """What no committed snapshot and no claim has a use for."""
     named = {"model.ckpt", "manifest.json"}
-    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    files = [path.relative_to(folder) for path in files_below(folder)]
     unknown = [path for path in files if path.name not in named and path.parts[0] != "attempts"]
     headless = [
         path for path in files if path.name == "model.ckpt" and not (folder / path.parent / "manifest.json").exists()

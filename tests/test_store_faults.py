@@ -21,6 +21,7 @@ from lightning_spot.tiers.retention import retain
 from lightning_spot.tiers.store import Store
 from tests import faulty
 from tests.faulty import KINDS, Plan, faulty_calls
+from tests.folders import files_below
 from tests.oracle import claim_of
 
 PART = 1200
@@ -149,7 +150,7 @@ class Run:
         self.store.put(last, memoryview(image_of(9)), attempt=9)
         retain(self.store, 1, last)
         allowed = {f"{last.name}/model.ckpt", f"{last.name}/manifest.json", "last.ckpt", NOTED}
-        there = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+        there = {str(path.relative_to(root)) for path in files_below(root)}
         left = {name for name in there - allowed if not name.startswith("attempts/attempt-")}
         assert left == set(), "something of ours is left behind"
 
