@@ -26,6 +26,7 @@ from benchmarks import (
     every_step,
     gpu,
     guard,
+    in_a_row,
     in_all,
     ingest,
     layout,
@@ -59,12 +60,13 @@ ALL = {
     "shares": shares,
     "adapters": adapters,
     "every-step": every_step,
+    "in-a-row": in_a_row,
     "gpu": gpu,
 }
 
 
 def _all_that_can_run() -> list[str]:
-    needed = {"adapters": adapters.NEEDS, "every-step": every_step.NEEDS}
+    needed = {"adapters": adapters.NEEDS, "every-step": every_step.NEEDS, "in-a-row": in_a_row.NEEDS}
     there = []
     for name in ALL:
         if missing := [module for module in needed.get(name, ()) if not importlib.util.find_spec(module)]:

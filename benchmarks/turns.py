@@ -15,7 +15,7 @@ class Turns(EverySteps, ModeTrial):
         order: the ways, one after the other, from the beginning again at the end. Those that are none of ours take no
             snapshots.
         steps: of each turn.
-        every: steps between snapshots, from the first of a turn on.
+        every: steps between snapshots, from the second step of a turn on: in its first one the turn before still ends.
     """
 
     def __init__(self, order: Sequence[str], steps: int, every: int) -> None:
@@ -35,7 +35,7 @@ class Turns(EverySteps, ModeTrial):
 
     def due(self, step: int, now_s: float) -> bool:
         self.step = step
-        return self.way in MODES and step % self._every == 0
+        return self.way in MODES and (step % self._steps - 1) % self._every == 0
 
     def take(self) -> Mode:
         return next(mode for mode in MODES if mode == self.way)
