@@ -257,33 +257,46 @@ def warm_nodes(warm_python: str) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def kept_port() -> Iterator[int]:
+    """A port of loopback that nobody else is given meanwhile; who asks for it by its number can listen there."""
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        yield int(kept.getsockname()[1])
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """See :func:`kept_port`."""
+    with kept_port() as kept:
+        yield kept
+
+
 @pytest.fixture(scope="session")
 def s3_server(warm_python: str) -> Iterator[str]:
     """Endpoint of a moto S3 server over real HTTP."""
     from botocore import session
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = subprocess.Popen(
-        [warm_python, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
     def answers() -> bool:
         with socket.socket() as connection:
             return connection.connect_ex(("127.0.0.1", port)) == 0
 
-    try:
-        until(answers, "moto to listen", 60)
-        with pytest.MonkeyPatch.context() as patch:
-            # Each client reads 2 MB of JSON otherwise, which takes longer than most tests.
-            patch.setattr(session, "create_loader", functools.cache(session.create_loader))
-            yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
+    with kept_port() as port:
+        process = subprocess.Popen(
+            [warm_python, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            until(answers, "moto to listen", 60)
+            with pytest.MonkeyPatch.context() as patch:
+                # Each client reads 2 MB of JSON otherwise, which takes longer than most tests.
+                patch.setattr(session, "create_loader", functools.cache(session.create_loader))
+                yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture

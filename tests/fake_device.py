@@ -129,7 +129,7 @@ class FakeDevice:
     def _is_fast(self, target: torch.Tensor) -> bool:
         """Whether a target lies on the device, or is page-locked."""
         first, last = target.data_ptr(), target.data_ptr() + target.nbytes
-        places = [*self.pinned.items(), *((own.data_ptr(), own.nbytes) for own in self._own)]
+        places = [*self.pinned.copy().items(), *((own.data_ptr(), own.nbytes) for own in self._own)]
         return any(at <= first and last <= at + nbytes for at, nbytes in places)
 
     def write(self, stream: FakeStream, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

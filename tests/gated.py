@@ -115,7 +115,7 @@ class Bench:
         return self.save(step, name=name, file="", **more)
 
     def committed(self, run_id: str = RUN_ID) -> list[int]:
-        return [slot.manifest.step for slot in self.node.committed(f"run@{run_id}") if slot.manifest]
+        return [manifest.step for slot in self.node.committed(f"run@{run_id}") if (manifest := slot.manifest)]
 
     def flush(self, wait_s: float = 30.0) -> list[str]:
         return self.node.flush(None, wait_s)
@@ -185,8 +185,8 @@ class NodeBehind:
         self.known = info
 
     def listing(self) -> list[Listed]:
-        held = self._node().committed(self.run)
-        return [Listed(slot.manifest, list(slot.dirty), list(slot.safe)) for slot in held if slot.manifest]
+        held = [(slot, slot.manifest) for slot in self._node().committed(self.run)]
+        return [Listed(manifest, list(slot.dirty), list(slot.safe)) for slot, manifest in held if manifest]
 
     def flush(self, wait_s: float) -> list[str]:
         return self._node().flush(self.run, wait_s)

@@ -12,6 +12,8 @@ from aiohttp import web
 from lightning_spot.memory.node import Node
 from lightning_spot.service.handlers import Service
 
+_LAST_S = 60.0  # of what never takes so long
+
 
 @contextlib.contextmanager
 def served(node: Node, port: int = 0) -> Iterator[int]:
@@ -32,9 +34,9 @@ def served(node: Node, port: int = 0) -> Iterator[int]:
         return int(server.sockets[0].getsockname()[1])
 
     try:
-        yield asyncio.run_coroutine_threadsafe(begin(), loop).result(10)
+        yield asyncio.run_coroutine_threadsafe(begin(), loop).result(_LAST_S)
     finally:
-        asyncio.run_coroutine_threadsafe(ends.aclose(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(ends.aclose(), loop).result(_LAST_S)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

@@ -81,7 +81,7 @@ def test_a_node_that_may_not_write_leaves_it_to_the_trainers_host(make: Callable
     bench.save(1)
     assert bench.flush() == []
     assert bench.tier().puts() == [1]
-    assert [slot.manifest.step for slot in bench.nodes[FIRST].committed(RUN) if slot.manifest] == [1]
+    assert [manifest.step for slot in bench.nodes[FIRST].committed(RUN) if (manifest := slot.manifest)] == [1]
     status = bench.node.status()["runs"][RUN]
     assert "--allow" in status["why_not"]
     assert bench.tier().url in status["why_not"]
@@ -249,7 +249,7 @@ def test_a_later_attempt_fences_through_the_whole_chain(make: Callable[..., Chai
     bench.save(2)
     bench.flush(2.0)
     assert bench.durable()[0] == 1 or bench.tier().puts()  # never through the node
-    assert [slot.manifest.step for slot in bench.nodes[FIRST].committed(RUN) if slot.manifest] == [1]
+    assert [manifest.step for slot in bench.nodes[FIRST].committed(RUN) if (manifest := slot.manifest)] == [1]
     with pytest.raises(Fenced):
         bench.behind[FIRST].open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="token-1"))
 
@@ -422,9 +422,9 @@ def test_a_memory_node_that_was_stopped_is_passed_over(
 
 
 def test_a_restarted_memory_node_is_told_of_the_run_again(
-    start_node: Callable[..., RunningNode], tmp_path: Path
+    start_node: Callable[..., RunningNode], tmp_path: Path, port: int
 ) -> None:
-    node = start_node("--allow", str(tmp_path))
+    node = start_node("--allow", str(tmp_path), listen=f"127.0.0.1:{port}")
     bench = OverHttp(tmp_path, slots=4)
     try:
         bench.open(nodes=(node.url,))
@@ -622,10 +622,8 @@ def test_nodes_that_flush_in_a_circle_are_refused(tmp_path: Path) -> None:
             each.close()
 
 
-def test_a_node_that_flushes_to_itself_does_not_start(runtime_dir: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+def test_a_node_that_flushes_to_itself_does_not_start(runtime_dir: Path, port: int) -> None:
+    address = f"127.0.0.1:{port}"
     command = [sys.executable, "-m", "lightning_spot", "node", "--listen", address, "--flush-to", f"spot://{address}"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2

@@ -101,7 +101,7 @@ def newest_durable(root: Path) -> int:
 
 def newest_anywhere(root: Path) -> int:
     heir = Node(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None, area=root / "area")
-    in_memory = [slot.manifest.step for slot in heir.ring.committed("run") if slot.manifest]
+    in_memory = [manifest.step for slot in heir.ring.committed("run") if (manifest := slot.manifest)]
     heir.flush("run", 20.0)
     heir.close()
     return max([newest_durable(root), *in_memory])

@@ -115,10 +115,8 @@ def test_where_rank_0_cannot_listen_all_ranks_end_with_that_error(monkeypatch: p
         Ranks(rank(1, told))
 
 
-def test_a_rank_that_does_not_reach_rank_0_is_an_error_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_reach_rank_0_is_an_error_of_all(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setattr("lightning_spot.fit.ranks.main_address", lambda _: "127.0.0.1")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
     second = rank(1, None, (port, "secret"))
     with pytest.raises(SpotError, match=rf"rank 0 is not reached at 127.0.0.1:{port} .*do without notices") as raised:
         Ranks(second).ballot(lambda: None)
@@ -181,7 +179,7 @@ def test_nobody_waits_for_a_rank_whose_link_has_failed_and_it_comes_back(network
         began_s = time.monotonic()
         with pytest.raises(ShareMissing, match="that rank has gone"):
             list(box.all_of(NAME, {1: 9}))
-        assert SILENT_S - 2 < time.monotonic() - began_s < SILENT_S + mail.RECONNECT_S + 5
+        assert SILENT_S - 2 < time.monotonic() - began_s < SILENT_S + mail.RECONNECT_S + LAST_S  # it would be minutes
         network.mend("second")
         sender.send(AGAIN, b"again")
         assert list(box.all_of(AGAIN, {1: 9})) == [(1, b"again")]

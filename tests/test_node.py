@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -220,10 +219,7 @@ def test_something_else_at_the_port() -> None:
     server.server_close()
 
 
-def test_nobody_there() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def test_nobody_there(port: int) -> None:
     with pytest.raises(NodeUnreachable, match=f"127.0.0.1:{port}"):
         NodeClient(parse_spot_url(f"spot://127.0.0.1:{port}")[0]).call("GET", "/v1/status")
 

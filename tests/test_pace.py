@@ -372,7 +372,7 @@ def test_a_slow_bucket_does_not_slow_the_memory_node_down(tmp_path: Path, allowe
             store.bytes_per_s = nbytes / (200 * step_s)
 
         def newest() -> int:
-            held = [slot.manifest.step for slot in bench.nodes[FIRST].committed(RUN) if slot.manifest]
+            held = [manifest.step for slot in bench.nodes[FIRST].committed(RUN) if (manifest := slot.manifest)]
             return max(held, default=0)
 
         measured = lags(lambda step: bench.save(step, nbytes=nbytes), newest, steps=500, step_s=step_s)

@@ -44,7 +44,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 def held(bench: Chained, base: str) -> list[int]:
     """Steps that a memory node has."""
-    return [slot.manifest.step for slot in bench.nodes[base].committed(RUN) if slot.manifest]
+    return [manifest.step for slot in bench.nodes[base].committed(RUN) if (manifest := slot.manifest)]
 
 
 def at_both(bench: Chained, step: int, *bases: str) -> None:

@@ -122,7 +122,7 @@ def test_the_end_of_a_run_is_not_held_twice(make: Callable[..., Bench]) -> None:
     for step in (1, 2, 3):
         bench.save(step)
     bench.save(3, complete=True)
-    held = [slot.manifest.name for slot in bench.node.committed(RUN) if slot.manifest]
+    held = [manifest.name for slot in bench.node.committed(RUN) if (manifest := slot.manifest)]
     assert held == [snapshot_name(3, 1, complete=True), snapshot_name(2, 1)]
 
 
@@ -901,7 +901,7 @@ def test_manifests_of_format_1_are_kept_by_name(bench: Bench) -> None:
         view[:] = image_of(1, 100)
     old = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=100)
     bench.node.seal(upload.id, old)
-    assert [slot.manifest.name for slot in bench.node.committed("run") if slot.manifest] == [old.name]
+    assert [manifest.name for slot in bench.node.committed("run") if (manifest := slot.manifest)] == [old.name]
 
 
 def test_a_node_without_slots_is_bounded_by_memory_only(tmp_path: Path) -> None:

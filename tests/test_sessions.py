@@ -517,11 +517,8 @@ def _ready(client: NodeClient) -> bool:
 
 
 def test_a_second_node_on_a_taken_port_touches_nothing(
-    start_node: Callable[..., RunningNode], capsys: pytest.CaptureFixture[str]
+    start_node: Callable[..., RunningNode], capsys: pytest.CaptureFixture[str], port: int
 ) -> None:
-    with_port = start_node()
-    port = with_port.url.rpartition(":")[2]
-    with_port.stop()
     node = start_node(listen=f"127.0.0.1:{port}")
     client = NodeClient(parse_spot_url(node.url)[0])
     client.call("POST", "/v1/runs/run/open", {"attempt": 1})

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from lightning_spot.sharded.consolidate import consolidated, read_folder, write_
 from lightning_spot.sharded.layout import load_state
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.tiers.local import LocalStore
+from tests.conftest import kept_port
 from tests.exact_cases import loader
 from tests.exact_sharded import Sharded, train, undisturbed_and_stopped
 from tests.test_every_step import digest
@@ -56,10 +56,8 @@ def final(root: Path) -> dict[str, Any]:
 
 def two_ranks(command: list[str], root: Path) -> None:
     """Run a training on two ranks, as a launcher does, to its end."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    launched = {"WORLD_SIZE": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with open(root / "log", "w") as output:
+    with kept_port() as port, open(root / "log", "w") as output:
+        launched = {"WORLD_SIZE": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         ranks = [
             subprocess.Popen(
                 command, stdout=output, stderr=output, env={**os.environ, **launched, "LOCAL_RANK": str(rank)}

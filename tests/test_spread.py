@@ -28,7 +28,7 @@ from lightning_spot.memory.spread import Told
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers.local import LocalStore
-from tests.conftest import until
+from tests.conftest import kept_port, until
 from tests.served import served
 from tests.small_trainer import RUN_ID, info_of
 from tests.test_sharded_across import Desk
@@ -42,25 +42,25 @@ class Spread(Desk):
 
     def __init__(self, root: Path, count: int, monkeypatch: pytest.MonkeyPatch, replicas: int) -> None:
         self.ends, self.root, self.replicas = [contextlib.ExitStack() for _ in range(count)], root, replicas
-        self.memories = {f"spot://127.0.0.1:{self.start(number)}": number for number in range(count)}
+        self.kept, self.nodes = contextlib.ExitStack(), dict[int, Node]()
+        self.ports = [self.kept.enter_context(kept_port()) for _ in range(count)]
+        self.memories = {f"spot://127.0.0.1:{port}": number for number, port in enumerate(self.ports)}
+        for number in range(count):
+            self.start(number)
         super().__init__(root, "", monkeypatch, tuple(self.memories), 3 * MIB)
         self.store = LocalStore(self.url)
         self.most_own_bytes = 1000  # as all ranks were told
         self.all_work(count)
 
-    def start(self, number: int, port: int = 0) -> int:
+    def start(self, number: int) -> None:
+        """Also at its address again, when it was lost; it is empty."""
         node = Node(slots=None, memory_bytes=64 * MIB, open_store=open_store, allow=[str(self.root)])
-        self.nodes = {**getattr(self, "nodes", {}), number: node}
-        return self.ends[number].enter_context(served(node, port))
+        self.nodes = {**self.nodes, number: node}
+        self.ends[number].enter_context(served(node, self.ports[number]))
 
     def lose(self, number: int) -> None:
         self.ends[number].close()
-        del self.nodes[number]
-
-    def back(self, number: int) -> None:
-        """It comes back at its address, empty."""
-        url = next(url for url, known in self.memories.items() if known == number)
-        self.start(number, int(url.rpartition(":")[2]))
+        self.nodes = {other: node for other, node in self.nodes.items() if other != number}
 
     def all_work(self, count: int) -> None:
         """Go on when so many nodes are there."""
@@ -79,8 +79,9 @@ class Spread(Desk):
         found: dict[tuple[int, int], list[int]] = {}
         for number, node in self.nodes.items():
             for slot in node.ring.committed():
-                if slot.manifest is not None and slot.manifest.portion is not None:
-                    found.setdefault((number, slot.manifest.portion.host), []).append(slot.manifest.step)
+                manifest = slot.manifest  # it may be let go meanwhile
+                if manifest is not None and manifest.portion is not None:
+                    found.setdefault((number, manifest.portion.host), []).append(manifest.step)
         return found
 
     def whole(self) -> list[int]:
@@ -111,7 +112,7 @@ class Spread(Desk):
 
     def close(self) -> None:
         super().close()
-        for end in self.ends:
+        for end in (*self.ends, self.kept):
             end.close()
 
 
@@ -191,10 +192,8 @@ def test_nodes_that_did_not_hear_that_a_snapshot_is_whole_hear_it_with_the_next_
     assert sum(held == [2, 1] for held in desk.held().values()) >= 1 + both
     desk.take(3)
     desk.check(desk.take(4))
-    states = [
-        slot.overtaken for node in desk.nodes.values() for slot in node.ring.committed() if slot.manifest.step < 4
-    ]
-    assert all(states)
+    older = [slot for node in desk.nodes.values() for slot in node.ring.committed()]
+    assert all(slot.overtaken for slot in older if (manifest := slot.manifest) and manifest.step < 4)
     assert desk.flush() == []
     assert desk.store.survey().manifests[0].step == 4
 
@@ -207,7 +206,7 @@ def test_a_lost_node_costs_no_snapshot_and_has_its_part_again_when_it_is_back(ma
     assert sorted(desk.held()) == [(0, 0), (0, 1)]
     desk.all_work(1)
     desk.check(desk.take(3))
-    desk.back(1)
+    desk.start(1)
     desk.all_work(2)
     desk.check(desk.take(4))
     assert sorted(number for (number, _), steps in desk.held().items() if steps[0] == 4) == [0, 1]

@@ -62,11 +62,11 @@ class Followed(Bench):
 
     def sealed(self) -> list[int]:
         """Steps in memory that are sealed; what is must hold."""
-        found = [slot for slot in self.node.committed(RUN) if not slot.unsealed]
-        for slot in found:
-            assert slot.manifest is not None
-            slot.manifest.verify(slot.view(), "memory")
-        return [slot.manifest.step for slot in found if slot.manifest]
+        slots = [slot for slot in self.node.committed(RUN) if not slot.unsealed]
+        found = [(slot, manifest) for slot in slots if (manifest := slot.manifest)]  # unless it was let go meanwhile
+        for slot, manifest in found:
+            manifest.verify(slot.view(manifest.nbytes), "memory")
+        return [manifest.step for _, manifest in found]
 
     def hold_up(self) -> None:
         """Save a first one, with which the durable tier is busy from then on."""

@@ -122,7 +122,7 @@ def test_a_connection_that_breaks_in_a_delta_costs_nothing_but_time(pair: Pair, 
         upload.slot.view(len(image))[:] = image
         pair.near.node.seal(upload.id, manifest_of(2, 1, len(image)))
         until(lambda: any(health.failures for health in pair.near.node.tiers().values()), "the put to fail")
-        assert [slot.manifest.step for slot in pair.far.node.committed(RUN) if slot.manifest] == [1]
+        assert [manifest.step for slot in pair.far.node.committed(RUN) if (manifest := slot.manifest)] == [1]
         proxy.cut_after = None
         assert pair.near.flush() == []
         pair.check(2, bytes(image))

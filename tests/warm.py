@@ -18,6 +18,7 @@ that was stopped, outlives a test run that is killed.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import gc
@@ -36,7 +37,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
@@ -310,7 +311,8 @@ def become(request: dict[str, Any], python: str) -> None:
     _reseed()
     try:
         enter_network(request.get("network", _OWN_NETWORK))
-        _run(request["arguments"])
+        with _port_for_ranks():
+            _run(request["arguments"])
     except SystemExit as ended:
         code = ended.code
     except KeyboardInterrupt:
@@ -333,6 +335,16 @@ def enter_network(path: str) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(network.fileno(), _CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"setns {path}")
+
+
+@contextlib.contextmanager
+def _port_for_ranks() -> Iterator[None]:
+    """Keep a port at which Lightning can have its ranks meet: one that only was free another may have by then."""
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("", 0))
+        os.environ["STANDALONE_PORT"] = str(kept.getsockname()[1])
+        yield
 
 
 def _run(command: list[str]) -> None:

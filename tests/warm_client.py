@@ -11,6 +11,13 @@ HEAVY = ("lightning_spot.exact", "lightning_spot.sharded")
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
+def pass_on(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return  # it has ended: how is about to be said
+
+
 def main() -> None:
     arguments = sys.argv[1:]
     unbuffered = arguments[0] == "-u"
@@ -29,7 +36,7 @@ def main() -> None:
         with server.makefile("rb") as answers:
             pid = int(answers.readline())
             for number in PASSED_ON:
-                signal.signal(number, lambda number, _: os.kill(pid, number))
+                signal.signal(number, lambda number, _: pass_on(pid, number))
             code = int(answers.readline())
     if code < 0:
         signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None

@@ -70,10 +70,10 @@ class Pair:
 
     def check(self, step: int, image: bytes) -> None:
         """The receiver holds exactly this, and pins nothing any more."""
-        slot = next(slot for slot in self.far.node.committed(RUN) if slot.manifest and slot.manifest.step == step)
+        held = [(slot, slot.manifest) for slot in self.far.node.committed(RUN)]
+        slot, manifest = next((slot, found) for slot, found in held if found is not None and found.step == step)
         assert bytes(slot.view()) == image
-        assert slot.manifest is not None
-        slot.manifest.verify(slot.view(), "the receiver")
+        manifest.verify(slot.view(), "the receiver")
         until(lambda: not any(slot.readers for slot in self.far.node.ring.slots), "nothing to be pinned")
 
 
