@@ -73,6 +73,7 @@ class FakeDevice:
         self.unpinned_copies = 0
         self._own: list[torch.Tensor] = []
         self.now_s = 0.0
+        self._lock = threading.RLock()  # nothing is done twice where several threads wait
         self.used_by: dict[threading.Thread, FakeStream | None] = {}
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -84,12 +85,14 @@ class FakeDevice:
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Let streams go on in an order of chance, until there is nothing left."""
-        while not until():
-            ready = [stream for stream in self.streams if stream.is_ready]
-            if not ready:
-                assert until() or all(stream.done == len(stream.work) for stream in self.streams), "a deadlock"
-                return
-            self.random.choice(ready).advance()
+        with self._lock:
+            while not until():
+                ordered = [(stream, len(stream.work)) for stream in self.streams]  # others order more meanwhile
+                ready = [stream for stream in self.streams if stream.is_ready]
+                if not ready:
+                    assert until() or all(stream.done >= count for stream, count in ordered), "a deadlock"
+                    return
+                self.random.choice(ready).advance()
 
     def kind(self, storage: torch.UntypedStorage) -> str:
         return "cuda" if storage.data_ptr() in self.storages else storage.device.type
@@ -107,8 +110,9 @@ class FakeDevice:
         return self.training
 
     def stream(self, index: int) -> FakeStream:
-        self.streams.append(FakeStream(index))
-        return self.streams[-1]
+        made = FakeStream(index)
+        self.streams.append(made)  # other threads make some, too
+        return made
 
     def warm(self, stream: FakeStream) -> None:
         self.warmed.append(stream)
@@ -176,8 +180,9 @@ class FakeDevice:
         if nbytes > self.room:
             return None
         self.allocated += nbytes
-        self._own.append(torch.zeros(nbytes, dtype=torch.uint8))
-        return self._own[-1]
+        made = torch.zeros(nbytes, dtype=torch.uint8)
+        self._own.append(made)
+        return made
 
     def is_capturing(self) -> bool:
         return self.capturing
@@ -217,7 +222,6 @@ class Emulated(FakeDevice):
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
         self.waited: list[threading.Thread] = []
-        self._lock = threading.RLock()
 
     def kind(self, storage: torch.UntypedStorage) -> str:
         return "cuda" if storage.nbytes() >= 64 else "cpu"  # counters of optimizers stay there

@@ -219,13 +219,13 @@ PHASES: list[Callable[[Machines], None]] = [staging, sending, committing, restor
 
 
 def flushing(machines: Machines) -> None:
-    """A snapshot is about to lie at the durable tier: some of it is there, and not its manifest."""
+    """A snapshot is about to lie at the durable tier: some of it is there, and not its manifest, or only just."""
     run, deadline_s = machines.root / "run" / "run", time.monotonic() + 100.0
 
-    def begun() -> set[Path]:
-        return {folder for folder in run.glob("step-*") if not (folder / "manifest.json").exists()}
+    def begun() -> set[str]:
+        return {folder.name for folder in run.glob("step-*")}
 
-    before = begun()  # what was begun and superseded stays
+    before = begun()
     while not begun() - before:
         assert time.monotonic() < deadline_s, "no snapshot was brought to the durable tier"
         time.sleep(0.0005)

@@ -61,6 +61,8 @@ class Network:
             self._ip(f"-n {self._switch} link set hub up")
             for host in self.address:
                 self._plug_in(host)
+            for host in self.address:
+                until(lambda host=host: self._is_up(host), f"the link of {host}")  # type: ignore[misc]
         except (NotPermitted, OSError) as error:
             self.remove()
             raise NotPermitted(str(error)) from error
@@ -227,6 +229,11 @@ class Network:
             self._ip(f"-n {inside} addr add {address}/24 dev eth0")
         for device in ("lo", "eth0"):
             self._ip(f"-n {inside} link set {device} up")
+
+    def _is_up(self, host: str) -> bool:
+        """Whether both ends of its link are: what is sent before is lost, and sent again a second later, if at all."""
+        ends = (self._namespace(host), "eth0"), (self._switch, host)
+        return all("state UP" in self._said("ip", f"-n {inside} -o link show {device}") for inside, device in ends)
 
     def _namespace(self, host: str) -> str:
         return f"{self._name}-{host}"

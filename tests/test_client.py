@@ -247,7 +247,7 @@ def test_a_node_that_vanishes_while_parts_are_sent_is_asked_whether_it_is_there(
         began_s = time.monotonic()
         with pytest.raises(NodeUnreachable):
             PartLanes(client, "spot://gone").send("upload", iter([(0, len(image), checksum(image))]), 1, encoder)
-        assert time.monotonic() - began_s < 15.0
+        assert time.monotonic() - began_s < 45.0
         for connection in taken:
             connection.close()
 

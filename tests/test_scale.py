@@ -108,9 +108,10 @@ def test_the_first_snapshot_to_a_far_node_has_the_streams_that_it_needs(
     stream = NodeClient.stream
 
     def open_stream(client: NodeClient, *what: str) -> PartStream:
-        opened.append(stream(client, *what))
-        opened[-1].connect_s = connect_s
-        return opened[-1]
+        made = stream(client, *what)
+        made.connect_s = connect_s
+        opened.append(made)  # several threads do this
+        return made
 
     monkeypatch.setattr(NodeClient, "stream", open_stream)
     monkeypatch.setattr(lanes, "_FASTER", 0.0)  # more are always found to be faster

@@ -37,8 +37,9 @@ class Sender(Bench):
     def _open(self, url: str) -> NodeStore | LocalStore:
         if not url.startswith("spot://"):
             return LocalStore(url)
-        self.stores_behind.append(NodeStore(url))
-        return self.stores_behind[-1]
+        made = NodeStore(url)
+        self.stores_behind.append(made)  # several threads open some
+        return made
 
     @property
     def sent_bytes(self) -> int:
