@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.client import part_lanes, part_sender, remote
+from lightning_spot.client import node_client, part_lanes, part_sender, remote
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.part_encoder import PartEncoder
@@ -230,6 +230,18 @@ def test_a_node_that_vanishes_while_a_slot_is_asked_for_is_not_waited_for(monkey
         with pytest.raises(NodeUnreachable):
             store.put(manifest_of(1), memoryview(image_of(1, 1000)), attempt=1)
         assert time.monotonic() - began_s < 60.0  # however slow the machine: it would wait for a slot for longer
+
+
+def test_a_node_that_vanishes_while_a_file_is_read_is_asked_whether_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each part of a snapshot was given a minute."""
+    monkeypatch.setattr(node_client, "PING_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client, began_s = NodeClient(Address("127.0.0.1", silent.getsockname()[1])), time.monotonic()
+        with pytest.raises(NodeUnreachable):
+            client.receive("/v1/files/run/model.ckpt", 0, memoryview(bytearray(1000)))
+        assert time.monotonic() - began_s < 15.0
 
 
 @pytest.mark.parametrize("sends", [True, False], ids=["while-parts-are-sent", "while-it-is-to-answer"])

@@ -5,18 +5,24 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from lightning_spot.errors import CorruptManifest, CorruptSnapshot, SettingsError
-from lightning_spot.image.files import FileSpan
+from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.spread import SpreadStore
+from lightning_spot.errors import CorruptManifest, CorruptSnapshot, NodeUnreachable, SettingsError
+from lightning_spot.image.files import FileSpan, note_name
 from lightning_spot.image.manifest import Manifest, portion_name, snapshot_name
 from lightning_spot.image.notes import Note, sealed, spans_of
 from lightning_spot.image.parts import checksum
 from lightning_spot.image.spread import missing, place_of, portion_of, starts, whole_of
 from lightning_spot.memory.joint import SpreadPlace, is_by_itself, is_durable, nodes_of, urls_of
+from lightning_spot.memory.joint_folder import JointFolder
 from lightning_spot.memory.placement import placed_portions
+from lightning_spot.memory.portion_put import NotWhole, put_portion
+from lightning_spot.tiers.local import LocalStore
 
 NODES = [f"spot://node-{number}:7070" for number in range(8)]
 PART_BYTES = 8192
@@ -81,6 +87,33 @@ def test_the_whole_is_known_without_a_byte_of_it(sizes: tuple[int, ...]) -> None
     }
 
 
+class Replica:
+    """A node that has the portions of all hosts; ``silent``, none of its answers comes."""
+
+    def __init__(self, url: str, images: list[bytes], *, silent: bool) -> None:
+        self.url, self._images, self._silent, self.asked = url, images, silent, 0
+
+    def read(self, portion: Manifest, start: int, into: memoryview) -> None:
+        self.asked += 1
+        if self._silent:
+            raise NodeUnreachable("its link is cut")
+        assert portion.portion is not None
+        into[:] = self._images[portion.portion.host][start : start + len(into)]
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_node_that_does_not_answer_is_not_waited_for_with_each_part(silent: int) -> None:
+    """A minute each time: with another replica at hand, a resume took hours."""
+    found, images = portions(20 * PART_BYTES, 20 * PART_BYTES - 1)
+    nodes = [Replica(url, images, silent=number == silent) for number, url in enumerate(NODES[:2])]
+    store = SpreadStore(SpreadPlace(2, tuple(NODES[:2])).at)
+    (whole,) = store.know([(cast(NodeStore, node), portion) for node in nodes for portion in found])
+    into = memoryview(bytearray(whole.nbytes))
+    store.fetch(whole, into)
+    assert into == b"".join(images) + bytes(1)
+    assert nodes[silent].asked <= 1
+
+
 def test_portions_that_do_not_belong_together_are_none() -> None:
     found, _ = portions(5000, 5000, 5000)
     assert missing(found[1:]) == [0]
@@ -109,6 +142,15 @@ def test_portions_without_the_checksums_of_their_parts_make_no_whole(sizes: tupl
     told = Manifest.from_json(told.to_json())
     with pytest.raises(CorruptSnapshot, match="no checksums"):
         whole_of([replace(one, part_bytes=told.part_bytes), told])
+
+
+def test_a_portion_without_the_checksum_of_its_end_makes_no_whole() -> None:
+    """The manifest that nodes made of it could be read by nobody, and they took it that the snapshot was durable."""
+    one, other = portions(5000, 5000)[0]
+    assert other.portion is not None
+    told = Manifest.from_json(replace(other, portion=replace(other.portion, tail="")).to_json())
+    with pytest.raises(CorruptSnapshot, match="no checksums"):
+        whole_of([one, told])
 
 
 def test_a_portion_says_what_it_is_and_its_note_too() -> None:
@@ -162,3 +204,31 @@ def test_a_place_over_which_a_snapshot_is_spread_is_read_as_it_was_written() -> 
     for wrong in ("spread:", "spread:0 spot://a:1/r", "spread:1", "spread:1 /a", "spread:x spot://a:1/r"):
         with pytest.raises(SettingsError):
             SpreadPlace.read(wrong)
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_portion_that_is_damaged_in_memory_leaves_nothing_at_the_durable_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Another node that has it too takes the files that are there for written."""
+    (one, other), images = portions(5000, 5000)
+    store, image, write = LocalStore(str(tmp_path / "run")), bytearray(images[1]), JointFolder.write
+    with pytest.raises(NotWhole):
+        put_portion(store, one, memoryview(images[0]), attempt=1)
+    if when == "before":
+        image[7] ^= 1
+
+    def damaged(folder: JointFolder, name: str, data: memoryview) -> None:
+        image[7] |= 128 * (when == "meanwhile")
+        write(folder, name, data)
+
+    with monkeypatch.context() as damaging:
+        damaging.setattr(JointFolder, "write", damaged)
+        with pytest.raises(CorruptSnapshot):
+            put_portion(store, other, memoryview(image), attempt=1)
+    there = {path.name for path in (tmp_path / "run" / one.snapshot).iterdir()}
+    assert there == {*(file.name for file in one.files), note_name(0)}
+    whole = put_portion(store, other, memoryview(images[1]), attempt=1)
+    fetched = memoryview(bytearray(whole.nbytes))
+    store.fetch(whole, fetched)
+    assert fetched == b"".join(data + bytes(PART_BYTES - 5000) for data in images)

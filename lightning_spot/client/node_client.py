@@ -31,6 +31,7 @@ REPLY_TIMEOUT_S = 60.0
 PING_S = 5.0
 """A node that does not answer in that time is lost: its link may be cut, which closes no connection."""
 
+_PATIENCE = 2  # in times of a ping's: the line may be full of what is read
 _LONGEST_ANSWER_BYTES = 64 * 1024 * 1024
 _IDEMPOTENT = ("GET", "HEAD", "PUT", "DELETE")
 
@@ -179,7 +180,14 @@ class NodeClient:
             headers = {"Range": f"bytes={start}-{start + len(into) - 1}"}
             if etag is not None:
                 headers.update({"If-Match": etag, WANT_DIGEST_HEADER: "1"})
-            request = _Request(method="GET", path=path, headers=headers, by_progress=True, again=True)
+            request = _Request(
+                method="GET",
+                path=path,
+                headers=headers,
+                by_progress=True,
+                again=True,
+                pulse=lambda: self.ping(_PATIENCE * PING_S),
+            )
             self._exchange(request, read)
 
     def head(self, path: str) -> dict[str, str]:

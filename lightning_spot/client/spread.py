@@ -12,7 +12,14 @@ from typing import Any, TypeVar
 from lightning_spot.client.part_lanes import CONNECTIONS
 from lightning_spot.client.portions import JointPortions
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import CorruptSnapshot, SettingsError, SnapshotNotFound, SpotError, TierError
+from lightning_spot.errors import (
+    CorruptSnapshot,
+    NodeUnreachable,
+    SettingsError,
+    SnapshotNotFound,
+    SpotError,
+    TierError,
+)
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.spread import missing, place_of, starts, whole_of
 from lightning_spot.memory.joint import SpreadPlace
@@ -56,6 +63,7 @@ class SpreadStore:
         self.url, self.place = url, place
         self.nodes = [NodeStore(each) for each in place.urls]
         self._held: dict[str, _Whole] = {}  # by its name
+        self._silent: set[str] = set()  # URLs of nodes that did not answer when something was read from them last
 
     @functools.cached_property
     def joint(self) -> JointPortions:
@@ -178,15 +186,19 @@ class SpreadStore:
         whole = self._held[manifest.name]
         host, within = place_of(start, whole.begins)
         problem: SpotError | None = None
-        for node, portion in whole.holders[host]:
+        # Each part would else wait again for a node whose link is cut.
+        for node, portion in sorted(whole.holders[host], key=lambda held: held[0].url in self._silent):
             nbytes = min(len(into), portion.nbytes - within)
             try:
                 node.read(portion, within, into[:nbytes])
+                self._silent.discard(node.url)
                 into[nbytes:] = bytes(len(into) - nbytes)
                 manifest.verify_range(start, into, node.url)
                 return
             except SpotError as error:
                 problem = error
+                if isinstance(error, NodeUnreachable):
+                    self._silent.add(node.url)
         raise problem or SnapshotNotFound(f"{manifest.name} has left {self.url}")
 
     def _ask_all(self, ask: Callable[[NodeStore], T]) -> list[T | SpotError]:

@@ -72,7 +72,8 @@ def whole_of(portions: Iterable[Manifest]) -> Manifest:
         files += (replace(span, offset=span.offset + start) for span in portion.files)
         checksums += (*portion.checksums[:-1], of.tail)
     nbytes = starts(by_host)[-1]
-    if len(checksums) * first.part_bytes != nbytes:  # also before anybody makes room for what a stranger says
+    # Also before anybody makes room for what a stranger says.
+    if not all(checksums) or len(checksums) * first.part_bytes != nbytes:
         raise CorruptSnapshot(f"the portions of {name} have no checksums of all their parts")
     if problem := check_files(files, nbytes):
         raise CorruptSnapshot(f"the portions of {name} make no snapshot: {problem}")

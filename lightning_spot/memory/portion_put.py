@@ -6,7 +6,7 @@ snapshot, as hosts do that have no memory node (see ``joint_folder``).
 
 from __future__ import annotations
 
-from lightning_spot.errors import SnapshotNotFound, SpotError
+from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError
 from lightning_spot.image.files import note_name
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.image.notes import Note
@@ -33,6 +33,7 @@ def put_portion(store: Store, portion: Manifest, image: memoryview, *, attempt: 
     Raises:
         NotWhole: if other portions are still to come.
         Fenced: if a later attempt has claimed the run.
+        CorruptSnapshot: if the bytes are not those of the manifest (any more): nothing of them stays there.
         SnapshotNotFound: if it was written there by others as something else.
         TierError: if the tier fails.
     """
@@ -44,9 +45,7 @@ def put_portion(store: Store, portion: Manifest, image: memoryview, *, attempt: 
         if why := folder.why_torn(there):
             raise SnapshotNotFound(f"{portion.snapshot} will not be at {store.url}: {why}")
         if note_name(note.host) not in there:
-            for file in portion.files:
-                if there.get(file.name) != file.nbytes:  # another node with this portion may have written some
-                    folder.write(file.name, image[file.offset : file.stop] if file.nbytes else memoryview(b""))
+            _write(folder, portion, image, there)
             folder.write(note_name(note.host), memoryview(note.to_json().encode()))
         found: dict[int, Note] = {}
         there = folder.sizes()
@@ -60,3 +59,16 @@ def put_portion(store: Store, portion: Manifest, image: memoryview, *, attempt: 
     if any((file.name, file.nbytes) not in names for file in portion.files):
         raise SnapshotNotFound(f"{committed.name} at {store.url} is another one of that name")
     return committed
+
+
+def _write(folder: JointFolder, portion: Manifest, image: memoryview, there: dict[str, int]) -> None:
+    """Write the files that are not there: another node with this portion may have written some."""
+    missing = [file for file in portion.files if there.get(file.name) != file.nbytes]
+    portion.verify(image, "memory")
+    for file in missing:
+        folder.write(file.name, image[file.offset : file.stop] if file.nbytes else memoryview(b""))
+    try:
+        portion.verify(image, "memory")  # what was damaged meanwhile may have been written so
+    except CorruptSnapshot:
+        folder.remove(file.name for file in missing)
+        raise

@@ -88,11 +88,12 @@ class Putting:
         with slot.view(manifest.nbytes) as image:
             if slot.manifest is not manifest:
                 return None
-            fresh = time.monotonic() - slot.checked_s < CHECKED_S
-            if not fresh and not self._is_intact(url, image, job, slot):
-                return None
-            slot.checked_s = time.monotonic()
-            whole = put_portion(store, manifest, image, attempt=attempt)
+            try:
+                whole = put_portion(store, manifest, image, attempt=attempt)
+            except CorruptSnapshot:
+                if not self._is_intact(url, image, job, slot):
+                    return None
+                raise
         with self._ring.changed:
             self._work.retain(url, job.run, whole)
             self._ring.mark_safe(slot, manifest, url)
