@@ -217,3 +217,24 @@ def test_a_portion_that_is_sent_once_more_is_still_of_a_snapshot_that_is_whole(t
     two.bring(1, 1)  # the answer to the first time was lost
     (slot,) = two.nodes[1].ring.committed()
     assert slot.whole
+
+
+def test_a_node_that_comes_back_with_its_memory_knows_what_was_overtaken(two: Two, runtime_dir: Path) -> None:
+    """Else it would have no room for the next one, and owe what no other node brings to the durable tier."""
+
+    def node() -> Node:
+        return Node(slots=2, memory_bytes=2**26, open_store=open_store, area=runtime_dir / "area")
+
+    with contextlib.ExitStack() as ends:
+        killed = node()
+        two.stores[1] = NodeStore(f"spot://127.0.0.1:{ends.enter_context(served(killed))}/run@{RUN_ID}")
+        two.nodes[1], two.joint = killed, JointPortions(two.stores, two.place)
+        killed.open_run(replace(info_of(two.url, 1), durable_url=None))
+        two.take(1)
+        two.take(2)
+        assert killed.ring.area is not None
+        killed.ring.area._lock_file.close()
+        heir = node()
+        ends.callback(heir.close)
+        said = {slot.manifest.step: slot.overtaken for slot in heir.ring.committed() if slot.manifest is not None}
+        assert said == {1: True, 2: False}

@@ -91,6 +91,7 @@ class SlotArea:
                 "sequence": slot.sequence,
                 "given": slot.given,
                 "whole": slot.whole,
+                "overtaken": slot.overtaken,
                 "brings": slot.brings,
             },
         )
@@ -231,6 +232,7 @@ class SlotArea:
             slot.safe, slot.refused = list(record["safe"]), list(record["refused"])
             slot.settled, slot.given = bool(record.get("settled")), bool(record.get("given"))
             slot.whole, slot.brings = bool(record.get("whole")), bool(record.get("brings"))
+            slot.overtaken = bool(record.get("overtaken"))
             slot.sequence, slot.generation = int(record["sequence"]), 1
         except (FileNotFoundError, ValueError, KeyError, TypeError, CorruptSnapshot, LayoutUnsupported) as error:
             logger.warning("a slot left by an earlier node is dropped: %s", error)
