@@ -34,6 +34,7 @@ from lightning_spot.errors import NodeUnreachable, SettingsError, ShareMissing, 
 from lightning_spot.fit.hosts import Hosts
 from lightning_spot.fit.in_shards import InShards
 from lightning_spot.fit.one_place import check_place
+from lightning_spot.fit.where_to import WhereTo
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import joint
 from lightning_spot.memory.host import InProcessHost
@@ -413,7 +414,7 @@ def test_a_run_that_ends_with_no_snapshot_of_its_end_does_not_end_quietly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Why there was none may have been said long before, and then nothing was said at the end."""
-    monkeypatch.setattr(InShards, "_carrier", lambda *_, anew: "")
+    monkeypatch.setattr(WhereTo, "_carrier", lambda *_, anew: "")
     ring = RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=False)
     location = Location.of(str(tmp_path / "run"), None, None)
     host = InProcessHost(slots=2, memory_bytes=2**20, open_store=open_store)

@@ -18,7 +18,6 @@ from lightning_spot.capture.host_link import within
 from lightning_spot.capture.joining import Joining
 from lightning_spot.capture.owners import Owners
 from lightning_spot.capture.ring_settings import RingSettings
-from lightning_spot.capture.saying import say_failing
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, needs_of
 from lightning_spot.capture.split import Ranks
 from lightning_spot.capture.tensors import Owned, by_storage, expected_nbytes, optimizer_tensors
@@ -32,8 +31,8 @@ from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.hosts import Hosts
 from lightning_spot.fit.one_place import check_place
 from lightning_spot.fit.own_states import OwnFiles
-from lightning_spot.fit.together import ACROSS, ALONE, GATHERED
-from lightning_spot.image.portion import MOST_HOSTS
+from lightning_spot.fit.together import ACROSS, GATHERED
+from lightning_spot.fit.where_to import WhereTo
 from lightning_spot.run.location import Location
 from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
@@ -41,15 +40,8 @@ from lightning_spot.staging.schedule import Schedule
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_LOOK_S = 0.05
-_CARRIER_S = 60.0
 _COMMIT_S = 300.0  # until it is known whether an urgent one, or that of the end, is there
 _HELP_S = 2.0
-_HEALTH_S = 5.0
-_NO_CARRIER = (
-    "no snapshot now, training goes on: each host has a part of the model, and no memory node that carries the run on"
-    " is there to put them together (%s); it may be starting, or lack --allow for the durable tier"
-)
 
 
 class InShards(OfTrainer):
@@ -64,13 +56,13 @@ class InShards(OfTrainer):
     def __init__(self, trainer: pl.Trainer, location: Location, ring: RingSettings) -> None:
         super().__init__(trainer)
         self._location, self._ring = location, ring
+        self._where_to = WhereTo(location, ring)
         self._joining: Joining | None = None
         self._hosts = Hosts()
         self._files = OwnFiles(trainer)
         self._keeps: Kinds | None = None  # the optimizers of this rank
         self._begun = (-1, False)  # the step, and whether it was the end
         self._has_shown = False
-        self._missed, self._brought_s, self._looked_s = 0, float("-inf"), float("-inf")
 
     def check(self) -> None:
         """Refuse a ring that other processes cannot fill, and several hosts that can put nothing together.
@@ -84,20 +76,7 @@ class InShards(OfTrainer):
                 " is, or give memory='auto', and a dirpath that other processes see"
             )
         if self._trainer.num_nodes > 1:
-            self._check_hosts(self._trainer.num_nodes)
-
-    def _check_hosts(self, count: int) -> None:
-        """Refuse several hosts whose parts of a snapshot would come together nowhere."""
-        why = ""
-        if count > MOST_HOSTS:
-            why = f"more than {MOST_HOSTS} hosts. Take fewer, larger ones"
-        elif self._location.nodes and self._ring.compression == "topk":
-            why = "compression='topk'. Leave compression= as it is"
-        if why:
-            raise SettingsError(
-                f"a model that is sharded over {count} hosts is saved at one place, to which each host brings the"
-                f" parts of its own ranks; this run has {why}; or use DDP, or Lightning's ModelCheckpoint"
-            )
+            self._where_to.check(self._trainer.num_nodes)
 
     def begin(self, attempt: Attempt | None, run: str, number: int, schedule: Schedule) -> None:
         """Join the attempt. Every rank calls it; an error of one is an error of all.
@@ -136,7 +115,7 @@ class InShards(OfTrainer):
     def _check_all(self) -> None:
         hosts = self._hosts
         if hosts.count > 1:
-            self._check_hosts(hosts.count)
+            self._where_to.check(hosts.count)
         if hosts.why_not:
             raise NodeUnreachable(f"every rank needs the memory node of its host, and one has none: {hosts.why_not}")
 
@@ -146,37 +125,8 @@ class InShards(OfTrainer):
             self._joining.warm(expected_nbytes(state, part))
 
     def how(self, attempt: Attempt, *, waits: bool) -> str:
-        """On rank 0: how the next snapshot is written, ``""`` if there is none now.
-
-        Args:
-            attempt: that writes it.
-            waits: whether what is on its way to a memory node is waited for.
-        """
-        writer, across = attempt.writer, attempt.writer.across
-        missed = writer.missed > self._missed
-        at = ""
-        if across.hosts:
-            if across.is_under_way and not waits:
-                writer.say_once("under way", "a snapshot that is due while the one before is on its way is skipped")
-                self._say_why(attempt)
-                return ""
-            if not self._location.nodes:
-                now_s = time.monotonic()
-                if now_s - self._brought_s < (self._ring.durable_every_s or 0.0):
-                    return ""
-                self._brought_s = now_s
-            if not (at := self._carrier(attempt, anew=missed)):
-                writer.say_once("no carrier", _NO_CARRIER, ", ".join(self._location.nodes))
-                return ""
-        self._missed = writer.missed
-        return ALONE + (ACROSS + at if at else "")
-
-    def _say_why(self, attempt: Attempt) -> None:
-        """Say if a tier fails: then the one before is on its way for long."""
-        now_s = time.monotonic()
-        if now_s - self._looked_s > _HEALTH_S:
-            self._looked_s = now_s
-            say_failing(attempt.writer.say_once, attempt.writer.link)
+        """On rank 0: how the next snapshot is written, see :meth:`WhereTo.how`."""
+        return self._where_to.how(attempt, waits=waits)
 
     def _how_last(self, attempt: Attempt | None, wait_s: float) -> str:
         """How an urgent snapshot is written, or that of the end; ``""`` if there is none. Every rank calls it.
@@ -190,36 +140,12 @@ class InShards(OfTrainer):
             for writer in (attempt.writer if attempt is not None else None, self._joining):
                 if writer is not None:
                     writer.check_all()
-            return self._awaited(attempt, wait_s) if attempt is not None else ""
+            return self._where_to.awaited(attempt, wait_s) if attempt is not None else ""
 
         at = Agreement(self._trainer).everyones(place)[0]
         if not self._hosts.can_bring:
             return GATHERED
         return GATHERED + ACROSS + at if at else ""
-
-    def _awaited(self, attempt: Attempt, wait_s: float) -> str:
-        """On rank 0: where several hosts bring an urgent snapshot, or that of the end; ``""`` if there is no place."""
-        if not attempt.writer.across.hosts or attempt.fenced:
-            return ""
-        deadline_s = time.monotonic() + min(wait_s, _CARRIER_S)
-        while not (at := self._carrier(attempt, anew=True)):
-            if time.monotonic() >= deadline_s:
-                attempt.writer.say_once("no carrier", _NO_CARRIER, ", ".join(self._location.nodes))
-                break
-            time.sleep(_LOOK_S)
-        return at
-
-    def _carrier(self, attempt: Attempt, *, anew: bool) -> str:
-        """Where hosts bring snapshots: URL of the run at the memory node that carries it on; ``""`` if none does.
-
-        Where no memory node is named, that of its durable tier.
-        """
-        across = attempt.writer.across
-        if not self._location.nodes:
-            return self._location.url
-        if anew or not across.carrier:
-            across.look()
-        return across.carrier
 
     def write(
         self,
