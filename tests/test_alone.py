@@ -25,17 +25,20 @@ def team() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def threads() -> int:
+def threads() -> set[str]:
     """All threads of this process, torch's included."""
-    return len(os.listdir("/proc/self/task"))
+    return set(os.listdir("/proc/self/task"))
 
 
 def test_torch_starts_no_second_team_beside_training(team: None) -> None:
-    before, after, done = threads(), [], threading.Event()
+    started: list[set[str]] = []
+    done = threading.Event()
 
     def compute() -> None:
+        before = threads()
         torch.ones(LARGE).add_(1)
-        after.append(threads())
+        new = threads() - before  # of those that were there some may have ended: other tests'
+        started.append(new - {str(thread.native_id) for thread in threading.enumerate()})
         done.set()
 
     lone = LoneThread(target=compute, name="lone")
@@ -46,7 +49,7 @@ def test_torch_starts_no_second_team_beside_training(team: None) -> None:
     background.put(compute)
     assert done.wait(60)
     background.close(60)
-    assert after == [before + 1] * 2
+    assert started == [set()] * 2
 
 
 def test_training_and_the_threads_of_others_keep_their_teams(team: None) -> None:

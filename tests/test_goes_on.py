@@ -49,7 +49,7 @@ from tests.test_copier import Desk as Copies
 from tests.test_harmless import fit
 from tests.test_writer import Desk
 
-SOON_S = 15.0
+SOON_S = 30.0
 
 
 def once(does: Callable[..., Any], failed: threading.Event) -> Callable[..., Any]:

@@ -78,8 +78,9 @@ def test_what_several_threads_do_together_is_done_by_those_there_are(only_one: N
     def work() -> None:
         by.add(threading.get_ident())
         both.wait(30)
-        while left:
-            left.pop()
+        with contextlib.suppress(IndexError):  # the other one had the last
+            while True:
+                left.pop()
 
     work_together(work, 8, "spot-copy")
     assert not left
