@@ -22,9 +22,9 @@ from lightning_spot.staging.cuda import CudaCopier
 from lightning_spot.staging.device import DeviceClock
 from lightning_spot.staging.job import CopyJob
 from lightning_spot.staging.partitions import Partition, Span
-from lightning_spot.staging.samples import STORAGES, Sampler
+from lightning_spot.staging.samples import STORAGES, Sampler, Samples
 from lightning_spot.staging.schedule import Held, Schedule, Timetable
-from lightning_spot.staging.spans import SlotSpan, cut_end
+from lightning_spot.staging.spans import SlotSpan, address_in, cut_end
 from lightning_spot.staging.watches import watch
 from tests.conftest import compiled, until
 from tests.fake_device import FakeDevice, FakeStream
@@ -220,6 +220,37 @@ def test_a_held_storage_whose_memory_was_given_back_is_an_error(
         until(lambda: job.is_done, "what is copied in the background")
     with pytest.raises(SpotError, match="its memory given back"):
         job.wait_cpu()
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("place", [-1, 2**16 - 100, 2**16, 2**40])
+def test_a_place_beside_the_slot_is_an_error_and_nothing_is_written_there(
+    desk: Desk, copier: Copier, in_background: bool, number: int, place: int
+) -> None:
+    desk.view.nbytes = 2**16  # what is mapped behind it is somebody else's
+    desk.view.tensor = desk.view.tensor[: 2**16]
+    first, wrong = desk.pieces[0], desk.pieces[number]._replace(offset=place)
+    held = Fixed([(4, 0.0, [Span(0, 0, first.nbytes), Span(1, 0, wrong.nbytes)])], limit_s=1e9)
+    job = copier.start([first, wrong], desk.view, schedule=None if in_background else held)
+    if in_background:
+        until(lambda: job.is_done, "what is copied in the background")
+    with pytest.raises(SpotError, match="not in the slot"):
+        job.wait_cpu()
+    assert not any(desk.view.map[2**16 :])
+
+
+@pytest.mark.parametrize("place", [-1, 2**17 - 100, 2**40])
+def test_what_is_looked_at_lies_in_the_slot_and_in_its_storage(desk: Desk, place: int) -> None:
+    with pytest.raises(SpotError, match="not in the slot"):
+        desk.view.at(place, 101)
+    storage = desk.pieces[3].storage
+    assert address_in(storage, 600, 100) == storage.data_ptr() + 600
+    for start, nbytes in ((-1, 10), (601, 100), (place, 700)):
+        with pytest.raises(SpotError, match="its storage was resized"):
+            address_in(storage, start, nbytes)
+    with pytest.raises(SpotError, match="its storage was resized"):
+        Samples([(storage, 0, 10_000_000)], 10_000_000)
 
 
 def test_storages_are_copied_one_by_one_where_torch_cannot_otherwise(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_spot.capture import on_gpus
+from lightning_spot.capture import contents, on_gpus
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.turns import CHECK_EVERY
 from lightning_spot.capture.writer import SnapshotWriter
@@ -406,6 +406,29 @@ def test_a_snapshot_that_fails_gives_its_scratch_back(desk: Desk, monkeypatch: p
     for number in range(14, 20):
         desk.take(number)
     assert desk.take(20) < WEIGHT + SMALL
+    assert len(scratch_of(desk)._free) == 1
+
+
+@pytest.mark.parametrize(("owner", "call"), [(on_gpus, "placed"), (on_gpus, "_held"), (contents, "in_order")])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_what_fails_as_a_snapshot_is_planned_leaves_no_scratch_lent(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, owner: Any, call: str, error: type[BaseException]
+) -> None:
+    """The memory was lent for good: after a few of these, nothing frozen was left out any more."""
+
+    def fails(*_: Any) -> Any:
+        raise error
+
+    if owner is on_gpus and (leaves_out := desk.writer._copying.unchanged._on_gpus) is not None:
+        leaves_out._proven.clear()  # so that all is to be proven
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, call, fails)
+        with pytest.raises(error):
+            desk.start(10)
+    assert scratch_of(desk)._lent == []
+    for number in range(11, 18):
+        desk.take(number)
+    assert desk.take(18) < WEIGHT + SMALL
     assert len(scratch_of(desk)._free) == 1
 
 

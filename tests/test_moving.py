@@ -31,7 +31,7 @@ def test_every_byte_arrives_and_none_beside_it_is_touched(moves: list[tuple[int,
         rows.append((ctypes.addressof(target) + written, ctypes.addressof(taken) + read, nbytes))
         expected[written : written + nbytes] = source[read : read + nbytes]
         written, read = written + nbytes, read + nbytes
-    move_past_caches(rows)
+    move_past_caches(rows, ctypes.addressof(target), total)
     assert target.raw == bytes(expected)
     assert taken.raw == source
 
@@ -40,7 +40,22 @@ def test_every_byte_arrives_and_none_beside_it_is_touched(moves: list[tuple[int,
 @pytest.mark.parametrize("moves", [b"\0" * 23, "text", None])
 def test_what_are_no_rows_is_refused(moves: object) -> None:
     with pytest.raises((ValueError, TypeError)):
-        moving._move(moves)  # type: ignore[misc,arg-type]
+        moving._move(moves, 0, 0)  # type: ignore[misc,arg-type]
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("place", "nbytes"), [(-1, 10), (91, 10), (100, 1), (0, 101), (0, 2**64 - 1), (10, 2**64 - 5), (200, 1)]
+)
+def test_what_goes_beyond_its_memory_is_refused_and_nothing_is_copied(place: int, nbytes: int) -> None:
+    source, target = (ctypes.create_string_buffer(byte * 300, 300) for byte in (b"s", b"t"))
+    first = ctypes.addressof(target) + 100
+    rows = [(first, ctypes.addressof(source), 50), (first + place, ctypes.addressof(source), nbytes)]
+    with pytest.raises(ValueError, match="goes beyond the memory"):
+        move_past_caches(rows, first, 100)
+    assert target.raw == b"t" * 300
+    move_past_caches([(first, ctypes.addressof(source), 100), (first + 100, 0, 0)], first, 100)
+    assert target.raw == b"t" * 100 + b"s" * 100 + b"t" * 100
 
 
 @compiled

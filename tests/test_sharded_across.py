@@ -37,7 +37,7 @@ from lightning_spot.fit.one_place import check_place
 from lightning_spot.fit.where_to import WhereTo
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import joint
-from lightning_spot.memory.host import InProcessHost
+from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.memory.node import Node
 from lightning_spot.run.claims import claim_of
 from lightning_spot.run.location import Location
@@ -227,6 +227,23 @@ def test_a_host_fills_its_own_shares_only_however_many_ranks_there_are(
     """The number of all ranks was held against the bound for those of one host: more than 1,024 took no snapshot."""
     monkeypatch.setattr(joint, "MOST_SHARES", 3)
     desk.check(desk.take(1))
+
+
+@pytest.mark.parametrize("rank", [3, 2])  # of the first host's portion only rank 0 knows where it ends
+def test_a_slot_that_is_smaller_than_what_is_laid_out_gets_nothing_of_it(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """A rank that lays out more than its slot has would write to what is mapped behind that."""
+    join = desk.hosts[rank].join
+
+    def smaller(*arguments: Any, **more: Any) -> Lease:
+        return replace(join(*arguments, **more), nbytes=100_000)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(desk.hosts[rank], "join", smaller)
+        with pytest.raises(ShareMissing, match=rf"rank {rank}: .*the slot for it (at )?100000"):
+            desk.take(1)
+    desk.check(desk.take(2))
 
 
 @contextlib.contextmanager

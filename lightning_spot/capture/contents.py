@@ -25,6 +25,7 @@ from lightning_spot.image.pickling import Named
 from lightning_spot.image.pieces import Piece, nbytes_of
 from lightning_spot.image.written import Ranges, in_order
 from lightning_spot.staging.copier import SlotView
+from lightning_spot.staging.spans import address_in
 
 _LEAST_BYTES = 1024  # below, comparing costs as much as copying
 _WHOLE_BYTES = 64 * 1024  # up to here all of a storage is compared each time
@@ -189,13 +190,17 @@ class Unchanged:
         if on_gpus is not None:
             plan.looks, again = on_gpus.plan(frozen, same, view, trusts=not self.checks_all)
             copied += again
-        if owners and known is not None and 2 * plan.nbytes < layout.nbytes:
-            entries = [(offset, len(data)) for offset, data in plan.frame]
-            plan.written = in_order([*entries, *((piece.offset, piece.nbytes) for piece in plan.pieces)])
-        if self.distrusted:
-            plan.at_once = frozenset(piece.storage.data_ptr() for piece in copied if piece.named in self.distrusted)
-        unchecked = plan.unchecked
-        self._leave_for_later(plan)
+        try:
+            if owners and known is not None and 2 * plan.nbytes < layout.nbytes:
+                entries = [(offset, len(data)) for offset, data in plan.frame]
+                plan.written = in_order([*entries, *((piece.offset, piece.nbytes) for piece in plan.pieces)])
+            if self.distrusted:
+                plan.at_once = frozenset(piece.storage.data_ptr() for piece in copied if piece.named in self.distrusted)
+            unchecked = plan.unchecked
+            self._leave_for_later(plan)
+        except BaseException:  # nobody else has the plan yet
+            plan.looks.end()
+            raise
         self._of_newest = (unchecked, view) if plan.unchecked is not unchecked else None
         self._trusted = {named for named in self._trusted | left_out if named in plan.marks}
         self.distrusted &= plan.marks.keys()
@@ -272,4 +277,5 @@ def _looks_alike(piece: Piece, view: SlotView) -> bool:
 
 
 def _same(piece: Piece, view: SlotView, start: int, nbytes: int) -> bool:
-    return same_bytes(piece.storage.data_ptr() + piece.start + start, view.address + piece.offset + start, nbytes)
+    here = address_in(piece.storage, piece.start + start, nbytes)
+    return same_bytes(here, view.at(piece.offset + start, nbytes), nbytes)

@@ -14,7 +14,7 @@ import torch
 from lightning_spot.capture.contents import PAST_COUNTS, Known
 from lightning_spot.capture.following import Follower
 from lightning_spot.capture.owners import Owners
-from lightning_spot.capture.portioned import Portioned, own_of, portions_of
+from lightning_spot.capture.portioned import Portioned, fitting, own_of, portions_of
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, room_for
 from lightning_spot.capture.split import Number
 from lightning_spot.capture.task import Task
@@ -305,8 +305,7 @@ class Joining(Follower[_Part | SpotError]):
         shared = lease.shared
         assert shared is not None
         if by_itself := task.told[0]:
-            layout = self._portioned.moved(part.image.layout, by_itself, _BEYOND, task.number.host)
-            return replace(layout, nbytes=lease.nbytes)
+            return self._moved(part.image.layout, by_itself, lease, task.number.host)
         if shared.layout != self._heard[0]:
             told = json.loads(shared.layout)
             self._heard = (shared.layout, told["state_bytes"], told["items"], "portions" in told)
@@ -318,9 +317,15 @@ class Joining(Follower[_Part | SpotError]):
                 " All ranks must build the same"
             )
         if not is_portioned:
-            return image.layout
-        layout = self._portioned.moved(image.layout, shared.layout, _BEYOND, task.number.host)
-        return replace(layout, nbytes=lease.nbytes)
+            return fitting(image.layout, lease.nbytes)
+        return self._moved(image.layout, shared.layout, lease, task.number.host)
+
+    def _moved(self, layout: Layout, told: str, lease: Lease, host: int) -> Layout:
+        """What this rank writes into a slot for the portion of its host."""
+        moved = self._portioned.moved(layout, told, _BEYOND, host)
+        if host and moved.nbytes != lease.nbytes:  # that of the first host ends where rank 0 says
+            raise ShareMissing(f"its host's portion has {moved.nbytes} bytes, and the slot for it {lease.nbytes}")
+        return fitting(replace(moved, nbytes=lease.nbytes), lease.nbytes)
 
     def _with_room(self, part: _Part, state_bytes: list[int]) -> ShardedImage:
         """The image with the room that rank 0 has given the ranks' own states."""

@@ -57,10 +57,10 @@ class Look(NamedTuple):
 
     def differs(self, scratch: SlotView, view: SlotView) -> bool:
         """Whether the slot held other bytes."""
-        at, place = scratch.address + self.at, view.address + self.item.piece.offset + self.item.start
+        at = scratch.at(self.at, self.nbytes)
         if self.was is not None:
             return ctypes.string_at(at, self.nbytes) != self.was
-        return not same_bytes(at, place, self.nbytes)
+        return not same_bytes(at, view.at(self.item.piece.offset + self.item.start, self.nbytes), self.nbytes)
 
 
 class Found(NamedTuple):

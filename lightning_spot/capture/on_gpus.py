@@ -137,6 +137,14 @@ class OnGpus:
         if not same:
             self._copier.scratch.give_back(scratch)
             return NOTHING, every
+        try:
+            return self._looks(same, scratch, view)
+        except BaseException:  # Ctrl-C, or want of memory: it would be lent for good
+            self._copier.scratch.give_back(scratch)
+            raise
+
+    def _looks(self, same: Sequence[Unchecked], scratch: SlotView, view: SlotView) -> tuple[NoLooks, list[Piece]]:
+        """The looks at what a slot holds, and what of it is copied all the same."""
         proven = frozenset(self._proven)  # the background may add some meanwhile
         left_out = [item for item in same if item.piece.named in proven]
         copied = [item for item in same if item.piece.named not in proven]
@@ -215,4 +223,5 @@ def _spot_in(item: Unchecked) -> Unchecked:
 
 def _held(item: Unchecked, view: SlotView) -> bytes:
     """What a slot holds of it, before it is filled."""
-    return ctypes.string_at(view.address + item.piece.offset + item.start, item.stop - item.start)
+    nbytes = item.stop - item.start
+    return ctypes.string_at(view.at(item.piece.offset + item.start, nbytes), nbytes)

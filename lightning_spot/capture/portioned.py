@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from lightning_spot.errors import ShareMissing
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
 from lightning_spot.image.layout import Entry, Layout
 from lightning_spot.image.notes import Own
@@ -41,6 +42,19 @@ def own_of(places: Places, ranks: Sequence[int]) -> Own:
     filled = (placed for rank in ranks for placed in places.by_rank[rank] if placed.form.data_nbytes)
     archives = in_order((placed.offset, placed.form.nbytes) for placed in filled)
     return Own(tuple(file for file in places.files if file.name in names), archives)
+
+
+def fitting(layout: Layout, nbytes: int) -> Layout:
+    """The layout, if what it places lies in a slot of so many bytes.
+
+    Raises:
+        ShareMissing: if it does not.
+    """
+    frame_end = max([at + len(data) for at, data in layout.frame], default=0)
+    end = max(frame_end, max([piece.offset + piece.nbytes for piece in layout.pieces], default=0))
+    if end > nbytes:
+        raise ShareMissing(f"what it writes ends at {end} bytes, and the slot for it at {nbytes}")
+    return layout
 
 
 class Portioned:

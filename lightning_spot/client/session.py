@@ -72,7 +72,7 @@ class Session:
             raise NodeUnreachable(f"the node on this host no longer has slot {index}")
         try:
             return map_shared(fd, int(answer["capacity"]))
-        except OSError as error:  # such as ``ulimit -v``, or too many mappings
+        except (OSError, ValueError) as error:  # such as ``ulimit -v``, too many mappings, or a memory that is shorter
             raise TierError(f"this process cannot map a slot of {answer['capacity']} bytes: {error}") from error
         finally:
             os.close(fd)

@@ -204,12 +204,13 @@ static PyObject *entries(PyObject *module, PyObject *tables) {
     PyObject *said = PyBytes_FromStringAndSize(NULL, room * sizeof(uintptr_t));
     if (said == NULL)
         return NULL;
-    uintptr_t *target = (uintptr_t *)PyBytes_AsString(said);
+    uintptr_t *target = (uintptr_t *)PyBytes_AsString(said), *const end = target + room;
     for (Py_ssize_t number = 0; number < length; number++) { /* nothing here runs code that might change one */
         PyObject *table = PyList_GetItem(tables, number), *key, *value;
         Py_ssize_t place = 0;
-        *target++ = (uintptr_t)PyDict_Size(table);
-        while (PyDict_Next(table, &place, &key, &value)) {
+        if (target < end)
+            *target++ = (uintptr_t)PyDict_Size(table);
+        while (end - target >= 2 && PyDict_Next(table, &place, &key, &value)) {
             *target++ = (uintptr_t)key;
             *target++ = (uintptr_t)value;
         }

@@ -221,6 +221,8 @@ def filled(layout: Layout) -> bytearray:
             away.append(piece)
         elif piece.storage.nbytes() < piece.nbytes:
             raise RuntimeError("a tensor's storage was resized while its checkpoint was written")
+        elif not 0 <= piece.offset <= piece.offset + piece.nbytes <= layout.nbytes == len(data):
+            raise RuntimeError("a tensor's place is not in the file that was laid out")
         else:  # for torch, each is some ten calls
             ctypes.memmove(begin + piece.offset, piece.storage.data_ptr(), piece.nbytes)
     for piece, elements in zip(away, _fetched_all(away), strict=True):

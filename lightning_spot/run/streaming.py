@@ -183,5 +183,7 @@ def _copy(source: memoryview, target: memoryview) -> None:
     if len(target) < _SMALL_BYTES:
         target[:] = source
         return
+    if len(source) != len(target):
+        raise ValueError(f"{len(source)} bytes for {len(target)}")
     to, origin = (ctypes.c_char.from_buffer(view) for view in (target, source))
     ctypes.memmove(ctypes.addressof(to), ctypes.addressof(origin), len(target))

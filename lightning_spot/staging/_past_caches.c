@@ -59,14 +59,33 @@ typedef struct {
     uint64_t target, source, count;
 } Move;
 
-static PyObject *move(PyObject *module, PyObject *moves) {
+/* Whether all targets lie in so many bytes from an address on: what lies beside them is somebody else's. */
+static int are_within(const char *rows, Py_ssize_t length, uint64_t address, uint64_t nbytes) {
+    for (const char *row = rows; row < rows + length; row += sizeof(Move)) {
+        Move one;
+        memcpy(&one, row, sizeof one);
+        if (one.target < address || one.target - address > nbytes || one.count > nbytes - (one.target - address))
+            return 0;
+    }
+    return 1;
+}
+
+static PyObject *move(PyObject *module, PyObject *arguments) {
     const char *rows;
     Py_ssize_t length;
+    unsigned long long address, nbytes;
+    PyObject *moves;
     (void)module;
+    if (!PyArg_ParseTuple(arguments, "SKK", &moves, &address, &nbytes))
+        return NULL;
     if (PyBytes_AsStringAndSize(moves, (char **)&rows, &length) < 0)
         return NULL;
     if (length % sizeof(Move)) {
         PyErr_SetString(PyExc_ValueError, "moves are rows of three 64-bit numbers: target, source, count");
+        return NULL;
+    }
+    if (!are_within(rows, length, address, nbytes)) {
+        PyErr_SetString(PyExc_ValueError, "a move goes beyond the memory that it is for");
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
@@ -80,7 +99,7 @@ static PyObject *move(PyObject *module, PyObject *moves) {
     Py_RETURN_NONE;
 }
 
-static PyMethodDef methods[] = {{"move", move, METH_O, NULL}, {NULL, NULL, 0, NULL}};
+static PyMethodDef methods[] = {{"move", move, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_past_caches", NULL, 0, methods, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__past_caches(void) { return PyModuleDef_Init(&definition); }

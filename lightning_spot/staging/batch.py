@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from lightning_spot.staging.moving import memmove, memmove_small, move_past_caches
-from lightning_spot.staging.spans import SlotSpan, between, gone, rows_of, sizes_of
+from lightning_spot.staging.spans import SlotSpan, between, gone, outside, rows_of, sizes_of
 
 _LEAST_BATCH_BYTES = 16 * 1024 * 1024
 _SMALL_BYTES = 32 * 1024  # copied in less time than it takes to hand a tensor over to torch, or to get the GIL back
@@ -22,6 +22,7 @@ class SlotView:
     Attributes:
         map: the shared mapping.
         address: address of its first byte.
+        nbytes: its size.
         tensor: the mapping as a uint8 tensor of shape ``(capacity,)`` on the CPU; shares the memory.
     """
 
@@ -30,6 +31,17 @@ class SlotView:
         self._held = memoryview(shared)  # nobody unmaps it as long as this view is there, and the slot perhaps pinned
         self.tensor = torch.frombuffer(shared, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
+        self.nbytes = len(shared)
+
+    def at(self, place: int, nbytes: int) -> int:
+        """Address of some bytes of it.
+
+        Raises:
+            SpotError: if they do not all lie in it.
+        """
+        if not 0 <= place <= place + nbytes <= self.nbytes:
+            raise outside()
+        return self.address + place
 
 
 class Batch:
@@ -79,18 +91,20 @@ class Batch:
     def _move(self, most: float = NEVER) -> None:
         """Copy spans of up to so many bytes."""
         if self._past_caches:
-            move_past_caches(self._moves(most))
+            move_past_caches(self._moves(most), self._slot.address, self._slot.nbytes)
             return
         for target, source, nbytes in self._moves(most):  # thousands of small ones, by a thread that keeps the GIL
             (memmove if nbytes > _SMALL_BYTES else memmove_small)(target, source, nbytes)
 
     def _moves(self, most: float) -> Iterator[tuple[int, int, int]]:
-        base = self._slot.address
+        base, room = self._slot.address, self._slot.nbytes
         for storage, start, place, nbytes in itertools.chain(*map(rows_of, self._spans)):
             if nbytes > most:
                 continue
             if storage.nbytes() < start + nbytes:
                 raise gone()
+            if not 0 <= place <= place + nbytes <= room:  # thousands of these take 20 µs
+                raise outside()
             yield base + place, storage.data_ptr() + start, nbytes
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 try:
     from lightning_spot.staging import _past_caches
 except ImportError:  # installed where there was no compiler
-    _move: Callable[[bytes], None] | None = None
+    _move: Callable[[bytes, int, int], None] | None = None
 else:
     _move = _past_caches.move
 
@@ -30,14 +30,19 @@ def goes_past_caches(nbytes: int) -> bool:
     return _move is not None and nbytes >= _LARGE_BYTES
 
 
-def move_past_caches(moves: Iterable[tuple[int, int, int]]) -> None:
+def move_past_caches(moves: Iterable[tuple[int, int, int]], address: int, nbytes: int) -> None:
     """Copy memory past the caches, all of it without the GIL; only where :func:`goes_past_caches`.
 
     Args:
         moves: address of the target, address of the source, bytes. No target overlaps a source.
+        address: of the memory in which all targets lie.
+        nbytes: its size.
+
+    Raises:
+        ValueError: if one does not lie there. Nothing is copied then.
     """
     assert _move is not None
     rows = array("Q")
     for move in moves:
         rows.extend(move)
-    _move(rows.tobytes())
+    _move(rows.tobytes(), address, nbytes)

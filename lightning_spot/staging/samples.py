@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from lightning_spot.image.pieces import Piece, Pieces
+from lightning_spot.staging.spans import address_in
 
 STORAGES = 32
 """Of how many storages some bytes are noted each time; of all, from when one has shown such a write."""
@@ -25,6 +26,9 @@ class Samples:
     Args:
         pieces: storages that are about to be copied, first byte, and length; of those on a GPU nothing is noted.
         nbytes: how many bytes of each.
+
+    Raises:
+        SpotError: if a storage is shorter than it was said to be.
     """
 
     def __init__(self, pieces: Iterable[_Place], nbytes: int) -> None:
@@ -33,8 +37,8 @@ class Samples:
             if storage.device.type == "cpu":
                 size = min(nbytes, length)
                 place = start + int(_dice.random() * (length - size + 1))
-                address = storage.data_ptr()
-                self._noted.append((storage, place, address, ctypes.string_at(address + place, size)))
+                found = ctypes.string_at(address_in(storage, place, size), size)
+                self._noted.append((storage, place, storage.data_ptr(), found))
 
     def changed(self) -> frozenset[int]:
         """Addresses of the storages whose bytes are others now. They are let go: it is asked once."""

@@ -36,13 +36,19 @@ class SlotSpan(NamedTuple):
         Raises:
             SpotError: if the storage was made smaller since, or its memory given back.
         """
-        if self.storage.nbytes() < self.start + self.nbytes:
+        if not 0 <= self.start <= self.start + self.nbytes <= self.storage.nbytes():
             raise gone()
         found = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         return found.set_(self.storage, self.start, (self.nbytes,), (1,))
 
     def target(self, slot: torch.Tensor) -> torch.Tensor:
-        """Their place in the slot, as a uint8 tensor that shares it."""
+        """Their place in the slot, as a uint8 tensor that shares it.
+
+        Raises:
+            SpotError: if they do not all lie in it: a slice would be cut short.
+        """
+        if not 0 <= self.place <= self.place + self.nbytes <= slot.numel():
+            raise outside()
         return slot[self.place : self.place + self.nbytes]
 
     def cut(self, nbytes: int) -> tuple[SlotSpan, SlotSpan]:
@@ -106,6 +112,22 @@ def between(spans: Sequence[SlotSpan], ends: Sequence[int], begin: int, end: int
 def gone() -> SpotError:
     """What to raise of a storage that is shorter than it was: beyond its end is memory of somebody else, or none."""
     return SpotError("its storage was resized, or its memory given back, before it was copied")
+
+
+def outside() -> SpotError:
+    """What to raise of a place that is not in the slot: what lies beside it is memory of somebody else, or none."""
+    return SpotError("its place is not in the slot: that is smaller than what was laid out")
+
+
+def address_in(storage: torch.UntypedStorage, start: int, nbytes: int) -> int:
+    """Address of some bytes of a storage on the CPU.
+
+    Raises:
+        SpotError: if it has not as many.
+    """
+    if not 0 <= start <= start + nbytes <= storage.nbytes():
+        raise gone()
+    return storage.data_ptr() + start
 
 
 _span: Callable[[tuple[Any, ...]], SlotSpan] = partial(tuple.__new__, SlotSpan)
