@@ -21,13 +21,11 @@ from lightning_spot.staging.device import Cuda
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
 from tests.conftest import new_process
+from tests.gpus import NEEDS_GPU
 from tests.models import Net, Probe, TwoOptimizers, data, trainer
 from tests.test_fit import Stop, StopAt, check_all, spot
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS_GPU
 
 
 def test_copies_are_ordered_before_later_writes() -> None:

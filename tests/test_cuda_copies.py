@@ -19,12 +19,10 @@ from lightning_spot.staging.gradients import GradientWatch
 from lightning_spot.staging.modes import BESIDE, Mode
 from lightning_spot.staging.schedule import Schedule
 from tests import pinned
+from tests.gpus import NEEDS_GPU
 from tests.pinned import Desk
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS_GPU
 SOON = 10**9
 """Cycles of a GPU's clock: half a second or more."""
 

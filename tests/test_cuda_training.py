@@ -21,14 +21,11 @@ from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.exact.compare import differences
 from lightning_spot.staging import copier, schedule
 from lightning_spot.tiers.local import LocalStore
+from tests.gpus import NEEDS_GPU, ON_GPU
 from tests.models import EachDurable, Net, Probe, data, trainer
 from tests.test_fit import check_all, load, manifests, spot
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-ON_GPU: dict[str, Any] = {"accelerator": "gpu", "devices": 1}
+pytestmark = NEEDS_GPU
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="Triton needs a C compiler"
 )

@@ -13,15 +13,13 @@ import torch
 from torch import nn
 
 from lightning_spot import EverySteps
-from lightning_spot.capture.writer import SnapshotWriter
+from tests.gpus import NEEDS_GPU, ON_GPU, copied
 from tests.models import EachDurable, Net, Probe, data, trainer
 from tests.test_fit import check_all, manifests, spot
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-ON_GPU: dict[str, Any] = {"accelerator": "gpu", "devices": 1}
+__all__ = ["copied"]
+
+pytestmark = NEEDS_GPU
 FROZEN = 4 << 20
 
 
@@ -50,22 +48,6 @@ class Writes(pl.Callback):
             with torch.no_grad():
                 weight = module.frozen[1]
                 (weight if self.counted else weight.data).mul_(1.5)
-
-
-@pytest.fixture
-def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What each snapshot copies."""
-    each: list[int] = []
-    begin = SnapshotWriter.begin
-
-    def counting(self: SnapshotWriter, *args: Any, **more: Any) -> Any:
-        before = self.copied_bytes
-        done = begin(self, *args, **more)
-        each.append(self.copied_bytes - before)
-        return done
-
-    monkeypatch.setattr(SnapshotWriter, "begin", counting)
-    return each
 
 
 def fit(tmp_path: Path, *callbacks: pl.Callback, torn: int = 0) -> None:

@@ -27,11 +27,12 @@ from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.samples import Sampler, Samples
 from tests import test_sharded_writer, test_split
 from tests.fake_device import Emulated, StreamOfEachThread
+from tests.gpus import copied
 from tests.models import data, trainer
 from tests.test_every_step import Adapted, LooksOn, Unhurried, found
 from tests.test_lost_device import Fallible, LoseAt
 
-__all__ = ["found"]
+__all__ = ["copied", "found"]
 
 COUNT = 30_000
 LAST_S = 60.0
@@ -192,22 +193,6 @@ class Counted(Adapted):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.batches += 1
-
-
-@pytest.fixture
-def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What each snapshot copies."""
-    each: list[int] = []
-    begin = SnapshotWriter.begin
-
-    def counting(self: SnapshotWriter, *args: Any, **more: Any) -> Any:
-        before = self.copied_bytes
-        done = begin(self, *args, **more)
-        each.append(self.copied_bytes - before)
-        return done
-
-    monkeypatch.setattr(SnapshotWriter, "begin", counting)
-    return each
 
 
 @pytest.mark.parametrize(("partitions", "buffer"), [("eager", 2000), ("asymmetric", None), ("backward", 10**6)])

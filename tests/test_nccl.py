@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from lightning_spot.exact.compare import differences
+from tests.gpus import NEEDS_GPU
 from tests.test_sharded_fit import final
 from tests.test_together import accounts, check_states
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS_GPU
 TWO = pytest.param(2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"))
 
 

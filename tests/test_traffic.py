@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lightning_spot import EverySteps
 from lightning_spot.fit.pacing import Pacing
 from lightning_spot.fit.word import Shown, Word
+from tests.gpus import NEEDS_GPU
 
 EVERY, STEPS = 4, 50
 FIRST, LAST = 4 * EVERY, STEPS - EVERY  # by then slots are made and layouts agreed; what ends a run comes later
@@ -97,13 +98,7 @@ class Ranks:
 @pytest.fixture(
     params=[
         "gloo",
-        pytest.param(
-            "nccl",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-            ],
-        ),
+        pytest.param("nccl", marks=NEEDS_GPU),
     ]
 )
 def group(request: pytest.FixtureRequest) -> Iterator[Any]:
