@@ -241,7 +241,7 @@ def test_a_node_that_vanishes_while_a_file_is_read_is_asked_whether_it_is_there(
         client, began_s = NodeClient(Address("127.0.0.1", silent.getsockname()[1])), time.monotonic()
         with pytest.raises(NodeUnreachable):
             client.receive("/v1/files/run/model.ckpt", 0, memoryview(bytearray(1000)))
-        assert time.monotonic() - began_s < 15.0
+        assert time.monotonic() - began_s < 45.0
 
 
 @pytest.mark.parametrize("sends", [True, False], ids=["while-parts-are-sent", "while-it-is-to-answer"])

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,14 @@ def be_on_host(number: int) -> None:
         os.environ[name], os.environ[f"{name}_OF_ALL"] = str(folder), of_all  # ranks are started by the first one
 
 
+_TOOK = "seconds of fit:"
+
+
+def longest_fit_s(log: str) -> float:
+    """How long the rank took that took longest, as a log of its process says; to start it takes long elsewhere."""
+    return max(float(line.removeprefix(_TOOK)) for line in log.splitlines() if line.startswith(_TOOK))
+
+
 def struck(rank: str, step: str, where: str) -> list[pl.Callback]:
     """What has a function of ours fail on this rank, if it is to."""
     is_here = int(os.environ.get("LOCAL_RANK", "0")) == int(rank)
@@ -178,7 +187,11 @@ def main() -> int:
         enable_checkpointing=False,
         callbacks=[account, *struck(*arguments.strike), spot],
     )
-    trainer.fit(Wide(arguments.width, arguments.unlike, arguments.zero), loader())
+    began_s = time.monotonic()
+    try:
+        trainer.fit(Wide(arguments.width, arguments.unlike, arguments.zero), loader())
+    finally:
+        print(f"{_TOOK} {time.monotonic() - began_s:.3f}", flush=True)
     return 0
 
 
