@@ -259,32 +259,30 @@ def test_a_full_disk_leaves_a_users_file_and_its_manifest_in_agreement(store: Lo
 
 
 class Begun(pl.Callback):
-    """When training begins, and how many calls to the tier that took."""
+    """How often the tier was read until training began."""
 
-    at_s, calls = 0.0, 0
+    calls = 0
 
     def on_train_start(self, *_: Any) -> None:
-        self.at_s, self.calls = time.monotonic(), faulty.plan.calls
+        self.calls = faulty.plan.calls
 
 
 def test_the_thousandth_attempt_starts_like_the_second(tmp_path: Path) -> None:
     """The record of each attempt was read, one after another: 500 at 50 ms were 25 s before training began."""
-    took_s, calls = {}, {}
+    calls = {}
     for attempts in (1, 1000):
         root = tmp_path / f"after-{attempts}"
         earlier(root, attempts)
         begun = Begun()
-        faulty.use(Plan(delay_s=0.05))
-        started_s = time.monotonic()
+        faulty.use(Plan(only=("ls", "info", "modified", "cat_file")))  # not what is noted beside training
         try:
             spot = SpotCheckpoint(f"faulty://{root}", memory=None, interval=EverySteps(1000))
             trainer(spot, begun, max_steps=1).fit(Net(), data())
         finally:
             faulty.use(Plan())
-        took_s[attempts], calls[attempts] = begun.at_s - started_s, begun.calls
+        calls[attempts] = begun.calls
         assert spot.attempt == attempts + 1
     assert calls[1000] <= calls[1] + 2, calls
-    assert took_s[1000] <= took_s[1] + 3.0, took_s
     newest = newest_record(f"faulty://{root}")
     assert newest is not None
     account = AttemptRecord.from_dict(newest).earlier

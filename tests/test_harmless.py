@@ -108,12 +108,24 @@ def test_a_snapshot_that_failed_is_counted_and_said_once_and_the_next_is_taken(
     assert spot.last_committed_step == BATCHES
 
 
+class Settled(pl.Callback):
+    """At step 5 waits until what was begun before is committed: else that would come between two failures."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 5:
+            (own,) = [callback for callback in trainer.callbacks if isinstance(callback, SpotCheckpoint)]
+            assert own.snapshots.snapshotter is not None
+            attempt = own.snapshots.snapshotter.writing.attempt
+            assert attempt is not None
+            attempt.writer.settle(30.0)
+
+
 def test_after_some_failures_in_a_row_there_is_a_pause_and_the_last_snapshot_is_tried_all_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     where = "capture/writer:SnapshotWriter.begin"
     strikes = [Strike(where, RuntimeError("no luck"), step=step) for step in (5, 6, 7, 8, 9)]
-    _, spot = fit(tmp_path / "run", *strikes, on_full="wait")
+    _, spot = fit(tmp_path / "run", Settled(), *strikes, on_full="wait")
     assert [bool(strike.left) for strike in strikes] == [False, False, False, True, True]
     said = [record.getMessage() for record in caplog.records]
     assert said.count("lightning_spot: no snapshot now, training goes on: RuntimeError: no luck") == 1
