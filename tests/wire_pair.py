@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -88,10 +89,11 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 def kinds(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many parts were sent in which way."""
     counted: Counter[str] = Counter()
-    send = PartStream._send
+    send, lock = PartStream._send, threading.Lock()
 
     def noting(self: PartStream, part: OutgoingPart) -> None:
-        counted["PACKED" if part.pack_s else part.kind.name] += 1
+        with lock:  # several threads send
+            counted["PACKED" if part.pack_s else part.kind.name] += 1
         send(self, part)
 
     monkeypatch.setattr(PartStream, "_send", noting)
