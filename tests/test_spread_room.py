@@ -56,10 +56,11 @@ class Two:
         shared = Shared(name=snapshot_name(step, self.attempt), shares=1, digest="d", at=self.place.at)
         return self.joint.begin(shared, NBYTES, attempt=self.attempt, hosts=2)
 
-    def bring(self, step: int, host: int) -> Manifest:
+    def bring(self, step: int, host: int, *, complete: bool = False) -> Manifest:
         """A host's portion to its node."""
-        name, memory = snapshot_name(step, self.attempt), memoryview(bytearray([step]) * NBYTES)
-        plain = Manifest(run="run", run_id=RUN_ID, name=name, step=step, attempt=self.attempt, nbytes=NBYTES)
+        name = snapshot_name(step, self.attempt, complete=complete)
+        memory, told = memoryview(bytearray([step]) * NBYTES), {"step": step, "attempt": self.attempt}
+        plain = Manifest(run="run", run_id=RUN_ID, name=name, nbytes=NBYTES, complete=complete, **told)
         files = [FileSpan(f"__{host}_0.distcp", 0, NBYTES)]
         portion = portion_of(plain, files, memory, host=host, hosts=2, digest="d")
         self.stores[host].put(portion, memory, attempt=self.attempt)
