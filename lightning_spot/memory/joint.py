@@ -9,7 +9,7 @@ from lightning_spot.image.manifest import snapshot_order
 from lightning_spot.image.parts import checksum
 
 MOST_SHARES = 1024
-_SPREAD, _BESIDES = "spread:", "+"
+_SPREAD = "spread:"
 _LAYOUTS = 3  # of a run, the newest: a rank may be a snapshot behind the others
 
 
@@ -50,12 +50,10 @@ class SpreadPlace:
     Attributes:
         replicas: at how many each portion is kept.
         urls: of the run at all of them.
-        besides: likewise at nodes to which nothing is brought any more, and that may have portions of earlier ones.
     """
 
     replicas: int
     urls: tuple[str, ...]
-    besides: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, at: str) -> SpreadPlace | None:
@@ -66,19 +64,16 @@ class SpreadPlace:
         """
         if not at.startswith(_SPREAD):
             return None
-        replicas, *named = at.removeprefix(_SPREAD).split(" ")
-        urls = tuple(url for url in named if not url.startswith(_BESIDES))
-        besides = tuple(url.removeprefix(_BESIDES) for url in named if url.startswith(_BESIDES))
-        are_nodes = bool(urls) and all(url.startswith("spot://") for url in (*urls, *besides))
+        replicas, *urls = at.removeprefix(_SPREAD).split(" ")
+        are_nodes = bool(urls) and all(url.startswith("spot://") for url in urls)
         if not (replicas.isdigit() and int(replicas) and are_nodes):
             raise SettingsError(f"{at!r} names no memory nodes over which a snapshot is spread")
-        return cls(int(replicas), urls, besides)
+        return cls(int(replicas), tuple(urls))
 
     @property
     def at(self) -> str:
         """As :attr:`Shared.at`."""
-        named = (*self.urls, *(f"{_BESIDES}{url}" for url in self.besides))
-        return f"{_SPREAD}{self.replicas} {' '.join(named)}"
+        return f"{_SPREAD}{self.replicas} {' '.join(self.urls)}"
 
 
 def is_durable(at: str) -> bool:
