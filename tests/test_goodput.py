@@ -797,6 +797,7 @@ def test_doctor_with_replicas(tmp_path: Path, capsys: Said, monkeypatch: pytest.
 
     monkeypatch.setattr(doctor, "store_speed", speed)
     monkeypatch.setattr(doctor, "node_speed", lambda _url, _nbytes: 1e9)
+    monkeypatch.setattr(doctor, "why_not_carried", lambda _node, _url: "")
     monkeypatch.setattr(doctor, "memory_limit_bytes", lambda _limit: 2 * 10**9)
     command = ["doctor", str(tmp_path / "run"), "--sample", "1MB", "--snapshot-size", "500MB", "--memory", nodes[0]]
     assert main([*command, "--replicas", "2"]) == 2
@@ -804,12 +805,33 @@ def test_doctor_with_replicas(tmp_path: Path, capsys: Said, monkeypatch: pytest.
     assert main([*command, "--memory", nodes[1], "--replicas", "2"]) == 0
     said = capsys.readouterr().out
     assert f"memory={nodes!r}, replicas=2)" in said
+    assert "at the same time: 2.00 GB/s" in said
     assert "5 slots need" in said
     works.remove(nodes[1])
     assert main([*command, "--memory", nodes[1], "--replicas", "2"]) == 1
     said = capsys.readouterr().out
     assert f"memory={nodes[:1]!r})" in said
     assert "slots need" not in said  # four fit
+
+
+def test_doctor_says_which_nodes_carry_runs_on(
+    tmp_path: Path, capsys: Said, start_node: Callable[..., RunningNode]
+) -> None:
+    carries, does_not = start_node("--allow", str(tmp_path)), start_node()
+    passes_on = start_node("--flush-to", carries.url)
+    command = ["doctor", str(tmp_path / "run"), "--sample", "1MB"]
+    for node in (carries, does_not, passes_on):
+        command += ["--memory", node.url]
+    assert main([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert set(told["not_carried"]) == {does_not.url, passes_on.url}
+    assert "--allow" in told["not_carried"][does_not.url]
+    assert told["nodes_together_bytes_per_s"] > 0
+    assert main(command[:-2]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{does_not.url} brings no run to its durable directory" in said
+    assert f"{carries.url} brings no run" not in said
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
 
 
 def test_doctor_names_a_tier_that_fails(tmp_path: Path, capsys: Said) -> None:

@@ -64,14 +64,14 @@ class Spread(Desk):
 
     def all_work(self, count: int) -> None:
         """Go on when so many nodes are there."""
-        until(lambda: len(self.hosts[0].carrier(self.replicas).split()) == count + 1, f"{count} nodes", LAST_S)
+        until(lambda: self.hosts[0].carrier(self.replicas).count(" spot:") == count, f"{count} nodes", LAST_S)
         self.at = self.hosts[0].carrier(self.replicas)
 
     def flush(self) -> list[str]:
         """As a trainer has its nodes do at its end."""
         with ThreadPoolExecutor(len(self.nodes)) as pool:
             return [
-                line for lines in pool.map(lambda node: node.flush(None, 60.0), self.nodes.values()) for line in lines
+                line for lines in pool.map(lambda node: node.flush("run", 60.0), self.nodes.values()) for line in lines
             ]
 
     def held(self) -> dict[tuple[int, int], list[int]]:

@@ -10,7 +10,9 @@ import pytest
 
 from lightning_spot.client.stores import open_store
 from lightning_spot.exact.compare import differences
+from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.memory.node import Node
+from lightning_spot.memory.spread import Told
 from tests.served import served
 from tests.test_sharded_fit import check_states, final, snapshots, without_what_came_later
 from tests.test_sharded_hosts import Train, log, told, train
@@ -65,17 +67,32 @@ def newest_whole(found: dict[str, Node]) -> int:
 
 @pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.soak), 1, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_rank_is_killed_in_the_middle_of_its_share_and_fewer_go_on_from_the_nodes(
-    train: Train, tmp_path: Path, nodes: Nodes, who: int
+    train: Train, tmp_path: Path, nodes: Nodes, monkeypatch: pytest.MonkeyPatch, who: int
 ) -> None:
     found, root = nodes(3), tmp_path / "run"
     options = ("--memory", ",".join(found), "--ranks")
     assert train(root, *options, 4, "--kill", who, 6) != 0
-    newest = newest_whole(found)
+    newest, told = newest_whole(found), heard(found, monkeypatch)
     assert newest >= 4
     assert train(root, *options, 2, "--seed", 99) == 0, log(root)
     assert f"resumes at step {newest}" in log(root)
+    assert told[0] == Told(snapshot_name(newest, 1))  # that it is gone on from
     check_states(root)
     assert snapshots(root)[0].complete
+
+
+def heard(found: dict[str, Node], monkeypatch: pytest.MonkeyPatch) -> list[Told]:
+    """What nodes are told of snapshots that are whole, from now on."""
+    told: list[Told] = []
+    for node in found.values():
+        whole = node.spread.whole
+
+        def note(run: str, attempt: int, said: Told, whole: Callable[..., None] = whole) -> None:
+            told.append(said)
+            whole(run, attempt, said)
+
+        monkeypatch.setattr(node.spread, "whole", note)
+    return told
 
 
 @pytest.mark.soak

@@ -19,10 +19,11 @@ class Spread(Sharded):
     """Snapshots are spread over the two nodes."""
 
     third = "a memory node"
+    memories: tuple[str, ...] = ("memory", "other")
 
     def start_node(self) -> None:
         known: dict[str, str] = getattr(self, "urls", {})
-        for name in ("memory",) if known else ("memory", "other"):
+        for name in ("memory",) if known else self.memories:
             url = listening(self.network, name, 7070, self.root / name, "--allow", str(self.root))
             self.urls = known = {**known, name: url}
         self.url = ",".join(known.values())
@@ -39,10 +40,20 @@ def committing(machines: Any) -> None:
     until(came, "all of it to be there", 100.0)
 
 
+class Twice(Spread):
+    """Snapshots are spread over three nodes, each portion is kept at two."""
+
+    more = ("--replicas=2",)
+    memories = ("memory", "other", "another")
+
+
 @pytest.fixture
-def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -> Iterator[Spread]:
-    with network_or_skip("spread", ("first", "second", "memory", "other"), warm_python) as network:
-        yield Spread(network, tmp_path, monkeypatch)
+def machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str, request: pytest.FixtureRequest
+) -> Iterator[Spread]:
+    kind: type[Spread] = getattr(request, "param", Spread)
+    with network_or_skip("spread", ("first", "second", *kind.memories), warm_python) as network:
+        yield kind(network, tmp_path, monkeypatch)
 
 
 @pytest.mark.soak
@@ -55,5 +66,24 @@ def test_snapshots_are_spread_over_nodes_and_something_is_lost(
     machines.train_slowly_to(8)
     when(machines)
     machines.lose(what)
+    assert machines.wait("run") == [0, 0], machines.log()
+    machines.check(twin)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("machines", [Twice], indirect=True)
+@pytest.mark.parametrize("when", [staging, sending, committing, restoring, flushing])
+@pytest.mark.parametrize("what", ["a machine", "the first machine"])
+def test_with_two_replicas_a_machine_and_a_memory_node_are_lost_at_the_same_moment(
+    machines: Spread, twin: Path, what: str, when: Callable[[Spread], None]
+) -> None:
+    """It goes on from the nodes that are left, with what a resume found there."""
+    machines.train_slowly_to(8)
+    when(machines)
+    machines.network.lose("memory")
+    machines.lose(what)
+    until(lambda: "resumes at step" in machines.log() or machines.ended(), "it to go on", 200.0)
+    machines.start_node()
     assert machines.wait("run") == [0, 0], machines.log()
     machines.check(twin)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 
 from lightning_spot.client.portions import JointPortions
 from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.spread import SpreadStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable, ShareMissing
 from lightning_spot.image.files import FileSpan
@@ -20,6 +21,7 @@ from lightning_spot.image.portion import Portions
 from lightning_spot.image.spread import portion_of
 from lightning_spot.memory.joint import Shared, SpreadPlace
 from lightning_spot.memory.node import Node
+from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.spread import Told
 from lightning_spot.memory.tier import Gathering
 from tests.served import served
@@ -32,9 +34,9 @@ HOSTS = (0, 1)
 class Two:
     """Two nodes with room for two portions each: each host has its own. Nobody brings them further."""
 
-    def __init__(self, root: Path, ends: contextlib.ExitStack) -> None:
+    def __init__(self, root: Path, ends: contextlib.ExitStack, slots: int = 2, allow: Sequence[str] = ()) -> None:
         self.url = str(root / "run")
-        self.nodes = [Node(slots=2, memory_bytes=2**26, open_store=open_store, allow=[]) for _ in HOSTS]
+        self.nodes = [Node(slots=slots, memory_bytes=2**26, open_store=open_store, allow=allow) for _ in HOSTS]
         ports = [ends.enter_context(served(node)) for node in self.nodes]
         urls = tuple(f"spot://127.0.0.1:{port}/run@{RUN_ID}" for port in ports)
         self.stores, self.place = [NodeStore(url) for url in urls], SpreadPlace(1, urls)
@@ -45,16 +47,20 @@ class Two:
         self.attempt += 1
         self.joint = JointPortions(self.stores, self.place)
         for node in self.nodes:
-            node.open_run(replace(info_of(self.url, self.attempt), durable_url=None))
+            node.open_run(self.info())
+
+    def info(self) -> RunInfo:
+        return replace(info_of(self.url, self.attempt), durable_url=None)
 
     def begin(self, step: int) -> Gathering:
         shared = Shared(name=snapshot_name(step, self.attempt), shares=1, digest="d", at=self.place.at)
         return self.joint.begin(shared, NBYTES, attempt=self.attempt, hosts=2)
 
-    def bring(self, step: int, host: int) -> Manifest:
+    def bring(self, step: int, host: int, *, complete: bool = False) -> Manifest:
         """A host's portion to its node."""
-        name, memory = snapshot_name(step, self.attempt), memoryview(bytearray([step]) * NBYTES)
-        plain = Manifest(run="run", run_id=RUN_ID, name=name, step=step, attempt=self.attempt, nbytes=NBYTES)
+        name = snapshot_name(step, self.attempt, complete=complete)
+        memory, told = memoryview(bytearray([step]) * NBYTES), {"step": step, "attempt": self.attempt}
+        plain = Manifest(run="run", run_id=RUN_ID, name=name, nbytes=NBYTES, complete=complete, **told)
         files = [FileSpan(f"__{host}_0.distcp", 0, NBYTES)]
         portion = portion_of(plain, files, memory, host=host, hosts=2, digest="d")
         self.stores[host].put(portion, memory, attempt=self.attempt)
@@ -172,6 +178,25 @@ def test_what_an_earlier_attempt_was_killed_over_leaves_room_for_the_next_one(tw
     two.take(2)
     two.take(3)
     assert two.whole()[0] == 3
+
+
+def test_what_an_attempt_goes_on_from_stays_until_a_newer_one_is_whole_whichever_nodes_answer_first(two: Two) -> None:
+    """Who led it was lost before it could say that it is whole."""
+    two.take(1)
+    two.begin(2)
+    for host in HOSTS:
+        two.bring(2, host)
+    found = open_store(two.place.at)
+    assert isinstance(found, SpreadStore)
+    assert [manifest.step for manifest in found.survey().manifests] == [2, 1]
+    name = snapshot_name(2, two.attempt)
+    two.next_attempt()
+    found.hold(name, two.attempt)
+    for node in HOSTS:  # rank 0 knows one of them yet
+        place = SpreadPlace(1, two.place.urls[node : node + 1])
+        shared = Shared(name=snapshot_name(3, two.attempt), shares=1, digest="d", at=place.at)
+        JointPortions([two.stores[node]], place).begin(shared, NBYTES, attempt=two.attempt, hosts=2)
+    assert two.whole()[0] == 2
 
 
 @pytest.mark.parametrize("by", ["torn", "placed", "decline"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import json
 import mmap
@@ -21,6 +22,7 @@ from rich.console import Console
 from lightning_spot.cli.given import check_replicas_given, location_of
 from lightning_spot.cli.output import wide_console
 from lightning_spot.cli.simulate import seconds
+from lightning_spot.cli.trying import together, why_not_carried
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import check_number, format_bytes, format_seconds, parse_flag_bytes, read_environment
@@ -90,6 +92,13 @@ def doctor(arguments: argparse.Namespace) -> int:
             problems.append(_problem(url, where, error))
     problems += _remove(scratch, known=location.url not in tiers)
     facts["tiers_bytes_per_s"] = tiers
+    nodes = [url for url in location.nodes if url in tiers]
+    facts["not_carried"], wrong = _not_carried(nodes, location.url)
+    problems += wrong
+    if len(nodes) > 1:
+        say(f"writing {format_bytes(sample)} to each memory node at the same time …", markup=False)
+        each = functools.partial(_node_store_speed, nbytes=sample)
+        facts["nodes_together_bytes_per_s"] = together(nodes, each)
     say("starting a memory node on this host …")
     try:
         facts["node_bytes_per_s"] = node_speed(scratch, sample)
@@ -99,7 +108,6 @@ def doctor(arguments: argparse.Namespace) -> int:
     facts["cloud"], facts["grace_s"] = cloud, CLOUDS[cloud]().grace_s if cloud is not None else None
     outlooks = _outlooks(snapshot_bytes, facts["copy_bytes_per_s"], tiers, location.url, arguments.lifetime)
     facts["outlook"] = {label: asdict(found) for label, found in outlooks.items()}
-    nodes = [url for url in location.nodes if url in tiers]
     replicas = min(arguments.replicas, len(nodes))
     facts["advice"] = _advice(outlooks, snapshot_bytes, location.url, nodes, replicas, facts["grace_s"])
     facts["problems"] = problems
@@ -108,6 +116,23 @@ def doctor(arguments: argparse.Namespace) -> int:
     else:
         _print(facts, outlooks, snapshot_bytes)
     return 1 if problems else 0
+
+
+def _not_carried(nodes: list[str], durable_url: str) -> tuple[dict[str, str], list[str]]:
+    """Which memory nodes would not bring a run to its durable directory, and why; what is wrong with others."""
+    found: dict[str, str] = {}
+    problems: list[str] = []
+    for node in nodes:
+        try:
+            if why := why_not_carried(node, durable_url):
+                found[node] = why
+        except SpotError as error:
+            problems.append(_problem(node, node, error))
+    return found, problems
+
+
+def _node_store_speed(node: str, nbytes: int) -> float:
+    return store_speed(open_store(f"{node}/doctor"), nbytes)
 
 
 def _problem(url: str, where: str, error: SpotError) -> str:
@@ -267,6 +292,14 @@ def _print(facts: dict[str, Any], outlooks: dict[str, Outlook], snapshot_bytes: 
         console.print(f"committed by a node on this host: {format_bytes(facts['node_bytes_per_s'])}/s")
     for url, speed in facts["tiers_bytes_per_s"].items():
         console.print(f"stored at {url}: {format_bytes(speed)}/s", markup=False)
+    if (speed := facts.get("nodes_together_bytes_per_s")) is not None:
+        console.print(f"stored at all memory nodes at the same time: {format_bytes(speed)}/s")
+    for node, why in facts["not_carried"].items():
+        console.print(
+            f"{node} brings no run to its durable directory, and no model in shards on several hosts is spread over it:"
+            f" {why}",
+            markup=False,
+        )
     for problem in facts["problems"]:
         console.print(problem, style="red", markup=False)
     for label, found in outlooks.items():

@@ -23,7 +23,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.host import Lease, newest_safe_step
-from lightning_spot.memory.joint import KnownLayout, Shared, SpreadPlace
+from lightning_spot.memory.joint import KnownLayout, Shared
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Making
 from lightning_spot.memory.tier import Listed
@@ -217,8 +217,8 @@ class EmbeddedHost:
     def carrier(self, spread: int = 0) -> str:
         """See :meth:`Host.carrier`."""
         if spread:
-            urls = self._call("POST", f"/v1/runs/{quoted(self.run)}/spread", {}, again=True)["urls"]
-            return SpreadPlace(spread, tuple(map(str, urls))).at if urls else ""
+            body = {"replicas": spread}
+            return str(self._call("POST", f"/v1/runs/{quoted(self.run)}/spread", body, again=True)["at"])
         runs = self._call("GET", "/v1/status")["runs"]
         return " ".join(map(str, runs.get(self.run, {}).get("kept_at", [])))
 

@@ -39,7 +39,7 @@ WAIT_S = 120.0
 """So much longer than the first one, and three times the time that it took, other hosts may take."""
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 0.5
-_OTHERS_S = 2.0
+_OTHERS_S = 10.0  # at least: where that makes its first slot, it may take long
 _MOST_SENT = 4
 _MOST_NAMED = 32  # at once; the rest is named the next time
 _MOST_DECIDED = 64
@@ -74,7 +74,7 @@ class JointPortions(ByItself):
     """Implements :class:`~lightning_spot.memory.tier.JointTier` for one run that is spread over memory nodes.
 
     Args:
-        nodes: all of them, of this run.
+        nodes: of this run: those to which portions are brought, and those besides that may have earlier ones.
         place: which they are.
 
     Attributes:
@@ -120,8 +120,9 @@ class JointPortions(ByItself):
         portion, memory = self._sealed(gathering, image, ranges)
         goes_on()
         assert portion.portion is not None
-        order = placed_portions(self._nodes, portion.run_id, portion.portion.hosts, self._place.replicas)
-        targets, wanted = iter(order[portion.portion.host]), min(self._place.replicas, len(self._nodes))
+        urls, replicas = self._place.urls, self._place.replicas
+        order = placed_portions(urls, portion.run_id, portion.portion.hosts, replicas)
+        targets, wanted = iter(order[portion.portion.host]), min(replicas, len(urls))
 
         comings = [_Sending(portion, memory) for _ in range(wanted)]
 
@@ -192,6 +193,15 @@ class JointPortions(ByItself):
         if host and any(item["name"] == name and item["host"] == host for item in self._look(name).held):
             return
         self._say_torn(name, attempt, why, over=False)
+
+    def hold(self, name: str, attempt: int) -> None:
+        """Have nodes keep a snapshot from which an attempt goes on until a newer one is whole.
+
+        Who led it may have been lost before it could say that it is whole. Then what one node has of it would count as
+        left by that attempt, wherever another one is not asked.
+        """
+        for problem in self._all(lambda node: node.whole(Told(name), attempt=attempt)):
+            logger.info("a memory node was not told that %s is gone on from: %s", name, problem)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

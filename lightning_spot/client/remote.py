@@ -45,6 +45,7 @@ _TOLD = (
     "durable_every_s",
     "compression",
     "carry",
+    "spread",
     "pid",
     "host",
 )
@@ -207,7 +208,8 @@ class NodeStore:
         body = {name: getattr(info, name) for name in _TOLD}
         opened = self.client.call("POST", f"/v1/runs/{quoted(self.run)}/open", body, timeout_s=_ASK_S)
         self._info = info
-        return Opened(int(opened["attempt"]), bool(opened["carries"]), str(opened["why_not"]))
+        why_not, leaves = str(opened["why_not"]), opened.get("leaves") is True
+        return Opened(int(opened["attempt"]), bool(opened["carries"]), why_not, leaves)
 
     def know(self, info: RunInfo) -> None:
         """See :meth:`NodeTier.know`."""

@@ -68,7 +68,7 @@ class SpreadStore:
     @functools.cached_property
     def joint(self) -> JointPortions:
         """See :class:`~lightning_spot.memory.tier.HasJoint`."""
-        return JointPortions(self.nodes, self.place)
+        return JointPortions([*self.nodes, *map(NodeStore, self.place.besides)], self.place)
 
     def survey(self) -> Holdings:
         """See :meth:`Store.survey`: what is whole at the nodes that answer."""
@@ -106,6 +106,11 @@ class SpreadStore:
             ]
             self._held[name] = _Whole(holders, starts(portions))
         return newest_first(manifests)
+
+    def hold(self, name: str, attempt: int) -> None:
+        """See :meth:`JointPortions.hold`; nothing happens if it was not found whole here."""
+        if name in self._held:
+            self.joint.hold(name, attempt)
 
     def has(self, manifest: Manifest) -> bool:
         """See :meth:`Store.has`."""

@@ -38,7 +38,7 @@ from lightning_spot.fit.taking_part import parts_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.choice import doubt
 from lightning_spot.run.location import Location
-from lightning_spot.run.survey import Survey, look_again, survey
+from lightning_spot.run.survey import Survey, hold, look_again, survey
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -242,6 +242,8 @@ class Resume(OfTrainer):
             return
         chosen, checkpoint = found
         self.chosen = chosen
+        if self._found is not None and self.attempt:
+            hold(self._found, chosen.name, self.attempt)
         if not chosen.exact:
             rank_zero_warn(f"lightning_spot: {self._inexact(chosen)}")
         ranks.together(lambda: self._hand_over(checkpoint, chosen))

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lightning_spot.errors import NodeUnreachable, SpotError
@@ -125,6 +126,13 @@ class Chain:
                 return []
             return [self._carrier.url, *(node.url for node in sound if node and node is not self._carrier)]
 
+    @property
+    def besides(self) -> list[str]:
+        """Of snapshots that are spread over nodes: URLs of the run at those that answer, and take none (any more)."""
+        with self._ring.changed:
+            answer = [each.node for each in self._replicas if each.node is not None and self.info.spread]
+            return [node.url for node in answer if not node.carries]
+
     def away(self) -> dict[str, str]:
         """URLs of the run at nodes that do not work, and what was wrong."""
         with self._ring.changed:
@@ -234,6 +242,7 @@ class Chain:
                 self._asked = None if self._asked is node else self._asked
         with self._ring.changed:
             before, refused = self._carrier, bool(node.why_not)
+            node.leaves = opened.leaves
             node.why_not = (opened.why_not or "it does not say why") if carry and not opened.carries else ""
             node.carries = carry and opened.carries
             if anew:
@@ -279,8 +288,12 @@ class Chain:
             return _FIRST_LOOK_S if self._open(replica, node) else 0.0
         # Also where nothing is owed: a node that was stopped breaks no connection, and one that is lost has lost what
         # counted as safe there.
-        if time.monotonic() - node.asked_s >= ASK_AGAIN_S and not self._open(replica, node):
-            return 0.0
+        if time.monotonic() - node.asked_s >= ASK_AGAIN_S:
+            left = node.leaves
+            if not self._open(replica, node):
+                return 0.0
+            if left and node.leaves:
+                self._hurry()
         if node is not self._carrier:
             node.tell()
         waiting = node.waiting() if node is self._carrier else []
@@ -293,6 +306,16 @@ class Chain:
             return 0.0
         replica.look_s = min(_LAST_LOOK_S, replica.look_s * 1.5)
         return 0.0 if self._is_urgent() else replica.look_s
+
+    def _hurry(self) -> None:
+        """Have all nodes bring down what they have of the newest snapshot: one leaves, and waits for that, or the next.
+
+        It does where no other snapshot was taken since it was heard of.
+        """
+        with self._ring.changed:
+            nodes = [replica.node for replica in self._replicas if replica.node is not None]
+        with ThreadPoolExecutor(len(nodes) or 1) as pool:
+            list(pool.map(NextNode.hurry, nodes))
 
     # -- decisions, under the ring's lock -------------------------------------------------------------------------
 
@@ -351,7 +374,9 @@ class Chain:
     # -- what is said ---------------------------------------------------------------------------------------------
 
     def _say(self, node: NextNode) -> None:
-        if self.info.spread and not node.why_not:
+        if self.info.spread and node.why_not:
+            logger.warning("run %s is not spread over %s: %s", self.info.text, node.url, node.why_not)
+        elif self.info.spread:
             logger.info("run %s is spread, among others over %s", self.info.text, node.url)
         elif node is self._carrier:
             logger.info("run %s goes to %s, which carries it on", self.info.text, node.url)

@@ -6,13 +6,14 @@ deletion, a retention) and holds nothing else up; when several things fail in a 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
 
 from lightning_spot.config import KEEP
-from lightning_spot.errors import Fenced, SpotError
+from lightning_spot.errors import Fenced, SnapshotNotFound, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.portion_put import NotWhole
@@ -234,9 +235,8 @@ class Flusher:
             self._do(store, url, job, attempt)
         except Fenced as error:
             self._fenced(url, job, attempt, error)
-        except NotWhole:
-            with self._ring.changed:
-                self.work.later(url, job, time.monotonic() + _AGAIN_S)
+        except NotWhole as error:
+            self._not_whole(url, job, error)
         except Exception as error:  # whatever it is, it is tried again
             if not isinstance(error, SpotError):
                 logger.exception("flushing to %s failed unexpectedly", url)
@@ -343,6 +343,16 @@ class Flusher:
             health.failures, health.failures_total = health.failures + 1, health.failures_total + 1
             self._ring.notify()
         self._heard(url, error)
+
+    def _not_whole(self, url: str, job: Job, error: NotWhole) -> None:
+        """A portion is at a tier, and those of other hosts are not yet. In the end it leaves memory: it is there."""
+        with self._ring.changed:
+            if not self.work.later(url, job, time.monotonic()):
+                return
+            logger.warning("%s, and nobody brings the rest: it leaves memory", error)
+            self.work.done(url, job)
+            with contextlib.suppress(SnapshotNotFound):  # it has just left it
+                self._ring.drop(job.run, job.manifest.name)
 
     def _fenced(self, url: str, job: Job, attempt: int, error: Fenced) -> None:
         if self._attempt(job) >= error.current > attempt:

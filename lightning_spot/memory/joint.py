@@ -9,7 +9,7 @@ from lightning_spot.image.manifest import snapshot_order
 from lightning_spot.image.parts import checksum
 
 MOST_SHARES = 1024
-_SPREAD = "spread:"
+_SPREAD, _BESIDES = "spread:", "+"
 _LAYOUTS = 3  # of a run, the newest: a rank may be a snapshot behind the others
 
 
@@ -50,10 +50,12 @@ class SpreadPlace:
     Attributes:
         replicas: at how many each portion is kept.
         urls: of the run at all of them.
+        besides: likewise at nodes to which nothing is brought any more, and that may have portions of earlier ones.
     """
 
     replicas: int
     urls: tuple[str, ...]
+    besides: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, at: str) -> SpreadPlace | None:
@@ -64,16 +66,19 @@ class SpreadPlace:
         """
         if not at.startswith(_SPREAD):
             return None
-        replicas, *urls = at.removeprefix(_SPREAD).split(" ")
-        are_nodes = bool(urls) and all(url.startswith("spot://") for url in urls)
+        replicas, *named = at.removeprefix(_SPREAD).split(" ")
+        urls = tuple(url for url in named if not url.startswith(_BESIDES))
+        besides = tuple(url.removeprefix(_BESIDES) for url in named if url.startswith(_BESIDES))
+        are_nodes = bool(urls) and all(url.startswith("spot://") for url in (*urls, *besides))
         if not (replicas.isdigit() and int(replicas) and are_nodes):
             raise SettingsError(f"{at!r} names no memory nodes over which a snapshot is spread")
-        return cls(int(replicas), tuple(urls))
+        return cls(int(replicas), urls, besides)
 
     @property
     def at(self) -> str:
         """As :attr:`Shared.at`."""
-        return f"{_SPREAD}{self.replicas} {' '.join(self.urls)}"
+        named = (*self.urls, *(f"{_BESIDES}{url}" for url in self.besides))
+        return f"{_SPREAD}{self.replicas} {' '.join(named)}"
 
 
 def is_durable(at: str) -> bool:

@@ -39,6 +39,7 @@ class NextNode:
         why: what was wrong last.
         why_not: why it does not carry the run on, ``""`` if it was not asked to, or does.
         carries: whether it carries the run on, as it said last.
+        leaves: whether it is shutting down, and takes no portions of snapshots any more.
         asked_s: when it was asked last (monotonic).
     """
 
@@ -48,7 +49,7 @@ class NextNode:
         self.away_until_s = 0.0
         self.why = ""
         self.why_not = ""
-        self.carries = False
+        self.carries = self.leaves = False
         self.asked_s = 0.0
         self._info = info
         self._ring = ring
@@ -63,7 +64,14 @@ class NextNode:
             carry: whether it is to bring the run on to the durable tier.
         """
         self.asked_s = time.monotonic()
-        return self._node().open_run(replace(self._info, nodes=(), replicas=1, spread=False, session="", carry=carry))
+        return self._node().open_run(replace(self._info, nodes=(), replicas=1, session="", carry=carry))
+
+    def hurry(self) -> None:
+        """Have it bring down what it has; nothing happens if it does not answer."""
+        try:
+            self._node().flush(_HURRIED_S)
+        except SpotError as error:
+            logger.debug("%s cannot be asked to bring down what it has: %s", self.url, error)
 
     def forget_told(self) -> None:
         """It comes next anew: it may have forgotten what it was told."""

@@ -22,6 +22,7 @@ from lightning_spot.memory.bringing import Below
 from lightning_spot.memory.commits import Commits
 from lightning_spot.memory.flusher import Flusher
 from lightning_spot.memory.health import TierHealth
+from lightning_spot.memory.joint import SpreadPlace
 from lightning_spot.memory.paths import file_name
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.remembered import Remembered
@@ -125,7 +126,10 @@ class Node:
             self._remembered.note(run)
             for key in self.registry.stale():
                 self._forget(key)
-        return self.routes.opened(run.info)
+        opened = self.routes.opened(run.info)
+        if self.draining and info.spread:
+            return replace(opened, carries=False, why_not="it is shutting down", leaves=True)
+        return opened
 
     def close_run(self, run: str, session: str, *, complete: bool) -> None:
         """The trainer of this session leaves; ``complete`` says that the run has reached its end.
@@ -173,10 +177,18 @@ class Node:
         """URL of a run where what left this node's memory is, see :meth:`Routes.below`; ``None`` if nowhere."""
         return self.routes.below(run, self.registry.key(run))
 
-    def spread_over(self, run: str) -> list[str]:
-        """URLs of a run at the nodes over which its snapshots are to be spread from now on, see :meth:`Chain.used`."""
+    def spread_over(self, run: str, replicas: int) -> SpreadPlace | None:
+        """Where the snapshots of a run are to be spread from now on; ``None`` while no node takes portions.
+
+        Args:
+            run: as in URLs.
+            replicas: at how many nodes each portion is to be kept.
+        """
         with self._lock:
-            return self.routes.spread(self.registry.find(run).info)
+            chain = self.routes.spread(self.registry.find(run).info)
+        if chain is None or not (used := chain.used):
+            return None
+        return SpreadPlace(replicas, tuple(used), tuple(chain.besides))
 
     def begin_session(self, session: str, owner: str = "") -> None:
         """A trainer on this host is connected, see :meth:`Registry.begin_session`."""

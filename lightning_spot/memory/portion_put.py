@@ -6,8 +6,10 @@ snapshot, as hosts do that have no memory node (see ``joint_folder``).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError
-from lightning_spot.image.files import note_name
+from lightning_spot.image.files import is_note, note_name
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.image.notes import Note
 from lightning_spot.memory.joint_folder import JointFolder
@@ -41,6 +43,8 @@ def put_portion(store: Store, portion: Manifest, image: memoryview, *, attempt: 
     folder = JointFolder(store, portion.run_id, portion.snapshot, pauses_s=(), attempt=attempt)
     there = folder.sizes()
     if MANIFEST_FILE not in there:
+        if note_name(note.host) in there and not _may_be_whole(there, note):
+            raise NotWhole(f"{portion.snapshot} is at {store.url} as far as this node has it")  # one request, each time
         folder.check_fence()
         if why := folder.why_torn(there):
             raise SnapshotNotFound(f"{portion.snapshot} will not be at {store.url}: {why}")
@@ -50,7 +54,8 @@ def put_portion(store: Store, portion: Manifest, image: memoryview, *, attempt: 
         found: dict[int, Note] = {}
         there = folder.sizes()
         if MANIFEST_FILE not in there:
-            committed = folder.commit(there, found) if folder.read_notes(there, found) else None
+            is_whole = _may_be_whole(there, note) and folder.read_notes(there, found)
+            committed = folder.commit(there, found) if is_whole else None
             if committed is None:
                 raise NotWhole(f"{portion.snapshot} is at {store.url} as far as this node has it")
             return committed
@@ -72,3 +77,8 @@ def _write(folder: JointFolder, portion: Manifest, image: memoryview, there: dic
     except CorruptSnapshot:
         folder.remove(file.name for file in missing)
         raise
+
+
+def _may_be_whole(there: Iterable[str], note: Note) -> bool:
+    """Whether there are as many notes as hosts: to read those of hundreds takes long."""
+    return sum(map(is_note, there)) >= note.hosts

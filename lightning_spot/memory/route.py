@@ -84,7 +84,7 @@ class Routes:
         """Decide where a run goes, and begin to look for the nodes behind this one."""
         key = info.key
         if self.flush_to is not None and self.flush_to.startswith("spot://") and not info.nodes:
-            info = replace(info, nodes=(self.flush_to,))
+            info = replace(info, nodes=(self.flush_to,), spread=False)
         refused = self.allowed(info.durable_url) if info.durable_url is not None else "no durable URL was named"
         if not info.carry:
             self.forget(key)
@@ -101,19 +101,23 @@ class Routes:
         self._refusals[key] = refused
         self._ring.set_tiers(key, Tiers(own=tuple(self._without_nodes(info, refused))))
 
-    def spread(self, info: RunInfo) -> list[str]:
-        """Have the snapshots of a run spread over the nodes behind this one; see :attr:`Chain.used`."""
+    def spread(self, info: RunInfo) -> Chain | None:
+        """Have the snapshots of a run spread over the nodes behind this one, if there are any."""
         known = self._chains.get(info.key)
         if known is not None and not known.info.spread:
             self._begin(replace(known.info, spread=True))
-        return self._chains[info.key].used if known is not None else []
+        return self._chains.get(info.key)
 
     def opened(self, info: RunInfo) -> Opened:
         """What to answer who opens a run: whether it is brought to its durable tier from here."""
-        if (chain := self._chains.get(info.key)) is not None:
-            carries = chain.carries or not self._refusals[info.key]
+        chain, refused = self._chains.get(info.key), self._refusals[info.key]
+        if info.spread and not info.nodes:  # a tier that fails is tried again, and portions are safe here meanwhile
+            why_not = refused or ("it only passes runs on to another node" if chain is not None else "")
+            return Opened(info.attempt, not why_not, why_not)
+        if chain is not None:
+            carries = chain.carries or not refused
             return Opened(info.attempt, carries, "" if carries else chain.why_not)
-        why_not = self._refusals[info.key]
+        why_not = refused
         if not why_not and info.durable_url is not None and self._flusher.failing(info.durable_url):
             why_not = f"its durable tier fails here: {self._flusher.health[info.durable_url].error}"
         return Opened(info.attempt, not why_not, why_not)

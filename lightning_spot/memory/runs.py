@@ -54,7 +54,8 @@ class RunInfo:
         nodes: ``spot://host:port`` of the memory nodes behind this one, in order of preference.
         replicas: how many of them each snapshot is kept at.
         carry: whether the node is to bring the run to its durable tier; where it is kept at several, one is.
-        spread: whether snapshots are spread over all nodes behind this one: each of them is to carry the run on.
+        spread: whether snapshots are spread over all nodes behind this one: each of them is to carry the run on; or,
+            at one of these, that it is to have portions of them only.
         session: live connection of the trainer, if it is on this host.
         pid: its process id, for messages.
         host: name of its machine, for messages.
@@ -96,11 +97,13 @@ class Opened:
         attempt: the attempt that writes now.
         carries: whether this node, or one behind it, brings the run to its durable tier.
         why_not: if it does not, the reason, for people.
+        leaves: whether this is since it is shutting down, and is to have no further portions of snapshots.
     """
 
     attempt: int
     carries: bool
     why_not: str = ""
+    leaves: bool = False
 
 
 @dataclass(slots=True)

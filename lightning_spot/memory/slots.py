@@ -244,7 +244,8 @@ def owed(slot: Slot, tiers: Tiers, *, newest: bool) -> list[str]:
         return []
     urls = slot.places if slot.places is not None else (*tiers.own, *tiers.carried)
     if slot.of_host is not None:
-        urls = tuple(url for url in tiers.own if slot.whole and not url.startswith("spot:"))
+        never_whole = slot.overtaken and not slot.whole
+        urls = tuple(url for url in tiers.own if not (never_whole or url.startswith("spot:")))
     return [url for url in urls if url not in slot.safe and url not in slot.refused]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -26,6 +27,7 @@ class SlotTable:
         changed: the same lock; notified whenever something changed.
         changes: how often that was.
         area: see above.
+        begun_s: when the table was made (monotonic); what was left in the area may be asked for soon.
         opened_s: when each run was opened last, or was asked for by the host of its trainer (monotonic).
     """
 
@@ -35,6 +37,7 @@ class SlotTable:
         self.area = area
         self.slots = area.adopt() if area is not None else []
         self.changes = 0
+        self.begun_s = time.monotonic()
         self.opened_s: dict[str, float] = {}
         self._tiers: dict[str, Tiers] = {}
         self._watchers: list[Callable[[], None]] = []

@@ -22,6 +22,10 @@ MOST_APART_S = 30.0
 LEFT_S = 35.0
 """A run counts as left by its trainer if its host has not asked for so long how this node is: it does every 10 s."""
 
+FORSAKEN_S = 3600.0
+"""What a node has of a snapshot leaves its memory when what others have of it has not come for so long."""
+
+_FIRST_LATER_S, _LAST_LATER_S = 1.0, 30.0
 _APART = 40  # times as long as it takes one: so much less does it cost training
 _LOOK_S = 1.0
 
@@ -60,6 +64,19 @@ class Job:
         return (self.kind.value, self.run, "" if self.kind is Kind.RETAIN else self.manifest.name)
 
 
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """A put that waits for what other nodes put there.
+
+    Attributes:
+        since_s: since when (monotonic).
+        due_s: when it is looked at again.
+    """
+
+    since_s: float
+    due_s: float
+
+
 @dataclass(eq=False, slots=True)
 class _Deletion:
     """Something to be deleted at a tier.
@@ -90,7 +107,7 @@ class Work:
         self._errors: dict[str, dict[tuple[str, str, str], str]] = {}
         self._begun: dict[tuple[str, str], float] = {}  # when a tier last took a snapshot of a run
         self._took_s: dict[tuple[str, str], float] = {}  # and for how long it was busy with it
-        self._later: dict[tuple[str, tuple[str, str, str]], float] = {}  # when what waits for other nodes is looked at
+        self._later: dict[tuple[str, tuple[str, str, str]], _Later] = {}
         self._waited_for: Counter[str | None] = Counter()  # runs (None: all) that somebody waits for
 
     def urls(self) -> set[str]:
@@ -101,7 +118,7 @@ class Work:
 
     def owed(self, run: str | None) -> set[str]:
         """Tiers that are waited for, of a run (``None``: of any): no retention that fails, and no spare replica."""
-        slots = [slot for slot in self._ring.slots if run in (None, slot.run)]
+        slots = [slot for slot in self._ring.slots if run in (None, slot.run) and not _is_unsure(slot)]
         found = {url for slot in slots for url in slot.dirty if not self._is_spare(slot, url)}
         for url, deletions in self._deletions.items():
             if any(run in (None, key_of(each.manifest)) for each in deletions):
@@ -116,9 +133,10 @@ class Work:
         backoff, soonest, wanted = self.backoff(url), None, set()
         for job in self._jobs(url):
             wanted.add(job.key)
-            due_s = max(backoff.due_s(job.key), self._paced_s(url, job), self._later.get((url, job.key), 0.0))
+            later = self._later.get((url, job.key))
+            due_s = max(backoff.due_s(job.key), self._paced_s(url, job), later.due_s if later is not None else 0.0)
             if due_s <= now_s:
-                if job.kind is Kind.PUT:
+                if job.kind is Kind.PUT and (url, job.key) not in self._later:  # else it has begun before
                     self._begun[url, job.run] = now_s
                 return job, None
             soonest = due_s if soonest is None else min(soonest, due_s)
@@ -127,7 +145,7 @@ class Work:
             soonest = min(now_s + _LOOK_S, soonest if soonest is not None else float("inf"))
         # Nothing is due: what failed and is not wanted any more (superseded, dropped) is forgotten.
         backoff.forget(set(wanted))
-        self._later = {(at, key): due_s for (at, key), due_s in self._later.items() if at != url or key in wanted}
+        self._later = {(at, key): later for (at, key), later in self._later.items() if at != url or key in wanted}
         self._errors[url] = {key: text for key, text in self._errors.get(url, {}).items() if key in wanted}
         return None, soonest
 
@@ -202,9 +220,16 @@ class Work:
         self.backoff(url).failed(job.key, time.monotonic())
         self._errors.setdefault(url, {})[job.key] = text
 
-    def later(self, url: str, job: Job, due_s: float) -> None:
-        """A put waits for what other nodes put there: it is looked at again then (monotonic)."""
-        self._later[url, job.key] = due_s
+    def later(self, url: str, job: Job, now_s: float) -> bool:
+        """A put waits for what other nodes put there; whether it has been for so long that nobody will.
+
+        It is looked at again soon, and less and less often.
+        """
+        known = self._later.get((url, job.key))
+        since_s = known.since_s if known is not None else now_s
+        pause_s = min(_LAST_LATER_S, max(_FIRST_LATER_S, (now_s - since_s) / 4))
+        self._later[url, job.key] = _Later(since_s, now_s + pause_s)
+        return now_s - max(since_s, self._left_s(job.run)) >= FORSAKEN_S
 
     def dropped(self, url: str, job: Job) -> None:
         """A put came to nothing, because there was nothing to put after all: it does not count as taken."""
@@ -315,15 +340,17 @@ class Work:
         if job.kind is not Kind.PUT or job.slot is None or job.manifest.is_file or job.manifest.complete:
             return 0.0
         if job.manifest.portion is not None:
-            return self._left_s(job.run) if not (job.slot.brings or self.is_urgent(job.run)) else 0.0
+            is_wanted = job.slot.brings or self._waited_for[job.run]  # of a drain of this node, others do not know
+            return 0.0 if is_wanted and not _is_unsure(job.slot) else self._left_s(job.run)
         return self._free_s(url, job.run, followed=job.slot.followed)
 
     def _left_s(self, run: str) -> float:
-        """When a run counts as left by its trainer: then each node brings down what it has of the newest snapshot.
+        """When a run counts as left by its trainer: then each node brings down what it has of the newest snapshots.
 
-        Until then its trainer says which one they bring, since all must bring the same one.
+        Until then its trainer says which one they bring, since all must bring the same one. Then nobody is there to say
+        which of them are whole: the durable tier shows it, when all nodes have brought theirs.
         """
-        return self._ring.opened_s.get(run, float("-inf")) + LEFT_S
+        return self._ring.opened_s.get(run, self._ring.begun_s) + LEFT_S
 
     def _free_s(self, url: str, run: str, *, followed: bool) -> float:
         """When a tier may take the next snapshot of a run at the soonest, 0 for at once."""
@@ -333,3 +360,8 @@ class Work:
         if info.durable_every_s is not None:
             return begun_s + info.durable_every_s
         return begun_s + min(self._took_s.get((url, run), 0.0) * _APART, MOST_APART_S) if followed else 0.0
+
+
+def _is_unsure(slot: Slot) -> bool:
+    """Whether a slot holds one host's portion of a snapshot of which nobody has said here that it is whole."""
+    return slot.of_host is not None and not slot.whole

@@ -292,6 +292,19 @@ def spread_over(found_at: list[tuple[Source, Holdings]]) -> list[tuple[Source, H
     return [(StoreSource(store, tier), Holdings(manifests))] if manifests else []
 
 
+def hold(found: Survey, name: str, attempt: int) -> None:
+    """Have memory nodes over which a snapshot is spread keep it, since an attempt goes on from it.
+
+    Args:
+        found: what the tiers hold.
+        name: of the snapshot.
+        attempt: that goes on.
+    """
+    for source, _ in found.answers:
+        if isinstance(source, StoreSource) and isinstance(source.store, SpreadStore):
+            source.store.hold(name, attempt)
+
+
 def ask_all(
     asked: Mapping[str, Callable[[], Any]], wait_s: float, *, lasting: Collection[str] = ()
 ) -> tuple[dict[str, Any], dict[str, str]]:

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.spread import Told
-from lightning_spot.service.fields import MOST_ATTEMPTS, integer, json_body, only_same_host, text, texts
+from lightning_spot.service.fields import MOST_ATTEMPTS, MOST_NODES, integer, json_body, only_same_host, text, texts
 
 
 class PortionRequests:
@@ -65,5 +65,6 @@ class PortionRequests:
     async def spread(self, request: web.Request) -> web.Response:
         """Where hosts may bring the next one."""
         only_same_host(request)
-        urls = await asyncio.to_thread(self._node.spread_over, request.match_info["run"])
-        return web.json_response({"urls": urls})
+        replicas = integer(await json_body(request), "replicas", 1, 1, MOST_NODES)
+        place = await asyncio.to_thread(self._node.spread_over, request.match_info["run"], replicas)
+        return web.json_response({"at": place.at if place is not None else ""})

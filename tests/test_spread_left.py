@@ -1,0 +1,232 @@
+"""Portions at memory nodes whose trainers are gone, or one of which is: they become durable, or go in bounded time."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_spot.client.portions import JointPortions
+from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.stores import open_store
+from lightning_spot.image.manifest import snapshot_name
+from lightning_spot.image.notes import Note
+from lightning_spot.image.portion import Portions
+from lightning_spot.memory import work
+from lightning_spot.memory.joint import SpreadPlace
+from lightning_spot.memory.joint_folder import JointFolder
+from lightning_spot.memory.node import Node
+from lightning_spot.memory.runs import RunInfo
+from lightning_spot.memory.spread import Told
+from lightning_spot.tiers.local import LocalStore
+from tests.conftest import until
+from tests.served import served
+from tests.small_trainer import RUN_ID, info_of
+from tests.test_spread_room import HOSTS, NBYTES, Two
+
+
+class Carried(Two):
+    """Two nodes that bring down what they have; each host has its own."""
+
+    def __init__(self, root: Path, ends: contextlib.ExitStack, durable_every_s: float | None = None) -> None:
+        self.durable_every_s, self.store = durable_every_s, LocalStore(str(root / "run"))
+        super().__init__(root, ends, slots=4, allow=[str(root)])
+
+    def info(self) -> RunInfo:
+        return replace(info_of(self.url, self.attempt), durable_every_s=self.durable_every_s, spread=True)
+
+    def bring_all(self, step: int) -> None:
+        """Nobody is left to say that it is whole."""
+        self.begin(step)
+        for host in HOSTS:
+            self.bring(step, host)
+
+    def tell(self, node: int, step: int, **told: bool) -> None:
+        self.stores[node].whole(Told(snapshot_name(step, self.attempt), **told), attempt=self.attempt)
+
+    def durable(self) -> list[int]:
+        return [manifest.step for manifest in self.store.survey().manifests]
+
+
+Make = Callable[..., Carried]
+
+
+@pytest.fixture
+def carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setattr(Portions, "read", lambda *_: Portions((((0, NBYTES),),), (1,)))
+    with contextlib.ExitStack() as ends:
+        yield lambda durable_every_s=None: Carried(tmp_path, ends, durable_every_s)
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run counts as left by its trainer at once."""
+    monkeypatch.setattr(work, "LEFT_S", 0.3)
+
+
+@pytest.mark.usefixtures("left")
+@pytest.mark.parametrize("told", [(), (0,), (1,), HOSTS])
+def test_what_is_whole_becomes_durable_whoever_was_told_so(carried: Make, told: tuple[int, ...]) -> None:
+    nodes = carried()
+    nodes.bring_all(1)
+    for node in told:
+        nodes.tell(node, 1)
+    until(lambda: nodes.durable() == [1], "it at the durable tier")
+    until(lambda: all(slot.safe for node in nodes.nodes for slot in node.ring.committed()), "all to know it")
+
+
+def test_while_its_trainer_lives_nobody_brings_down_what_may_not_be_whole(carried: Make) -> None:
+    nodes = carried()
+    nodes.bring_all(1)
+    assert [node.flush("run", 0.2) for node in nodes.nodes] == [[], []]
+    assert not nodes.store.survey().unfinished
+    assert nodes.nodes[0].settled
+
+
+@pytest.mark.usefixtures("left")
+@pytest.mark.parametrize("is_told", [False, True])
+def test_what_is_not_whole_leaves_memory_in_the_end_and_may_still_become_whole(
+    carried: Make, monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    """Whoever comes later with the rest commits it; so does the next attempt, whoever brings that."""
+    monkeypatch.setattr(work, "FORSAKEN_S", 1.5)
+    nodes = carried()
+    nodes.take(1)
+    nodes.begin(2)
+    nodes.bring(2, 0)
+    if is_told:
+        nodes.tell(0, 2)
+    until(lambda: nodes.durable() == [1], "the one before at the durable tier")
+    until(lambda: nodes.held() == [[1], [1]], "its memory to be free")
+    nodes.bring(2, 1)
+    until(lambda: nodes.durable() == [2, 1], "it at the durable tier")
+
+
+@pytest.mark.usefixtures("left")
+def test_what_is_at_no_durable_tier_stays(carried: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "FORSAKEN_S", 0.5)
+    nodes = carried()
+    (tmp_path / "run").write_text("no directory")
+    nodes.bring_all(1)
+    until(lambda: all(node.flusher.failing(nodes.url) for node in nodes.nodes), "both to have tried")
+    time.sleep(1.0)
+    assert nodes.whole() == [1]
+    (tmp_path / "run").unlink()
+    for node in nodes.nodes:
+        node.flush("run", 0.1)  # tried again soon
+    until(lambda: nodes.durable() == [1], "it at the durable tier")
+
+
+def test_what_is_lost_of_one_that_was_to_be_durable_keeps_no_later_one_from_being_so(carried: Make) -> None:
+    """However often it is looked whether the rest of it has come, that is no time in which the tier is to rest."""
+    nodes = carried(durable_every_s=2.0)
+    nodes.begin(1)
+    nodes.bring(1, 0)
+    nodes.tell(0, 1, brings=True)  # what the other node had of it is lost
+    deadline_s, step = time.monotonic() + 20.0, 2
+    while not nodes.durable() and time.monotonic() < deadline_s:
+        nodes.take(step)
+        step += 1
+        time.sleep(0.2)
+    assert nodes.durable()
+
+
+def test_of_the_end_of_a_run_what_was_taken_once_more_is_owed_nowhere(carried: Make) -> None:
+    """The first try was lost, and this node did not hear it: its memory is free when the second one is whole."""
+    nodes = carried()
+    nodes.bring(1, 0, complete=True)
+    first, again = (snapshot_name(1, 1, complete=True, again=again) for again in (False, True))
+    nodes.stores[0].whole(Told(again, overtaken=(first,)), attempt=1)
+    (slot,) = nodes.nodes[0].ring.committed()
+    assert slot.overtaken
+    assert not slot.dirty
+
+
+def test_while_notes_of_other_hosts_are_missing_none_is_read(carried: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each portion is looked after again and again: with hundreds of hosts, these would be tens of thousands."""
+    read: list[int] = []
+    read_notes = JointFolder.read_notes
+
+    def note(folder: JointFolder, there: dict[str, int], known: dict[int, Note]) -> bool:
+        read.append(len([name for name in there if name.startswith("portion-")]))
+        return read_notes(folder, there, known)
+
+    monkeypatch.setattr(JointFolder, "read_notes", note)
+    nodes = carried()
+    nodes.bring_all(1)
+    nodes.tell(0, 1, brings=True)
+    time.sleep(2.5)
+    assert not read
+    nodes.tell(1, 1, brings=True)
+    until(lambda: nodes.durable() == [1], "it at the durable tier")
+    assert set(read) == {2}
+
+
+def test_a_durable_tier_that_fails_keeps_no_portion_from_a_node(carried: Make, tmp_path: Path) -> None:
+    nodes = carried()
+    (tmp_path / "run").write_text("no directory")
+    nodes.take(1)
+    until(lambda: nodes.nodes[0].flusher.failing(nodes.url), "it to fail")
+    assert nodes.stores[0].open_run(nodes.info()).carries
+    assert not nodes.stores[0].open_run(replace(nodes.info(), spread=False)).carries
+
+
+def test_a_node_that_only_passes_runs_on_takes_no_portions(tmp_path: Path) -> None:
+    """Nodes bring portions to the durable tier; this one would bring them nowhere."""
+    info = replace(info_of(str(tmp_path / "run"), 1))
+    with contextlib.ExitStack() as ends:
+
+        def start(*allow: str, flush_to: str | None = None) -> str:
+            node = Node(slots=4, memory_bytes=2**26, open_store=open_store, allow=allow, flush_to=flush_to)
+            return f"spot://127.0.0.1:{ends.enter_context(served(node))}"
+
+        far = start(str(tmp_path))
+        for allow in ((), (str(tmp_path),)):
+            near = NodeStore(f"{start(*allow, flush_to=far)}/run@{RUN_ID}")
+            until(lambda near=near: near.open_run(info).carries, "it to pass the run on")  # type: ignore[misc]
+            opened = near.open_run(replace(info, spread=True))
+            assert not opened.carries
+            assert "passes runs on" in opened.why_not or "may not write" in opened.why_not
+
+
+def test_a_node_that_shuts_down_takes_no_further_portions_and_hears_when_it_is_not_needed(carried: Make) -> None:
+    nodes = carried(durable_every_s=3600.0)
+    nodes.take(1)
+    until(lambda: nodes.durable() == [1], "the first one at the durable tier")
+    nodes.take(2)
+    leaving, other = nodes.nodes[1], nodes.place.urls[0]
+    leaving.draining = True
+    opened = nodes.stores[1].open_run(nodes.info())
+    assert (opened.carries, opened.leaves) == (False, True)
+    assert nodes.stores[1].open_run(replace(nodes.info(), spread=False)).carries  # of others, it stays what it was
+    assert not leaving.settled
+    place = SpreadPlace.read(SpreadPlace(1, (other,), nodes.place.urls[1:]).at)
+    assert place == SpreadPlace(1, (other,), nodes.place.urls[1:])
+    nodes.joint = JointPortions(nodes.stores, place)
+    nodes.stores[1] = nodes.stores[0]  # who brought there brings elsewhere now
+    nodes.take(3)
+    until(lambda: leaving.settled, "nothing to be owed")  # it may be deleting what was durable before
+    assert all(slot.overtaken for slot in leaving.ring.committed())
+    assert nodes.durable() == [1]
+
+
+def test_a_node_that_shuts_down_when_no_other_snapshot_follows_has_its_portions_brought_down_by_all(
+    carried: Make,
+) -> None:
+    nodes = carried()
+    nodes.take(1)
+    nodes.begin(2)
+    for host in HOSTS:
+        nodes.bring(2, host)
+        nodes.tell(host, 2)
+    nodes.nodes[1].draining = True
+    nodes.nodes[1].flush(None, 0.3)  # as it does by itself: the others know nothing of that
+    assert not [name for name in nodes.store.survey().unfinished if "000002" in name]
+    for node in nodes.nodes:  # as the host of the trainer has them do
+        node.flush("run", 0.3)
+    until(lambda: nodes.durable()[:1] == [2], "it at the durable tier")
+    until(lambda: nodes.nodes[1].flush("run", 1.0) == [] and nodes.nodes[1].settled, "nothing to be owed")
