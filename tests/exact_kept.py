@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 import torchmetrics
+from torch.ao import quantization
 
 from tests.exact_cases import Lean
 
@@ -233,6 +234,32 @@ class Extra(Weighted):
     def configure_optimizers(self) -> Any:
         self.lazy(torch.ones(1, 8))
         return super().configure_optimizers()
+
+
+class Odd(Weighted):
+    """Has buffers without a shape of their own: those that a lazy layer is to make, and a nested one.
+
+    A quantisation that it learns takes another shape in its first step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = torch.nn.LazyBatchNorm1d()
+        layer = torch.nn.Sequential(torch.nn.Linear(8, 3)).train()
+        layer.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+        self.learned = quantization.prepare_qat(layer)
+        nested = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)], layout=torch.jagged)
+        self.register_buffer("nested", nested, persistent=False)
+
+    def weight(self) -> float:
+        self.nested = self.nested * 0.9 + torch.rand(())
+        return 0.01 * sum(float(part.sum()) for part in self.nested.unbind())
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) + self.learned(self.lazy(batch[0])).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01)  # takes parameters that are not there yet
 
 
 class LeavingOut(Lean):

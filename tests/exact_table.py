@@ -529,6 +529,7 @@ LOOPS: dict[str, Case] = {
     "scheduler-replaced": Case(model=kept.Replacing, says=kept.REPLACED, differs=True),
     "more-epochs-later": Case(model=kept.Longer, stops=(18,), ignored=("hooked.before.settings",)),
     "extra-state-and-lazy-layer": Case(model=kept.Extra, stops=(8, 4)),
+    "buffers-without-a-shape": Case(model=kept.Odd, stops=(8, 4)),
     "left-out-of-the-state-dict": Case(model=kept.LeavingOut, stops=(8, 4)),
     "toggled-over-batches": Case(model=kept.Toggling, stops=(2, 5)),
     "gathered-outputs": Case(model=m.Gathering),

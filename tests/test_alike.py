@@ -148,7 +148,10 @@ def test_ranks_whose_trainers_would_step_at_other_places_are_told() -> None:
 
 def built(**more: torch.nn.Module | torch.Tensor) -> torch.nn.Module:
     """A model with some modules more, or buffers."""
-    made = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2), torch.nn.LazyLinear(1))
+    made = torch.nn.Sequential(
+        torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2), torch.nn.LazyLinear(1), torch.nn.LazyBatchNorm1d()
+    )
+    made.register_buffer("nested", torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)]))  # has no shape
     for name, item in more.items():
         made.add_module(name, item) if isinstance(item, torch.nn.Module) else made.register_buffer(name, item)
     return made

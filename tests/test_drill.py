@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,30 @@ def test_differences_are_told_entry_by_entry() -> None:
     assert list(differences({"a": -0.0 * torch.ones(1)}, {"a": torch.zeros(1)})) != []  # to the bit
     assert list(differences({"a": 1}, {"b": 1})) == ["a: only in the first", "b: only in the second"]
     assert list(differences({"a": [1]}, {"a": [1, 2]})) == ["a: 1 items and 2"]
+
+
+def quantised(scale: float) -> torch.Tensor:
+    return torch.quantize_per_tensor(scale * torch.arange(4.0), scale, 0, torch.qint8)
+
+
+def by_channel(scale: float) -> torch.Tensor:
+    scales, zeros = torch.tensor([scale, 1.0], dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
+    return torch.quantize_per_channel(torch.zeros(2, 3), scales, zeros, 0, torch.qint8)
+
+
+def nested(value: float, layout: torch.layout = torch.strided) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.zeros(2), torch.full((3,), value)], layout=layout)
+
+
+def jagged(value: float) -> torch.Tensor:
+    return nested(value, torch.jagged)
+
+
+@pytest.mark.parametrize("make", [quantised, by_channel, nested, jagged])
+def test_tensors_of_odd_kinds_are_compared_by_all_that_they_are(make: Callable[[float], torch.Tensor]) -> None:
+    """Quantised ones may have the same integers with other scales, nested ones have no shape that they share."""
+    assert list(compare(make(0.5), make(0.5))) == []
+    assert len(list(compare(make(0.5), make(0.25)))) == 1
 
 
 def test_arrays_of_objects_are_compared_by_what_they_hold() -> None:

@@ -15,6 +15,7 @@ import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.exact import restoring
+from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.compare import differences
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.tiers.local import LocalStore
@@ -240,3 +241,18 @@ def test_a_run_stopped_in_front_of_a_validation_goes_on_without_it(tmp_path: Pat
         assert counts.batches == left
         finals.append(final(root))
     assert list(differences(finals[0], finals[-1])) == []
+
+
+def test_a_nested_buffer_which_has_no_shape_comes_back() -> None:
+    """It ended the training."""
+    model, resumed = torch.nn.Module(), torch.nn.Module()
+    for module in (model, resumed):
+        nested = torch.nested.nested_tensor([torch.zeros(3), torch.zeros(5)])
+        module.register_buffer("nested", nested, persistent=False)
+    buffers = Buffers()
+    buffers.begin(model)
+    model.nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(5)])
+    captured = buffers.capture(model, is_first=True)
+    assert buffers.made(captured) == []
+    Buffers().restore(resumed, captured)
+    assert [part.tolist() for part in resumed.nested.unbind()] == [[1.0] * 3, [1.0] * 5]

@@ -87,6 +87,11 @@ def tensors_in(state: Any) -> Iterator[torch.Tensor]:
             stack.extend(item)
 
 
+def shape_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The shape; of a nested tensor those of its parts: it has none itself, or one like no other's."""
+    return tuple(part.shape for part in tensor.unbind()) if tensor.is_nested else tensor.shape
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a ``DTensor``; of others, the tensor itself."""
     if type(tensor) in PLAIN:
@@ -95,8 +100,12 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
+_HAS_NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)
+"""What torch raises where a tensor has none of its own; the last one of those that a lazy layer is still to make."""
+
+
 def storage_address(tensor: torch.Tensor) -> int:
-    """Address of the tensor's storage, 0 if it has none of its own (sparse, quantised, most wrapper subclasses).
+    """Address of the tensor's storage, 0 if it has none of its own (sparse, quantised, lazy, most wrapper subclasses).
 
     That of a ``DTensor`` is the storage of what this rank has of it.
     """
@@ -105,7 +114,7 @@ def storage_address(tensor: torch.Tensor) -> int:
         return 0
     try:
         return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):
+    except _HAS_NO_STORAGE:
         return 0
 
 
@@ -119,7 +128,7 @@ def storage_addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
     local = locals_of(tensors)
     try:
         return [tensor.untyped_storage().data_ptr() for tensor in local]
-    except (NotImplementedError, RuntimeError):  # one of them has none of its own
+    except _HAS_NO_STORAGE:  # one of them has none of its own
         return list(map(storage_address, local))
 
 

@@ -1,6 +1,7 @@
 """Buffers that a checkpoint lacks: those outside ``state_dict`` that change, and those of ranks but the first.
 
-Likewise parameters that a ``state_dict`` of the user's own leaves out, and that training changes all the same.
+Likewise parameters that a ``state_dict`` of the user's own leaves out, and that training changes all the same. What a
+lazy layer is still to make is not there yet.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from lightning_spot.capture.tensors import storage_address
+from lightning_spot.capture.tensors import shape_of, storage_address
 from lightning_spot.exact import private
 from lightning_spot.exact.flat import live_state, units_of
 
@@ -20,7 +22,7 @@ _NORMS = (
 )
 Values = dict[str, torch.Tensor]
 Mark = tuple[int, object]
-Form = tuple[torch.Size, torch.dtype, torch.layout]
+Form = tuple[tuple[object, ...], torch.dtype, torch.layout]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,8 @@ class Noted:
 
     @classmethod
     def of(cls, buffers: Values) -> Noted:
-        """As they are now."""
+        """As they are now, but for those that are still to be made."""
+        buffers = _there(buffers)
         return cls(_marks(buffers), {name: _form(buffer) for name, buffer in buffers.items()})
 
 
@@ -61,7 +64,7 @@ class Buffers:
         self._first = Noted.of(self._values(module))
 
     def _values(self, module: torch.nn.Module) -> Values:
-        values = dict(module.named_buffers())
+        values = _there(dict(module.named_buffers()))
         if self._left_out:
             values.update((name, each) for name, each in module.named_parameters() if name in self._left_out)
         return values
@@ -113,7 +116,7 @@ class Buffers:
         for name, value in saved.items():
             if name in made and name not in in_checkpoint:
                 _make(module, name, value, present.get(name))
-            elif name in present and not _write(present[name], value) and present[name].shape == value.shape:
+            elif name in present and not _write(present[name], value) and shape_of(present[name]) == shape_of(value):
                 _make(module, name, value, present[name])
         self._changed |= set(saved)
         self._made |= set(made)
@@ -134,6 +137,8 @@ def put(module: torch.nn.Module, values: Values) -> None:
 
 def _write(present: torch.Tensor, value: torch.Tensor) -> bool:
     """Write a value into a tensor; ``False`` if that cannot be, since it has another shape or layout."""
+    if present.is_nested or value.is_nested:  # torch takes none for another one's shape
+        return False
     if present.shape != value.shape or not present.layout == value.layout == torch.strided:
         return False
     once, written = present, value
@@ -161,7 +166,12 @@ def _make(module: torch.nn.Module, name: str, value: torch.Tensor, present: torc
 
 
 def _all(module: torch.nn.Module) -> Values:
-    return {**dict(module.named_buffers()), **dict(module.named_parameters())}
+    return _there({**dict(module.named_buffers()), **dict(module.named_parameters())})
+
+
+def _there(values: Values) -> Values:
+    """Those that are not still to be made by a lazy layer."""
+    return {name: value for name, value in values.items() if not is_lazy(value)}
 
 
 def _marks(buffers: Values) -> dict[str, Mark]:
@@ -169,9 +179,9 @@ def _marks(buffers: Values) -> dict[str, Mark]:
 
 
 def _writes_of(buffer: torch.Tensor) -> object:
-    """Torch's count of the writes. It does not count those to the values of a sparse tensor: no two are alike."""
-    return private.writes_of(buffer) if buffer.layout is torch.strided else object()
+    """Torch's count of the writes. It does not count those to values of sparse and nested tensors: no two are alike."""
+    return private.writes_of(buffer) if buffer.layout is torch.strided and not buffer.is_nested else object()
 
 
 def _form(buffer: torch.Tensor) -> Form:
-    return buffer.shape, buffer.dtype, buffer.layout
+    return shape_of(buffer), buffer.dtype, buffer.layout

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_spot.capture.tensors import shape_of
 from lightning_spot.exact.placeholder import Placeholder, kind_of, parts_of
 from lightning_spot.exact.unpickling import read_checkpoint, with_ranks
 from lightning_spot.image.manifest import Manifest
@@ -164,8 +165,9 @@ def _is_recent(value: Any) -> bool:
 
 
 def _tensors_differ(left: torch.Tensor, right: torch.Tensor) -> str | None:
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return f"{left.dtype} {tuple(left.shape)} and {right.dtype} {tuple(right.shape)}"
+    left_shape, right_shape = shape_of(left), shape_of(right)
+    if left.dtype != right.dtype or left_shape != right_shape:
+        return f"{left.dtype} {tuple(left_shape)} and {right.dtype} {tuple(right_shape)}"
     if left.layout != right.layout:
         return f"{left.layout} and {right.layout}"
     first, second = (_bits(side) for side in (left, right))
@@ -181,7 +183,8 @@ def _tensors_differ(left: torch.Tensor, right: torch.Tensor) -> str | None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.cat([_bits_of_one(part.detach().cpu()) for part in _parts(tensor)])
+    none = torch.empty(0, dtype=torch.uint8)  # a nested tensor may have no parts
+    return torch.cat([none, *(_bits_of_one(part.detach().cpu()) for part in _parts(tensor))])
 
 
 def _bits_of_one(tensor: torch.Tensor) -> torch.Tensor:
@@ -189,7 +192,9 @@ def _bits_of_one(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The strided tensors that a sparse or quantised one is made of."""
+    """The strided tensors that a sparse, nested or quantised one is made of."""
+    if tensor.is_nested:
+        return list(tensor.unbind())
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
         return [tensor.indices(), tensor.values()]
@@ -197,7 +202,14 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor.int_repr()] if tensor.is_quantized else [tensor]
+    return [tensor.int_repr(), *_scales(tensor)] if tensor.is_quantized else [tensor]
+
+
+def _scales(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What the numbers of a quantised tensor are multiplied by, and which of them stands for zero."""
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return [torch.tensor([tensor.q_scale(), float(tensor.q_zero_point())], dtype=torch.float64)]
+    return [tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
 
 
 def _equal(left: Any, right: Any, folders: bool) -> bool:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
+from lightning_spot.capture.tensors import shape_of
 from lightning_spot.capture.versions import versions
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact import private
@@ -126,10 +127,10 @@ def _tensors(module: Module, *, whole: bool) -> dict[str, str]:
     own = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     found: dict[str, str] = {}
     for name, parameter in module.named_parameters():
-        shape = f" {tuple(parameter.shape)}" if whole and not is_lazy(parameter) else ""
+        shape = f" {tuple(shape_of(parameter))}" if whole and not is_lazy(parameter) else ""
         found[name] = f"{parameter.dtype}{shape}{'' if parameter.requires_grad else ', frozen'}"
     for above, each in module.named_modules():
         for name, buffer in each.named_buffers(above, recurse=False):
             if name.rpartition(".")[2] not in private.NON_PERSISTENT.of(each) and not is_lazy(buffer):
-                found[name] = f"{buffer.dtype} {tuple(buffer.shape)}"
+                found[name] = f"{buffer.dtype} {tuple(shape_of(buffer))}"
     return {name: text for name, text in found.items() if name not in own}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from lightning_spot.capture.tensors import shape_of
 from lightning_spot.errors import ModelChanged
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.hyperparameters import OF_DATA, OF_MODEL, held
@@ -34,17 +35,29 @@ def check_model(trainer: pl.Trainer, checkpoint: dict[str, Any], snapshot: str) 
     saved = checkpoint.get("state_dict", {})
     present = trainer.strategy.lightning_module_state_dict()
     missing, unexpected = sorted(set(present) - set(saved)), sorted(set(saved) - set(present))
-    reshaped = [
-        f"{key} {tuple(saved[key].shape)}→{tuple(value.shape)}"
+    reshaped = {
+        key: f"{key} {tuple(shape_of(saved[key]))}→{tuple(shape_of(value))}"
         for key, value in present.items()
-        if key in saved
+        if isinstance(saved.get(key), torch.Tensor)
         and isinstance(value, torch.Tensor)
         and not is_lazy(value)  # it takes the shape that comes
-        and getattr(saved[key], "shape", None) != value.shape
-    ]
-    if missing or unexpected or reshaped:
+        and shape_of(saved[key]) != shape_of(value)
+    }
+    if missing or unexpected or not all(_loads_by_itself(module, key) for key in reshaped):
         way = "set strict_loading=False in the LightningModule to load what fits, "
-        raise changed(snapshot, missing=missing, unexpected=unexpected, reshaped=reshaped, way=way)
+        raise changed(snapshot, missing=missing, unexpected=unexpected, reshaped=[*reshaped.values()], way=way)
+
+
+def _loads_by_itself(module: torch.nn.Module, key: str) -> bool:
+    """Whether the module that has a tensor loads it in a way of its own, and so may take the shape that comes.
+
+    Those of torch that learn a quantisation do: what is for each channel shows in training.
+    """
+    owner = dict(module.named_modules()).get(key.rpartition(".")[0])
+    if owner is None:
+        return False
+    has_hooks = bool(getattr(owner, "_load_state_dict_pre_hooks", ()))
+    return has_hooks or type(owner)._load_from_state_dict is not torch.nn.Module._load_from_state_dict
 
 
 def check_optimizers(trainer: pl.Trainer, snapshot: str) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.data import Subset, TensorDataset
 
+from lightning_spot.capture.tensors import shape_of
 from lightning_spot.exact import private
 from lightning_spot.exact.compare import without_moments
 from lightning_spot.exact.hyperparameters import held
@@ -64,7 +65,7 @@ class Fingerprint:
         """At ``setup``, before the module's own."""
         module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined] # it has one
         named = module.named_parameters()
-        shapes = [(name, None if is_lazy(value) else tuple(value.shape)) for name, value in named]
+        shapes = [(name, None if is_lazy(value) else tuple(shape_of(value))) for name, value in named]
         hyperparameters = [owner.hparams for owner in (module, data) if owner is not None]
         return cls(
             _digest(type(module).__qualname__, type(data).__qualname__, shapes),
