@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import Replicate, Shard
@@ -23,9 +25,10 @@ from torch.distributed.tensor import Replicate, Shard
 from lightning_spot.cli.command import main
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import CorruptSnapshot, LayoutUnsupported, ModelChanged, NotSerialisable
-from lightning_spot.exact.sharded import Dtensors
+from lightning_spot.exact.sharded import Dtensors, _put_back_optimizer
 from lightning_spot.image.files import check_files
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.layout import filled
+from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Image
 from lightning_spot.image.shards import SHARDS_FILE, Shards, archived
 from lightning_spot.run.reading import ReadImage, SnapshotReader
@@ -432,3 +435,37 @@ def test_names_of_parameters_are_those_of_now(kind: type[torch.nn.Linear]) -> No
         shown = {id(parameter) for parameter in holder.frozen(state)}
         named = module.named_parameters()
         assert shown == {id(one) for name, one in named if name in state[holder.key] and not one.requires_grad}
+
+
+def resumed(tweak: Callable[[torch.optim.Optimizer], Any], **settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state of an optimizer that has stepped, and of one that goes on from the snapshot of it."""
+    optimizers = []
+    for _ in range(2):
+        module = torch.nn.Linear(3, 2)
+        optimizers.append((Dtensors(module), torch.optim.AdamW(module.parameters(), **settings)))
+        module(torch.ones(1, 3)).sum().backward()
+    (holder, optimizer), (other, resuming) = optimizers
+    optimizer.step()
+    tweak(optimizer)
+    state = {holder.key: holder.model_state(), "optimizer_0": holder.optimizer_state(optimizer)}
+    image = ShardedLayouter(0, 1).lay_out(state, state_archive({}, 4096), [4096], {})
+    data = filled(image.layout)
+    manifest = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=len(data), files=image.files)
+    _put_back_optimizer(other, resuming, ImageReader(memoryview(data), manifest), "optimizer_0")
+    resuming.step()
+    return optimizer.state_dict(), resuming.state_dict()
+
+
+def test_groups_of_an_optimizer_hold_what_they_held() -> None:
+    """A learning rate that was a tensor was gone after a resume, and of a dict its last value was left."""
+    more = {"warmup": 3, "ends": [1, {"at": torch.ones(2)}]}
+    before, after = resumed(lambda optimizer: optimizer.param_groups[0].update(more=more), lr=torch.tensor(0.25))
+    assert torch.equal(after["param_groups"][0]["lr"], torch.tensor(0.25))
+    groups = [flatten_state_dict(state["param_groups"][0])[0] for state in (before, after)]
+    assert same(*[dict(sorted(group.items())) for group in groups])
+
+
+def test_states_of_optimizers_with_keys_that_are_no_text_are_refused_by_name() -> None:
+    """They came back as text: the optimizer did not find its state, or began anew with it."""
+    with pytest.raises(NotSerialisable, match=r"optimizer_0\.state\.weight has the key 0, .* all keys are text"):
+        resumed(lambda optimizer: next(iter(optimizer.state.values())).update({0: torch.ones(2)}))

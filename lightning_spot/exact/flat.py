@@ -173,7 +173,7 @@ class Flat:
             for part in self._parts:
                 if part.name not in own and not part.numel and part.name in theirs:
                     own[part.name] = {each: _missing(part, kind) for each, kind in theirs[part.name].items()}
-            items[_STATE] = {name: dict(sorted(own[name].items())) for name in sorted(own)}
+            items[_STATE] = {name: dict(sorted(own[name].items(), key=_text_of_key)) for name in sorted(own)}
 
     # -- to load --------------------------------------------------------------------------------------------------
 
@@ -326,6 +326,10 @@ def _missing(part: Part, kind: str) -> Any:
         return Refused(kind.removeprefix(_REFUSED))
     nothing = torch.empty(0, dtype=getattr(torch, kind.removeprefix(_SCALAR)))
     return part.scalar(nothing) if kind.startswith(_SCALAR) else part.shard_of(nothing)
+
+
+def _text_of_key(item: tuple[Any, Any]) -> str:
+    return str(item[0])  # one that is no text is refused when it is laid out
 
 
 def _saved_of(reader: ImageReader, key: str) -> dict[str, dict[str, ShardedTensor | None]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, compress, count, islice
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
@@ -151,16 +151,12 @@ class Dtensors:
     def load_optimizer(self, optimizer: torch.optim.Optimizer, reader: ImageReader, key: str) -> dict[int, State]:
         """See :class:`Holder`."""
         parameters = {self._names[id(one)]: one for group in optimizer.param_groups for one in group[_NAMES]}
-        state: State = {}
-        for tensor in reader.shards.tensors:
-            if tensor.path[:2] == (key, _STATE):
-                parameter = parameters[str(tensor.path[2])]
-                set_element(state, tensor.path, _empty_like(parameter, tensor))
-        for path in (value.path for value in reader.shards.values if value.path[:2] == (key, _STATE)):
-            set_element(state, path, None)
-        load(state, reader)
+
+        def room(tensor: ShardedTensor) -> torch.Tensor:
+            return _empty_like(parameters[str(tensor.path[2])], tensor)
+
         numbers = {name: number for number, name in enumerate(parameters)}
-        return {numbers[name]: value for name, value in state.get(key, {}).get(_STATE, {}).items()}
+        return {numbers[name]: value for name, value in _read_below(reader, (key, _STATE), room).items()}
 
 
 def is_sharded(trainer: pl.Trainer) -> bool:
@@ -294,11 +290,30 @@ def _empty_like(parameter: torch.Tensor, saved: ShardedTensor) -> torch.Tensor:
 
 
 def _groups_of(reader: ImageReader, key: str) -> list[dict[str, Any]]:
-    """The groups of an optimizer's parameters, as they were saved."""
-    groups: dict[int, dict[str, Any]] = {}
-    for path, value in reader.values_below((key, _GROUPS)):
-        groups.setdefault(int(path[2]), {})[str(path[3])] = value
-    return [groups[number] for number in sorted(groups)]
+    """The groups of an optimizer's parameters, as they were saved; a learning rate may be a tensor."""
+    groups: list[dict[str, Any]] = _read_below(
+        reader, (key, _GROUPS), lambda saved: torch.empty(saved.shape, dtype=dtype_of(saved))
+    )
+    return groups
+
+
+def _read_below(reader: ImageReader, path: tuple[str, str], room: Callable[[ShardedTensor], torch.Tensor]) -> Any:
+    """All that was saved below a path, put together as it was; nothing, if that was all.
+
+    Args:
+        reader: of the snapshot.
+        path: where it was.
+        room: makes what a tensor is read into.
+    """
+    state: State = {}
+    for tensor in reader.shards.tensors:
+        if tensor.path[:2] == path:
+            set_element(state, tensor.path, room(tensor))
+    for value in reader.shards.values:
+        if value.path[:2] == path:
+            set_element(state, value.path, None)
+    load(state, reader)
+    return state.get(path[0], {}).get(path[1], {})
 
 
 def _key(number: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import compress
@@ -105,6 +106,13 @@ def some(places: Places, which: Sequence[bool]) -> Places:
         list(compress(named, which)),
         list(compress(starts, which)),
     )
+
+
+def end_of(pieces: Sequence[Piece]) -> int:
+    """Where in the file the last of them ends; 0 if there is none."""
+    if isinstance(pieces, Pieces):
+        return max(map(operator.add, pieces.places.offsets, pieces.places.sizes), default=0)
+    return max([piece.offset + piece.nbytes for piece in pieces], default=0)
 
 
 def nbytes_of(pieces: Sequence[Piece]) -> int:

@@ -54,10 +54,13 @@ class Items:
 
     Attributes:
         paths: of the items found last, in the order of the state; the same object as long as all keys are the same.
+        other_keys: that are no text, and where; directories of torch make text of them. (What modules give with
+            ``get_extra_state`` is in the rest of the checkpoint, too, as it is.)
     """
 
     def __init__(self) -> None:
         self.paths: tuple[Path, ...] = ()
+        self.other_keys: list[tuple[Path, Any]] = []
         self._form: Any = None
         self._kinds: dict[type, int] = {}
         self._leaves: set[type] = set()
@@ -75,7 +78,8 @@ class Items:
             form = self._collect(state, found, is_list=False)
         if form != self._form:
             paths: list[Path] = []
-            _name(form, (), paths)
+            self.other_keys = []
+            _name(form, (), paths, self.other_keys)
             _check_names(paths)
             self.paths, self._form = tuple(paths), form
         return found
@@ -123,13 +127,15 @@ def _is_one_item(values: list[Any]) -> bool:
     )
 
 
-def _name(form: _Form, path: Path, paths: list[Path]) -> None:
+def _name(form: _Form, path: Path, paths: list[Path], other_keys: list[tuple[Path, Any]]) -> None:
     keys, inner = form
     below = dict(_apart(inner) if isinstance(inner, _Dicts) else inner)
     names: list[str | int] = [*range(keys)] if isinstance(keys, int) else [str(key) for key in keys]
+    if not isinstance(keys, int) and not any(is_extra(part) for part in path if isinstance(part, str)):
+        other_keys += [(path, key) for key in keys if not isinstance(key, str)]
     for number, key in enumerate(names):
         if number in below:
-            _name(below[number], (*path, key), paths)
+            _name(below[number], (*path, key), paths, other_keys)
         else:
             paths.append((*path, key))
 

@@ -139,7 +139,8 @@ class Planner:
             what there is; the plan is the same object as long as nothing has changed.
 
         Raises:
-            NotSerialisable: if a tensor is sharded in a way that is not known here, or two items have one name.
+            NotSerialisable: if a tensor is sharded in a way that is not known here, two items have one name, or a
+                key is no text.
         """
         items = self._items.of(state)
         plan = self._plan
@@ -171,6 +172,10 @@ class Planner:
         paths = self._items.paths
         tensors: list[TensorItem] = []
         written = [0] * self._world_size
+        for path, key in self._items.other_keys:  # a resume would not give back what was there
+            raise NotSerialisable(
+                f"{_name(path)} has the key {key!r}, and in snapshots of a model in shards all keys are text"
+            )
         for path, item in zip(paths, items, strict=True):
             if isinstance(item, Refused):
                 raise NotSerialisable(f"{_name(path)} cannot be saved in shards: {item.reason}")

@@ -10,7 +10,7 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -106,13 +106,6 @@ class ImageReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    def values_below(self, path: Path) -> Iterator[tuple[Path, Any]]:
-        """Yield the values whose path begins with another one, each with its path."""
-        for item in self.shards.values:
-            if item.path[: len(path)] == path:
-                data = io.BytesIO(archived(self._image, self._manifest, item.at))
-                yield item.path, load_value(data, name_of(item.path))
 
     def tensor(self, path: Path) -> ShardedTensor | None:
         """The tensor of that path; ``None`` if it is no tensor, or not there."""
