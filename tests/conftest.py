@@ -51,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(folders.SHM))
     if (given := getattr(config, "workerinput", None)) is not None:
         sys.executable = given["python"]
+        os.environ.pop("STANDALONE_PORT", None)  # of ranks that this process would start: those of tests have their own
         if not sys.dont_write_bytecode:
             _import_in_turns(config, int(given["workerid"][2:]) / given["workercount"])
 

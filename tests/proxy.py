@@ -98,15 +98,16 @@ class Proxy:
 
     def _treat(self, chunk: bytes, mute: threading.Event) -> tuple[bytes, bool]:
         """What becomes of a message, and whether its connection goes on."""
-        if self.corruptions and len(chunk) > 4000:
-            self.corruptions -= 1
-            return self._flip(chunk, 2000), True
-        number, kind = self._strike
-        if self._cut[0] and self._cut[0] in chunk:
-            (_, kind), self._cut = self._cut, (b"", "")
-        elif next(self._messages) != number:
-            return chunk, True
-        self.struck = True
+        with self._counting:  # several connections send at once
+            if self.corruptions and len(chunk) > 4000:
+                self.corruptions -= 1
+                return self._flip(chunk, 2000), True
+            number, kind = self._strike
+            if self._cut[0] and self._cut[0] in chunk:
+                (_, kind), self._cut = self._cut, (b"", "")
+            elif next(self._messages) != number:
+                return chunk, True
+            self.struck = True
         if kind == "cut there":
             return chunk, False
         if kind == "cut before":

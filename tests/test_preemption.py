@@ -309,10 +309,19 @@ def test_a_signal_at_the_end_waits_until_the_last_snapshot_is_safe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: int
 ) -> None:
     """Lightning puts back the handlers that were there before training, and only then asks for the end of ``fit``."""
-    bring, there = Ending.bring, []
+    bring, put, there, may_be_safe = Ending.bring, LocalStore.put, [], threading.Event()
+    if signals == 1:
+        may_be_safe.set()
+
+    def put_then(*arguments: Any, **more: Any) -> Any:
+        assert may_be_safe.wait(30.0)
+        return put(*arguments, **more)
+
+    monkeypatch.setattr(LocalStore, "put", put_then)
 
     def passed_on(*_: Any) -> None:
         there.append([manifest.complete for manifest in LocalStore(tmp_path / "run").survey().manifests])
+        may_be_safe.set()
 
     def slow(self: Ending, wait_s: float) -> bool | None:
         for _ in range(signals):
