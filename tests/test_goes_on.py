@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import itertools
 import logging
 import threading
 import time
@@ -54,9 +55,10 @@ SOON_S = 30.0
 
 def once(does: Callable[..., Any], failed: threading.Event) -> Callable[..., Any]:
     """Fails when it is called for the first time."""
+    times = itertools.count()  # several threads may call it at once
 
     def call(*arguments: Any, **named: Any) -> Any:
-        if not failed.is_set():
+        if next(times) == 0:
             failed.set()
             raise MemoryError("none is left")
         return does(*arguments, **named)
