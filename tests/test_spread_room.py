@@ -199,6 +199,31 @@ def test_what_an_attempt_goes_on_from_stays_until_a_newer_one_is_whole_whichever
     assert two.whole()[0] == 2
 
 
+def test_what_was_committed_stays_where_no_node_has_heard_it_and_the_next_one_goes_to_fewer(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link fails for a moment: words are lost, and a node is not among those of the next snapshot."""
+
+    def silent(*_: Any, **__: Any) -> None:
+        raise NodeUnreachable("its link is cut")
+
+    two.take(1)
+    tiers = two.nodes[0].uploads.abroad.bringing
+    one = tiers.tier(two.place.at, RUN_ID)
+    assert isinstance(one, JointPortions)
+    two.joint = one
+    gathering = two.begin(2)
+    for host in HOSTS:
+        two.bring(2, host)
+    with monkeypatch.context() as cut:
+        cut.setattr(NodeStore, "whole", silent)
+        two.seal(gathering)
+    at = SpreadPlace(1, two.place.urls[1:]).at
+    shared = Shared(name=snapshot_name(3, two.attempt), shares=1, digest="d", at=at)
+    tiers.tier(at, RUN_ID).begin(shared, NBYTES, attempt=two.attempt, hosts=2)
+    assert two.whole()[0] == 2
+
+
 @pytest.mark.parametrize("by", ["torn", "placed", "decline"])
 def test_a_host_that_takes_it_that_its_portion_is_lost_takes_none_from_a_node(
     two: Two, monkeypatch: pytest.MonkeyPatch, by: str

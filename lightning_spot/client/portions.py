@@ -9,18 +9,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from lightning_spot.client.decided import Known
 from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.seen import Seen, is_to_be_brought, left_torn, never_whole, order_of, told_of, whole_names
 from lightning_spot.errors import Fenced, NodeUnreachable, SettingsError, ShareMissing, SpotError
 from lightning_spot.image import notes
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.files import FileSpan
-from lightning_spot.image.manifest import Manifest, Order, snapshot_order
+from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.packing import Compression
 from lightning_spot.image.portion import Image, PortionImage, Portions
 from lightning_spot.image.spread import portion_of
@@ -31,7 +33,7 @@ from lightning_spot.memory.joint import Shared, SpreadPlace
 from lightning_spot.memory.placement import placed_portions
 from lightning_spot.memory.runs import parse_run
 from lightning_spot.memory.spread import Told
-from lightning_spot.memory.tier import Gathering, Sent
+from lightning_spot.memory.tier import Gathering, JointTier, Sent
 
 logger = logging.getLogger(__name__)
 
@@ -40,26 +42,6 @@ WAIT_S = 120.0
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 0.5
 _OTHERS_S = 10.0  # at least: where that makes its first slot, it may take long
-_MOST_SENT = 4
-_MOST_NAMED = 32  # at once; the rest is named the next time
-_MOST_DECIDED = 64
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What is at the nodes.
-
-    Attributes:
-        held: portions, as :meth:`~lightning_spot.memory.spread.Spread.look` tells them.
-        torn: why the snapshot that was asked for will never be whole; ``""`` if nobody says so.
-        rests_s: how long the durable tier is still to be left alone.
-        problems: of the nodes that do not answer.
-    """
-
-    held: list[dict[str, Any]]
-    torn: str
-    rests_s: float
-    problems: list[SpotError]
 
 
 class _Sending(Coming):
@@ -84,25 +66,29 @@ class JointPortions(ByItself):
 
     def __init__(self, nodes: Sequence[NodeStore], place: SpreadPlace) -> None:
         self._nodes, self._place = {node.url: node for node in nodes}, place
+        self._known = Known(dict(self._nodes))
         self._lock = threading.Lock()
-        self._portions: list[Manifest] = []
         self._took_s: dict[str, float] = {}
-        self._told: tuple[str, bool] = ("", False)
-        self._decided: dict[str, bool] = {}  # by the snapshot's name: whether it is whole, or over
         self.sent = Sent()
         self.wait_s = WAIT_S
+
+    def follow(self, earlier: JointTier) -> None:
+        """See :meth:`Changes.follow`."""
+        if isinstance(earlier, JointPortions):
+            self._known = earlier._known
+            self._nodes = self._known.share(self._nodes)
 
     def begin(self, shared: Shared, nbytes: int, *, attempt: int, hosts: int) -> Gathering:
         """See :meth:`JointTier.begin`. Every host begins by itself; what is whole is told once more."""
         begun = super().begin(shared, nbytes, attempt=attempt, hosts=hosts)
-        seen, over = self._look(shared.name), self._given_up()
-        if whole := max(set(_whole(seen.held)) - over, key=_order, default=""):
-            self._tell(_told(seen, whole, brings=self._told == (whole, True)), attempt)
-        left = [] if seen.problems else _left_torn(seen.held, attempt)  # a silent node may have the rest
+        seen, over = self._look(shared.name), self._known.given_up()
+        if whole := max(set(whole_names(seen.held)) - over, key=order_of, default=""):
+            self._tell(told_of(seen, whole, brings=self._known.told == (whole, True)), attempt)
+        left = [] if seen.problems else left_torn(seen.held, attempt)  # a silent node may have the rest
         for name in left:
             self._tear(name, f"attempt {attempt} has the run since", attempt, over=True)
-        for name in _never_whole(seen.held, shared.name, over):
-            if self._decide(name, whole=False):
+        for name in never_whole(seen.held, shared.name, over):
+            if self._known.decide(name, whole=False):
                 self._tear(name, f"{shared.name} has begun since", attempt, over=True)
         return begun
 
@@ -141,8 +127,7 @@ class JointPortions(ByItself):
         if all(problems):
             raise ShareMissing(f"no memory node takes this host's portion of {portion.snapshot}: {problems[0]}")
         goes_on()
-        with self._lock:
-            self._portions = [*self._portions[-_MOST_SENT + 1 :], portion]
+        self._known.sent(portion)
         self._took_s = {portion.snapshot: time.monotonic() - began_s}
         self.sent = Sent()
         for node in self._nodes.values():
@@ -152,7 +137,7 @@ class JointPortions(ByItself):
     def placed(self, gathering: Gathering, host: int, torn: str = "") -> None:
         """See :meth:`JointTier.placed`. What was brought shows by itself."""
         if torn:
-            attempt, _, _ = _order(gathering.shared.name)
+            attempt, _, _ = order_of(gathering.shared.name)
             self.decline(gathering.shared.name, attempt=attempt, why=torn, host=host)
 
     def seal(self, gathering: Gathering, manifest: Manifest, goes_on: Callable[[], None]) -> Manifest:
@@ -177,15 +162,15 @@ class JointPortions(ByItself):
             goes_on()
             time.sleep(pause_s)
             pause_s = min(_LAST_LOOK_S, 1.5 * pause_s)
-        brings = _brings(seen, manifest)
-        if not self._decide(name, whole=True):
+        brings = is_to_be_brought(seen, manifest)
+        if not self._known.decide(name, whole=True):
             raise ShareMissing(f"{name} was given up")
-        self._tell(_told(seen, name, manifest.lineage, brings=brings), manifest.attempt)
+        self._tell(told_of(seen, name, manifest.lineage, brings=brings), manifest.attempt)
         return replace(manifest, checksums=())
 
     def give_up(self, gathering: Gathering) -> None:
         """See :meth:`JointTier.give_up`."""
-        attempt, _, _ = _order(gathering.shared.name)
+        attempt, _, _ = order_of(gathering.shared.name)
         self._give_up(gathering.shared.name, attempt, "the first host has given it up")
 
     def decline(self, name: str, *, attempt: int, why: str, host: int = 0) -> None:
@@ -223,7 +208,7 @@ class JointPortions(ByItself):
     def _plain(self, name: str) -> Manifest:
         """What another host than the first one knows of a snapshot."""
         run, run_id = parse_run(next(iter(self._nodes)).rpartition("/")[2])
-        attempt, step, _ = _order(name)
+        attempt, step, _ = order_of(name)
         complete = "-complete" in name
         return Manifest(run=run, run_id=run_id, name=name, step=step, attempt=attempt, nbytes=0, complete=complete)
 
@@ -251,28 +236,12 @@ class JointPortions(ByItself):
         return problem
 
     def _earlier(self, name: str, gathering: Gathering) -> Glance | None:
-        with self._lock:
-            known = next((portion for portion in self._portions if portion.name == name), None)
+        known = self._known.find(name)
         return gathering.earlier(known) if known is not None else None
-
-    def _decide(self, name: str, *, whole: bool) -> bool:
-        """Whether a snapshot is whole, or over, as is wanted now. What was decided first stands: nodes act upon it.
-
-        Told that it is whole, some let go what is older; told that it is over, they drop what they have of it.
-        """
-        with self._lock:
-            while len(self._decided) >= _MOST_DECIDED:
-                del self._decided[next(iter(self._decided))]
-            return self._decided.setdefault(name, whole) is whole
-
-    def _given_up(self) -> set[str]:
-        """Names of snapshots that this host has given up."""
-        with self._lock:
-            return {name for name, is_whole in self._decided.items() if not is_whole}
 
     def _give_up(self, name: str, attempt: int, why: str) -> None:
         """As the one who leads it: what is there of it goes."""
-        if self._decide(name, whole=False):
+        if self._known.decide(name, whole=False):
             self._say_torn(name, attempt, why, over=True)
 
     def _say_torn(self, name: str, attempt: int, why: str, *, over: bool) -> None:
@@ -280,16 +249,16 @@ class JointPortions(ByItself):
         if len(problems) == len(self._nodes):
             raise problems[0]
 
-    def _look(self, name: str) -> _Seen:
+    def _look(self, name: str) -> Seen:
         """What is at the nodes that answer."""
         answers: list[dict[str, Any]] = []
         problems = self._all(lambda node: answers.append(node.look(name)))
         held = [item for answer in answers for item in answer["portions"]]
         torn = next((str(answer["torn"]) for answer in answers if answer["torn"]), "")
-        return _Seen(held, torn, max((answer["rests_s"] for answer in answers), default=0.0), problems)
+        return Seen(held, torn, max((answer["rests_s"] for answer in answers), default=0.0), problems)
 
     def _tell(self, told: Told, attempt: int) -> None:
-        self._told = (told.name, told.brings)
+        self._known.told = (told.name, told.brings)
         for problem in self._all(lambda node: node.whole(told, attempt=attempt)):
             if isinstance(problem, Fenced):
                 raise problem
@@ -313,36 +282,6 @@ class JointPortions(ByItself):
             return [error for error in pool.map(one, self._nodes.values()) if error is not None]
 
 
-def _whole(held: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Names of the snapshots of which all portions are among these."""
-    hosts: dict[tuple[str, str, int], set[int]] = {}
-    for item in held:
-        hosts.setdefault((item["name"], item["digest"], item["hosts"]), set()).add(item["host"])
-    return (name for (name, _, count), there in hosts.items() if len(there) == count)
-
-
-def _never_whole(held: Sequence[Mapping[str, Any]], begun: str, over: set[str]) -> list[str]:
-    """Names of snapshots of the attempt that begins another one, of which nobody will ever say that they are whole.
-
-    One may be declined before it begins, or given up (``over``) while a node does not hear it; and who leads may have
-    lost its node, and begin the next one from another.
-    """
-    whole = {*(set(_whole(held)) - over), *(item["name"] for item in held if item["whole"])}
-    earlier = {item["name"] for item in held if _order(begun)[0] == _order(item["name"])[0]}
-    return sorted(name for name in earlier - whole if _order(name) < _order(begun))
-
-
-def _left_torn(held: Sequence[Mapping[str, Any]], attempt: int) -> list[str]:
-    """Names of snapshots of which an earlier attempt, that was killed, has left some portions only.
-
-    Nobody else says so of them, and their memory is needed. What was told to be whole is not among them: a node that is
-    lost now may come back with the rest.
-    """
-    whole = {*_whole(held), *(item["name"] for item in held if item["whole"])}
-    earlier = {item["name"] for item in held if _order(item["name"])[0] < attempt}
-    return sorted(earlier - whole)
-
-
 def _results(sending: Sequence[Future[SpotError | None]], began_s: float) -> list[SpotError | None]:
     """What became of a portion at each node, none of which delays the others: who is far behind gets the next one."""
     waiting = set(sending)
@@ -353,36 +292,3 @@ def _results(sending: Sequence[Future[SpotError | None]], began_s: float) -> lis
             break
     late = NodeUnreachable("it takes much longer there than at another node")
     return [each.result() if each.done() else late for each in sending]
-
-
-def _told(seen: _Seen, name: str, lineage: str = "", *, brings: bool) -> Told:
-    """What is to be said of a snapshot that is whole, and of those before it.
-
-    Args:
-        seen: what is at the nodes.
-        name: of the snapshot.
-        lineage: its own; by default, as the portion of the first host says.
-        brings: whether it is to be brought to the durable tier.
-    """
-    lineages = {item["name"]: item["lineage"] for item in seen.held if item["lineage"]}
-    lineage = lineage or lineages.get(name, "")
-    older = {item["name"] for item in seen.held if _order(item["name"]) < _order(name)}
-    left = {each for each in _whole(seen.held) if each in older and lineages.get(each, lineage) != lineage}
-    return Told(name, brings, tuple(sorted(older - left)[:_MOST_NAMED]), tuple(sorted(left)[:_MOST_NAMED]))
-
-
-def _brings(seen: _Seen, manifest: Manifest) -> bool:
-    """Whether nodes are to bring a snapshot to the durable tier: if none that they were to bring is on its way.
-
-    One that is not whole any more, since a node was lost, is waited for no longer.
-    """
-    whole = set(_whole(seen.held))
-    on_its_way = any(item["brings"] and item["name"] in whole for item in seen.held)
-    return manifest.complete or not (on_its_way or seen.rests_s > 0)
-
-
-def _order(name: str) -> Order:
-    order = snapshot_order(name)
-    if order is None:
-        raise SettingsError(f"{name!r} names no snapshot")
-    return order

@@ -19,7 +19,7 @@ from lightning_spot.memory.joint_store import JointStore
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.slots import HeldPortion
-from lightning_spot.memory.tier import Gathering, HasJoint, JointTier, Sent
+from lightning_spot.memory.tier import Changes, Gathering, HasJoint, JointTier, Sent
 from lightning_spot.memory.upload import Upload
 from lightning_spot.tiers.claims import check_fence
 from lightning_spot.tiers.store import Store
@@ -89,6 +89,9 @@ class Bringing:
         else:
             tier = JointStore(store, run, functools.partial(self._below.committed, url, run))
         with self._lock:
+            for (_url, key), earlier in self._tiers.items():
+                if key == run and isinstance(tier, Changes):
+                    tier.follow(earlier)
             return self._tiers.setdefault((url, run), tier)
 
     def calm(self, run: str) -> None:

@@ -206,6 +206,14 @@ class JointTier(Protocol):
 
 
 @runtime_checkable
+class Changes(Protocol):
+    """A joint tier of nodes, of which there is another one when other nodes work."""
+
+    def follow(self, earlier: JointTier) -> None:
+        """Go on with what another one of that run has learned, and decided; called before it is used."""
+
+
+@runtime_checkable
 class HasJoint(Protocol):
     """A tier at which several hosts can put a snapshot together."""
 
