@@ -7,18 +7,25 @@ a store does right or wrong the tests use moto.
 from __future__ import annotations
 
 import itertools
+import json
+import re
 import subprocess
 import sys
 import threading
+import urllib.request
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
 READ_BYTES = 256 * 1024
 NUMBERS = itertools.count(1)
 OBJECTS: dict[str, list[bytes]] = {}
 UPLOADS: dict[str, dict[int, bytes]] = {}
+ASKED: Counter[str] = Counter()
+"""Requests by what they ask for, since somebody has asked for them at :data:`ASKED_PATH`."""
+ASKED_PATH = "-asked-"
 LOCK = threading.Lock()
 
 
@@ -34,7 +41,11 @@ class Handler(BaseHTTPRequestHandler):
     def _split(self) -> tuple[str, dict[str, str]]:
         parts = urlsplit(self.path)
         query = {name: values[0] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
-        return unquote(parts.path).strip("/"), query
+        path = unquote(parts.path).strip("/")
+        if path != ASKED_PATH:
+            with LOCK:
+                ASKED[_asks_for(self.command, path, query)] += 1
+        return path, query
 
     def _body(self) -> bytes:
         left = int(self.headers.get("Content-Length") or 0)
@@ -75,8 +86,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         path, query = self._split()
-        self._body()
+        body = self._body()
         with LOCK:
+            if "delete" in query:
+                for key in re.findall(r"<Key>(.*?)</Key>", body.decode()):
+                    OBJECTS.pop(f"{path}/{unescape(key)}", None)
+                self._xml("<DeleteResult></DeleteResult>")
+                return
             if "uploads" in query:
                 upload = str(next(NUMBERS))
                 UPLOADS[upload] = {}
@@ -104,6 +120,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path, query = self._split()
+        if path == ASKED_PATH:
+            with LOCK:
+                asked = json.dumps(ASKED)
+                ASKED.clear()
+            self._answer(200, asked.encode())
+            return
         if "/" not in path:
             self._xml(_listing(path, query))
             return
@@ -129,6 +151,17 @@ class Handler(BaseHTTPRequestHandler):
 
     def _error(self, status: int, code: str) -> None:
         self._answer(status, f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode())
+
+
+def _asks_for(method: str, path: str, query: dict[str, str]) -> str:
+    """What a request asks for, in one word."""
+    if method == "POST":
+        return "remove" if "delete" in query else "begin" if "uploads" in query else "complete"
+    if method == "PUT":
+        return "part" if "uploadId" in query else "put"
+    if method == "GET":
+        return "get" if "/" in path else "uploads" if "uploads" in query else "list"
+    return {"HEAD": "look", "DELETE": "remove"}.get(method, method)
 
 
 _DATE = "Sat, 01 Jan 2000 00:00:00 GMT"
@@ -169,6 +202,11 @@ class S3Server:
     def __exit__(self, *_: Any) -> None:
         self.process.kill()
         self.process.wait()
+
+    def asked(self) -> Counter[str]:
+        """What clients have asked for since this was called before."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{ASKED_PATH}") as answer:
+            return Counter(json.loads(answer.read()))
 
 
 if __name__ == "__main__":

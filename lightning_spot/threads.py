@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the container, seen from inside (cgroup v2)
 
@@ -65,3 +69,43 @@ def work_together(work: Callable[[], None], count: int, name: str) -> None:
             helper.join()
     if failures:
         raise failures[0]
+
+
+def all_at_once(actions: Sequence[Callable[[], T]], name: str, most: int = 8) -> list[T]:
+    """Do what waits for answers side by side; the results in order. Where threads are short, some after others.
+
+    Args:
+        actions: to do.
+        name: of the threads.
+        most: at once, the calling thread among them.
+
+    Raises:
+        Exception: what the first of those that failed, in order, has raised; no other is being done any more.
+    """
+    results: dict[int, T] = {}
+    failures: dict[int, Exception] = {}
+    left, lock = iter(range(len(actions))), threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                index = next(left, None)
+            if index is None:
+                return
+            try:
+                results[index] = actions[index]()
+            except Exception as error:
+                failures[index] = error
+
+    work_together(work, min(most, len(actions)), name)
+    if failures:
+        raise failures[min(failures)]
+    return [results[index] for index in range(len(actions))]
+
+
+def both(first: Callable[[], T], second: Callable[[], U], name: str) -> tuple[T, U]:
+    """Do two such things, see :func:`all_at_once`."""
+    one: list[T] = []
+    other: list[U] = []
+    all_at_once((lambda: one.append(first()), lambda: other.append(second())), name)
+    return one[0], other[0]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import json
+import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +17,7 @@ from typing import Any
 import pytest
 
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import CorruptSnapshot, Fenced, ShareMissing, TierError
+from lightning_spot.errors import CorruptSnapshot, Fenced, ShareMissing, SpotError, TierError
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.notes import Own
@@ -33,7 +36,9 @@ from lightning_spot.tiers.folder import Folder, LocalFolder
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.retention import retain
 from lightning_spot.tiers.store import Store
+from tests import faulty
 from tests.conftest import until
+from tests.faulty import Plan
 from tests.small_trainer import RUN_ID
 
 PART = 64 * 1024
@@ -64,7 +69,22 @@ def goes_on() -> None:
     """Nothing has happened."""
 
 
-class Hooked:
+class InTurn:
+    """A folder of which each file that is written is a call of its own."""
+
+    def write_all(
+        self, contents: Mapping[str, memoryview], goes_on: Callable[[], None], done: Callable[[str], None]
+    ) -> None:
+        for name, data in contents.items():
+            goes_on()
+            self.__getattr__("write")(name, data)
+            done(name)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        raise NotImplementedError
+
+
+class Hooked(InTurn):
     """A folder of which each call is told before it is made."""
 
     def __init__(self, folder: Folder, hook: Hook) -> None:
@@ -89,7 +109,7 @@ class HookedStore(LocalStore):
         return Hooked(super().folder(name, attempt=attempt, run_id=run_id), self._hook)
 
 
-class Dying:
+class Dying(InTurn):
     """A folder, which kills who uses it, before or after a call."""
 
     def __init__(self, folder: Folder, calls: list[str], last: int, *, is_done: bool) -> None:
@@ -482,7 +502,7 @@ def test_a_tier_that_fails_for_a_while_is_waited_for(tmp_path: Path, caplog: pyt
     failed: set[Any] = set()
 
     def once(call: str, arguments: tuple[Any, ...]) -> None:
-        what = (call, *arguments[:1])
+        what = (call, *map(str, arguments[:1]))
         if what not in failed:
             failed.add(what)
             raise TierError(f"{what} timed out", tier="here")
@@ -594,3 +614,68 @@ def test_who_asks_how_the_tiers_are_does_not_wait_for_a_store_that_is_being_open
     bringing.calm("r")
     assert bringing.failing() == {}
     node.close()
+
+
+@pytest.fixture
+def counted() -> Iterator[None]:
+    """Requests are counted, and struck as a test says; afterwards none is."""
+    faulty.use(Plan())
+    yield
+    faulty.use(Plan())
+
+
+def requests_of(action: Callable[[], object]) -> int:
+    """How many requests something takes."""
+    counting = faulty.use(Plan())
+    action()
+    return counting.calls
+
+
+@pytest.mark.usefixtures("counted")
+def test_hosts_ask_a_bucket_no_more_than_they_need(s3: str) -> None:
+    """Each request to one that is far is a tenth of a second. There were 40 and more, one after the other."""
+    store = open_store(f"{s3}/counted".replace("s3://", "faulty-s3://"))
+    first, other = pair(store)
+    assert requests_of(lambda: other.bring(1)) == 2 + len(other.files)  # what is there, who has claimed, and its files
+    assert requests_of(lambda: other.tier.placed(other.gathering(1), 1)) == 2  # who has claimed, and its note
+    assert requests_of(lambda: first.bring(1)) == 2 + len(first.files)
+    # Its note, what is there, two notes, six pieces of two shared parts, the same look again, the manifest, the notes.
+    assert requests_of(lambda: first.end(1)) <= 2 + 1 + 2 + 6 + 2 + 1 + 1
+    check(store, 1)
+    put = functools.partial(store.put, attempt=1)
+    image = memoryview(content(2))
+    assert requests_of(lambda: put(manifest_of(2).sealed(image), image)) == 4 + len(FILES)
+    assert requests_of(lambda: retain(store, 1, store.survey().manifests[0])) <= 18
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize(
+    ("kind", "stride"),
+    [
+        ("lost", 6),
+        ("EIO", 6),
+        *(pytest.param(kind, 1, marks=pytest.mark.soak) for kind in ("lost", "EIO", "missing")),
+    ],
+)
+def test_every_request_of_hosts_that_bring_a_snapshot_to_s3_fails(s3: str, kind: str, stride: int) -> None:
+    """What counts is whole, and what a host was told to be there is. From there on, or once, as when a link is cut."""
+    for at in range(random.randrange(stride) + 1, 200, stride):
+        store = open_store(f"{s3}/{kind}-{at}".replace("s3://", "faulty-s3://"))
+        faulty.use(Plan())
+        store.put(manifest_of(1).sealed(memoryview(content(1))), memoryview(content(1)), attempt=1)
+        fault = faulty.use(Plan(kind, at=at, span=at % 2))
+        said = []
+        for host in pair(store):
+            with contextlib.suppress(SpotError):
+                host.bring(2)
+                said.append(host.end(2))
+        faulty.use(Plan())
+        newest = store.survey().manifests[0]
+        assert newest.step == 2 or not said, f"call {at}"
+        check(store, newest.step)
+        retain(store, 1, newest)
+        check(store, newest.step)
+        if not fault.struck:
+            assert at > 20
+            return
+    raise AssertionError("it does not end")

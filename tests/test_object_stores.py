@@ -27,12 +27,13 @@ from lightning_spot.tiers import lanes, sweeping
 from lightning_spot.tiers.multipart import _Block
 from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.retention import retain
+from lightning_spot.tiers.s3 import list_folder, remove_objects
 from lightning_spot.tiers.store import Store
 from tests.conftest import until
 from tests.oracle import claim_of
 from tests.proxy import Proxy
 
-KIB = 2**10
+KIB, MIB = 2**10, 2**20
 BLOCK_BYTES = 8 * KIB
 
 
@@ -197,6 +198,12 @@ def test_lanes_grow_only_while_that_is_faster() -> None:
     assert lanes.FIRST < climbed(lambda count: 0.004 / min(count, 16)) < lanes.MOST
 
 
+def test_small_parts_take_no_lane_from_large_ones() -> None:
+    """Far away, each waits for its answer and for nothing else: all of them are asked for at once."""
+    all_there = threading.Barrier(20 + lanes.FIRST)
+    lanes.Lanes().run(((nbytes, lambda: all_there.wait(60.0)) for nbytes in [1000] * 20 + [MIB] * lanes.FIRST), MIB)
+
+
 def test_the_size_of_parts_follows_from_what_was_measured() -> None:
     """Moved parts tell the bandwidth of a lane, small requests the latency; a tier nearby keeps the smallest parts."""
     sizes = {}
@@ -223,7 +230,7 @@ def test_no_lane_is_left_running_after_an_error() -> None:
             raise OSError("part 5")
 
     with pytest.raises(OSError, match="part 5"):
-        lanes.Lanes().run(((1, lambda index=index: job(index)) for index in range(100)), 1)  # type: ignore[misc]
+        lanes.Lanes().run(((MIB, lambda index=index: job(index)) for index in range(100)), MIB)  # type: ignore[misc]
     assert sorted(running) == sorted(done)
     assert len(done) < 30
 
@@ -287,7 +294,7 @@ def test_unfinished_uploads_of_killed_writers_of_files_are_aborted_and_no_others
     """They stayed in the bucket for ever."""
     store = ObjectStore(f"{bucket}/mine")
     abort = store._fs.call_s3
-    cut = {"create_multipart_upload", "upload_part", "put_object"}
+    cut = {"list_objects_v2", "create_multipart_upload", "upload_part", "put_object"}
 
     def killed(method: str, *arguments: Any, **more: Any) -> Any:
         if method not in cut:
@@ -376,3 +383,47 @@ def test_a_part_that_comes_damaged_is_read_once_more(monkeypatch: pytest.MonkeyP
     else:
         with pytest.raises(CorruptSnapshot, match="do not have the checksum"):
             fetched(store, manifest)
+
+
+@pytest.mark.parametrize("how", ["at once", "not known", "refused"])
+def test_objects_are_removed_by_one_request_where_the_store_knows_it(
+    bucket: str, raw: s3fs.S3FileSystem, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Stores that speak S3 do not all know it, or want another checksum than botocore sends; it may fail for some."""
+    paths = [f"{bucket.removeprefix('s3://')}/run/{name}" for name in ("a & b", "c", "d")]
+    for path in (*paths, f"{paths[0]}-stays"):
+        raw.pipe_file(path, b"1")
+    call, asked = raw.call_s3, list[str]()
+
+    def answer(method: str, **more: Any) -> Any:
+        asked.append(method)
+        if how == "not known":
+            raise OSError("MissingContentMD5")
+        if how == "refused":
+            refused = more["Delete"]["Objects"].pop(0)
+            return {**call(method, **more), "Errors": [{**refused, "Code": "InternalError"}]}
+        return call(method, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(raw, "call_s3", answer)
+        remove_objects(raw, [*paths, f"{paths[0]}-was-never-there"])
+    assert raw.find(f"{bucket}/run") == [f"{paths[0]}-stays"]
+    assert asked == ["delete_objects"]
+
+
+def test_a_folder_is_listed_page_by_page(bucket: str, raw: s3fs.S3FileSystem) -> None:
+    where, call = f"{bucket.removeprefix('s3://')}/run", raw.call_s3
+    names = [f"{number}.json" for number in range(7)]
+    for name in (*names, "below/1", "below/2"):
+        raw.pipe_file(f"{where}/{name}", b"12")
+    assert list_folder(raw, f"{where}/nothing") == []
+    pages: list[str] = []
+
+    def paged(method: str, **more: Any) -> Any:
+        pages.append(method)
+        return call(method, **more, MaxKeys=3)
+
+    files = SimpleNamespace(split_path=raw.split_path, call_s3=paged, req_kw={})
+    found = {item["name"].removeprefix(f"{where}/"): item["size"] for item in list_folder(files, where)}
+    assert found == {**dict.fromkeys(names, 2), "below": 0}
+    assert len(pages) == 3

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -92,24 +91,54 @@ def fetched(store: Store, manifest: Manifest) -> bytes:
     return bytes(buffer)
 
 
-def test_small_files_of_a_snapshot_go_to_s3_at_once_behind_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+class Together:
+    """S3 as its library shows it, where no request is answered before all that are to be side by side are there."""
+
+    protocol = ("s3", "s3a")
+
+    def __init__(self, parties: int) -> None:
+        self.events: list[Any] = []
+        self.objects: dict[str, bytes] = {}
+        self._blocks: dict[str, dict[int, bytes]] = {}
+        self._all = threading.Barrier(parties)
+
+    def split_path(self, path: str) -> tuple[str, str, None]:
+        return (*path.split("/", 1), None)
+
+    def invalidate_cache(self, _path: str) -> None:
+        """Nothing is kept."""
+
+    def pipe_file(self, path: str, data: bytes) -> None:
+        self._all.wait(60.0)  # broken if one comes after the other
+        self.objects[path] = data
+        self.events.append(path)
+
+    def call_s3(self, method: str, *, Key: str, **more: Any) -> dict[str, str]:
+        if method == "upload_part":
+            self._all.wait(60.0)
+            self._blocks[Key][more["PartNumber"]] = more["Body"].read()
+        elif method == "create_multipart_upload":
+            self._blocks[Key] = {}
+        else:
+            blocks = self._blocks.pop(Key)
+            self.objects[f"bucket/{Key}"] = b"".join(
+                blocks[each["PartNumber"]] for each in more["MultipartUpload"]["Parts"]
+            )
+            self.events.append(f"bucket/{Key}")
+        return {"UploadId": "1", "ETag": "tag"}
+
+
+def test_files_of_a_snapshot_and_their_blocks_go_to_s3_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_spot.tiers.multipart.BLOCK_BYTES", 4096)
     manifest, data = sharded(5)
-    both, events = threading.Barrier(2), []
-
-    def write(_files: Any, path: str, parts: Any, nbytes: int, *, ready: Callable[[], None], **_: Any) -> None:
-        ready()
-        if not path.endswith(".metadata"):
-            both.wait(60.0)  # broken if one comes after the other
-        events.append((path, bytes(parts)))
-
-    monkeypatch.setattr(writing, "write_object", write)
+    files = Together(5)  # two small ones, and three blocks
+    ready = functools.partial(files.events.append, "ready")
     image, lanes = memoryview(data), Lanes()
-    files = SimpleNamespace(protocol=("s3", "s3a"))
-    ready = functools.partial(events.append, "ready")
     writing.write_files(files, "bucket/run", manifest, image, lanes=lanes, temporary="", ready=ready)
-    wanted = [(f"bucket/run/{manifest.path_of(span)}", data[span.offset : span.stop]) for span in FILES_OF_ONE]
-    assert events[:2] == ["ready", wanted[0]]
-    assert sorted(events[2:]) == wanted[1:]
+    wanted = {f"bucket/run/{manifest.path_of(span)}": data[span.offset : span.stop] for span in FILES_OF_ONE}
+    assert files.objects == wanted
+    assert files.events[0] == "ready"
+    assert sorted(files.events[1:]) == sorted(wanted)
 
 
 def test_several_files_take_the_place_of_others_of_their_names_all_or_none(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import mmap
 import os
@@ -99,6 +100,32 @@ def test_what_one_of_them_raises_is_raised_when_all_have_ended() -> None:
 
     with pytest.raises(OSError, match="broken"):
         work_together(work, 2, "spot-copy")
+
+
+def test_what_waits_for_answers_is_asked_at_the_same_time_and_answered_in_order() -> None:
+    at_once = threading.Barrier(3)
+
+    def ask(number: int) -> int:
+        at_once.wait(60.0)  # broken if one comes after the other
+        return 2 * number
+
+    def fail(number: int) -> int:
+        raise OSError(f"{ask(number)}")
+
+    def asked(*asks: Callable[[int], int]) -> list[int]:
+        return threads.all_at_once([functools.partial(one, number) for number, one in enumerate(asks)], "ask")
+
+    assert asked(ask, ask, ask) == [0, 2, 4]
+    with pytest.raises(OSError, match="2"):  # the first of those that fail, whichever failed first
+        asked(ask, fail, fail)
+    assert asked() == []
+    assert threads.both(lambda: 1, lambda: "2", "ask") == (1, "2")
+
+
+def test_what_waits_for_answers_is_asked_in_turn_where_there_are_no_threads(only_one: None) -> None:
+    asked: list[int] = []
+    threads.all_at_once([functools.partial(asked.append, number) for number in range(5)], "spot-slots")
+    assert asked == [0, 1, 2, 3, 4]
 
 
 def test_tensors_are_copied_while_training_stands_still(only_one: None, monkeypatch: pytest.MonkeyPatch) -> None:

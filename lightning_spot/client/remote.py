@@ -146,7 +146,7 @@ class NodeStore:
         except SnapshotNotFound:
             return
 
-    def sweep(self, current: Manifest) -> None:
+    def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
         """Nothing to do: a node frees unfinished uploads by itself."""
 
     def sweep_files(self) -> None:

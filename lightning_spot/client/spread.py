@@ -163,7 +163,7 @@ class SpreadStore:
         """See :meth:`put`."""
         raise TierError(f"{manifest.name} comes to {self.url} portion by portion only", tier=self.url)
 
-    def sweep(self, current: Manifest) -> None:
+    def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
         """Nothing to do: a node frees unfinished uploads by itself."""
 
     def sweep_files(self) -> None:

@@ -6,11 +6,12 @@ all bytes, and whoever sees that writes the manifest, which is the same whoever 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from lightning_spot.errors import CorruptManifest, SettingsError, SnapshotNotFound, TierError
@@ -18,6 +19,7 @@ from lightning_spot.image import notes
 from lightning_spot.image.files import FileSpan, is_note, is_torn_note, note_name, torn_name
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_order
 from lightning_spot.image.notes import Note
+from lightning_spot.threads import all_at_once, both
 from lightning_spot.tiers.claims import check_fence, whole
 from lightning_spot.tiers.folder import HasFolders
 from lightning_spot.tiers.store import LONGEST_MANIFEST_BYTES, Store
@@ -80,17 +82,30 @@ class JointFolder:
         """See :meth:`Folder.write`."""
         self._patiently(lambda: self._files.write(name, data))
 
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove files, one after the other; what stays there is swept later."""
-        for name in names:
-            try:
-                self._files.remove(name)
-            except TierError as error:
-                logger.debug("%s/%s stays for now: %s", self._name, name, error)
+    def write_all(self, contents: Mapping[str, memoryview], goes_on: Callable[[], None] = nothing) -> None:
+        """See :meth:`Folder.write_all`. What is there is not written again when the tier has failed in between."""
+        left = dict(contents)
 
-    def check_fence(self) -> None:
-        """Raise if a later attempt has claimed the run."""
-        self._patiently(self._check_fence)
+        def done(name: str) -> None:
+            del left[name]
+
+        self._patiently(lambda: self._files.write_all(dict(left), goes_on, done))
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files; what stays there is swept later."""
+        try:
+            self._files.remove([*names])
+        except TierError as error:
+            logger.debug("some of %s stays for now: %s", self._name, error)
+
+    def check_fence(self, claimed: int | None = None) -> None:
+        """Raise if a later attempt has claimed the run; it is asked which one has unless that is given."""
+        claimed = self._patiently(self._store.claimed) if claimed is None else claimed
+        check_fence(self._run_id, self._attempt, claimed)
+
+    def look(self) -> tuple[dict[str, int], int]:
+        """The files that are there, and the highest attempt that has claimed the run."""
+        return self._patiently(self._look)
 
     def manifest(self) -> Manifest:
         """That of the snapshot, which is committed."""
@@ -117,16 +132,14 @@ class JointFolder:
             known: by the number of the host.
         """
         read = {note_name(host) for host in known}
-        for name, nbytes in sorted(there.items()):
-            if not is_note(name) or nbytes > LONGEST_MANIFEST_BYTES or name in read:
-                continue
-            try:
-                note = self._patiently(lambda name=name: Note.from_json(self._files.read(name)))  # type: ignore[misc]
-            except (SnapshotNotFound, CorruptManifest) as error:  # who has committed it removes them
-                logger.debug("%s/%s: %s", self._name, name, error)
-            else:
-                if (note.name, note_name(note.host)) == (self._name, name):
-                    known[note.host] = note
+        new = [
+            name
+            for name, nbytes in sorted(there.items())
+            if is_note(name) and nbytes <= LONGEST_MANIFEST_BYTES and name not in read
+        ]
+        for note in all_at_once([functools.partial(self._note, name) for name in new], "spot-note"):
+            if note is not None:
+                known[note.host] = note
         return bool(known) and not notes.missing(known)
 
     def commit(self, there: dict[str, int], found: dict[int, Note], *, is_left: bool = False) -> Manifest | None:
@@ -152,7 +165,8 @@ class JointFolder:
         data, needed = memoryview(manifest.to_json().encode()), {span.name for span in manifest.spans}
 
         def write() -> Manifest | None:
-            now = self._files.sizes()  # reading takes time: another host may have committed it, and deleted it since
+            # Reading takes time: another host may have committed it, and deleted it since.
+            now, claimed = self._look()
             if MANIFEST_FILE in now:
                 return self._manifest()
             if any(map(is_torn_note, now)):  # a host has said so since, and all take back what they have brought
@@ -160,7 +174,7 @@ class JointFolder:
             if any(now.get(name) != size for name, size in there.items() if is_note(name) or name in needed):
                 return None
             if not is_left:
-                self._check_fence()
+                self.check_fence(claimed)
             self._files.write(MANIFEST_FILE, data)
             return manifest
 
@@ -177,8 +191,17 @@ class JointFolder:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _check_fence(self) -> None:
-        check_fence(self._run_id, self._attempt, self._store.claimed())
+    def _look(self) -> tuple[dict[str, int], int]:
+        return both(self._files.sizes, self._store.claimed, "spot-ask")
+
+    def _note(self, name: str) -> Note | None:
+        """What a host has noted; ``None`` if that is not there any more, or not what it should be."""
+        try:
+            note = self._patiently(lambda: Note.from_json(self._files.read(name)))
+        except (SnapshotNotFound, CorruptManifest) as error:  # who has committed it removes them
+            logger.debug("%s/%s: %s", self._name, name, error)
+            return None
+        return note if (note.name, note_name(note.host)) == (self._name, name) else None
 
     def _manifest(self) -> Manifest:
         return whole(lambda: Manifest.from_json(self._files.read(MANIFEST_FILE)))

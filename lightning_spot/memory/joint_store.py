@@ -40,7 +40,9 @@ FIRST_S = 10.0
 """So long another host leaves it to the first one to commit: each would read the parts of which several have bytes."""
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 1.0
+_OTHERS_LOOK_S = 0.25  # nobody waits for another host than the first to see it
 _MOST_DECIDED = 64
+_TORN_S = 1.0  # between two looks whether another host has given up what is being written; no more depends on them
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +104,13 @@ class JointStore(ByItself):
         """See :meth:`JointTier.bring`: write this host's files. If that fails, none of them stays."""
         name, own = gathering.upload, notes.read_own(gathering.shared.layout)
         files, folder, began_s = gathering.files or own.files, self._folder(name, goes_on), time.monotonic()
-        there = folder.sizes()
+        there, claimed = folder.look()
         if taken := [file.name for file in files if file.name in there]:
             raise ShareMissing(f"{name} has {taken[0]} at {self._store.url} already, and nothing is written over")
-        folder.check_fence()
+        folder.check_fence(claimed)
+        if why := folder.why_torn(there):
+            self._decide(name, leaves_note=False)
+            raise ShareMissing(why)
         finish_files(image, ranges, files, own.archives)
         found = _pieces_of(image, ranges)
         self._write(name, folder, files, image, goes_on, lambda: found == _pieces_of(image, ranges))
@@ -141,7 +146,8 @@ class JointStore(ByItself):
         folder, brought = self._folder(name, goes_on), self._brought.pop(name, None)
         bound_s = self.wait_s + 3 * (brought.took_s if brought is not None else 0.0)
         after_s = self.first_s * (10 + host) / 10 if host else 0.0
-        waited_s, whole_s, pause_s = 0.0, 0.0, _FIRST_LOOK_S  # of pauses only: time in which the tier fails is none
+        waited_s, whole_s = 0.0, 0.0  # of pauses only: time in which the tier fails is none
+        pause_s = _OTHERS_LOOK_S if host else _FIRST_LOOK_S
         found: dict[int, Note] = {}
         while True:
             there = folder.sizes()
@@ -204,21 +210,30 @@ class JointStore(ByItself):
         goes_on: Callable[[], None],
         is_intact: Callable[[], bool],
     ) -> None:
-        begun: list[str] = []
+        begun_s, looks = time.monotonic(), threading.Lock()
+
+        def wanted() -> None:
+            """Raise if it is given up here, or, as is asked now and then, elsewhere."""
+            nonlocal begun_s
+            goes_on()
+            if time.monotonic() - begun_s > _TORN_S and looks.acquire(blocking=False):
+                try:
+                    if why := folder.why_torn(folder.sizes()):
+                        raise ShareMissing(why)
+                    begun_s = time.monotonic()
+                finally:
+                    looks.release()
+
+        contents = {file.name: image[file.offset : file.stop] if file.nbytes else memoryview(b"") for file in files}
         try:
-            for file in files:
-                goes_on()
-                if why := folder.why_torn(folder.sizes()):
-                    raise ShareMissing(why)
-                begun.append(file.name)
-                folder.write(file.name, image[file.offset : file.stop] if file.nbytes else memoryview(b""))
-                self.sent.whole_bytes += file.nbytes
+            folder.write_all(contents, wanted)
             if not is_intact():
                 raise CorruptSnapshot(f"{name} was damaged in memory while it was written; it is dropped")
         except Exception:
             self._decide(name, leaves_note=False)
-            folder.remove(begun)  # before others are told: there may be no room for that
+            folder.remove(contents)  # before others are told: there may be no room for that
             raise
+        self.sent.whole_bytes += sum(file.nbytes for file in files)
 
     def _note(self, gathering: Gathering, host: int, manifest: Manifest | None) -> None:
         """Say that all that this host brings is there."""

@@ -70,8 +70,9 @@ def _write(folder: JointFolder, portion: Manifest, image: memoryview, there: dic
     """Write the files that are not there: another node with this portion may have written some."""
     missing = [file for file in portion.files if there.get(file.name) != file.nbytes]
     portion.verify(image, "memory")
-    for file in missing:
-        folder.write(file.name, image[file.offset : file.stop] if file.nbytes else memoryview(b""))
+    folder.write_all(
+        {file.name: image[file.offset : file.stop] if file.nbytes else memoryview(b"") for file in missing}
+    )
     try:
         portion.verify(image, "memory")  # what was damaged meanwhile may have been written so
     except CorruptSnapshot:

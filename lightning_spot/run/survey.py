@@ -38,6 +38,7 @@ from lightning_spot.run.identity import Identity, NodeRun, identify, runs_of
 from lightning_spot.run.location import Location
 from lightning_spot.run.patience import Patience
 from lightning_spot.run.sources import DURABLE, MEMORY, MemorySource, Source, StoreSource
+from lightning_spot.threads import both
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings
@@ -198,15 +199,17 @@ class _Durable:
 
     @classmethod
     def _once(cls, store: Any, *, commits: bool) -> _Durable:
-        holdings = store.survey()
+        def newest_claim() -> Claim | None:
+            try:
+                return store.newest_claim()  # type: ignore[no-any-return] # any store
+            except CorruptManifest as error:
+                logger.warning("lightning_spot: %s; the run is known by its place only", error)
+                return None
+
+        holdings, claim = both(store.survey, newest_claim, "spot-survey")
         left = _left_of(holdings) if commits else []
         if (found := next(filter(None, (_committed(store, name) for name in left)), None)) is not None:
             holdings.manifests.insert(0, found)
-        try:
-            claim = store.newest_claim()
-        except CorruptManifest as error:
-            logger.warning("lightning_spot: %s; the run is known by its place only", error)
-            claim = None
         return cls(holdings, claim, store.inode() if isinstance(store, LocalStore) else 0)
 
 

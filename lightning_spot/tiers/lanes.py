@@ -15,6 +15,9 @@ Job = tuple[int, Callable[[], None]]
 FEWEST = 4
 FIRST = 8  # S3 gives 45–90 MB/s per stream
 MOST = 32
+SMALL_BYTES = 2**20
+"""A part of less than this waits for its answer longer than it moves: it takes no lane from the others."""
+
 _FASTER = 1.1  # what more lanes have to bring to be kept
 _IN_FLIGHT_BYTES = 128 * 1024 * 1024
 
@@ -41,6 +44,7 @@ class Lanes:
     def run(self, jobs: Iterable[Job], part_bytes: int) -> None:
         """Do all jobs, in any order; the next one is asked for when a lane is free.
 
+        Small ones, which wait for answers rather than bandwidth, are under way beside those of the lanes, 32 in all.
         When this returns or raises no job is running any more.
 
         Args:
@@ -53,11 +57,11 @@ class Lanes:
         most = max(1, min(MOST, _IN_FLIGHT_BYTES // max(1, part_bytes)))
         climb = Climb(min(self.count, most), most)
         running: dict[Future[None], int] = {}
-        with ThreadPoolExecutor(most, thread_name_prefix="spot-lane") as pool:
+        with ThreadPoolExecutor(MOST, thread_name_prefix="spot-lane") as pool:
             try:
                 for nbytes, job in jobs:
                     running[pool.submit(self._timed, nbytes, job)] = nbytes
-                    while len(running) >= climb.lanes:
+                    while len(running) >= MOST or _in_lanes(running.values()) >= climb.lanes:
                         _await_one(running, climb)
                 while running:
                     _await_one(running, climb)
@@ -113,9 +117,15 @@ class Climb:
         self._begun_s, self._parts, self._bytes = self._clock(), 0, 0
 
 
+def _in_lanes(parts: Iterable[int]) -> int:
+    """How many of the parts that are under way, of so many bytes each, take a lane."""
+    return sum(nbytes >= SMALL_BYTES for nbytes in parts)
+
+
 def _await_one(running: dict[Future[None], int], climb: Climb) -> None:
     done, _ = wait(running, return_when=FIRST_COMPLETED)
     for future in done:
         nbytes = running.pop(future)
         future.result()
-        climb.moved(nbytes)
+        if nbytes >= SMALL_BYTES:
+            climb.moved(nbytes)

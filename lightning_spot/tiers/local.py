@@ -155,7 +155,7 @@ class LocalStore:
                 if files.is_there(self.root / manifest.manifest_path):
                     raise
 
-    def sweep(self, current: Manifest) -> None:
+    def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
         """See :meth:`Store.sweep`."""
         with tier_errors(self.url):
             problem: OSError | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import logging
@@ -11,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from lightning_spot.errors import SettingsError
 from lightning_spot.image.files import is_data_file
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.tiers import store
@@ -19,7 +19,6 @@ from lightning_spot.tiers.lanes import Job, Lanes
 
 logger = logging.getLogger(__name__)
 
-S3 = frozenset({"s3", "s3a"})
 BLOCK_BYTES = 8 * 1024 * 1024
 _MOST_BLOCKS = 10_000
 _MOST_PAGES = 20
@@ -84,6 +83,52 @@ class _Block(io.RawIOBase):
         return data
 
 
+class Upload:
+    """One multipart upload: begun, sent block by block in any order, and completed or aborted. Thread-safe.
+
+    Each request is retried by the library; S3 checks the CRC32 of each block.
+
+    Args:
+        files: an s3fs file system.
+        path: bucket and key of the object.
+        lanes: told how long an answer takes.
+    """
+
+    def __init__(self, files: Any, path: str, lanes: Lanes) -> None:
+        self._files, self._path = files, path
+        bucket, key, _ = files.split_path(path)
+        self._named = {"Bucket": bucket, "Key": key}
+        began_s = time.monotonic()
+        self._named["UploadId"] = files.call_s3("create_multipart_upload", **self._named)["UploadId"]
+        lanes.pace.answered(time.monotonic() - began_s)
+        self._tags: dict[int, str] = {}
+
+    def note(self, path: str) -> None:
+        """Write a small object that names this upload."""
+        self._files.pipe_file(path, json.dumps({"key": self._named["Key"], "upload": self._named["UploadId"]}).encode())
+
+    def send(self, number: int, block: memoryview) -> None:
+        """Send a block, numbered from 1; it is not copied."""
+        answer = self._files.call_s3(
+            "upload_part",
+            **self._named,
+            PartNumber=number,
+            Body=_Block(block),
+            ContentLength=len(block),  # never less, whatever happens on the way
+        )
+        self._tags[number] = answer["ETag"]
+
+    def complete(self) -> None:
+        """Have the object become visible, of all blocks that were sent."""
+        parts = [{"PartNumber": number, "ETag": self._tags[number]} for number in sorted(self._tags)]
+        self._files.call_s3("complete_multipart_upload", **self._named, MultipartUpload={"Parts": parts})
+        self._files.invalidate_cache(self._path)
+
+    def abort(self) -> None:
+        """Give it up; no block may be under way."""
+        self._files.call_s3("abort_multipart_upload", **self._named)
+
+
 def upload(
     files: Any,
     path: str,
@@ -94,7 +139,7 @@ def upload(
     ready: Callable[[], None],
     note: str | None,
 ) -> None:
-    """Upload an object in blocks, in parallel. Each is retried by the library; S3 checks the CRC32 of each.
+    """Upload an object in blocks, in parallel.
 
     Args:
         files: an s3fs file system.
@@ -108,45 +153,25 @@ def upload(
     Raises:
         Exception: whatever failed; the upload is aborted, what was there before is there still.
     """
-    bucket, key, _ = files.split_path(path)
-    began_s = time.monotonic()
-    begun = files.call_s3("create_multipart_upload", Bucket=bucket, Key=key)["UploadId"]
-    lanes.pace.answered(time.monotonic() - began_s)
-    tags: dict[int, str] = {}
-
-    def send(number: int, block: memoryview) -> None:
-        answer = files.call_s3(
-            "upload_part",
-            Bucket=bucket,
-            Key=key,
-            UploadId=begun,
-            PartNumber=number,
-            Body=_Block(block),
-            ContentLength=len(block),  # never less, whatever happens on the way
-        )
-        tags[number] = answer["ETag"]
+    begun = Upload(files, path, lanes)
 
     def jobs() -> Iterator[Job]:
         for number, block in enumerate(blocks, 1):
-            yield len(block), lambda number=number, block=block: send(number, block)  # type: ignore[misc]
+            yield len(block), functools.partial(begun.send, number, block)
 
     try:
         if note is not None:
-            files.pipe_file(note, json.dumps({"key": key, "upload": begun}).encode())
+            begun.note(note)
         lanes.run(jobs(), size)
         ready()
-        parts = [{"PartNumber": number, "ETag": tags[number]} for number in sorted(tags)]
-        files.call_s3(
-            "complete_multipart_upload", Bucket=bucket, Key=key, UploadId=begun, MultipartUpload={"Parts": parts}
-        )
+        begun.complete()
     except BaseException:
         # No block is under way any more. What cannot be aborted now, the next attempt's sweep aborts.
         with contextlib.suppress(Exception):
-            files.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=begun)
+            begun.abort()
             _remove_note(files, note)
         raise
     _remove_note(files, note)
-    files.invalidate_cache(path)
 
 
 def _remove_note(files: Any, note: str | None) -> None:
@@ -170,29 +195,6 @@ def abort_noted(files: Any, note: str) -> None:
         files.call_s3("abort_multipart_upload", Bucket=files.split_path(note)[0], Key=key, UploadId=begun)
     except FileNotFoundError:
         return  # it was completed, or has been aborted
-
-
-def create_object(files: Any, path: str, data: bytes) -> None:
-    """Create an object unless there is one.
-
-    Raises:
-        NotImplementedError: if this store cannot do that in one request.
-        SettingsError: if the library installed here would leave the condition out of the request, without a word.
-    """
-    bucket, key, _ = files.split_path(path)
-    if "IfNoneMatch" not in files.s3.meta.service_model.operation_model("PutObject").input_shape.members:
-        raise SettingsError(
-            "the botocore installed here knows no If-None-Match: two trainers could claim one attempt at"
-            f" s3://{bucket}. Install aiobotocore 2.15 or later"
-        )
-    try:
-        files.call_s3("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
-    except Exception as error:  # botocore's errors are made at run time, and s3fs translates some
-        code = _error_code(error)
-        if code in ("NotImplemented", "501"):
-            raise NotImplementedError from error
-        if code not in ("PreconditionFailed", "ConditionalRequestConflict", "412", "409"):
-            raise
 
 
 def abort_dead_uploads(files: Any, root: str, current: Manifest) -> None:
@@ -224,11 +226,3 @@ def _is_dead(below: str, item: dict[str, Any], current: Manifest) -> bool:
         return False
     begun = item.get("Initiated")
     return order[0] < current.attempt or (begun is not None and time.time() - begun.timestamp() >= store.SETTLED_S)
-
-
-def _error_code(error: BaseException) -> str:
-    for one in (error, error.__cause__, error.__context__):
-        response = getattr(one, "response", None)
-        if isinstance(response, dict):
-            return str(response.get("Error", {}).get("Code", ""))
-    return next((code for code in ("PreconditionFailed", "NotImplemented") if code in str(error)), "")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from lightning_spot.errors import CorruptManifest
-from lightning_spot.tiers import store
+from lightning_spot.tiers import s3, store
 from lightning_spot.tiers.filesystem import open_filesystem, speaks
-from lightning_spot.tiers.multipart import S3, abort_noted
+from lightning_spot.tiers.multipart import abort_noted
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ class ObjectFiles:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.fs, self.root = open_filesystem(url)
+        self._is_s3 = speaks(self.fs, s3.S3)
 
     def path(self, below: str) -> str:
         """Where an object is in the file system."""
@@ -47,16 +48,20 @@ class ObjectFiles:
 
     def names(self, below: str) -> list[str]:
         """Names in a folder; empty if there is none."""
-        path = self.path(below)
+        return list(self.sizes(below))
+
+    def sizes(self, below: str) -> dict[str, int]:
+        """Names in a folder, with the sizes of what are files; empty if there is none."""
         try:
-            listed = self.twice(lambda: self.fs.ls(path, detail=False))
+            listed = self.twice(lambda: list_folder(self.fs, self.path(below)))
         except FileNotFoundError:
-            return []
-        return [name for item in listed if (name := str(item).rstrip("/").rpartition("/")[2])]
+            return {}
+        named = ((str(item["name"]).rstrip("/").rpartition("/")[2], int(item["size"] or 0)) for item in listed)
+        return {name: nbytes for name, nbytes in named if name}
 
     def patiently(self, action: Callable[[], Result]) -> Result:
         """Do what only reads; try again where the library does not do that itself."""
-        for pause_s in () if speaks(self.fs, S3) else _PAUSES_S:
+        for pause_s in () if self._is_s3 else _PAUSES_S:
             try:
                 return action()
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
@@ -67,10 +72,15 @@ class ObjectFiles:
         return action()
 
     def twice(self, action: Callable[[], Result]) -> Result:
-        """The same, and "nothing there" is asked for twice: a file server that fails over has said so wrongly."""
+        """The same, and "nothing there" is asked for twice: a file server that fails over has said so wrongly.
+
+        S3 is asked once: it shows what was written as soon as it has acknowledged it.
+        """
         try:
             return self.patiently(action)
         except FileNotFoundError:
+            if self._is_s3:
+                raise
             return self.patiently(action)
 
     def read_small(self, below: str) -> bytes:
@@ -114,9 +124,23 @@ class ObjectFiles:
             if self.fs.exists(path):  # a file server that fails over may have said so wrongly
                 self.fs.rm_file(path)
 
+    def remove_all(self, belows: Sequence[str]) -> None:
+        """Remove objects: at S3 by one request, elsewhere in an object store side by side.
+
+        Raises:
+            Exception: if one could not be removed.
+        """
+        if self._is_s3:
+            s3.remove_objects(self.fs, [self.path(below) for below in belows])
+        elif speaks(self.fs):
+            s3.remove_each(self.remove, belows)
+        else:
+            for below in belows:
+                self.remove(below)
+
     def remove_temporary(self, below: str) -> None:
         """Remove a temporary; if it is the note of an unfinished upload, that is aborted first."""
-        if speaks(self.fs, S3):
+        if self._is_s3:
             abort_noted(self.fs, self.path(below))
         self.remove(below)
 
@@ -125,3 +149,14 @@ class ObjectFiles:
         if not speaks(self.fs) and not self.names(name):  # some remove one with all that is in it
             with contextlib.suppress(OSError, NotImplementedError):
                 self.fs.rmdir(self.path(name))
+
+
+def list_folder(files: Any, path: str) -> list[dict[str, Any]]:
+    """What lies in a folder of a file system, each with its path as ``name``, and with its ``size``.
+
+    Raises:
+        FileNotFoundError: if there is no such folder, where there are folders.
+    """
+    if speaks(files, s3.S3):
+        return s3.list_folder(files, path)
+    return list(files.ls(path, detail=True))

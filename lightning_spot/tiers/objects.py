@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptManifest, CorruptSnapshot, SnapshotNotFound, TierError
-from lightning_spot.image.files import FileSpan, pieces
+from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.sealing import NotedParts
-from lightning_spot.tiers import claims, store
+from lightning_spot.threads import all_at_once, both
+from lightning_spot.tiers import claims, s3, store
 from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim
+from lightning_spot.tiers.fetching import Fetching
 from lightning_spot.tiers.filesystem import check_bucket, make_parent, speaks, tier_errors
 from lightning_spot.tiers.folder import ObjectFolder
-from lightning_spot.tiers.lanes import Job, Lanes
-from lightning_spot.tiers.multipart import S3, abort_dead_uploads, create_object
+from lightning_spot.tiers.lanes import Lanes
+from lightning_spot.tiers.multipart import abort_dead_uploads
 from lightning_spot.tiers.object_files import READERS, ObjectFiles
 from lightning_spot.tiers.store import Holdings, Progress
 from lightning_spot.tiers.sweeping import sweep_folder, sweep_run
@@ -27,6 +29,29 @@ from lightning_spot.tiers.temporaries import temporary_name
 from lightning_spot.tiers.writing import Parts, write_files, write_small
 
 logger = logging.getLogger(__name__)
+
+
+_RECENT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """The manifest at a place.
+
+    Attributes:
+        data: its bytes; ``None`` if there is none.
+        manifest: what it says; ``None`` if it cannot be used.
+        seen_s: when it was asked for (monotonic).
+    """
+
+    data: bytes | None
+    manifest: Manifest | None
+    seen_s: float
+
+    @property
+    def is_recent(self) -> bool:
+        """Whether to ask again would tell no more: what the bytes are sent for takes as long."""
+        return time.monotonic() - self.seen_s < _RECENT_S
 
 
 class ObjectStore:
@@ -46,7 +71,7 @@ class ObjectStore:
         self._files = ObjectFiles(url)
         self.url, self._fs, self._root = self._files.url, self._files.fs, self._files.root
         self._lanes = Lanes()
-        self._uploads_swept_for = 0
+        self._swept_for = 0
 
     # -- what is there --------------------------------------------------------------------------------------------
 
@@ -54,20 +79,21 @@ class ObjectStore:
         """See :meth:`Store.survey`."""
         found = Holdings()
         with tier_errors(self.url):
-            names = self._files.names("")
-            if not names:
+            listings = [functools.partial(self._files.names, below) for below in ("", ATTEMPTS_DIR)]
+            found.names, found.attempts = all_at_once(listings, "spot-list")
+            if not found.names:
                 check_bucket(self._fs, self._root, self.url)
-            names = [name for name in names if snapshot_order(name) is not None]
-            with ThreadPoolExecutor(READERS) as pool:
-                for name, manifest in zip(names, pool.map(self._committed, names), strict=True):
-                    if isinstance(manifest, Manifest):
-                        found.manifests.append(manifest)
-                    elif manifest:
-                        found.unreadable[name] = manifest
-                    else:
-                        found.unfinished.append(name)
+            names = [name for name in found.names if snapshot_order(name) is not None]
+            read = all_at_once([functools.partial(self._committed, name) for name in names], "spot-read", READERS)
+            for name, manifest in zip(names, read, strict=True):
+                if isinstance(manifest, Manifest):
+                    found.manifests.append(manifest)
+                elif manifest:
+                    found.unreadable[name] = manifest
+                else:
+                    found.unfinished.append(name)
         found.manifests = store.newest_first(found.manifests)
-        found.highest_attempt = store.highest_attempt(self.claimed(), names, found.manifests)
+        found.highest_attempt = store.highest_attempt(claims.highest_claim(found.attempts), names, found.manifests)
         return found
 
     def claimed(self) -> int:
@@ -84,31 +110,11 @@ class ObjectStore:
     def has(self, manifest: Manifest) -> bool:
         """See :meth:`Store.has`."""
         with tier_errors(self.url):
-            return self._noted(manifest) == manifest and self._sizes(manifest) == [
-                item.nbytes for item in manifest.spans
-            ]
+            noted, sizes = both(lambda: self._noted(manifest), lambda: self._sizes(manifest), "spot-ask")
+            return noted.manifest == manifest and sizes == [span.nbytes for span in manifest.spans]
 
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`; by several requests at once."""
-
-        def fill(start: int, stop: int) -> None:
-            for span, first, last in pieces(manifest.spans, start, stop):
-                into[first:last] = bytes(last - first) if span is None else self._range(manifest, span, first, last)
-            manifest.verify_range(start, into[start:stop], self.url)
-
-        def read(start: int, stop: int) -> None:
-            try:
-                fill(start, stop)
-            except CorruptSnapshot as error:  # there, or only on its way: what comes now tells
-                logger.info("read once more: %s", error)
-                fill(start, stop)
-            if progress is not None:
-                progress(stop - start)
-
-        def jobs() -> Iterator[Job]:
-            for start, stop in manifest.ranges(size):
-                yield stop - start, lambda start=start, stop=stop: read(start, stop)  # type: ignore[misc]
-
         with tier_errors(self.url, reading=True):
             began_s = time.monotonic()
             sizes = self._sizes(manifest)
@@ -122,11 +128,12 @@ class ObjectStore:
                         f"{self.url}/{manifest.path_of(span)} is cut short: {nbytes} of {span.nbytes} bytes are there",
                         where=self.url,
                     )
-            self._lanes.run(jobs(), size)
+            fetching = Fetching(manifest, into, functools.partial(self._range, manifest), self.url, progress)
+            self._lanes.run(fetching.jobs(size), size)
 
     def folder(self, name: str, *, attempt: int, run_id: str) -> ObjectFolder:
         """See :meth:`HasFolders.folder`."""
-        return ObjectFolder(self._fs, self._root, self.url, self._lanes, name, attempt=attempt, run_id=run_id)
+        return ObjectFolder(self._files, self._lanes, name, attempt=attempt, run_id=run_id)
 
     # -- changes --------------------------------------------------------------------------------------------------
 
@@ -142,10 +149,10 @@ class ObjectStore:
 
     def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
         """See :meth:`Store.put`."""
-        self._check_fences(manifest, attempt)
-        if self.has(manifest):
+        _, noted = both(lambda: self._check_fences(manifest, attempt), lambda: self._seen(manifest), "spot-ask")
+        if noted.manifest == manifest and self.has(manifest):
             return  # durable already: a node that takes over from a killed one may not know, and must not undo it
-        self._commit(manifest, image, lambda: manifest, attempt)
+        self._commit(manifest, image, lambda: manifest, attempt, noted)
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
         """See :meth:`Store.put_parts`."""
@@ -156,20 +163,21 @@ class ObjectStore:
     def delete(self, manifest: Manifest) -> None:
         """See :meth:`Store.delete`."""
         with tier_errors(self.url):
-            if manifest.is_file and store.is_newer(self._noted(manifest), manifest):
+            if manifest.is_file and store.is_newer(self._noted(manifest).manifest, manifest):
                 logger.info("%s stays at %s: a later attempt has written it anew", manifest.name, self.url)
                 return
-            for path in (manifest.manifest_path, *map(manifest.path_of, manifest.spans)):
-                self._files.remove(path)
+            self._files.remove(manifest.manifest_path)  # and never at once with the others: not without its bytes
+            self._files.remove_all([*map(manifest.path_of, manifest.spans)])
             self._files.remove_directory(OWN_DIR if manifest.is_file else manifest.name)
 
-    def sweep(self, current: Manifest) -> None:
-        """See :meth:`Store.sweep`. Unfinished multipart uploads are looked for once an attempt."""
+    def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
+        """See :meth:`Store.sweep`. Unfinished uploads, and what whole snapshots hold, are looked at once an attempt."""
+        seen, is_first = seen or self.survey(), self._swept_for != current.attempt
         with tier_errors(self.url):
-            sweep_run(self._files, current)
-            if speaks(self._fs, S3) and self._uploads_swept_for != current.attempt:
+            sweep_run(self._files, current, seen, is_first=is_first)
+            if speaks(self._fs, s3.S3) and is_first:
                 abort_dead_uploads(self._fs, self._root, current)
-                self._uploads_swept_for = current.attempt
+            self._swept_for = current.attempt
 
     def sweep_files(self) -> None:
         """See :meth:`Store.sweep_files`."""
@@ -188,10 +196,23 @@ class ObjectStore:
             return f"{type(error).__name__}: {error}"
         return manifest if manifest.name == name else f"its manifest is that of {manifest.name}"
 
-    def _noted(self, manifest: Manifest) -> Manifest | None:
-        with contextlib.suppress(FileNotFoundError, CorruptManifest):
-            return claims.whole(lambda: Manifest.from_json(self._files.read_small(manifest.manifest_path)))
-        return None
+    def _noted(self, manifest: Manifest) -> _Noted:
+        """The manifest that is at the place of one."""
+        seen_s, data = time.monotonic(), b""
+        try:
+            for _ in range(2):  # what seems damaged is read once more, since a read may end early
+                data = self._files.read_small(manifest.manifest_path)
+                with contextlib.suppress(CorruptManifest):
+                    return _Noted(data, Manifest.from_json(data), seen_s)
+            return _Noted(data, None, seen_s)
+        except FileNotFoundError:
+            return _Noted(None, None, seen_s)
+        except CorruptManifest:  # it is too long for one
+            return _Noted(bytes(self._fs.cat_file(self._files.path(manifest.manifest_path))), None, seen_s)
+
+    def _seen(self, manifest: Manifest) -> _Noted:
+        with tier_errors(self.url):
+            return self._noted(manifest)
 
     def _range(self, manifest: Manifest, span: FileSpan, start: int, stop: int) -> bytes:
         """A range of the image that lies in one file."""
@@ -206,11 +227,7 @@ class ObjectStore:
         """Size of each file of a snapshot, ``None`` for one that is not there; in one request."""
         if not manifest.files:
             return [self._files.size(manifest.data_path)]
-        try:
-            listed = self._files.twice(lambda: self._fs.ls(self._files.path(manifest.name), detail=True))
-        except FileNotFoundError:
-            listed = []
-        sizes = {str(item["name"]).rpartition("/")[2]: int(item["size"]) for item in listed}
+        sizes = self._files.sizes(manifest.name)
         return [sizes.get(span.name) for span in manifest.files]
 
     def _claim_in(self, below: str) -> Claim | None:
@@ -223,22 +240,32 @@ class ObjectStore:
         claims.check_fence(manifest.run, attempt, self.claimed())
         if manifest.is_file:
             with tier_errors(self.url):
-                store.check_file_fence(manifest, self._noted(manifest))
+                store.check_file_fence(manifest, self._noted(manifest).manifest)
 
     def _create(self, below: str, data: bytes, claim: Claim) -> None:
         """Create an object unless there is one."""
         path = self._files.path(below)
-        if speaks(self._fs, S3):
+        if speaks(self._fs, s3.S3):
             with contextlib.suppress(NotImplementedError):
-                create_object(self._fs, path, data)
+                s3.create_object(self._fs, path, data)
                 return
         if not self._fs.exists(path):
             write_small(
                 self._fs, path, data, f"{path.rpartition('/')[0]}/{temporary_name(claim.attempt, claim.run_id)}"
             )
 
-    def _commit(self, manifest: Manifest, parts: Parts, seal: Callable[[], Manifest], attempt: int) -> Manifest:
-        """Write the bytes, then the manifest; whatever fails, a manifest never stands beside other bytes."""
+    def _commit(
+        self, manifest: Manifest, parts: Parts, seal: Callable[[], Manifest], attempt: int, seen: _Noted | None = None
+    ) -> Manifest:
+        """Write the bytes, then the manifest; whatever fails, a manifest never stands beside other bytes.
+
+        Args:
+            manifest: of it, with no checksums yet if it comes in parts.
+            parts: the bytes.
+            seal: gives the manifest once all of them have been taken.
+            attempt: on whose behalf.
+            seen: the manifest that was seen there before.
+        """
         data, commit = manifest.path_of(manifest.spans[0]), self._files.path(manifest.manifest_path)
         before: tuple[bytes, dict[str, object]] | None = None  # manifest of what is there, and the mark of its bytes
 
@@ -249,11 +276,13 @@ class ObjectStore:
             sealed = manifest if manifest.files else seal()
             if manifest.is_file:
                 self._check_fences(manifest, attempt)  # again: a large file takes its time
-            if _is_same(self._noted(manifest), sealed):
+            noted = seen if seen is not None and seen.is_recent else self._noted(manifest)
+            if _is_same(noted.manifest, sealed):
                 return  # the very same, once more: it stays durable meanwhile
-            with contextlib.suppress(FileNotFoundError):
-                before = (bytes(self._fs.cat_file(commit)), self._files.mark(data))
-                self._fs.rm_file(commit)
+            if noted.data is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    before = (noted.data, self._files.mark(data))
+                    self._fs.rm_file(commit)
 
         with tier_errors(self.url):
             temporary = f"{commit.rpartition('/')[0]}/{temporary_name(attempt, manifest.run_id)}"

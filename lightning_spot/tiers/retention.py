@@ -41,7 +41,8 @@ def retain(store: Store, keep: int, current: Manifest) -> str:
     Raises:
         TierError: if the tier fails; what was not deleted is deleted next time.
     """
-    listed = store.survey().manifests
+    held = store.survey()
+    listed = held.manifests
     if current.name not in [manifest.name for manifest in listed]:
         return f"what is written to {store.url} is not listed there at once: nothing older is deleted until it is"
     if not store.has(current):
@@ -52,5 +53,5 @@ def retain(store: Store, keep: int, current: Manifest) -> str:
     for manifest in older:
         if manifest not in kept and (current.exact or not manifest.exact):
             store.delete(manifest)
-    store.sweep(current)
+    store.sweep(current, held)
     return ""

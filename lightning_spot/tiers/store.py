@@ -35,6 +35,8 @@ class Holdings:
         highest_attempt: over claims, manifests and the names of snapshots, committed or not; 0 if there is none.
         unfinished: names of snapshots that are not committed.
         portions: of snapshots that are spread over several nodes, as far as they are at this one.
+        names: what an object store has listed of the run, for :meth:`Store.sweep`; of others it lists by itself.
+        attempts: and of the folder of claims.
     """
 
     manifests: list[Manifest] = field(default_factory=list)
@@ -42,6 +44,8 @@ class Holdings:
     highest_attempt: int = 0
     unfinished: list[str] = field(default_factory=list)
     portions: list[Manifest] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    attempts: list[str] = field(default_factory=list)
 
 
 class Store(Protocol):
@@ -138,12 +142,16 @@ class Store(Protocol):
         Nor if a later attempt of the same run than that of ``manifest`` has written a file of its name meanwhile.
         """
 
-    def sweep(self, current: Manifest) -> None:
+    def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
         """Remove what killed writers left behind, after ``current`` was committed here; nothing that is not our own.
 
         That is: temporaries, unfinished uploads, and uncommitted snapshots older than ``current`` that hold nothing
         but our own files. Of attempts before that of ``current``, which are fenced, at once; of its own, whose other
         writers may be alive, once they have not been touched for :data:`SETTLED_S`.
+
+        Args:
+            current: a snapshot that is committed here.
+            seen: what :meth:`survey` has just shown; ``None`` to ask.
         """
 
     def sweep_files(self) -> None:

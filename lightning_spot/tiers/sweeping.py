@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import functools
 
 from lightning_spot.image.files import is_own_file
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
+from lightning_spot.threads import all_at_once
 from lightning_spot.tiers import claims
 from lightning_spot.tiers.claims import ATTEMPTS_DIR
 from lightning_spot.tiers.filesystem import speaks
-from lightning_spot.tiers.multipart import S3
 from lightning_spot.tiers.object_files import READERS, ObjectFiles
+from lightning_spot.tiers.s3 import S3
+from lightning_spot.tiers.store import Holdings
 from lightning_spot.tiers.temporaries import temporary_owner, writer_has_ended
 
 _LONGEST_UPLOAD = 24  # times SETTLED_S: a day
 
 
-def sweep_run(objects: ObjectFiles, current: Manifest) -> None:
-    """Remove temporaries, uncommitted snapshots older than ``current``, and claims that nobody asks for any more."""
-    names = objects.names("")
+def sweep_run(objects: ObjectFiles, current: Manifest, seen: Holdings, *, is_first: bool) -> None:
+    """Remove temporaries, uncommitted snapshots older than ``current``, and claims that nobody asks for any more.
+
+    Args:
+        objects: of the run.
+        current: a snapshot that is committed.
+        seen: what has just been listed.
+        is_first: whether also snapshots that are whole are looked into, in a bucket: nothing is written aside there.
+    """
+    names, attempts = seen.names, seen.attempts
     older = [name for name in names if (order := snapshot_order(name)) is not None and order < current.order]
-    with ThreadPoolExecutor(READERS) as pool:
-        for name, inside in zip(older, pool.map(objects.names, older), strict=True):
-            _sweep_snapshot(objects, name, inside, current)
-    attempts = objects.names(ATTEMPTS_DIR)
+    if speaks(objects.fs) and not is_first:
+        older = [name for name in older if name in seen.unfinished]
+    insides = all_at_once([functools.partial(objects.names, name) for name in older], "spot-list", READERS)
+    for name, inside in zip(older, insides, strict=True):
+        _sweep_snapshot(objects, name, inside, current)
     _sweep_temporaries(objects, "", names, current)
     _sweep_temporaries(objects, f"{ATTEMPTS_DIR}/", attempts, current)
     _sweep_temporaries(objects, f"{OWN_DIR}/", objects.names(OWN_DIR) if OWN_DIR in names else [], current)
-    for name in claims.forgettable(attempts):
-        objects.remove(f"{ATTEMPTS_DIR}/{name}")
+    objects.remove_all([f"{ATTEMPTS_DIR}/{name}" for name in claims.forgettable(attempts)])
 
 
 def sweep_folder(objects: ObjectFiles) -> None:
@@ -51,8 +60,7 @@ def _sweep_snapshot(objects: ObjectFiles, name: str, names: list[str], current: 
     if order[0] == current.attempt and not all(map(objects.is_settled, paths)):
         return
     if not objects.fs.exists(objects.path(f"{name}/{MANIFEST_FILE}")):  # a listing may be older than the manifest
-        for below in paths:
-            objects.remove(below)
+        objects.remove_all(paths)
         objects.remove_directory(name)
 
 

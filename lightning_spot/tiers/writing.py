@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from fsspec.spec import AbstractFileSystem
@@ -13,13 +13,23 @@ from lightning_spot.config import PART_BYTES
 from lightning_spot.image.files import FileSpan, check_zero, cut, pieces
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.tiers.filesystem import speaks
-from lightning_spot.tiers.lanes import Job, Lanes
-from lightning_spot.tiers.multipart import BLOCK_BYTES, S3, block_bytes, regrouped, slices_of, upload
+from lightning_spot.tiers.lanes import Lanes
+from lightning_spot.tiers.multipart import block_bytes, regrouped, slices_of, upload
+from lightning_spot.tiers.s3 import S3
+from lightning_spot.tiers.side_by_side import Once, SideBySide
 
 Parts = memoryview | Iterable[memoryview]
 """The bytes of an object, whole or part by part."""
 
 _WRITE_BYTES = 32 * 1024 * 1024
+
+
+def nothing() -> None:
+    """Nothing is to be done, and nobody gives it up."""
+
+
+def ignored(_path: str) -> None:
+    """Nobody asks which ones are there."""
 
 
 def write_files(
@@ -32,7 +42,7 @@ def write_files(
     temporary: str,
     ready: Callable[[], None],
 ) -> None:
-    """Write the files of an image, each as by :func:`write_object`; small ones to S3 at once, if the image is whole.
+    """Write the files of an image: side by side if it is whole, see :func:`write_whole`, else one after the other.
 
     Args:
         files: the file system.
@@ -46,23 +56,59 @@ def write_files(
     Raises:
         Exception: whatever failed; no file is being written any more.
     """
-
-    def write(span: FileSpan, of_file: Parts, ready: Callable[[], None] = lambda: None) -> None:
+    found = by_file(manifest, parts)
+    if isinstance(parts, memoryview) and manifest.files:
+        objects = {f"{root}/{manifest.path_of(span)}": memoryview(data) for span, data in found}  # type: ignore[arg-type]
+        write_whole(files, objects, lanes=lanes, temporary=lambda: temporary, ready=ready)
+        return
+    first, noted = Once(ready), manifest.is_file
+    for span, of_file in found:
         path = f"{root}/{manifest.path_of(span)}"
-        noted = manifest.is_file
-        write_object(files, path, of_file, span.nbytes, lanes=lanes, temporary=temporary, ready=ready, noted=noted)
+        write_object(files, path, of_file, span.nbytes, lanes=lanes, temporary=temporary, ready=first, noted=noted)
 
-    others = by_file(manifest, parts)
-    write(*next(others), ready)
-    if isinstance(parts, memoryview) and speaks(files, S3):
-        rest = list(others)
-        small: list[Job] = [
-            (span.nbytes, functools.partial(write, span, data)) for span, data in rest if span.nbytes <= BLOCK_BYTES
-        ]
-        lanes.run(small, BLOCK_BYTES)
-        others = ((span, data) for span, data in rest if span.nbytes > BLOCK_BYTES)  # each of them in many lanes
-    for span, data in others:
-        write(span, data)
+
+def write_whole(
+    files: Any,
+    objects: Mapping[str, memoryview],
+    *,
+    lanes: Lanes,
+    temporary: Callable[[], str],
+    ready: Callable[[], None] = nothing,
+    goes_on: Callable[[], None] = nothing,
+    done: Callable[[str], None] = ignored,
+) -> None:
+    """Write several objects, each as by :func:`write_object`: side by side in an object store, else in turn.
+
+    Args:
+        files: the file system.
+        objects: their bytes, by path.
+        lanes: how many at once.
+        temporary: makes the path of a temporary file.
+        ready: called before the first of them becomes visible.
+        goes_on: called before each of them and, at S3, before each of their blocks; what it raises ends all of it.
+        done: told the path of each that is there.
+
+    Raises:
+        Exception: whatever failed; none is being written any more.
+    """
+    first = Once(ready)
+    if speaks(files, S3):
+        SideBySide(files, objects, lanes, ready=first, goes_on=goes_on, done=done).write()
+        return
+
+    def write(path: str, data: memoryview) -> None:
+        goes_on()
+        aside = temporary()
+        write_object(files, path, data, len(data), lanes=lanes, temporary=aside, ready=first)
+        done(path)
+
+    if not speaks(files):  # not every library of a file system may be used by several threads
+        for path, data in objects.items():
+            write(path, data)
+        return
+    # Of what its library sends, it has a copy of so many bytes.
+    jobs = ((min(len(data), _WRITE_BYTES), functools.partial(write, path, data)) for path, data in objects.items())
+    lanes.run(jobs, _WRITE_BYTES)
 
 
 def by_file(manifest: Manifest, parts: Parts) -> Iterator[tuple[FileSpan, Parts]]:
