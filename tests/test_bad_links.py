@@ -27,7 +27,7 @@ FAR = Link(delay_ms=40.0, jitter_ms=10.0, loss=0.005)
 """Another continent, by a line that loses packets."""
 SLOW = Link(bits_per_s=200_000_000)
 CUT_S = 20.0
-WAIT_S = 800.0  # to a bucket that is far, files go one after the other: 15 s for a snapshot, and one at each step
+WAIT_S = 800.0  # a snapshot at each step, which crosses the far link a dozen times: on a busy machine minutes
 LINKS = [pytest.param(FAR, id="far"), pytest.param(SLOW, id="slow")]
 
 
