@@ -26,8 +26,8 @@ from lightning_spot.run.survey import survey
 from lightning_spot.tiers import lanes, sweeping
 from lightning_spot.tiers.multipart import _Block
 from lightning_spot.tiers.objects import ObjectStore
+from lightning_spot.tiers.requests import list_folder, remove_objects
 from lightning_spot.tiers.retention import retain
-from lightning_spot.tiers.s3 import list_folder, remove_objects
 from lightning_spot.tiers.store import Store
 from tests.conftest import until
 from tests.oracle import claim_of

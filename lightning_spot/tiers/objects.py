@@ -15,7 +15,7 @@ from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.sealing import NotedParts
 from lightning_spot.threads import all_at_once, both
-from lightning_spot.tiers import claims, s3, store
+from lightning_spot.tiers import claims, requests, store
 from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim
 from lightning_spot.tiers.fetching import Fetching
 from lightning_spot.tiers.filesystem import check_bucket, make_parent, speaks, tier_errors
@@ -175,7 +175,7 @@ class ObjectStore:
         seen, is_first = seen or self.survey(), self._swept_for != current.attempt
         with tier_errors(self.url):
             sweep_run(self._files, current, seen, is_first=is_first)
-            if speaks(self._fs, s3.S3) and is_first:
+            if speaks(self._fs, requests.S3) and is_first:
                 abort_dead_uploads(self._fs, self._root, current)
             self._swept_for = current.attempt
 
@@ -245,9 +245,9 @@ class ObjectStore:
     def _create(self, below: str, data: bytes, claim: Claim) -> None:
         """Create an object unless there is one."""
         path = self._files.path(below)
-        if speaks(self._fs, s3.S3):
+        if speaks(self._fs, requests.S3):
             with contextlib.suppress(NotImplementedError):
-                s3.create_object(self._fs, path, data)
+                requests.create_object(self._fs, path, data)
                 return
         if not self._fs.exists(path):
             write_small(

@@ -11,7 +11,7 @@ from lightning_spot.tiers import claims
 from lightning_spot.tiers.claims import ATTEMPTS_DIR
 from lightning_spot.tiers.filesystem import speaks
 from lightning_spot.tiers.object_files import READERS, ObjectFiles
-from lightning_spot.tiers.s3 import S3
+from lightning_spot.tiers.requests import S3
 from lightning_spot.tiers.store import Holdings
 from lightning_spot.tiers.temporaries import temporary_owner, writer_has_ended
 

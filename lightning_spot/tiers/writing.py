@@ -15,7 +15,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.tiers.filesystem import speaks
 from lightning_spot.tiers.lanes import Lanes
 from lightning_spot.tiers.multipart import block_bytes, regrouped, slices_of, upload
-from lightning_spot.tiers.s3 import S3
+from lightning_spot.tiers.requests import S3
 from lightning_spot.tiers.side_by_side import Once, SideBySide
 
 Parts = memoryview | Iterable[memoryview]
