@@ -308,10 +308,7 @@ class Chain:
         return 0.0 if self._is_urgent() else replica.look_s
 
     def _hurry(self) -> None:
-        """Have all nodes bring down what they have of the newest snapshot: one leaves, and waits for that, or the next.
-
-        It does where no other snapshot was taken since it was heard of.
-        """
+        """One leaves, and waits for the newest snapshot, if no other was taken since: all bring it down."""
         with self._ring.changed:
             nodes = [replica.node for replica in self._replicas if replica.node is not None]
         with ThreadPoolExecutor(len(nodes) or 1) as pool:
