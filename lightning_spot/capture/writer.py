@@ -1,7 +1,7 @@
 """Takes snapshots: lays the checkpoint out, leases a slot, copies beside training, guards, commits.
 
 The training thread calls :meth:`SnapshotWriter.begin` and, before the tensors change, :meth:`~SnapshotWriter.copied`.
-Everything else happens on one background thread.
+Everything else happens on one background thread (see ``finishing``).
 """
 
 from __future__ import annotations
@@ -15,25 +15,18 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from lightning_spot.capture.across import Across
-from lightning_spot.capture.background import Background
 from lightning_spot.capture.contents import Plan
-from lightning_spot.capture.copying import Copying
+from lightning_spot.capture.finishing import Finishing
 from lightning_spot.capture.floating import floats_of
-from lightning_spot.capture.host_link import HostLink, within
-from lightning_spot.capture.leases import Leases, give_back, say_backing
-from lightning_spot.capture.mail import Mailbox
+from lightning_spot.capture.host_link import within
+from lightning_spot.capture.leases import give_back
 from lightning_spot.capture.outline import Outliner
 from lightning_spot.capture.owners import NOBODY, Owners, owners_of
 from lightning_spot.capture.pending import Opened, Pending
-from lightning_spot.capture.saying import SayOnce, SayWhyNot, say_failing, say_waiting
 from lightning_spot.capture.split import Divided, Divider, Ranks
 from lightning_spot.capture.streaming import store_streamed
-from lightning_spot.capture.supply import Supply
-from lightning_spot.capture.unforeseen import as_failure
-from lightning_spot.capture.warming import SlotMaker
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.errors import NodeUnreachable, ShareMissing, SpotError, TornSnapshot
+from lightning_spot.errors import SpotError
 from lightning_spot.image.layout import Layout, outline_of
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.written import in_order
@@ -48,8 +41,8 @@ _CLOSE_S = 10.0
 _Divide = Callable[[Layout], Divided]
 
 
-class SnapshotWriter:
-    """Takes snapshots into a ring on this host.
+class SnapshotWriter(Finishing):
+    """Takes snapshots into a ring on this host. See :class:`Finishing` for what it has besides.
 
     Args:
         host: the ring, its run already opened.
@@ -60,20 +53,8 @@ class SnapshotWriter:
         approximates: whether nodes may be sent approximations.
 
     Attributes:
-        link: to the ring, which may be lost and found again.
-        across: of what several hosts bring to a memory node.
-        committed: manifest of the newest snapshot that is committed in memory, or was stored past it.
-        past_memory: manifest of the newest that was stored past it: outside this host.
-        torn: snapshots dropped because a tensor changed while it was copied.
-        together: committed snapshots of which other ranks have written a share.
-        posted: those for which they have sent what only they know.
-        mailbox: where that comes, if any; closed with the writer.
-        say_once: warns once for each key.
         copied_bytes: written into slots so far; what a slot held already is not written again.
-        missed: snapshots dropped because another rank's share of them did not come, and why the last one was.
     """
-
-    _leases_ahead, _leases_shared = True, False  # with DDP, whether ranks write together is known late
 
     def __init__(
         self,
@@ -85,27 +66,9 @@ class SnapshotWriter:
         *,
         approximates: bool = False,
     ) -> None:
-        self._look, self._approximates = look, approximates
-        self.say_once = SayOnce()
-        self.link = HostLink(host, reconnect, lambda found: self._maker.again(found))
-        self.mailbox: Mailbox | None = None
-        self.committed: Manifest | None = None
-        self.past_memory: Manifest | None = None
-        self.torn = self.copied_bytes = 0
-        self.together, self.posted, self.missed, self.missed_because = 0, 0, 0, ""
-        self._say_why_not = SayWhyNot(self.say_once)
-        waits = functools.partial(say_waiting, self.say_once, self.link)  # a method would keep this alive
-        self.across = Across(self.link, waits)
-        self._leases = leases = Leases(self.link, functools.partial(say_backing, self.say_once), waits)
-        copier = copier if copier is not None else Copier()
-        try:
-            self._tasks = Background("spot-writer", leases.give_back, lambda: leases.idle_s)
-        except BaseException:  # nobody else closes what was given
-            copier.close()
-            raise
-        self._copying = copying = Copying(copier, schedule, self.say_once, self._tasks.put)
-        self._maker = SlotMaker(copying.views, copying.copier, self.link.lose)
-        self._supply = Supply(self._maker, leases)
+        super().__init__(host, reconnect, look, copier, schedule)
+        self._approximates = approximates
+        self.copied_bytes = 0
         self._pending: list[Pending] = []
         self._outliner, self._divider = Outliner(self.say_once), Divider()
 
@@ -285,14 +248,6 @@ class SnapshotWriter:
         self._leases.say_now()
         self.link.tell(lambda host: host.decline(name, why, at))
 
-    def miss(self, error: SpotError) -> None:
-        """Note that a snapshot was not taken because of another rank's share of it."""
-        self.missed, self.missed_because = self.missed + 1, str(error)
-
-    def _look_at(self, outline: Layout) -> None:
-        if (problem := self._look(outline)) is not None:
-            self.say_once(problem, "%s", problem)
-
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _lay_out_anew(self, error: BaseException) -> None:
@@ -308,63 +263,6 @@ class SnapshotWriter:
         lease = self._supply.take(host, layout.nbytes, within(deadline_s), shared)
         return Opened(layout, lease, replace(manifest, nbytes=layout.nbytes), whole, sent)
 
-    def _commit(self, host: Host, pending: Pending) -> bool:
-        """All bytes are in place: make it a snapshot; whether the next one needs a slot that is still to be made."""
-        manifest, written, followed = pending.manifest, pending.plan.written, pending.followed
-        return host.seal(pending.lease, manifest, pending.destinations, pending.floats, written, followed=followed)
-
     def _counted(self, owned: Owners, kept: Owners) -> Owners:
         """Tensors whose counts of writes tell whether they have changed."""
         return owners_of(owned, kept)
-
-    # -- on the background thread ---------------------------------------------------------------------------------
-
-    def _finish(self, host: Host, pending: Pending) -> None:
-        if not pending.done.set_running_or_notify_cancel():
-            return  # Ctrl-C: its slot was given back
-        try:
-            self._leases.say(host, pending.lease)
-            self._copying.check(pending)
-            if self.mailbox is not None:
-                with pending.rooms() as rooms:
-                    self.mailbox.put_into(rooms, pending.manifest.name)
-            is_short = self._commit(host, pending)
-            self._copying.sealed(pending)
-        except BaseException as error:
-            self._failed(host, pending, error)
-        else:
-            if self.committed is None or pending.manifest.order >= self.committed.order:
-                self.committed = pending.manifest
-            if self.across.committed(pending):
-                self.past_memory = pending.manifest
-            self.together += pending.lease.shared is not None
-            self.posted += bool(pending.sent)
-            self._say_why_not.committed()
-            pending.done.set_result(pending.manifest)
-            if not pending.manifest.complete:
-                leases = self._leases_ahead and pending.is_here and (self._leases_shared or not pending.lease.shared)
-                self._supply.look_ahead(host, pending.outline.nbytes, is_short=is_short, leases=leases)
-            self._look_at(pending.tried)
-            if pending.lease.backing != "process":
-                say_failing(self.say_once, self.link)
-
-    def _failed(self, host: Host, pending: Pending, error: BaseException) -> None:
-        error = as_failure(error) if isinstance(error, Exception) else error  # who waits for it expects no other kind
-        self.torn += isinstance(error, TornSnapshot)
-        pending.plan.looks.end()
-        if self.mailbox is not None:
-            self.mailbox.over(pending.manifest.name)  # else what has come, or comes yet, would be kept until the end
-        if isinstance(error, NodeUnreachable):
-            self.link.lose(host, error)
-        else:
-            give_back(host, pending.lease)
-        if self.across.has_given_way(pending):
-            pending.done.set_exception(error)
-            return
-        if isinstance(error, ShareMissing):
-            self.miss(error)
-        if isinstance(error, TornSnapshot):
-            self.say_once("torn", "%s", error)
-        elif not self.link.is_loss(error):  # of which it was said
-            self._say_why_not(pending.manifest.name, str(error))
-        pending.done.set_exception(error)
