@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import tomllib
 
 import lightning_spot
 
@@ -37,6 +36,7 @@ def test_what_is_printed_says_what_it_is() -> None:
 
 
 def test_the_version_is_one() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert project["version"] == lightning_spot.__version__
 

@@ -21,6 +21,10 @@ def _as_it_was() -> Iterator[None]:
     gc.enable()
 
 
+alone = pytest.mark.skipif(operations._call is None, reason="Python 3.10, which does not need it, cannot")
+
+
+@alone
 @pytest.mark.parametrize("collects", [True, False])
 def test_no_garbage_is_collected_while_frames_are_listed_where_that_may_hang(
     monkeypatch: pytest.MonkeyPatch, collects: bool
@@ -41,6 +45,7 @@ def test_no_garbage_is_collected_while_frames_are_listed_where_that_may_hang(
     assert gc.isenabled() is collects
 
 
+@alone
 def test_garbage_is_collected_again_where_the_frames_could_not_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> dict[int, FrameType]:
         raise MemoryError
@@ -52,6 +57,7 @@ def test_garbage_is_collected_again_where_the_frames_could_not_be_listed(monkeyp
     assert gc.isenabled()
 
 
+@alone
 def test_a_program_that_has_its_garbage_left_alone_is_not_overruled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever another thread may have its turn, it turns the collection off: that holds."""
     monkeypatch.setattr(operations, "_MAY_STOP_FOR_EVER", True)

@@ -35,7 +35,7 @@ class Training:
         return [self.model["rows"], self.model["plain"], first, *self.moments[1:], self.elsewhere]
 
     def pieces(self) -> Sequence[Piece]:
-        state = {"model": dict(self.model), "optimizer": dict(enumerate(self.moments))}
+        state = {"model": dict(self.model), "optimizer": {f"{at}": one for at, one in enumerate(self.moments)}}
         return self.layouter.lay_out(state, OWN, [4096, 4096], {}).layout.pieces
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from lightning_spot.config import check_number
 from lightning_spot.errors import SettingsError
 from lightning_spot.interval.costs import Costs
 
 
+@runtime_checkable  # jsonargparse up to 4.28 or later asks whether an object is one
 class IntervalPolicy(Protocol):
     """Decides when the next snapshot is due. Rank 0 asks, at every step; whoever derives needs the first two only.
 
