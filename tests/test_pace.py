@@ -122,6 +122,7 @@ def test_how_long_a_tier_takes_is_measured(bench: Bench) -> None:
     for step in (1, 2):
         bench.save(step)
         assert bench.flush() == []
+    until(lambda: bench.node.flusher.health[bench.tier().url].flushed == 2, "it to be noted, after it has come")
     took_s = time.monotonic() - began_s
     health = bench.node.flusher.health[bench.tier().url]
     assert (health.kind, health.flushed, health.flushed_bytes) == ("durable", 2, 2000)
@@ -272,7 +273,7 @@ def test_a_retention_that_fails_is_retried_without_another_snapshot(bench: Bench
         bench.save(step)
         bench.flush(2.0)
     assert [manifest.step for manifest in bench.tier().survey().manifests] == [2, 1]
-    assert "retain" in bench.node.flusher.health[bench.tier().url].error
+    until(lambda: "retain" in bench.node.flusher.health[bench.tier().url].error, "it to be noted, too")
     bench.tier().fail(None)
     until(lambda: len(bench.tier().survey().manifests) == 1, "the old one to go", 40)
 

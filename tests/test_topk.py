@@ -101,6 +101,7 @@ def test_one_number_in_a_hundred_is_sent_and_everything_else_is_exact(topk: Pair
         slot = topk.near.node.ring.find(RUN_ID, manifest.name)
         assert slot is not None  # exactly it is still owed, and nothing says that it is safe
         assert (slot.safe, slot.dirty) == ([], [f"{topk.url}/{RUN}"])
+    until(lambda: [tier["inexact"] for tier in topk.near.node.status()["tiers"].values()] == [3], "it to be noted, too")
     (tier,) = topk.near.node.status()["tiers"].values()
     assert (tier["flushed"], tier["inexact"]) == (1, 3)
 

@@ -24,6 +24,7 @@ from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
+from tests.conftest import until
 from tests.filled import unsealed
 from tests.gated import MIB
 from tests.wire_pair import END, RUN, Pair, floats, kinds, needs_zstd, pair, state, trained
@@ -94,6 +95,7 @@ def test_the_status_tells_what_was_sent_and_what_was_not(pair: Pair) -> None:
     pair.near.bring(1, bytes(image))
     image[:1000] = random.Random(2).randbytes(1000)
     changed = pair.near.bring(2, bytes(image))
+    until(lambda: any(tier["same_bytes"] for tier in pair.near.node.status()["tiers"].values()), "it to be noted, too")
     (tier,) = pair.near.node.status()["tiers"].values()
     assert (tier["whole_bytes"], tier["same_bytes"]) == (24 * MIB, 16 * MIB)
     assert 1000 <= tier["delta_bytes"] == changed < 1100
