@@ -110,6 +110,26 @@ def test_what_is_good_nowhere_is_said_once_and_leaves_nothing(
     assert not list(target.iterdir())
 
 
+def test_pull_names_the_snapshot_before_a_damaged_one_and_says_what_it_could_not_read(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error said nothing of the good one; of a newest one with an unreadable manifest nothing was said at all."""
+    shutil.copytree(run_dir, copied := tmp_path / "copied")  # of which no node has anything
+    newest, older = LocalStore(copied).survey().manifests[:2]
+    (copied / newest.data_path).write_bytes(b"damage")
+    target = tmp_path / "mine.ckpt"
+    capsys.readouterr()
+    assert main(["pull", str(copied), "--to", str(target)]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.endswith(f"lightning-spot pull {copied} {older.name}")
+    assert not target.exists()
+    (copied / newest.name / "manifest.json").write_text("garbage")
+    assert main(["pull", str(copied), "--to", str(target)]) == 0
+    said = capsys.readouterr().out
+    assert f"passed over: {newest.name} at durable" in said
+    assert f"step {older.step}" in said
+
+
 def test_a_sharded_snapshot_is_pulled_into_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest, image = sharded(5)
     store = LocalStore(tmp_path / "run")

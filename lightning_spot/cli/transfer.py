@@ -26,7 +26,10 @@ _LOOKS = 10
 
 
 def pull(arguments: argparse.Namespace) -> int:
-    """Copy the newest good snapshot (or the one named) into a file, or a directory, that torch and Lightning read."""
+    """Copy the newest snapshot (or the one named) into a file, or a directory, that torch and Lightning read.
+
+    Where what could not be read may be newer, that is said. Where the newest is damaged, an error names the one before.
+    """
     found = ask(arguments)
     try:
         wanted = pick(found, arguments.snapshot).manifest
@@ -35,6 +38,11 @@ def pull(arguments: argparse.Namespace) -> int:
             raise
         raise SnapshotNotFound(f"{error}. Where it is copied to is said by --to {arguments.snapshot}") from error
     _target(arguments, wanted)  # an error in it is said before anything is read
+    if arguments.snapshot is None:
+        for what, why in found.unreadable.items():
+            print(f"passed over: {what}: {why}")
+        for problem in found.problems:
+            print(f"not asked: {problem}")
     snapshot = _open_newest(found) if arguments.snapshot is None else _open_somewhere(found, wanted.name)
     try:
         wanted = snapshot.manifest
@@ -101,6 +109,16 @@ def _open_newest(found: Found) -> OpenSnapshot:
             look_again(found, newest.source, forget=looks >= _LOOKS)
             if not found.entries:
                 raise
+        except CorruptSnapshot as error:  # older weights than those asked for are no answer; how to have them is said
+            names = (entry.manifest.name for entry in found.entries if entry.manifest.portion is None)
+            older = next((name for name in names if name != newest.manifest.name), None)
+            if older is None:
+                raise
+            raise CorruptSnapshot(
+                f"{error}. To have the snapshot before it: lightning-spot pull {found.url} {older}",
+                where=error.where,
+                part=error.part,
+            ) from error
 
 
 def _open_somewhere(found: Found, name: str) -> OpenSnapshot:
