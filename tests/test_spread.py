@@ -198,6 +198,21 @@ def test_nodes_that_did_not_hear_that_a_snapshot_is_whole_hear_it_with_the_next_
     assert desk.store.survey().manifests[0].step == 4
 
 
+def test_a_node_that_did_not_hear_what_is_to_be_brought_down_hears_it_from_who_leads_next(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nothing more went to the durable tier until that snapshot had left memory."""
+    desk = make()
+    monkeypatch.setattr(putting, "put_portion", fail)
+    with monkeypatch.context() as deaf:
+        deaf.setattr(desk.nodes[0].spread, "whole", fail)
+        desk.take(1)
+    assert [slot.brings for node in desk.nodes.values() for slot in node.ring.committed()] == [False, True]
+    heir = open_store(desk.at).joint  # of the next node of the first host, say
+    heir.begin(Shared(name=snapshot_name(2, 1), shares=4), MIB, attempt=1, hosts=2)
+    assert [slot.brings for node in desk.nodes.values() for slot in node.ring.committed()] == [True, True]
+
+
 def test_a_lost_node_costs_no_snapshot_and_has_its_part_again_when_it_is_back(make: Make) -> None:
     desk = make()
     desk.take(1)

@@ -83,7 +83,10 @@ class JointPortions(ByItself):
         begun = super().begin(shared, nbytes, attempt=attempt, hosts=hosts)
         seen, over = self._look(shared.name), self._known.given_up()
         if whole := max(set(whole_names(seen.held)) - over, key=order_of, default=""):
-            self._tell(told_of(seen, whole, brings=self._known.told == (whole, True)), attempt)
+            # The node of this host may have said so, before it was lost, and not all have heard it.
+            is_said = any(item["brings"] for item in seen.held if item["name"] == whole)
+            brings = is_said or self._known.told == (whole, True)
+            self._tell(told_of(seen, whole, brings=brings), attempt)
         left = [] if seen.problems else left_torn(seen.held, attempt)  # a silent node may have the rest
         for name in left:
             self._tear(name, f"attempt {attempt} has the run since", attempt, over=True)
