@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -212,18 +213,18 @@ def test_a_portion_that_is_damaged_in_memory_leaves_nothing_at_the_durable_tier(
 ) -> None:
     """Another node that has it too takes the files that are there for written."""
     (one, other), images = portions(5000, 5000)
-    store, image, write = LocalStore(str(tmp_path / "run")), bytearray(images[1]), JointFolder.write
+    store, image, write_all = LocalStore(str(tmp_path / "run")), bytearray(images[1]), JointFolder.write_all
     with pytest.raises(NotWhole):
         put_portion(store, one, memoryview(images[0]), attempt=1)
     if when == "before":
         image[7] ^= 1
 
-    def damaged(folder: JointFolder, name: str, data: memoryview) -> None:
+    def damaged(folder: JointFolder, contents: Mapping[str, memoryview]) -> None:
         image[7] |= 128 * (when == "meanwhile")
-        write(folder, name, data)
+        write_all(folder, contents)
 
     with monkeypatch.context() as damaging:
-        damaging.setattr(JointFolder, "write", damaged)
+        damaging.setattr(JointFolder, "write_all", damaged)
         with pytest.raises(CorruptSnapshot):
             put_portion(store, other, memoryview(image), attempt=1)
     there = {path.name for path in (tmp_path / "run" / one.snapshot).iterdir()}

@@ -79,10 +79,14 @@ def test_what_is_whole_becomes_durable_whoever_was_told_so(carried: Make, told: 
     until(lambda: all(slot.safe for node in nodes.nodes for slot in node.ring.committed()), "all to know it")
 
 
-def test_while_its_trainer_lives_nobody_brings_down_what_may_not_be_whole(carried: Make) -> None:
+@pytest.mark.parametrize("complete", [False, True])
+def test_while_its_trainer_lives_nobody_brings_down_what_may_not_be_whole(carried: Make, complete: bool) -> None:
+    """Of the end of a run, too: if that is taken once more, nobody would remove what is there of the first try."""
     nodes = carried()
-    nodes.bring_all(1)
+    nodes.begin(1)
+    nodes.bring(1, 0, complete=complete)
     assert [node.flush("run", 0.2) for node in nodes.nodes] == [[], []]
+    time.sleep(0.2)
     assert not nodes.store.survey().unfinished
     assert nodes.nodes[0].settled
 

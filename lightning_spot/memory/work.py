@@ -337,11 +337,14 @@ class Work:
 
     def _paced_s(self, url: str, job: Job) -> float:
         """When a tier may take a snapshot at the soonest, so that two are far enough apart; 0 for at once."""
-        if job.kind is not Kind.PUT or job.slot is None or job.manifest.is_file or job.manifest.complete:
+        if job.kind is not Kind.PUT or job.slot is None or job.manifest.is_file:
             return 0.0
         if job.manifest.portion is not None:
             is_wanted = job.slot.brings or self._waited_for[job.run]  # of a drain of this node, others do not know
+            is_wanted = is_wanted or job.manifest.complete
             return 0.0 if is_wanted and not _is_unsure(job.slot) else self._left_s(job.run)
+        if job.manifest.complete:
+            return 0.0
         return self._free_s(url, job.run, followed=job.slot.followed)
 
     def _left_s(self, run: str) -> float:
