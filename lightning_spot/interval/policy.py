@@ -11,7 +11,7 @@ from lightning_spot.errors import SettingsError
 from lightning_spot.interval.costs import Costs
 
 
-@runtime_checkable  # jsonargparse up to 4.28 or later asks whether an object is one
+@runtime_checkable  # jsonargparse may ask whether an object is one
 class IntervalPolicy(Protocol):
     """Decides when the next snapshot is due. Rank 0 asks, at every step; whoever derives needs the first two only.
 
