@@ -152,13 +152,19 @@ class Fork:
             os.kill(self.pid, number)
 
     def _ended(self, within_s: float | None) -> int | None:
-        if self.returncode is None and select.select([self._server], [], [], within_s)[0]:
+        if self.returncode is None and self._is_told(within_s):
             line = self._said.readline()
             self.returncode = int(line) if line else -signal.SIGKILL  # a server that ends kills its forks
             self._said.close()
             self._server.close()
             self._kept.discard(self)
         return self.returncode
+
+    def _is_told(self, within_s: float | None) -> bool:
+        """Whether the server has said how it ended, or has ended itself; ``select`` knows the first 1024 files only."""
+        polling = select.poll()
+        polling.register(self._server, select.POLLIN)
+        return bool(polling.poll(None if within_s is None else 1000 * within_s))
 
 
 class Server:
