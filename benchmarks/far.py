@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
 import sys
-from typing import Any
+
+from benchmarks.beside import Beside
 
 CHUNK_BYTES = 64 * 1024
 
@@ -51,21 +51,11 @@ async def serve(port: int, delay_s: float) -> None:
     await server.serve_forever()
 
 
-class Far:
+class Far(Beside):
     """The proxy as a process of its own."""
 
     def __init__(self, port: int, delay_ms: float) -> None:
-        command = [sys.executable, "-m", "benchmarks.far", str(port), str(delay_ms)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.port = int(self.process.stdout.readline())
-
-    def __enter__(self) -> Far:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.process.kill()
-        self.process.wait()
+        super().__init__("benchmarks.far", port, delay_ms)
 
 
 if __name__ == "__main__":

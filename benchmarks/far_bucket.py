@@ -6,20 +6,19 @@ two. The bucket is ``benchmarks.s3_server`` behind ``benchmarks.far``, each a pr
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from benchmarks.far import Far
 from benchmarks.measure import Result, seconds
-from benchmarks.s3_server import S3Server
+from benchmarks.s3_server import s3_behind
 from lightning_spot.client.stores import open_store
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
@@ -60,28 +59,6 @@ class Taken:
     asked: Counter[str] = field(default_factory=Counter)
     resume_s: float = 0.0
     resume_requests: float = 0.0
-
-
-@contextlib.contextmanager
-def far_bucket(delay_ms: float) -> Iterator[S3Server]:
-    """Credentials and endpoint in the environment, for as long as it lasts."""
-    import s3fs
-
-    before = dict(os.environ)
-    with S3Server() as server, Far(server.port, delay_ms) as proxy:
-        os.environ.update(
-            AWS_ENDPOINT_URL=f"http://127.0.0.1:{proxy.port}",
-            AWS_ACCESS_KEY_ID="benchmark",
-            AWS_SECRET_ACCESS_KEY="benchmark",
-            AWS_DEFAULT_REGION="us-east-1",
-        )
-        s3fs.S3FileSystem.clear_instance_cache()
-        try:
-            yield server
-        finally:
-            s3fs.S3FileSystem.clear_instance_cache()
-            os.environ.clear()
-            os.environ.update(before)
 
 
 def files_of(ranks: int) -> tuple[FileSpan, ...]:
@@ -183,7 +160,7 @@ def measured(kind: int, delay_ms: float, rounds: int) -> Taken:
         rounds: snapshots; one more opens the connections.
     """
     taken = Taken()
-    with far_bucket(delay_ms) as server:
+    with s3_behind(lambda port: Far(port, delay_ms)) as server:
         url = "s3://benchmark/run"
         store = open_store(url)
         store.claim(Claim(attempt=1, run_id=RUN_ID, token="t", location=url, started_unix_s=1.0))

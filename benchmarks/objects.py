@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from benchmarks.measure import Result, seconds
-from benchmarks.s3_server import S3Server
+from benchmarks.s3_server import s3_behind
 from benchmarks.throttle import Throttle
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.tiers.objects import ObjectStore
@@ -37,35 +37,13 @@ class Speeds:
     get_extra_bytes: int
 
 
-@contextlib.contextmanager
-def s3_behind_throttle(megabytes_per_s: float) -> Iterator[None]:
-    """Credentials and endpoint in the environment, for as long as it lasts."""
-    import s3fs
-
-    before = dict(os.environ)
-    with S3Server() as server, Throttle(server.port, megabytes_per_s) as proxy:
-        os.environ.update(
-            AWS_ENDPOINT_URL=f"http://127.0.0.1:{proxy.port}",
-            AWS_ACCESS_KEY_ID="benchmark",
-            AWS_SECRET_ACCESS_KEY="benchmark",
-            AWS_DEFAULT_REGION="us-east-1",
-        )
-        s3fs.S3FileSystem.clear_instance_cache()
-        try:
-            yield
-        finally:
-            s3fs.S3FileSystem.clear_instance_cache()
-            os.environ.clear()
-            os.environ.update(before)
-
-
 def measured(nbytes: int, megabytes_per_s: float, rounds: int = 1) -> Speeds:
     """Put and get a snapshot, and a smaller one over one connection by s3fs alone."""
     image = memoryview(os.urandom(2**20) * -(-nbytes // 2**20))[:nbytes]
     into = memoryview(bytearray(b"\1") * nbytes)
     few = bytes(image[: min(nbytes, ONE_CONNECTION_BYTES)])
     puts, gets, extra = [], [], [0, 0]
-    with s3_behind_throttle(megabytes_per_s):
+    with s3_behind(lambda port: Throttle(port, megabytes_per_s)):
         store = ObjectStore("s3://benchmark/run-1")
         for step in range(rounds + 1):  # the first finds out how many connections are worth it
             manifest = Manifest(run="run-1", name=snapshot_name(step, 1), step=step, attempt=1, nbytes=nbytes)

@@ -6,18 +6,21 @@ a store does right or wrong the tests use moto.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
 import re
-import subprocess
-import sys
 import threading
 import urllib.request
 from collections import Counter
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape, unescape
+
+from benchmarks.beside import Beside
 
 READ_BYTES = 256 * 1024
 NUMBERS = itertools.count(1)
@@ -186,27 +189,42 @@ def _listing(bucket: str, query: dict[str, str]) -> str:
     return f"<ListBucketResult><IsTruncated>false</IsTruncated>{contents}{shared}</ListBucketResult>"
 
 
-class S3Server:
+class S3Server(Beside):
     """The server as a process of its own."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.s3_server"], stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        self.port = int(self.process.stdout.readline())
-
-    def __enter__(self) -> S3Server:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.process.kill()
-        self.process.wait()
+        super().__init__("benchmarks.s3_server")
 
     def asked(self) -> Counter[str]:
         """What clients have asked for since this was called before."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{ASKED_PATH}") as answer:
             return Counter(json.loads(answer.read()))
+
+
+@contextlib.contextmanager
+def s3_behind(proxy: Callable[[int], Beside]) -> Iterator[S3Server]:
+    """A server that is reached through a proxy: credentials and endpoint in the environment, for as long as it lasts.
+
+    Args:
+        proxy: makes one before a port.
+    """
+    import s3fs
+
+    before = dict(os.environ)
+    with S3Server() as server, proxy(server.port) as way:
+        os.environ.update(
+            AWS_ENDPOINT_URL=f"http://127.0.0.1:{way.port}",
+            AWS_ACCESS_KEY_ID="benchmark",
+            AWS_SECRET_ACCESS_KEY="benchmark",
+            AWS_DEFAULT_REGION="us-east-1",
+        )
+        s3fs.S3FileSystem.clear_instance_cache()
+        try:
+            yield server
+        finally:
+            s3fs.S3FileSystem.clear_instance_cache()
+            os.environ.clear()
+            os.environ.update(before)
 
 
 if __name__ == "__main__":

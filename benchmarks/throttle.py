@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
+
+from benchmarks.beside import Beside
 
 CHUNK_BYTES = 64 * 1024
 
@@ -54,21 +55,11 @@ def serve(port: int, bytes_per_s: float) -> None:
             threading.Thread(target=pump, args=(*ends, bytes_per_s), daemon=True).start()
 
 
-class Throttle:
+class Throttle(Beside):
     """The proxy as a process of its own."""
 
     def __init__(self, port: int, megabytes_per_s: float) -> None:
-        command = [sys.executable, "-m", "benchmarks.throttle", str(port), str(megabytes_per_s)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.port = int(self.process.stdout.readline())
-
-    def __enter__(self) -> Throttle:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.process.kill()
-        self.process.wait()
+        super().__init__("benchmarks.throttle", port, megabytes_per_s)
 
 
 class CountingProxy:

@@ -108,12 +108,13 @@ def test_a_portion_that_comes_when_its_snapshot_was_given_up_takes_no_room(two: 
     assert two.whole()[0] == 4
 
 
+def silent(*_: Any, **__: Any) -> None:
+    raise NodeUnreachable("its link is cut")
+
+
 def test_a_node_that_was_not_told_that_a_snapshot_is_over_is_told_with_the_next_one(
     two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def silent(*_: Any, **__: Any) -> None:
-        raise NodeUnreachable("its link is cut")
-
     two.take(1)
     gathering = two.begin(2)
     two.bring(2, 1)
@@ -203,9 +204,6 @@ def test_what_was_committed_stays_where_no_node_has_heard_it_and_the_next_one_go
     two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A link fails for a moment: words are lost, and a node is not among those of the next snapshot."""
-
-    def silent(*_: Any, **__: Any) -> None:
-        raise NodeUnreachable("its link is cut")
 
     two.take(1)
     tiers = two.nodes[0].uploads.abroad.bringing
