@@ -31,7 +31,7 @@ from lightning_spot.errors import (
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_name
 from lightning_spot.tiers import files as local_files
-from lightning_spot.tiers import temporaries, writing
+from lightning_spot.tiers import objects, temporaries, writing
 from lightning_spot.tiers.files import tier_errors
 from lightning_spot.tiers.lanes import Lanes
 from lightning_spot.tiers.local import LocalStore
@@ -170,6 +170,34 @@ def test_several_files_take_the_place_of_others_of_their_names_all_or_none(
         assert store.has(old)
         assert fetched(store, old) == data
         assert sorted(os.listdir(tmp_path / "run" / old.name)) == names
+    store.put(new, memoryview(changed), attempt=1)
+    assert fetched(store, new) == changed
+
+
+@pytest.mark.parametrize(("replaced", "missing"), [((), ()), ((0,), ()), ((1,), ()), ((0,), (1,))])
+def test_an_old_manifest_is_put_back_only_where_none_of_its_files_was_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: tuple[int, ...], missing: tuple[int, ...]
+) -> None:
+    """Files go side by side: another one than the first may be there when the first fails."""
+    store = ObjectStore(f"file://{tmp_path}/run")
+    old, data = sharded(5)
+    store.put(old, memoryview(data), attempt=1)
+    new, changed = sharded(6, name=old.name)
+    for number in missing:
+        (tmp_path / "run" / old.path_of(FILES_OF_ONE[number])).unlink()
+
+    def fails(_files: Any, _root: str, manifest: Manifest, *_: Any, ready: Callable[[], None], **__: Any) -> None:
+        ready()
+        for span in map(FILES_OF_ONE.__getitem__, replaced):
+            (tmp_path / "run" / manifest.path_of(span)).write_bytes(changed[span.offset : span.stop])
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(objects, "write_files", fails)
+        with pytest.raises(TierError):
+            store.put(new, memoryview(changed), attempt=1)
+    assert store.has(old) == (not replaced)
+    assert store.survey().manifests == ([] if replaced else [old])
     store.put(new, memoryview(changed), attempt=1)
     assert fetched(store, new) == changed
 

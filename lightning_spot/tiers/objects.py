@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _RECENT_S = 1.0
 
+_Mark = dict[str, object]
+
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
@@ -230,6 +232,15 @@ class ObjectStore:
         sizes = self._files.sizes(manifest.name)
         return [sizes.get(span.name) for span in manifest.files]
 
+    def _marks(self, manifest: Manifest) -> list[_Mark]:
+        """The mark of each file of a snapshot, none of one that is not there. Any may be the first that is replaced."""
+        marks: list[_Mark] = []
+        for span in manifest.spans:
+            marks.append({})
+            with contextlib.suppress(FileNotFoundError):
+                marks[-1] = self._files.mark(manifest.path_of(span))
+        return marks
+
     def _claim_in(self, below: str) -> Claim | None:
         try:
             return claims.whole(lambda: Claim.from_json(self._files.read_small(below)))
@@ -266,8 +277,8 @@ class ObjectStore:
             attempt: on whose behalf.
             seen: the manifest that was seen there before.
         """
-        data, commit = manifest.path_of(manifest.spans[0]), self._files.path(manifest.manifest_path)
-        before: tuple[bytes, dict[str, object]] | None = None  # manifest of what is there, and the mark of its bytes
+        commit = self._files.path(manifest.manifest_path)
+        before: tuple[bytes, list[_Mark]] | None = None  # manifest of what is there, and the marks of its files
 
         def ready() -> None:
             """The first file is about to become visible."""
@@ -280,8 +291,8 @@ class ObjectStore:
             if _is_same(noted.manifest, sealed):
                 return  # the very same, once more: it stays durable meanwhile
             if noted.data is not None:
+                before = (noted.data, self._marks(manifest))
                 with contextlib.suppress(FileNotFoundError):
-                    before = (noted.data, self._files.mark(data))
                     self._fs.rm_file(commit)
 
         with tier_errors(self.url):
@@ -292,7 +303,7 @@ class ObjectStore:
                 sealed = seal()
             except BaseException:
                 with contextlib.suppress(Exception):
-                    if before is not None and before[1] == self._files.mark(data):  # nothing was replaced
+                    if before is not None and before[1] == self._marks(manifest):  # nothing was replaced
                         write_small(self._fs, commit, before[0], temporary)
                 with contextlib.suppress(Exception):
                     if not manifest.is_file:
