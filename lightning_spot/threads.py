@@ -80,22 +80,29 @@ def all_at_once(actions: Sequence[Callable[[], T]], name: str, most: int = 8) ->
         most: at once, the calling thread among them.
 
     Raises:
-        Exception: what the first of those that failed, in order, has raised; no other is being done any more.
+        Exception: what the first of those that failed, in order, has raised. None is begun after one has failed, or
+            the calling thread was interrupted, and none is being done any more.
     """
     results: dict[int, T] = {}
     failures: dict[int, Exception] = {}
     left, lock = iter(range(len(actions))), threading.Lock()
+    ended = threading.Event()
 
     def work() -> None:
-        while True:
-            with lock:
-                index = next(left, None)
-            if index is None:
-                return
-            try:
-                results[index] = actions[index]()
-            except Exception as error:
-                failures[index] = error
+        try:
+            while not ended.is_set():
+                with lock:
+                    index = next(left, None)
+                if index is None:
+                    return
+                try:
+                    results[index] = actions[index]()
+                except Exception as error:
+                    failures[index] = error
+                    ended.set()
+        except BaseException:
+            ended.set()
+            raise
 
     work_together(work, min(most, len(actions)), name)
     if failures:

@@ -122,6 +122,32 @@ def test_what_waits_for_answers_is_asked_at_the_same_time_and_answered_in_order(
     assert threads.both(lambda: 1, lambda: "2", "ask") == (1, "2")
 
 
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_nothing_more_is_asked_when_one_has_failed_or_the_user_has_interrupted_it(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """Of hundreds of requests the rest went on, each until its own time was over."""
+    begun, both, waits, join = list[int](), threading.Barrier(2), threading.Event(), threading.Thread.join
+
+    def ask(number: int) -> None:
+        begun.append(number)
+        both.wait(60.0)  # each thread has one
+        if threading.current_thread() is threading.main_thread():
+            raise error
+        assert waits.wait(60.0)
+
+    def joined(thread: threading.Thread, timeout: float | None = None) -> None:
+        waits.set()
+        join(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", joined)
+
+    with pytest.raises(error):
+        threads.all_at_once([functools.partial(ask, number) for number in range(20)], "ask", 2)
+    monkeypatch.undo()
+    assert sorted(begun) == [0, 1]
+
+
 def test_what_waits_for_answers_is_asked_in_turn_where_there_are_no_threads(only_one: None) -> None:
     asked: list[int] = []
     threads.all_at_once([functools.partial(asked.append, number) for number in range(5)], "spot-slots")

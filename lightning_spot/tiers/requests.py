@@ -58,13 +58,18 @@ def remove_each(remove: Callable[[str], None], paths: Iterable[str]) -> None:
         Exception: if one could not be removed; the others are.
     """
 
-    def one(path: str) -> None:
+    def one(path: str) -> Exception | None:
         try:
             remove(path)
         except FileNotFoundError:
             logger.debug("%s is gone", path)
+        except Exception as error:
+            return error
+        return None
 
-    all_at_once([lambda path=path: one(path) for path in paths], "spot-remove")  # type: ignore[misc]
+    failed = all_at_once([lambda path=path: one(path) for path in paths], "spot-remove")  # type: ignore[misc]
+    if error := next(filter(None, failed), None):
+        raise error
 
 
 def _removed_at_once(files: Any, paths: Sequence[str]) -> bool:
