@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures.thread
+import contextlib
 import random
 import socket
 import threading
@@ -23,7 +24,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.run.location import Location
 from lightning_spot.run.patience import Patience
 from lightning_spot.run.survey import survey
-from lightning_spot.tiers import lanes, sweeping
+from lightning_spot.tiers import lanes, objects, sweeping
 from lightning_spot.tiers.multipart import _Block
 from lightning_spot.tiers.objects import ObjectStore
 from lightning_spot.tiers.requests import list_folder, remove_objects
@@ -427,3 +428,34 @@ def test_a_folder_is_listed_page_by_page(bucket: str, raw: s3fs.S3FileSystem) ->
     found = {item["name"].removeprefix(f"{where}/"): item["size"] for item in list_folder(files, where)}
     assert found == {**dict.fromkeys(names, 2), "below": 0}
     assert len(pages) == 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_file_that_somebody_else_has_saved_a_moment_before_leaves_no_manifest_beside_other_bytes(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """It was looked at when the save began; of a snapshot, no other attempt writes that."""
+    url = f"memory://{random.getrandbits(64):x}/run"
+    ours, theirs = ObjectStore(url), ObjectStore(url)
+    others = put(theirs, 1, name="mine.ckpt", file="")
+    theirs.delete(others)
+    writes, small = objects.write_files, objects.write_small
+
+    def late(*arguments: Any, **more: Any) -> None:
+        monkeypatch.setattr(objects, "write_files", writes)
+        put(theirs, 1, name="mine.ckpt", file="")
+        writes(*arguments, **more)
+        if fails:
+            monkeypatch.setattr(objects, "write_small", broken)
+
+    def broken(*_: Any) -> None:
+        raise OSError("its link is cut")
+
+    monkeypatch.setattr(objects, "write_files", late)
+    with pytest.raises(TierError) if fails else contextlib.nullcontext():
+        put(ours, 2, 1200, name="mine.ckpt", file="")
+    monkeypatch.setattr(objects, "write_small", small)
+    there = ours._noted(others).manifest
+    assert (there is None) is fails
+    if there is not None:
+        assert fetched(ours, there) == sealed(2, 1200)[1]

@@ -287,7 +287,9 @@ class ObjectStore:
             sealed = manifest if manifest.files else seal()
             if manifest.is_file:
                 self._check_fences(manifest, attempt)  # again: a large file takes its time
-            noted = seen if seen is not None and seen.is_recent else self._noted(manifest)
+            # Only its attempt writes a snapshot; of a user's file, somebody may have committed another one meanwhile.
+            is_known = seen is not None and seen.is_recent and not manifest.is_file
+            noted = seen if seen is not None and is_known else self._noted(manifest)
             if _is_same(noted.manifest, sealed):
                 return  # the very same, once more: it stays durable meanwhile
             if noted.data is not None:
