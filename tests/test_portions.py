@@ -13,8 +13,8 @@ import pytest
 
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.spread import SpreadStore
-from lightning_spot.errors import CorruptManifest, CorruptSnapshot, NodeUnreachable, SettingsError
-from lightning_spot.image.files import FileSpan, note_name
+from lightning_spot.errors import CorruptManifest, CorruptSnapshot, Fenced, NodeUnreachable, SettingsError
+from lightning_spot.image.files import FileSpan, note_name, torn_name
 from lightning_spot.image.manifest import Manifest, portion_name, snapshot_name
 from lightning_spot.image.notes import Note, sealed, spans_of
 from lightning_spot.image.parts import checksum
@@ -23,6 +23,7 @@ from lightning_spot.memory.joint import SpreadPlace, is_by_itself, is_durable, n
 from lightning_spot.memory.joint_folder import JointFolder
 from lightning_spot.memory.placement import placed_portions
 from lightning_spot.memory.portion_put import NotWhole, put_portion
+from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
 
 NODES = [f"spot://node-{number}:7070" for number in range(8)]
@@ -113,6 +114,18 @@ def test_a_node_that_does_not_answer_is_not_waited_for_with_each_part(silent: in
     store.fetch(whole, into)
     assert into == b"".join(images) + bytes(1)
     assert nodes[silent].asked <= 1
+
+
+def test_a_resume_reads_as_much_from_each_replica() -> None:
+    """The others stood idle; the link of one was what all hosts waited for."""
+    found, images = portions(20 * PART_BYTES, 20 * PART_BYTES - 1)
+    nodes = [Replica(url, images, silent=False) for url in NODES[:2]]
+    store = SpreadStore(SpreadPlace(2, tuple(NODES[:2])).at)
+    (whole,) = store.know([(cast(NodeStore, node), portion) for node in nodes for portion in found])
+    into = memoryview(bytearray(whole.nbytes))
+    store.fetch(whole, into)
+    assert into == b"".join(images) + bytes(1)
+    assert [node.asked for node in nodes] == [20, 20]
 
 
 def test_portions_that_do_not_belong_together_are_none() -> None:
@@ -233,3 +246,38 @@ def test_a_portion_that_is_damaged_in_memory_leaves_nothing_at_the_durable_tier(
     fetched = memoryview(bytearray(whole.nbytes))
     store.fetch(whole, fetched)
     assert fetched == b"".join(data + bytes(PART_BYTES - 5000) for data in images)
+
+
+@pytest.mark.parametrize("how", ["gone", "cut short"])
+def test_a_note_does_not_stand_for_its_files(tmp_path: Path, how: str) -> None:
+    """Another node with this portion, damaged in its memory, may have taken back files when this one left its note."""
+    (one, other), images = portions(5000, 5000)
+    store, path = LocalStore(str(tmp_path / "run")), tmp_path / "run" / one.snapshot / one.files[1].name
+    with pytest.raises(NotWhole):
+        put_portion(store, one, memoryview(images[0]), attempt=1)
+    if how == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(NotWhole):
+        put_portion(store, one, memoryview(images[0]), attempt=1)
+    assert path.read_bytes() == images[0][one.files[1].offset : one.files[1].stop]
+    assert put_portion(store, other, memoryview(images[1]), attempt=1) == store.survey().manifests[0]
+
+
+def test_a_portion_that_waits_for_others_hears_of_a_later_attempt_and_that_there_will_be_none(tmp_path: Path) -> None:
+    """Its node held it for an hour, and longer."""
+    (one, _), images = portions(5000, 5000)
+    store = LocalStore(str(tmp_path / "run"))
+    with pytest.raises(NotWhole) as waits:
+        put_portion(store, one, memoryview(images[0]), attempt=1)
+    assert not waits.value.is_final
+    torn = tmp_path / "run" / one.snapshot / torn_name()
+    torn.write_text('{"why": "host 1 has another model"}')
+    with pytest.raises(NotWhole, match="another model") as over:
+        put_portion(store, one, memoryview(images[0]), attempt=1)
+    assert over.value.is_final
+    torn.unlink()
+    store.claim(Claim(attempt=2, run_id="", token="b", location=store.url, started_unix_s=0.0))
+    with pytest.raises(Fenced):
+        put_portion(store, one, memoryview(images[0]), attempt=1)

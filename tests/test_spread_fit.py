@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from lightning_spot.client.stores import open_store
+from lightning_spot.errors import TierError
 from lightning_spot.exact.compare import differences
 from lightning_spot.image.manifest import snapshot_name
+from lightning_spot.memory import work
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.spread import Told
+from tests.conftest import until
 from tests.served import served
 from tests.test_sharded_fit import check_states, final, snapshots, without_what_came_later
 from tests.test_sharded_hosts import Train, log, told, train
@@ -93,6 +96,54 @@ def heard(found: dict[str, Node], monkeypatch: pytest.MonkeyPatch) -> list[Told]
 
         monkeypatch.setattr(node.spread, "whole", note)
     return told
+
+
+def test_a_node_shuts_down_with_the_last_snapshot_of_a_fit_of_which_it_did_not_hear_that_it_is_whole(
+    train: Train, tmp_path: Path, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other one follows with which it would hear it, and the fit waited in vain until its time was over."""
+    found, root, lost = nodes(3), tmp_path / "run", list[str]()
+    leaving = list(found.values())[1]
+    whole = leaving.spread.whole
+
+    def hears(run: str, attempt: int, told: Told) -> None:
+        if "complete" in told.name and len(lost) < 2:
+            lost.append(told.name)
+            leaving.drain()
+            raise TierError("its link is cut")
+        whole(run, attempt, told)
+
+    monkeypatch.setattr(leaving.spread, "whole", hears)
+    assert train(root, "--ranks", 3, "--hosts", 3, "--memory", ",".join(found)) == 0, log(root)
+    assert len(lost) == 2
+    assert "is complete at step 8" in log(root)
+    newest = snapshots(root)[0]
+    assert newest.complete
+    until(lambda: leaving.settled, "it to owe nothing")
+    assert train(root, "--ranks", 2, "--steps", 10, "--memory", ",".join(nodes(2)), "--seed", 99) == 0, log(root)
+    assert "resumes at step 8" in log(root)
+    check_states(root)
+
+
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_a_training_is_killed_and_a_node_shuts_down_and_what_it_had_is_gone_on_from(
+    train: Train, tmp_path: Path, nodes: Nodes, monkeypatch: pytest.MonkeyPatch, who: int
+) -> None:
+    """Nobody is left to say what is whole: each node brings down what it has, the one that ends before it does."""
+    found, root = nodes(2), tmp_path / "run"
+    assert train(root, "--kill", who, 6, "--memory", ",".join(found)) != 0
+    newest, leaving = newest_whole(found), list(found.values())[1]
+    for node in found.values():  # its word, or that of the one before, may have been on its way
+        for slot in node.ring.committed():
+            slot.whole = slot.brings = False
+    monkeypatch.setattr(work, "LEFT_S", 1.0)
+    leaving.drain()
+    until(lambda: leaving.settled, "it to owe nothing", 60.0)
+    leaving.ring.close(keep_unsafe=False)
+    until(lambda: snapshots(root)[0].step == newest, "it at the durable tier", 60.0)
+    assert train(root, "--memory", ",".join(nodes(2)), "--seed", 99) == 0, log(root)
+    assert f"resumes at step {newest}" in log(root)
+    check_states(root)
 
 
 @pytest.mark.soak

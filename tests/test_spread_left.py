@@ -7,26 +7,33 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_spot.client.portions import JointPortions
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
-from lightning_spot.image.manifest import snapshot_name
+from lightning_spot.errors import TierError
+from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.notes import Note
 from lightning_spot.image.portion import Portions
-from lightning_spot.memory import work
+from lightning_spot.memory import later, putting, work
 from lightning_spot.memory.joint import SpreadPlace
 from lightning_spot.memory.joint_folder import JointFolder
 from lightning_spot.memory.node import Node
+from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.spread import Told
+from lightning_spot.memory.work import Job, Kind, Work
 from lightning_spot.tiers.local import LocalStore
+from lightning_spot.tiers.store import Store
 from tests.conftest import until
 from tests.served import served
 from tests.small_trainer import RUN_ID, info_of
 from tests.test_spread_room import HOSTS, NBYTES, Two
+
+MANIFEST = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=1)
 
 
 class Carried(Two):
@@ -93,7 +100,7 @@ def test_while_its_trainer_lives_nobody_brings_down_what_may_not_be_whole(carrie
 
 @pytest.mark.usefixtures("left")
 @pytest.mark.parametrize("is_told", [False, True])
-def test_what_is_not_whole_leaves_memory_in_the_end_and_may_still_become_whole(
+def test_what_is_not_whole_gives_way_to_others_in_the_end_and_may_still_become_whole(
     carried: Make, monkeypatch: pytest.MonkeyPatch, is_told: bool
 ) -> None:
     """Whoever comes later with the rest commits it; so does the next attempt, whoever brings that."""
@@ -103,16 +110,84 @@ def test_what_is_not_whole_leaves_memory_in_the_end_and_may_still_become_whole(
     nodes.bring(2, 0)
     if is_told:
         nodes.tell(0, 2)
-    monkeypatch.setattr(work, "FORSAKEN_S", 1.5)  # only now: what comes before may take longer
+    monkeypatch.setattr(later, "FORSAKEN_S", 1.5)  # only now: what comes before may take longer
     until(lambda: nodes.durable() == [1], "the one before at the durable tier")
-    until(lambda: nodes.held() == [[1], [1]], "its memory to be free")
+    until(lambda: forsaken(nodes) == [2], "it to be owed no longer")
+    assert [nodes.nodes[0].ring.try_lease("another run", NBYTES) is not None for _ in range(5)] == [*[True] * 4, False]
+    assert nodes.held() == [[], [1]]
     nodes.bring(2, 1)
     until(lambda: nodes.durable() == [2, 1], "it at the durable tier")
 
 
+def forsaken(nodes: Carried) -> list[int]:
+    """Steps of what the first node has, and does not expect to become whole."""
+    slots = nodes.nodes[0].ring.committed()
+    return [slot.manifest.step for slot in slots if slot.manifest is not None and slot.forsaken and not slot.dirty]
+
+
+@pytest.mark.usefixtures("left")
+@pytest.mark.parametrize("is_told", [False, True])
+def test_what_a_node_has_stays_while_another_one_does_not_reach_the_durable_tier(
+    carried: Make, monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    """However long that takes: together they have it, and a resume finds it there."""
+    nodes, fails = carried(), True
+    put = putting.put_portion
+
+    def outage(store: Store, portion: Manifest, *rest: Any, **more: Any) -> Manifest:
+        if fails and portion.portion is not None and portion.portion.host == 1:
+            raise TierError("its bucket does not answer")
+        return put(store, portion, *rest, **more)
+
+    monkeypatch.setattr(putting, "put_portion", outage)
+    monkeypatch.setattr(later, "FORSAKEN_S", 1.0)
+    nodes.bring_all(1)
+    if is_told:
+        nodes.tell(0, 1, brings=True)
+    until(lambda: forsaken(nodes) == [1], "the other node to be waited for no longer")
+    assert nodes.whole() == [1]
+    fails = False
+    nodes.nodes[1].flush(None, 0.1)  # tried again soon
+    until(lambda: nodes.durable() == [1], "it at the durable tier")
+
+
+@pytest.mark.usefixtures("left")
+def test_what_gave_way_is_brought_down_when_it_is_told_to_be_whole(
+    carried: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(later, "FORSAKEN_S", 0.5)
+    nodes = carried()
+    nodes.begin(1)
+    nodes.bring(1, 0)
+    until(lambda: forsaken(nodes) == [1], "it to be owed no longer")
+    (slot,) = nodes.nodes[0].ring.committed()
+    nodes.bring(1, 1)
+    until(lambda: nodes.durable() == [1], "it at the durable tier")
+    assert not slot.safe
+    nodes.tell(0, 1)
+    until(lambda: bool(slot.safe), "all to know it")
+
+
+def test_how_long_others_are_waited_for_begins_anew_with_what_comes_and_with_each_failure() -> None:
+    """A durable tier that fails here may fail at the others, too."""
+    waits, job = Work(Ring(slots=1, memory_bytes=2**20), lambda _: None), Job(Kind.PUT, "run", MANIFEST)
+    begun_s = time.monotonic() + 100.0
+    last_s = begun_s + later.FORSAKEN_S
+    assert not waits.later("/a", job, begun_s, 3)
+    assert not waits.later("/a", job, last_s - 1.0, 3)
+    assert waits.later("/a", job, last_s, 3)
+    assert not waits.later("/a", job, last_s, 5)
+    assert not waits.later("/a", job, last_s + later.FORSAKEN_S - 1.0, 5)
+    waits = Work(Ring(slots=1, memory_bytes=2**20), lambda _: None)
+    assert not waits.later("/a", job, time.monotonic() - later.FORSAKEN_S, 3)
+    waits.failed("/a", job, "it does not answer")
+    assert not waits.later("/a", job, time.monotonic() + 60.0, 3)
+    assert waits.later("/a", job, time.monotonic() + work.LEFT_S + later.FORSAKEN_S, 3)
+
+
 @pytest.mark.usefixtures("left")
 def test_what_is_at_no_durable_tier_stays(carried: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "FORSAKEN_S", 0.5)
+    monkeypatch.setattr(later, "FORSAKEN_S", 0.5)
     nodes = carried()
     (tmp_path / "run").write_text("no directory")
     nodes.bring_all(1)
@@ -203,7 +278,7 @@ def test_a_node_that_shuts_down_takes_no_further_portions_and_hears_when_it_is_n
     until(lambda: nodes.durable() == [1], "the first one at the durable tier")
     nodes.take(2)
     leaving, other = nodes.nodes[1], nodes.place.urls[0]
-    leaving.draining = True
+    leaving.drain()
     opened = nodes.stores[1].open_run(nodes.info())
     assert (opened.carries, opened.leaves) == (False, True)
     assert nodes.stores[1].open_run(replace(nodes.info(), spread=False)).carries  # of others, it stays what it was
@@ -227,7 +302,7 @@ def test_a_node_that_shuts_down_when_no_other_snapshot_follows_has_its_portions_
     for host in HOSTS:
         nodes.bring(2, host)
         nodes.tell(host, 2)
-    nodes.nodes[1].draining = True
+    nodes.nodes[1].drain()
     nodes.nodes[1].flush(None, 0.3)  # as it does by itself: the others know nothing of that
     assert not [name for name in nodes.store.survey().unfinished if "000002" in name]
     for node in nodes.nodes:  # as the host of the trainer has them do

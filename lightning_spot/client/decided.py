@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from weakref import WeakValueDictionary
 
 from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.telling import Telling
 from lightning_spot.image.manifest import Manifest
 
 _MOST_SENT = 4
@@ -20,11 +22,13 @@ class Known:
 
     Attributes:
         told: name of the newest that nodes were told to be whole, and whether it is to be brought to the durable tier.
+        telling: tells nodes what was decided.
     """
 
     def __init__(self, nodes: dict[str, NodeStore]) -> None:
         self.told = ("", False)
-        self._nodes = nodes
+        self.telling = Telling()
+        self._nodes = WeakValueDictionary(nodes)  # as long as a place is made of them
         self._portions: list[Manifest] = []
         self._decided: dict[str, bool] = {}  # by the snapshot's name: whether it is whole, or over
         self._lock = threading.Lock()

@@ -18,7 +18,8 @@ from typing import Any
 from lightning_spot.client.decided import Known
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.seen import Seen, is_to_be_brought, left_torn, never_whole, order_of, told_of, whole_names
-from lightning_spot.errors import Fenced, NodeUnreachable, SettingsError, ShareMissing, SpotError
+from lightning_spot.client.telling import Word, at_all
+from lightning_spot.errors import Fenced, NodeUnreachable, SettingsError, ShareMissing, SnapshotNotFound, SpotError
 from lightning_spot.image import notes
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.files import FileSpan
@@ -77,6 +78,10 @@ class JointPortions(ByItself):
         if isinstance(earlier, JointPortions):
             self._known = earlier._known
             self._nodes = self._known.share(self._nodes)
+
+    def tells_until(self, stops: Callable[[], bool]) -> None:
+        """See :meth:`Changes.tells_until`."""
+        self._known.telling.stops = stops
 
     def begin(self, shared: Shared, nbytes: int, *, attempt: int, hosts: int) -> Gathering:
         """See :meth:`JointTier.begin`. Every host begins by itself; what is whole is told once more."""
@@ -188,8 +193,9 @@ class JointPortions(ByItself):
         Who led it may have been lost before it could say that it is whole. Then what one node has of it would count as
         left by that attempt, wherever another one is not asked.
         """
-        for problem in self._all(lambda node: node.whole(Told(name), attempt=attempt)):
-            logger.info("a memory node was not told that %s is gone on from: %s", name, problem)
+        for problem in self._say("whole", lambda node: node.whole(Told(name), attempt=attempt)):
+            level = logging.DEBUG if isinstance(problem, SnapshotNotFound) else logging.WARNING  # it has nothing of it
+            logger.log(level, "a memory node was not told that %s is gone on from: %s", name, problem)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -255,34 +261,25 @@ class JointPortions(ByItself):
     def _look(self, name: str) -> Seen:
         """What is at the nodes that answer."""
         answers: list[dict[str, Any]] = []
-        problems = self._all(lambda node: answers.append(node.look(name)))
+        problems = list(at_all(self._nodes.values(), lambda node: answers.append(node.look(name))).values())
         held = [item for answer in answers for item in answer["portions"]]
         torn = next((str(answer["torn"]) for answer in answers if answer["torn"]), "")
         return Seen(held, torn, max((answer["rests_s"] for answer in answers), default=0.0), problems)
 
     def _tell(self, told: Told, attempt: int) -> None:
         self._known.told = (told.name, told.brings)
-        for problem in self._all(lambda node: node.whole(told, attempt=attempt)):
+        for problem in self._say("whole", lambda node: node.whole(told, attempt=attempt)):
             if isinstance(problem, Fenced):
                 raise problem
             logger.debug("a memory node was not told that %s is whole: %s", told.name, problem)
 
     def _tear(self, name: str, why: str, attempt: int, *, over: bool) -> list[SpotError]:
         """Tell all nodes that a snapshot will never be whole, and, from who leads it, that it is ``over``."""
-        return self._all(lambda node: node.torn(name, why, attempt=attempt, over=over))
+        return self._say(f"{name} {over}", lambda node: node.torn(name, why, attempt=attempt, over=over))
 
-    def _all(self, ask: Callable[[NodeStore], None]) -> list[SpotError]:
-        """Ask all nodes at the same time; what went wrong."""
-
-        def one(node: NodeStore) -> SpotError | None:
-            try:
-                ask(node)
-            except SpotError as error:
-                return error
-            return None
-
-        with ThreadPoolExecutor(len(self._nodes)) as pool:
-            return [error for error in pool.map(one, self._nodes.values()) if error is not None]
+    def _say(self, about: str, word: Word) -> list[SpotError]:
+        """Tell all nodes something, also who hears it later; see :meth:`Telling.tell`."""
+        return self._known.telling.tell(self._nodes.values(), about, word)
 
 
 def _results(sending: Sequence[Future[SpotError | None]], began_s: float) -> list[SpotError | None]:

@@ -191,8 +191,11 @@ class SpreadStore:
         whole = self._held[manifest.name]
         host, within = place_of(start, whole.begins)
         problem: SpotError | None = None
+        holders = whole.holders[host]
+        first = within // manifest.part_bytes % len(holders)  # each replica is read as much as the others
         # Each part would else wait again for a node whose link is cut.
-        for node, portion in sorted(whole.holders[host], key=lambda held: held[0].url in self._silent):
+        in_turn = sorted((*holders[first:], *holders[:first]), key=lambda held: held[0].url in self._silent)
+        for node, portion in in_turn:
             nbytes = min(len(into), portion.nbytes - within)
             try:
                 node.read(portion, within, into[:nbytes])

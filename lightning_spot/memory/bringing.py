@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from lightning_spot.memory.uploads import Uploads
 
 
+_MOST_PLACES = 8  # of a run, over other nodes each time one is lost, or comes back
+
+
 @dataclass(frozen=True, slots=True)
 class Below:
     """What a node is asked, and told, of durable tiers to which hosts bring snapshots by themselves.
@@ -92,7 +95,19 @@ class Bringing:
             for (_url, key), earlier in self._tiers.items():
                 if key == run and isinstance(tier, Changes):
                     tier.follow(earlier)
-            return self._tiers.setdefault((url, run), tier)
+            if isinstance(tier, Changes):
+                tier.tells_until(lambda: self.uploads.closing)
+            tier = self._tiers.setdefault((url, run), tier)
+            places = [place for place, each in self._tiers.items() if place[1] == run and isinstance(each, Changes)]
+            for place in places[:-_MOST_PLACES]:  # what they have learned, all others of that run know
+                del self._tiers[place]
+            return tier
+
+    def forget(self, run: str) -> None:
+        """Keep nothing of a run."""
+        with self._lock:
+            for place in [place for place in self._tiers if place[1] == run]:
+                del self._tiers[place]
 
     def calm(self, run: str) -> None:
         """Forget what kept an earlier attempt of a run from the durable tiers: this one may do without this way."""

@@ -6,14 +6,13 @@ deletion, a retention) and holds nothing else up; when several things fail in a 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
 
 from lightning_spot.config import KEEP
-from lightning_spot.errors import Fenced, SnapshotNotFound, SpotError
+from lightning_spot.errors import Fenced, SpotError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.health import TierHealth
 from lightning_spot.memory.portion_put import NotWhole
@@ -129,6 +128,17 @@ class Flusher:
         """How long the durable tier of a run is still to be left alone, see :meth:`Work.rests_s`."""
         with self._ring.changed:
             return self.work.rests_s(run, time.monotonic())
+
+    @property
+    def leaves(self) -> bool:
+        """Whether this node is about to end."""
+        return self.work.leaves_s is not None
+
+    def leave(self) -> None:
+        """This node is about to end, see :attr:`Work.leaves_s`."""
+        with self._ring.changed:
+            self.work.leaves_s = time.monotonic()
+            self._ring.notify()
 
     @property
     def busy(self) -> bool:
@@ -345,14 +355,17 @@ class Flusher:
         self._heard(url, error)
 
     def _not_whole(self, url: str, job: Job, error: NotWhole) -> None:
-        """A portion is at a tier, and those of other hosts are not yet. In the end it leaves memory: it is there."""
+        """A portion is at a tier, and those of other hosts are not yet. In the end it gives way to others: it is there.
+
+        Until then, and as long as there is room, it stays: a resume may find the others' at nodes that reach no tier.
+        """
         with self._ring.changed:
-            if not self.work.later(url, job, time.monotonic()):
+            if not (error.is_final or self.work.later(url, job, time.monotonic(), error.there)):
                 return
-            logger.warning("%s, and nobody brings the rest: it leaves memory", error)
+            logger.warning("%s, and nobody brings the rest: it gives way to others", error)
             self.work.done(url, job)
-            with contextlib.suppress(SnapshotNotFound):  # it has just left it
-                self._ring.drop(job.run, job.manifest.name)
+            if job.slot is not None:
+                self._ring.forsake(job.slot, job.manifest)
 
     def _fenced(self, url: str, job: Job, attempt: int, error: Fenced) -> None:
         if self._attempt(job) >= error.current > attempt:
@@ -367,6 +380,8 @@ class Flusher:
             self.health[url].refused = str(error)
             if job.slot is not None and job.kind is Kind.PUT:
                 self._ring.mark_refused(job.slot, job.manifest, url)
+                if job.manifest.portion is not None:  # nothing newer need come to this node
+                    self._ring.forsake(job.slot, job.manifest)
                 if job.manifest.is_file:
                     self._refused.setdefault(job.run, {})[job.manifest.name] = job.manifest
             self._ring.notify()

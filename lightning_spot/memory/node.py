@@ -60,7 +60,6 @@ class Node:
     Attributes:
         spread: what is known of snapshots of which portions are here.
         id: of this node, as long as it lives.
-        draining: whether it takes no new runs.
     """
 
     def __init__(
@@ -78,7 +77,6 @@ class Node:
         self.registry = Registry(self.ring)
         self.spread = Spread(self.ring, self.registry, lambda key: self.flusher.rests_s(key))
         self.id = uuid.uuid4().hex
-        self.draining = False
         self._not_needed = False  # a trainer has come and gone whose attempt could not begin
         below = Below(
             refuses=lambda url: self.routes.allowed(url),
@@ -204,6 +202,15 @@ class Node:
         self.uploads.end_session(session)
         self._wake()
         return left
+
+    @property
+    def draining(self) -> bool:
+        """Whether this node is about to end, and takes no new runs."""
+        return self.flusher.leaves
+
+    def drain(self) -> None:
+        """Take no new runs: this node is about to end."""
+        self.flusher.leave()
 
     @property
     def closing(self) -> bool:
@@ -356,6 +363,7 @@ class Node:
         tiers = self.ring.tiers(key)
         self.routes.forget(key)
         self.uploads.shares.forget(key)
+        self.uploads.abroad.bringing.forget(key)
         self.ring.set_tiers(key, None)
         self.flusher.forget(key, (*tiers.own, *tiers.carried))
         self._remembered.forget(key)

@@ -6,10 +6,10 @@ snapshot, as hosts do that have no memory node (see ``joint_folder``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from lightning_spot.errors import CorruptSnapshot, SnapshotNotFound, SpotError
-from lightning_spot.image.files import is_note, note_name
+from lightning_spot.errors import CorruptSnapshot, SpotError
+from lightning_spot.image.files import FileSpan, is_note, note_name
 from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.image.notes import Note
 from lightning_spot.memory.joint_folder import JointFolder
@@ -17,7 +17,16 @@ from lightning_spot.tiers.store import Store
 
 
 class NotWhole(SpotError):
-    """A portion is at a durable tier, and those of other hosts are not yet."""
+    """A portion is at a durable tier, and those of other hosts are not yet.
+
+    Attributes:
+        there: files of all hosts that are there.
+        is_final: whether there will never be such a snapshot.
+    """
+
+    def __init__(self, why: str, there: int, *, is_final: bool = False) -> None:
+        super().__init__(why)
+        self.there, self.is_final = there, is_final
 
 
 def put_portion(store: Store, portion: Manifest, image: memoryview, *, attempt: int) -> Manifest:
@@ -33,42 +42,39 @@ def put_portion(store: Store, portion: Manifest, image: memoryview, *, attempt: 
         the manifest of the snapshot, which is committed.
 
     Raises:
-        NotWhole: if other portions are still to come.
+        NotWhole: if other portions are still to come, or will never be, or make another snapshot.
         Fenced: if a later attempt has claimed the run.
         CorruptSnapshot: if the bytes are not those of the manifest (any more): nothing of them stays there.
-        SnapshotNotFound: if it was written there by others as something else.
         TierError: if the tier fails.
     """
     note = Note.of_portion(portion)
     folder = JointFolder(store, portion.run_id, portion.snapshot, pauses_s=(), attempt=attempt)
-    there = folder.sizes()
+    there, claimed = folder.look()
     if MANIFEST_FILE not in there:
-        if note_name(note.host) in there and not _may_be_whole(there, note):
-            raise NotWhole(f"{portion.snapshot} is at {store.url} as far as this node has it")  # one request, each time
-        folder.check_fence()
+        folder.check_fence(claimed)
         if why := folder.why_torn(there):
-            raise SnapshotNotFound(f"{portion.snapshot} will not be at {store.url}: {why}")
-        if note_name(note.host) not in there:
-            _write(folder, portion, image, there)
+            raise NotWhole(f"{portion.snapshot} will not be at {store.url}: {why}", len(there), is_final=True)
+        missing = [file for file in portion.files if there.get(file.name) != file.nbytes]
+        if missing or note_name(note.host) not in there:
+            _write(folder, portion, image, missing)
             folder.write(note_name(note.host), memoryview(note.to_json().encode()))
+            there = folder.sizes()
+    if MANIFEST_FILE not in there:
         found: dict[int, Note] = {}
-        there = folder.sizes()
-        if MANIFEST_FILE not in there:
-            is_whole = _may_be_whole(there, note) and folder.read_notes(there, found)
-            committed = folder.commit(there, found) if is_whole else None
-            if committed is None:
-                raise NotWhole(f"{portion.snapshot} is at {store.url} as far as this node has it")
-            return committed
+        is_whole = _may_be_whole(there, note) and folder.read_notes(there, found)
+        committed = folder.commit(there, found) if is_whole else None
+        if committed is None:
+            raise NotWhole(f"{portion.snapshot} is at {store.url} as far as this node has it", len(there))
+        return committed
     committed = folder.manifest()
     names = {(span.name, span.nbytes) for span in committed.files}
     if any((file.name, file.nbytes) not in names for file in portion.files):
-        raise SnapshotNotFound(f"{committed.name} at {store.url} is another one of that name")
+        raise NotWhole(f"{committed.name} at {store.url} is another one of that name", len(there), is_final=True)
     return committed
 
 
-def _write(folder: JointFolder, portion: Manifest, image: memoryview, there: dict[str, int]) -> None:
+def _write(folder: JointFolder, portion: Manifest, image: memoryview, missing: Sequence[FileSpan]) -> None:
     """Write the files that are not there: another node with this portion may have written some."""
-    missing = [file for file in portion.files if there.get(file.name) != file.nbytes]
     portion.verify(image, "memory")
     folder.write_all(
         {file.name: image[file.offset : file.stop] if file.nbytes else memoryview(b"") for file in missing}

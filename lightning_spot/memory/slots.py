@@ -98,6 +98,7 @@ class Slot:
         whole: of one host's portion of a snapshot: whether the portions of all hosts are known to be at memory nodes.
         overtaken: likewise: whether a newer snapshot is known to be whole.
         brings: likewise: whether it is to be brought to the durable tier, also if a newer one is whole.
+        forsaken: likewise: whether the others' are not expected at the durable tier any more.
         portion: the ranges of a snapshot at a memory node that the memory holds; all else in it is something else.
         sent_crcs: place and content of the CRC fields as they came, if several hosts sent the snapshot.
         given: whether other processes look at its memory for as long as they like: nothing is written to that any more.
@@ -131,6 +132,7 @@ class Slot:
     whole: bool = False
     overtaken: bool = False
     brings: bool = False
+    forsaken: bool = False
     portion: HeldPortion | None = None
     sent_crcs: tuple[tuple[int, bytes], ...] = ()
     given: bool = False
@@ -185,7 +187,7 @@ class Slot:
         self.state, self.run, self.manifest, self.places = SlotState.FREE, "", None, None
         self.dirty, self.safe, self.refused, self.settled = [], [], [], False
         self.floats, self.inexact_at, self.surpassed, self.sent_crcs = (), [], None, ()
-        self.spare = self.followed = self.whole = self.overtaken = self.brings = False
+        self.spare = self.followed = self.whole = self.overtaken = self.brings = self.forsaken = False
 
 
 def newest_of_lineages(slots: Iterable[Slot]) -> set[Slot]:
@@ -244,8 +246,8 @@ def owed(slot: Slot, tiers: Tiers, *, newest: bool) -> list[str]:
         return []
     urls = slot.places if slot.places is not None else (*tiers.own, *tiers.carried)
     if slot.of_host is not None:
-        never_whole = slot.overtaken and not slot.whole
-        urls = tuple(url for url in tiers.own if not (never_whole or url.startswith("spot:")))
+        is_over = slot.forsaken or (slot.overtaken and not slot.whole)
+        urls = tuple(url for url in tiers.own if not (is_over or url.startswith("spot:")))
     return [url for url in urls if url not in slot.safe and url not in slot.refused]
 
 
@@ -254,7 +256,8 @@ def reusable(slots: list[Slot]) -> list[Slot]:
 
     A slot may be reused when nobody reads it and it is owed to no tier. The newest snapshot of a lineage, and a file,
     must be safe somewhere below besides, or its sender have said that it is durable, or the file have been refused
-    there, since a newer one is at its place. What a node behind holds goes late: only changes to it need to be sent.
+    there, since a newer one is at its place; or the other hosts' portions of it are not expected any more. What a node
+    behind holds goes late: only changes to it need to be sent.
     One that is not exact takes no memory from others.
     """
     newest = newest_of_lineages(slots)
@@ -265,7 +268,7 @@ def reusable(slots: list[Slot]) -> list[Slot]:
         if slot.state is SlotState.COMMITTED
         and not slot.readers
         and not slot.dirty
-        and (slot.safe or slot.settled or _may_go(slot, newest))
+        and (slot.safe or slot.settled or slot.forsaken or _may_go(slot, newest))
     ]
     return sorted(idle, key=lambda slot: (slot in newest, slot in bases, slot.sequence))
 

@@ -83,7 +83,9 @@ class Spread:
         with self._ring.changed:
             for slot, name in _portions_of(self._ring, key):
                 if name == told.name or name in told.left:
-                    slot.whole, slot.brings = True, slot.brings or told.brings or name in told.left
+                    # A word that comes late does not have brought down what the others let go since.
+                    brings = (told.brings and not slot.overtaken) or name in told.left
+                    slot.whole, slot.brings, slot.forsaken = True, slot.brings or brings, False
                 elif name in told.overtaken:
                     slot.overtaken, slot.brings = True, slot.brings and not told.brings
                 else:

@@ -83,6 +83,13 @@ class SlotTable:
                 slot.safe.remove(url)
                 self._written(slot)
 
+    def forsake(self, slot: Slot, manifest: Manifest) -> None:
+        """Have one host's portion of a snapshot owed nowhere any more, and give way where its room is needed."""
+        with self.changed:
+            if slot.manifest is manifest:
+                slot.forsaken = True
+                self._written(slot)
+
     def settle(self, run: str, lineage: str, order: Order) -> None:
         """Note that a snapshot is durable although nobody brought it there from here: it, and older ones, may go."""
         with self.changed:

@@ -212,6 +212,9 @@ class Changes(Protocol):
     def follow(self, earlier: JointTier) -> None:
         """Go on with what another one of that run has learned, and decided; called before it is used."""
 
+    def tells_until(self, stops: Callable[[], bool]) -> None:
+        """Have nodes told again what they did not hear, until ``stops`` says that it is not to be any more."""
+
 
 @runtime_checkable
 class HasJoint(Protocol):

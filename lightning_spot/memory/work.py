@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.sealing import Sealing
+from lightning_spot.memory import later
 from lightning_spot.memory.backoff import BackOff
+from lightning_spot.memory.later import Later
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo, key_of
 from lightning_spot.memory.slots import Slot
@@ -22,10 +24,6 @@ MOST_APART_S = 30.0
 LEFT_S = 35.0
 """A run counts as left by its trainer if its host has not asked for so long how this node is: it does every 10 s."""
 
-FORSAKEN_S = 3600.0
-"""What a node has of a snapshot leaves its memory when what others have of it has not come for so long."""
-
-_FIRST_LATER_S, _LAST_LATER_S = 1.0, 30.0
 _APART = 40  # times as long as it takes one: so much less does it cost training
 _LOOK_S = 1.0
 
@@ -64,19 +62,6 @@ class Job:
         return (self.kind.value, self.run, "" if self.kind is Kind.RETAIN else self.manifest.name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Later:
-    """A put that waits for what other nodes put there.
-
-    Attributes:
-        since_s: since when (monotonic).
-        due_s: when it is looked at again.
-    """
-
-    since_s: float
-    due_s: float
-
-
 @dataclass(eq=False, slots=True)
 class _Deletion:
     """Something to be deleted at a tier.
@@ -96,9 +81,14 @@ class Work:
     Args:
         ring: what is committed, and owed where.
         run: what is known of a run, by its key.
+
+    Attributes:
+        leaves_s: since when this node is about to end (monotonic), ``None`` if it is not. What it has of snapshots that
+            are not known to be whole is waited for, too: nobody may be left to say so.
     """
 
     def __init__(self, ring: Ring, run: Callable[[str], RunInfo | None]) -> None:
+        self.leaves_s: float | None = None
         self._ring = ring
         self._run = run
         self._deletions: dict[str, list[_Deletion]] = {}
@@ -107,7 +97,7 @@ class Work:
         self._errors: dict[str, dict[tuple[str, str, str], str]] = {}
         self._begun: dict[tuple[str, str], float] = {}  # when a tier last took a snapshot of a run
         self._took_s: dict[tuple[str, str], float] = {}  # and for how long it was busy with it
-        self._later: dict[tuple[str, tuple[str, str, str]], _Later] = {}
+        self._later = Later()
         self._waited_for: Counter[str | None] = Counter()  # runs (None: all) that somebody waits for
 
     def urls(self) -> set[str]:
@@ -118,8 +108,10 @@ class Work:
 
     def owed(self, run: str | None) -> set[str]:
         """Tiers that are waited for, of a run (``None``: of any): no retention that fails, and no spare replica."""
-        slots = [slot for slot in self._ring.slots if run in (None, slot.run) and not _is_unsure(slot)]
-        found = {url for slot in slots for url in slot.dirty if not self._is_spare(slot, url)}
+        slots = [slot for slot in self._ring.slots if run in (None, slot.run)]
+        found = {
+            url for slot in slots for url in slot.dirty if not (self._is_spare(slot, url) or self._is_idle(slot, url))
+        }
         for url, deletions in self._deletions.items():
             if any(run in (None, key_of(each.manifest)) for each in deletions):
                 found.add(url)
@@ -133,8 +125,7 @@ class Work:
         backoff, soonest, wanted = self.backoff(url), None, set()
         for job in self._jobs(url):
             wanted.add(job.key)
-            later = self._later.get((url, job.key))
-            due_s = max(backoff.due_s(job.key), self._paced_s(url, job), later.due_s if later is not None else 0.0)
+            due_s = max(backoff.due_s(job.key), self._paced_s(url, job), self._later.due_s((url, job.key)))
             if due_s <= now_s:
                 if job.kind is Kind.PUT and (url, job.key) not in self._later:  # else it has begun before
                     self._begun[url, job.run] = now_s
@@ -145,7 +136,7 @@ class Work:
             soonest = min(now_s + _LOOK_S, soonest if soonest is not None else float("inf"))
         # Nothing is due: what failed and is not wanted any more (superseded, dropped) is forgotten.
         backoff.forget(set(wanted))
-        self._later = {(at, key): later for (at, key), later in self._later.items() if at != url or key in wanted}
+        self._later.forget(url, set(wanted))
         self._errors[url] = {key: text for key, text in self._errors.get(url, {}).items() if key in wanted}
         return None, soonest
 
@@ -217,19 +208,22 @@ class Work:
         """A job failed. A put that did is not counted as taken: it is tried again with back-off, not at its pace."""
         if job.kind is Kind.PUT:
             self._begun.pop((url, job.run), None)
-        self.backoff(url).failed(job.key, time.monotonic())
+        now_s = time.monotonic()
+        self.backoff(url).failed(job.key, now_s)
         self._errors.setdefault(url, {})[job.key] = text
+        self._later.failed((url, job.key), now_s)
 
-    def later(self, url: str, job: Job, now_s: float) -> bool:
-        """A put waits for what other nodes put there; whether it has been for so long that nobody will.
+    def later(self, url: str, job: Job, now_s: float, there: int) -> bool:
+        """A put waits for what other nodes put there; whether it has for so long that nobody will.
 
-        It is looked at again soon, and less and less often.
+        Args:
+            url: of the tier.
+            job: the put.
+            now_s: the time (monotonic).
+            there: files that are there now, of all nodes.
         """
-        known = self._later.get((url, job.key))
-        since_s = known.since_s if known is not None else now_s
-        pause_s = min(_LAST_LATER_S, max(_FIRST_LATER_S, (now_s - since_s) / 4))
-        self._later[url, job.key] = _Later(since_s, now_s + pause_s)
-        return now_s - max(since_s, self._left_s(job.run)) >= FORSAKEN_S
+        since_s = self._later.wait((url, job.key), now_s, there)
+        return now_s - max(since_s, self._left_s(job.run)) >= later.FORSAKEN_S
 
     def dropped(self, url: str, job: Job) -> None:
         """A put came to nothing, because there was nothing to put after all: it does not count as taken."""
@@ -268,6 +262,15 @@ class Work:
         """Whether a snapshot is owed to a node as a further replica only: it is durable, and nobody waits for that."""
         info = self._run(slot.run)
         return url.startswith("spot://") and info is not None and info.replicas > 1 and info.durable_url in slot.safe
+
+    def _is_idle(self, slot: Slot, url: str) -> bool:
+        """Whether nobody waits for a portion: it is not known to be of a whole snapshot.
+
+        A node that is about to end waits until it is there as far as this node has it: who has the rest commits it.
+        """
+        if slot.manifest is None or not _is_unsure(slot):
+            return False
+        return self.leaves_s is None or (url, Job(Kind.PUT, slot.run, slot.manifest).key) in self._later
 
     def _own(self, slot: Slot) -> list[str]:
         """Tiers that this node must bring a slot to by itself."""
@@ -351,9 +354,11 @@ class Work:
         """When a run counts as left by its trainer: then each node brings down what it has of the newest snapshots.
 
         Until then its trainer says which one they bring, since all must bring the same one. Then nobody is there to say
-        which of them are whole: the durable tier shows it, when all nodes have brought theirs.
+        which of them are whole: the durable tier shows it, when all nodes have brought theirs. A node that is about to
+        end leaves its trainer as much time.
         """
-        return self._ring.opened_s.get(run, self._ring.begun_s) + LEFT_S
+        asked_s = self._ring.opened_s.get(run, self._ring.begun_s)
+        return min(asked_s, self.leaves_s if self.leaves_s is not None else asked_s) + LEFT_S
 
     def _free_s(self, url: str, run: str, *, followed: bool) -> float:
         """When a tier may take the next snapshot of a run at the soonest, 0 for at once."""

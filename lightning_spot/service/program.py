@@ -217,7 +217,7 @@ async def _until_unneeded(node: Node, service: Service, idle_timeout_s: float, s
 
 async def _drain(node: Node, service: Service, drain_timeout_s: float, signals: _Signals) -> list[str]:
     """Serve on until the trainers have left and all is safe below; what is not, one line for each tier."""
-    node.draining = True
+    node.drain()
     deadline_s = time.monotonic() + drain_timeout_s
     while not signals.second.is_set() and time.monotonic() < deadline_s:
         node.uploads.expire(_UNCONNECTED_S)
