@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
+from pathlib import Path
 
 import pytest
 
 from lightning_spot.client.portions import JointPortions
 from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.stores import open_store
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.memory import work
-from lightning_spot.memory.joint import Shared
+from lightning_spot.memory.joint import Shared, SpreadPlace
+from lightning_spot.memory.node import Node
 from lightning_spot.memory.slots import Slot
 from lightning_spot.memory.spread import Told
 from tests.conftest import until
+from tests.served import served
 from tests.small_trainer import RUN_ID
 from tests.test_spread_left import Carried, Make, carried, left
 from tests.test_spread_room import HOSTS, NBYTES, silent
@@ -161,3 +167,34 @@ def test_a_node_that_shuts_down_waits_so_long_only_for_a_trainer_that_lives(
     nodes.bring(1, 0)
     nodes.tell(0, 1, brings=True)
     until(lambda: nodes.durable() == [1], "it at the durable tier")
+
+
+@pytest.mark.usefixtures("left")
+def test_a_node_that_comes_back_without_leave_to_write_keeps_what_it_has_until_it_may(
+    carried: Make, runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume finds it there; it keeps no node from ending, and the next one on its host has it."""
+
+    def node(*allow: str) -> Node:
+        return Node(slots=4, memory_bytes=2**26, open_store=open_store, area=runtime_dir / "area", allow=allow)
+
+    nodes = carried(durable_every_s=3600.0)
+    for allow in ((), (str(tmp_path),)):
+        with contextlib.ExitStack() as ends:
+            heir = node(*allow)
+            monkeypatch.setattr(heir, "close", functools.partial(heir.close, keep_unsafe=True))  # as its program does
+            url = f"spot://127.0.0.1:{ends.enter_context(served(heir))}/run@{RUN_ID}"
+            nodes.place = SpreadPlace(1, (nodes.place.urls[0], url))
+            nodes.stores[1], nodes.nodes[1] = NodeStore(url), heir
+            if not allow:
+                heir.open_run(nodes.info())
+                nodes.bring_all(1)
+                nodes.tell(0, 1, brings=True)
+                nodes.tell(1, 1, brings=True)
+                heir.drain()
+                assert heir.settled
+            assert nodes.whole() == [1]
+            if allow:
+                until(lambda: nodes.durable() == [1], "it at the durable tier")
+            else:
+                assert not nodes.durable()
