@@ -527,3 +527,15 @@ def test_of_many_storages_some_are_drawn_from_all_over_them() -> None:
     drawn = [[place for _, place, _, _ in Sampler().take(pieces)._noted] for _ in range(400)]
     assert all(len(set(places)) == STORAGES and places == sorted(places) for places in drawn)
     assert set().union(*drawn) == set(range(100))
+
+
+def test_what_shares_the_memory_of_a_slot_keeps_it_mapped() -> None:
+    """A ring in the trainer's process unmaps a slot that it replaces; a copy on a GPU holds the tensor only."""
+    shared = mmap.mmap(-1, 4096)
+    part = SlotView(shared).tensor[64:128]
+    with pytest.raises(BufferError):
+        shared.close()
+    part.fill_(7)
+    assert shared[64:128] == b"\7" * 64
+    del part
+    shared.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,12 +15,13 @@ import pytest
 import torch
 
 from lightning_spot.client.session import Session
+from lightning_spot.errors import NodeUnreachable
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory import ahead, given, portions
 from lightning_spot.run import receiving, sources
 from lightning_spot.run.sources import MemorySource, Use
 from lightning_spot.run.survey import Survey, survey
-from lightning_spot.service.channel import DescriptorChannel
+from lightning_spot.service import channel
 from lightning_spot.staging.slot import SlotMemory
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import Holdings
@@ -47,11 +49,11 @@ def make(tmp_path: Path, runtime_dir: Path) -> Iterator[Callable[..., Bench]]:
 @pytest.fixture
 def attached(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Bench], None]]:
     """Makes a node of this process that of this host: trainers get at its slots by descriptor, as they always do."""
-    channels: list[DescriptorChannel] = []
+    channels: list[channel.DescriptorChannel] = []
 
     def attach(bench: Bench) -> None:
         path = runtime_dir / "channel"
-        channels.append(DescriptorChannel(bench.node, path, None))
+        channels.append(channel.DescriptorChannel(bench.node, path, None))
 
         def host(_url: str, run: str) -> SimpleNamespace:
             session = Session(path, None, 10.0)
@@ -64,8 +66,8 @@ def attached(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
         monkeypatch.setattr(sources, "attach", host)
 
     yield attach
-    for channel in channels:
-        channel.close()
+    for each in channels:
+        each.close()
 
 
 def give(bench: Bench, manifest: Manifest) -> int:
@@ -92,6 +94,54 @@ def test_what_was_given_stays_while_its_slot_is_used_again_and_again(make: Calla
     assert content(fd) == image_of(1, 1000)  # which ends there, as a file does
     assert not any(slot.given for slot in bench.node.ring.slots)
     os.close(fd)
+
+
+def test_a_slot_that_gets_other_memory_as_it_is_handed_over_is_not_taken_for_another_file(
+    make: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of its descriptor goes to the next file that is opened: a trainer would have written there."""
+    ring = make(slots=1).node.ring
+    slot = ring.try_lease(RUN, 1000)
+    assert slot is not None
+    assert slot.memory is not None
+    slot.memory.map[:4] = b"mine"
+    nbytes, send, others = slot.capacity, channel._send, []
+
+    def replaced_first(connection: socket.socket, told: dict[str, Any], fd: int | None) -> None:
+        if fd is not None:
+            memory = ring._take_memory(slot)
+            assert memory is not None
+            memory.close()
+            others.append(open(tmp_path / "other", "wb+"))  # noqa: SIM115 - it is to stay open
+            others[0].truncate(nbytes)
+        send(connection, told, fd)
+
+    monkeypatch.setattr(channel, "_send", replaced_first)
+    listening = channel.DescriptorChannel(make().node, tmp_path / "channel", None)
+    listening._node = SimpleNamespace(ring=ring, begin_session=lambda *_: None, end_session=lambda _: [])  # type: ignore[assignment] # all that is asked
+    session = Session(tmp_path / "channel", None, 10.0)
+    mapped = session.map_slot(slot.index, slot.generation)
+    assert mapped[:4] == b"mine"
+    with pytest.raises(NodeUnreachable, match="no longer has slot"):
+        session.map_slot(slot.index, slot.generation)
+    session.close()
+    listening.close()
+    others[0].close()
+
+
+def test_a_slot_that_has_got_other_memory_since_it_was_leased_is_not_mapped(
+    make: Callable[..., Bench], tmp_path: Path
+) -> None:
+    bench = make(slots=1)
+    slot = bench.node.ring.try_lease(RUN, 1000)
+    assert slot is not None
+    listening = channel.DescriptorChannel(bench.node, tmp_path / "channel", None)
+    session = Session(tmp_path / "channel", None, 10.0)
+    session.map_slot(slot.index, slot.generation).close()
+    with pytest.raises(NodeUnreachable, match="as it was leased"):
+        session.map_slot(slot.index, slot.generation - 1)
+    session.close()
+    listening.close()
 
 
 def test_a_node_that_takes_the_slot_over_does_not_write_to_it_either(make: Callable[..., Bench]) -> None:

@@ -440,7 +440,7 @@ def test_a_slot_that_is_asked_for_at_ctrl_c_is_given_back(
             raise KeyboardInterrupt
         return answer
 
-    def pressed_too(_index: int) -> Any:
+    def pressed_too(_index: int, _generation: int) -> Any:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

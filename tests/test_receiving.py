@@ -73,3 +73,28 @@ def test_room_nowhere_is_one_clear_error(source: StoreSource, monkeypatch: pytes
     monkeypatch.setattr(receiving, "_disk_file", full)
     with pytest.raises(TierError, match=r"no room for 5000000 bytes .*No space left"):
         source.open(manifest)
+
+
+def test_an_error_is_no_other_one_where_its_traceback_looks_at_the_image(source: StoreSource) -> None:
+    """It was that of memory which cannot be unmapped, and no older snapshot was taken."""
+
+    def use(part: memoryview) -> None:
+        raise CorruptSnapshot(f"{len(part)} bytes that nobody can read")
+
+    manifest, _ = stored(source, 1)
+    snapshot = source.open(manifest)
+    try:
+        with pytest.raises(CorruptSnapshot, match="10 bytes"), snapshot.image() as image:
+            use(image[10:20])
+    finally:
+        snapshot.close()
+
+
+def test_what_looks_at_an_image_stays_in_place_as_long_as_it_looks(source: StoreSource) -> None:
+    manifest, data = stored(source, 1)
+    snapshot = source.open(manifest)
+    with snapshot.image() as image:
+        part = image[10:20]
+    del image
+    snapshot.close()
+    assert part == data[10:20]

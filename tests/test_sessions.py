@@ -349,7 +349,7 @@ def test_a_forked_child_has_no_session_and_does_no_harm(tmp_path: Path) -> None:
     if child == 0:
         code = 1
         with contextlib.suppress(NodeUnreachable):
-            host.session.map_slot(0)
+            host.session.map_slot(0, 1)
             code = 2
         with contextlib.suppress(SpotError):
             host.client.call("GET", "/v1/status")  # over a connection of its own
@@ -375,9 +375,9 @@ def test_an_answer_that_ctrl_c_left_is_not_taken_for_the_next_one(
     with monkeypatch.context() as patch:
         patch.setattr(socket, "recv_fds", pressed)
         with pytest.raises(KeyboardInterrupt):
-            host.session.map_slot(0)
+            host.session.map_slot(0, 1)
     with pytest.raises(NodeUnreachable):
-        host.session.map_slot(1)
+        host.session.map_slot(1, 1)
     host.leave(complete=False)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import mmap
 import os
 import sys
 import warnings
@@ -469,3 +470,20 @@ def test_states_of_optimizers_with_keys_that_are_no_text_are_refused_by_name() -
     """They came back as text: the optimizer did not find its state, or began anew with it."""
     with pytest.raises(NotSerialisable, match=r"optimizer_0\.state\.weight has the key 0, .* all keys are text"):
         resumed(lambda optimizer: next(iter(optimizer.state.values())).update({0: torch.ones(2)}))
+
+
+def test_a_tensor_that_looks_at_an_image_keeps_it_in_place(tmp_path: Path) -> None:
+    """Torch keeps nothing of memory that it is told the address of."""
+    image, manifest = snapshot({"state_dict": {"weight": torch.arange(4.0)}}, (1,))
+    (tmp_path / "image").write_bytes(image)
+    with open(tmp_path / "image", "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    reader = ImageReader(memoryview(mapped), manifest)
+    (shard,) = reader.shards.tensors[0].shards
+    elements = reader._elements(shard, torch.float32)
+    del reader
+    with pytest.raises(BufferError):
+        mapped.close()
+    assert elements.tolist() == [0.0, 1.0, 2.0, 3.0]
+    del elements
+    mapped.close()

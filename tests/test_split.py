@@ -403,7 +403,7 @@ def test_a_rank_that_cannot_map_the_slot_says_so(desk: Desk, monkeypatch: pytest
     host = desk.shares[0]._host
     assert host is not None
 
-    def map_slot(_slot: int) -> None:
+    def map_slot(_slot: int, _generation: int) -> None:
         raise OSError("no memory for a map")
 
     with monkeypatch.context() as failing:

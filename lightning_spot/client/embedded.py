@@ -166,7 +166,7 @@ class EmbeddedHost:
         self._let_go({int(slot): int(generation) for slot, generation in leased["generations"].items()})
         key = (int(leased["slot"]), int(leased["generation"]))
         if key not in self._maps:
-            self._maps[key] = self.session.map_slot(key[0])
+            self._maps[key] = self.session.map_slot(*key)
         backing, held = str(leased["backing"]), str(leased["held"])
         return Lease(str(leased["upload"]), self._maps[key], nbytes, backing, key[0], held, share, shared)
 

@@ -61,15 +61,20 @@ class Session:
         self.id = str(answer["session"])
         _sessions.add(self)
 
-    def map_slot(self, index: int) -> mmap.mmap:
+    def map_slot(self, index: int, generation: int) -> mmap.mmap:
         """Map the memory of a leased slot into this process, shared and writable.
+
+        Args:
+            index: of the slot.
+            generation: of its memory; what is written into another one is somebody else's snapshot.
 
         Raises:
             TierError: if this process may not map so much.
         """
         answer, fd = self._ask({"slot": index})
-        if fd is None:
-            raise NodeUnreachable(f"the node on this host no longer has slot {index}")
+        if fd is None or answer.get("generation") != generation:
+            _close_all([fd] if fd is not None else [])
+            raise NodeUnreachable(f"the node on this host no longer has slot {index} as it was leased")
         try:
             return map_shared(fd, int(answer["capacity"]))
         except (OSError, ValueError) as error:  # such as ``ulimit -v``, too many mappings, or a memory that is shorter

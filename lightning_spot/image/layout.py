@@ -214,7 +214,8 @@ def filled(layout: Layout) -> bytearray:
     data = bytearray(layout.nbytes)
     for offset, entry in layout.frame:
         data[offset : offset + len(entry)] = entry
-    begin = ctypes.addressof(ctypes.c_char.from_buffer(data)) if data else 0
+    held = ctypes.c_char.from_buffer(data) if data else None  # as long as it is there, the memory stays where it is
+    begin = ctypes.addressof(held) if held is not None else 0
     away = []
     for piece in layout.pieces:
         if not _is_here(piece.storage):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -135,6 +136,14 @@ class SlotTable:
         """The slot of a number, if there is one."""
         with self.changed:
             return next((slot for slot in self.slots if slot.index == index), None)
+
+    def descriptor(self, slot: Slot) -> int | None:
+        """A descriptor of a slot's memory that is the caller's to close; ``None`` if it has no memory.
+
+        That of the slot itself is closed when it gets other memory, and its number goes to the next file.
+        """
+        with self.changed:
+            return os.dup(slot.memory.fd) if slot.memory is not None else None
 
     @contextmanager
     def reading(self, slot: Slot, manifest: Manifest) -> Iterator[memoryview]:

@@ -58,8 +58,8 @@ class OpenSnapshot:
         if not nbytes:
             yield memoryview(b"")
         elif self.in_memory:
-            with mmap.mmap(self.fd, nbytes, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as view:
-                yield view
+            # It is unmapped when nobody looks at it any more: not here, where after an error its traceback still does.
+            yield memoryview(mmap.mmap(self.fd, nbytes, prot=mmap.PROT_READ))
         else:
             kept = max(_KEPT_PARTS, min(len(self.manifest.files), _MOST_KEPT_PARTS))
             with SnapshotReader(self.fd, self.manifest, self.url, kept_parts=kept) as reader:

@@ -16,7 +16,8 @@ import socket
 import struct
 import threading
 import uuid
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from lightning_spot.memory.node import Node
 from lightning_spot.memory.slots import Slot
 from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
 from lightning_spot.service.killed import note_killed
-from lightning_spot.staging.slot import SlotMemory
 
 logger = logging.getLogger(__name__)
 
@@ -125,39 +125,48 @@ class DescriptorChannel:
     def _answer(self, connection: socket.socket, asked: dict[str, Any], pins: ExitStack) -> None:
         connection.settimeout(_SEND_TIMEOUT_S)
         if "slot" in asked:
-            slot = self._node.ring.slot(int(asked["slot"]))
-            memory = slot.memory if slot is not None else None
-            if slot is None or memory is None:
-                _send(connection, {"missing": True}, None)
-                return
-            _send(connection, {"capacity": memory.capacity, "generation": slot.generation}, memory.fd)
+            with self._of_slot(int(asked["slot"])) as (told, fd):
+                _send(connection, told, fd)
             return
         key = self._node.registry.key(str(asked["run"]))
         found = self._find(key, str(asked["name"]), pins)
         if found is None:
             _send(connection, {"missing": True}, None)
             return
-        slot, manifest, memory = found
+        slot, manifest = found
         is_given = bool(asked.get("give")) and give(self._node.ring, slot, manifest)
-        told = {"capacity": memory.capacity, "given": is_given}
-        if not is_given:
-            _send(connection, told, memory.fd)
-            return
-        with open(f"/proc/self/fd/{memory.fd}", "rb", buffering=0) as file:
-            _send(connection, told, file.fileno())  # which nobody can write by
+        with self._of_slot(slot.index) as (told, fd):
+            told["given"] = is_given
+            if fd is None or not is_given:
+                _send(connection, told, fd)
+                return
+            with open(f"/proc/self/fd/{fd}", "rb", buffering=0) as file:
+                _send(connection, told, file.fileno())  # which nobody can write by
 
-    def _find(self, run: str, name: str, pins: ExitStack) -> tuple[Slot, Manifest, SlotMemory] | None:
+    @contextmanager
+    def _of_slot(self, index: int) -> Iterator[tuple[dict[str, Any], int | None]]:
+        """What is said of a slot, and a descriptor of its memory that stays what it is until it is sent."""
+        ring = self._node.ring
+        with ring.changed:  # another thread may give the slot other memory
+            slot = ring.slot(index)
+            fd = ring.descriptor(slot) if slot is not None else None
+            told = {"capacity": slot.capacity, "generation": slot.generation} if slot is not None else {}
+        try:
+            yield (told, fd) if fd is not None else ({"missing": True}, None)
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def _find(self, run: str, name: str, pins: ExitStack) -> tuple[Slot, Manifest] | None:
         """The snapshot or file of a name, sealed if it was not, and pinned until the connection closes."""
         ring = self._node.ring
         held = ring.find(run, name)
         if held is not None and held.unsealed:
             self._node.seal_committed(run)
         for slot, manifest in ring.readable(run, name):
-            memory = slot.memory
-            if memory is not None:
-                with suppress(SnapshotNotFound):  # it has just left
-                    pins.enter_context(ring.reading(slot, manifest))
-                    return slot, manifest, memory
+            with suppress(SnapshotNotFound):  # it has just left
+                pins.enter_context(ring.reading(slot, manifest))
+                return slot, manifest
         return None
 
 

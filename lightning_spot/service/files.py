@@ -196,10 +196,11 @@ class Files:
         self, request: web.Request, response: web.StreamResponse, slot: Slot, image: memoryview, start: int, stop: int
     ) -> None:
         """Send bytes of a slot: by ``sendfile``, which copies nothing, or in pieces where the transport cannot."""
-        transport, memory = request.transport, slot.memory
-        if stop - start > SEND_BYTES and transport is not None and memory is not None:
+        transport = request.transport
+        fd = self._node.ring.descriptor(slot) if stop - start > SEND_BYTES and transport is not None else None
+        if transport is not None and fd is not None:
             loop = asyncio.get_running_loop()
-            with open(memory.fd, "rb", buffering=0, closefd=False) as file:
+            with open(fd, "rb", buffering=0) as file:
                 try:
                     while start < stop:
                         count = min(_SENDFILE_BYTES, stop - start)

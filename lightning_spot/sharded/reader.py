@@ -46,7 +46,7 @@ class ImageReader(StorageReader):
     """Reads from the image of a sharded snapshot, as ``torch.distributed.checkpoint`` asks.
 
     Args:
-        image: of the snapshot, checked; it stays in place as long as this object is used.
+        image: of the snapshot, checked.
         manifest: of the snapshot.
 
     Attributes:
@@ -152,9 +152,10 @@ class ImageReader(StorageReader):
             raise CorruptSnapshot(f"a shard has {len(data)} of {nbytes} bytes", where=self._manifest.name)
         if not data.readonly:  # it may be there for this tensor only, which keeps it
             return torch.frombuffer(data, dtype=dtype, count=shard.numel).view(shard.sizes)
-        # By its address, since torch warns of memory that cannot be written to. The image keeps it.
-        address = numpy.frombuffer(data, numpy.uint8).ctypes.data
-        memory = (ctypes.c_char * nbytes).from_address(address)
+        # By its address, since torch warns of memory that cannot be written to. The tensor keeps what holds it.
+        elements = numpy.frombuffer(data, numpy.uint8)
+        memory: Any = (ctypes.c_char * nbytes).from_address(elements.ctypes.data)
+        memory.kept = elements
         return torch.frombuffer(memory, dtype=dtype).view(shard.sizes)
 
 

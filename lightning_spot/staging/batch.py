@@ -28,8 +28,9 @@ class SlotView:
 
     def __init__(self, shared: mmap.mmap) -> None:
         self.map = shared
-        self._held = memoryview(shared)  # nobody unmaps it as long as this view is there, and the slot perhaps pinned
-        self.tensor = torch.frombuffer(shared, dtype=torch.uint8)
+        # The tensor, and each that shares its memory, keeps the view, and as long as that is there nobody unmaps it. Of
+        # the mapping itself torch would keep the object only, which may be closed.
+        self.tensor = torch.frombuffer(memoryview(shared), dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
         self.nbytes = len(shared)
 
