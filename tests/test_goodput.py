@@ -287,7 +287,7 @@ def test_what_an_attempt_reached_is_on_this_host_at_every_step(tmp_path: Path) -
         record.step, record.unix_s, record.stall_s = step, 110.0 + step, step / 100
         if step % 20 == 0:
             record.begin_snapshot(step, record.unix_s)
-            reached.keep(record)
+            reached.keep_own(record)
         else:
             reached.note(record)
         assert read_reached(str(tmp_path), 7) == record
@@ -325,6 +325,38 @@ def test_what_is_kept_on_this_host_is_the_whole_record(tmp_path: Path) -> None:
     reached.keep(record)
     assert read_reached(str(tmp_path), 7) == record
     reached.remove()
+
+
+class Looked(Account):
+    """Tells when it is looked at by the thread that made it."""
+
+    def __init__(self, **values: Any) -> None:
+        self.by, self.by_training = threading.get_ident(), 0
+        super().__init__(**values)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "latest" and threading.get_ident() == self.by:
+            self.by_training += 1
+        return super().__getattribute__(name)
+
+
+def test_the_attempts_before_are_told_once(tmp_path: Path) -> None:
+    """To tell those of a long run takes milliseconds, and a snapshot may begin at each step."""
+    before = [attempt(number, 10.0 * number, 10.0 * number, (0, 9), 10.0 * number + 9) for number in (1, 2)]
+    write_record(str(tmp_path), 1, before[0].as_dict())
+    kept = journal(str(tmp_path), 2)
+    earlier = Looked(latest=list(before))
+    kept.record.earlier = kept.earlier = earlier
+    kept.train(9, 0.0)
+    counted = earlier.by_training
+    for step in range(10, 20):
+        kept.note(step, 0.0, step)
+    assert earlier.by_training == counted > 0
+    left = read_reached(str(tmp_path), 2)
+    assert left is not None
+    assert [number for number, _ in left.snapshots] == list(range(10, 20))
+    assert left.earlier == Account(latest=before)
+    kept.leave()
 
 
 def test_what_is_noted_at_every_step_has_its_place_from_the_start(tmp_path: Path) -> None:

@@ -94,7 +94,8 @@ class Journal:
         record.step, record.unix_s, record.stall_s = step, self._now(), stall_s
         if begun_step >= 0 and (not record.snapshots or record.snapshots[-1][0] != begun_step):
             record.begin_snapshot(begun_step, record.unix_s)
-            self._keep()
+            if self._reached is not None:
+                self._reached.keep_own(record)
         elif self._reached is not None:
             self._reached.note(record)
 

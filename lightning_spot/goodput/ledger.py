@@ -8,6 +8,7 @@ from typing import Any
 
 MOST_SNAPSHOTS = 500
 MOST_CARRIED = 64
+_GROWING = ("snapshots", "earlier")
 _CARRIED_SNAPSHOTS = 16  # of each attempt that is carried on: a record is written every few seconds
 
 
@@ -51,12 +52,13 @@ class AttemptRecord:
             self.snapshots = self.snapshots[::2]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values; the training thread asks for them at each snapshot, of which there may be hundreds."""
+        """Plain values."""
         earlier = asdict(self.earlier) if self.earlier is not None else None
-        return {name: getattr(self, name) for name in self.__slots__} | {
-            "snapshots": list(self.snapshots),
-            "earlier": earlier,
-        }
+        return self.own_values() | {"snapshots": list(self.snapshots), "earlier": earlier}
+
+    def own_values(self) -> dict[str, Any]:
+        """Those that are of a length that does not grow: the training thread asks for them at each snapshot."""
+        return {name: getattr(self, name) for name in self.__slots__ if name not in _GROWING}
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> AttemptRecord:
