@@ -212,7 +212,8 @@ def split(checkpoint: dict[str, Any], holder: Holder) -> tuple[State, dict[str, 
     """
     rest = dict(checkpoint)
     model: State = rest.pop(MODEL, {})
-    rest[KEY] = {**rest[KEY], EXTRA: {name: value for name, value in model.items() if is_extra(name)}}
+    extra = [name for name in model if name.endswith(EXTRA_SUFFIX)]  # of thousands, none as a rule
+    rest[KEY] = {**rest[KEY], EXTRA: {name: model[name] for name in extra if is_extra(name)}}
     state: State = {holder.key: model}
     state.update({_key(number): item for number, item in enumerate(rest.pop(OPTIMIZERS, []))})
     return state, rest
