@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 from lightning_spot.capture.share import ShareWriter
 from lightning_spot.capture.split import ALIKE, BY_ONE_RANK, Divider, Number, Ranks, Split, held_by, sample
@@ -685,10 +687,13 @@ def test_ranks_that_differ_never_write_together_again() -> None:
 
 
 def test_ranks_that_hold_parameters_or_states_of_their_own_do_not_write_together() -> None:
-    ignoring, averaging = Fit(), Fit()
+    ignoring, averaging, hooked, local = Fit(), Fit(), Fit(), Fit()
     ignoring.parameters_to_ignore = {"weight"}  # type: ignore[attr-defined]
     averaging.optimizers[0].averager = None
-    assert [fit.how() for fit in (Fit(), ignoring, averaging)] == [TOGETHER, ALONE, ALONE]
+    hooked._comm_hooks = [(fp16_compress_hook, None)]  # type: ignore[attr-defined] # all ranks step alike
+    local._comm_hooks = [(post_localSGD_hook, PostLocalSGDState(None, None, 10))]  # type: ignore[attr-defined]
+    fits = (Fit(), hooked, ignoring, averaging, local)
+    assert [fit.how() for fit in fits] == [TOGETHER, TOGETHER, ALONE, ALONE, ALONE]
 
 
 def test_storages_at_one_address_are_both_written() -> None:

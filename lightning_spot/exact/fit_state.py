@@ -24,6 +24,7 @@ from lightning_spot.exact.gradient_order import GradientOrder
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.named import follow_named
 from lightning_spot.exact.once import Once
+from lightning_spot.exact.own_parameters import OwnParameters, what_hooks_begin_anew, what_is_the_first_ranks
 from lightning_spot.exact.per_trainer import PerTrainer
 from lightning_spot.exact.position import why_not_exact, why_workers_are_not_exact
 from lightning_spot.exact.randomness import Generators, State
@@ -64,7 +65,8 @@ class FitState(PerTrainer):
         self.once = Once(self._trainer, self._switches, self._hooked, self._buffers)
         self._order = GradientOrder()
         self._unsaved = Unsaved()
-        self._restoring = Restoring(self._trainer, self._switches, self._hooked, self._buffers)
+        self._own = OwnParameters()
+        self._restoring = Restoring(self._trainer, self._switches, self._hooked, self._buffers, self._own)
         self._begun = False
         self._left_out = self._waits_for_gradients = False
 
@@ -131,6 +133,7 @@ class FitState(PerTrainer):
         self._hooked.lost.update(restoring.lost)
         reasons = why_loaders_are_not_exact(restoring.loaders) if restoring.loaders is not None else []
         anew = [*shipped.what_begins_anew(trainer), *self._unsaved.begin_anew(restoring.lost)]
+        anew += [*what_is_the_first_ranks(restoring.own_parameters), *what_hooks_begin_anew(trainer)]
         say_what_is_not_exact(trainer, reasons, anew if restoring.is_due else [])
         restoring.go_on_without_batch()
 
@@ -192,6 +195,7 @@ class FitState(PerTrainer):
             "around_loaders": run(private.LOADERS, loaders.capture) if loaders is not None else None,
             "buffers": captured,
             "made_buffers": self._buffers.made(captured),
+            "own_parameters": self._own.capture(trainer),
             "gradients": self._gradients() if self._has_live_gradients() and not at_end else {},
             "gradient_order": self._order.saved(),
             "should_stop": trainer.should_stop,

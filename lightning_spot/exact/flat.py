@@ -110,6 +110,10 @@ class Flat:
         parts = self._in.get(id(parameter))
         return [part.name for part in parts] if parts is not None else [self._names[id(parameter)]]
 
+    def outside(self) -> set[int]:
+        """Identities of the parameters that FSDP was told to ignore."""
+        return {id(one) for one in self._module.parameters()} - self._in.keys()
+
     # -- to save --------------------------------------------------------------------------------------------------
 
     def model_state(self) -> State:

@@ -59,6 +59,7 @@ class OtherRanks:
         if self._rank >= len(self._ranks):  # rank 0's are in the checkpoint; what is in no checkpoint, it had, too
             values["buffers"] = self._ranks[0]["buffers"]
             values["made_buffers"] = self._ranks[0].get("made_buffers", ())
+            values["own_parameters"] = self._ranks[0].get("own_parameters", {})
         values["metrics"], lost = merging.metrics(
             trainer.lightning_module, [state["metrics"] for state in self._ranks], self._rank
         )

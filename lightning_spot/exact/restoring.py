@@ -24,6 +24,7 @@ from lightning_spot.exact.dump import KEY, VERSION
 from lightning_spot.exact.flat import live_state
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.other_ranks import OtherRanks
+from lightning_spot.exact.own_parameters import OwnParameters
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.position import PositionedLoader, batches_done, other_batches
 from lightning_spot.exact.randomness import State, restore_random
@@ -42,6 +43,7 @@ class Restoring(OfTrainer):
         switches: which parts of the work are on.
         hooked: what hooks change.
         module_buffers: those of the module.
+        own: parameters that each rank has for itself.
 
     Attributes:
         loaders: of the fit; ``None`` where they cannot be followed.
@@ -49,7 +51,14 @@ class Restoring(OfTrainer):
         lost: likewise, of modules.
     """
 
-    def __init__(self, trainer: pl.Trainer, switches: Switches, hooked: ChangedValues, module_buffers: Buffers) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        switches: Switches,
+        hooked: ChangedValues,
+        module_buffers: Buffers,
+        own: OwnParameters,
+    ) -> None:
         super().__init__(trainer)
         self.loaders: Loaders | None = None
         self.unsaved: list[str] = []
@@ -57,6 +66,7 @@ class Restoring(OfTrainer):
         self._switches = switches
         self._hooked = hooked
         self._buffers = module_buffers
+        self._own = own
         self._values: State | None = None  # until the first step
         self._steps_are_over = False  # whether the run was to take no more of them
         self._has_begun = self._waits_for_begin = False
@@ -77,6 +87,12 @@ class Restoring(OfTrainer):
     def gradient_order(self) -> list[int]:
         """The order of gradients that was saved, until the first step."""
         return self._values["gradient_order"] if self._values is not None else []
+
+    @property
+    def own_parameters(self) -> State:
+        """What was saved of the parameters that this rank has for itself, until the first step."""
+        found: State = (self._values or {}).get("own_parameters", {})  # earlier versions did not save them
+        return found
 
     def load(self, checkpoint: dict[str, Any], *, of_another_run: bool = False) -> None:
         """Take the exact state of a checkpoint, if it has one that fits; see :meth:`FitState.load`."""
@@ -135,6 +151,7 @@ class Restoring(OfTrainer):
         self._switches.run(private.PROGRESS, lambda: progress.forget_validations(trainer))
         self._of_loaders(values, Loaders.restore)
         buffers.put(trainer.lightning_module, self._precise)
+        self._own.restore(trainer, self.own_parameters)
         for key, part in shipped.PARTS.items():
             if key in values["shipped"]:
                 self._switches.run(part.what, lambda part=part, key=key: part.restore(trainer, values["shipped"][key]))  # type: ignore[misc]
@@ -290,6 +307,7 @@ class Restoring(OfTrainer):
         if values is None:
             return
         if not self._has_begun:
+            self._own.restore(self._trainer, self.own_parameters)
             self._restore_hooked(values)
         self._restore_buffers(values)
         restore_random(values["random"], self._trainer.strategy.root_device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain, compress, count, islice
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
@@ -54,6 +54,9 @@ class Holder(Protocol):
 
     def names(self, parameter: torch.Tensor) -> list[str]:
         """The names of the parameters that one of an optimizer's stands for."""
+
+    def outside(self) -> Collection[int]:
+        """Identities of the parameters of which each rank has all."""
 
     def model_state(self) -> State:
         """The live state of the model."""
@@ -104,6 +107,10 @@ class Dtensors:
     def names(self, parameter: torch.Tensor) -> list[str]:
         """See :class:`Holder`."""
         return [self._names[id(parameter)]]
+
+    def outside(self) -> set[int]:
+        """See :class:`Holder`."""
+        return {id(one) for one in self._module.parameters() if not isinstance(one, DTensor)}
 
     def model_state(self) -> State:
         """See :class:`Holder`; its own tensors, since to detach a DTensor takes 0.1 ms."""

@@ -26,6 +26,7 @@ from lightning_spot.capture.unforeseen import failure_of
 from lightning_spot.errors import ShareMissing, SpotError
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import Dump, gather
+from lightning_spot.exact.own_parameters import average_now_and_then
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.rank_states import Packing, Rooms
 from lightning_spot.exact.sharded import is_sharded
@@ -334,9 +335,9 @@ class Together(OfTrainer):
         trainer = self._trainer
         if getattr(trainer.strategy.model, "parameters_to_ignore", ()):
             return True  # those that DDP was told to ignore
-        # Of torch: ZeroRedundancyOptimizer shares the states out, PostLocalSGDOptimizer averages now and then.
-        names = ("consolidate_state_dict", "averager")
-        return any(hasattr(optimizer, name) for optimizer in trainer.optimizers for name in names)
+        # ZeroRedundancyOptimizer shares the states out.
+        are_shared_out = any(hasattr(optimizer, "consolidate_state_dict") for optimizer in trainer.optimizers)
+        return are_shared_out or average_now_and_then(trainer)
 
     @property
     def _can_send(self) -> bool:

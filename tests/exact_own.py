@@ -1,0 +1,102 @@
+"""Trains on several ranks (gloo), each of which has a parameter of its own: ``python -m tests.exact_own ROOT``.
+
+To the end; and, beside it, stopped on the way and gone on with. It says what differs in the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from lightning_spot import EverySteps, SpotCheckpoint
+from tests.conftest import new_process
+from tests.exact_cases import loader
+from tests.exact_flat import OnCpus
+from tests.exact_sharded import Stop, StopAt
+
+ROWS = 64
+
+
+class Own(pl.LightningModule):
+    """An embedding of each rank, which nothing makes like that of another, under a layer that all have."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 1))
+        self.own = nn.Embedding(rows, 8)
+        self._ddp_params_and_buffers_to_ignore = ["own.weight"]
+
+    def setup(self, stage: str) -> None:
+        if self.trainer.global_rank and not hasattr(self, "is_set"):
+            self.is_set = True
+            nn.init.normal_(self.own.weight)
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not hasattr(self.net, "unshard"):
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])  # type: ignore[index] # set by the strategy
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows = torch.arange(len(batch[0])) + batch_idx
+        return (self.net(batch[0] + self.own(rows)) - batch[1]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(self.parameters(), 0.01)]
+
+
+def strategy_of(name: str, module: Own, ranks: int) -> Any:
+    """A strategy that leaves the embedding to each rank."""
+    if name == "ddp":
+        return DDPStrategy(process_group_backend="gloo")
+    if name == "fsdp2":
+        return ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
+    return OnCpus(ignored_modules=[module.own])
+
+
+def train(root: Path, name: str, rows: int, *callbacks: pl.Callback, seed: int) -> dict[str, torch.Tensor]:
+    """What this rank has of its embedding in the end."""
+    new_process()
+    pl.seed_everything(seed, verbose=False)
+    module = Own(rows)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy_of(name, module, 2),
+        max_steps=8,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[*callbacks, SpotCheckpoint(str(root), interval=EverySteps(2), on_full="wait", run="run")],
+    )
+    trainer.fit(module, loader())
+    states = trainer.optimizers[0].state[module.own.weight]
+    return {"weight": module.own.weight.detach(), **states}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("root", type=Path)
+    parser.add_argument("strategy", choices=("ddp", "fsdp2", "fsdp1"))
+    parser.add_argument("--rows", type=int, default=ROWS)
+    given = parser.parse_args()
+    whole = train(given.root / "whole", given.strategy, given.rows, seed=11)
+    stopped = given.root / "stopped"
+    try:
+        train(stopped, given.strategy, given.rows, StopAt(5), seed=11)
+    except Stop:
+        print("it was stopped", flush=True)
+    found = train(stopped, given.strategy, given.rows, seed=99)
+    differ = [key for key, value in whole.items() if not torch.equal(value, found[key])]
+    print(f"of {', '.join(sorted(whole))} there differ: {differ}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

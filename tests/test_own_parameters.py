@@ -1,0 +1,29 @@
+"""Parameters that each rank has for itself come back to it, or are named where they are too large for that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.test_sharded_fit import log, two_ranks
+
+SAME = "of exp_avg, exp_avg_sq, step, weight there differ: []\n"
+NAMED = "each rank trains parameters of its own, and those above 16 MiB are in snapshots as rank 0 has them"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "fsdp1"])
+def test_each_rank_goes_on_with_its_own(strategy: str, tmp_path: Path, warm_python: str) -> None:
+    two_ranks([warm_python, "-m", "tests.exact_own", str(tmp_path), strategy], tmp_path)
+    said = log(tmp_path)
+    assert said.count("it was stopped\n") == said.count(SAME) == 2, said[-3000:]
+    assert NAMED not in said
+
+
+def test_what_is_too_large_is_named_before_training_goes_on(tmp_path: Path, warm_python: str) -> None:
+    rows = 2**24 // (3 * 8 * 4) + 1  # a weight and two moments
+    two_ranks([warm_python, "-m", "tests.exact_own", str(tmp_path), "ddp", "--rows", str(rows)], tmp_path)
+    said = log(tmp_path)
+    assert said.count("it was stopped\n") == 2, said[-3000:]
+    assert SAME not in said  # what rank 0 trains depends on what the other one has
+    assert f"{NAMED}: all ranks go on with its own.weight." in said
