@@ -281,3 +281,19 @@ def test_a_portion_that_waits_for_others_hears_of_a_later_attempt_and_that_there
     store.claim(Claim(attempt=2, run_id="", token="b", location=store.url, started_unix_s=0.0))
     with pytest.raises(Fenced):
         put_portion(store, one, memoryview(images[0]), attempt=1)
+
+
+def test_portions_that_do_not_belong_together_are_not_tried_for_ever(tmp_path: Path) -> None:
+    """Who led them was lost before it could say so: a node that shuts down waited until its time was over."""
+    (one, other), images = portions(5000, 5000)
+    store = LocalStore(str(tmp_path / "run"))
+    assert other.portion is not None
+    with pytest.raises(NotWhole) as waits:
+        put_portion(store, one, memoryview(images[0]), attempt=1)
+    assert not waits.value.is_final
+    unlike = replace(other, portion=replace(other.portion, digest="another model"))
+    for portion, image in ((unlike, images[1]), (one, images[0])):
+        with pytest.raises(NotWhole, match="another layout") as over:
+            put_portion(store, portion, memoryview(image), attempt=1)
+        assert over.value.is_final
+    assert not store.survey().manifests

@@ -62,7 +62,10 @@ def put_portion(store: Store, portion: Manifest, image: memoryview, *, attempt: 
     if MANIFEST_FILE not in there:
         found: dict[int, Note] = {}
         is_whole = _may_be_whole(there, note) and folder.read_notes(there, found)
-        committed = folder.commit(there, found) if is_whole else None
+        try:
+            committed = folder.commit(there, found) if is_whole else None
+        except CorruptSnapshot as error:  # no host is left to say that another one has another model
+            raise NotWhole(str(error), len(there), is_final=True) from error
         if committed is None:
             raise NotWhole(f"{portion.snapshot} is at {store.url} as far as this node has it", len(there))
         return committed
