@@ -20,11 +20,20 @@ from lightning_spot.capture.ring_settings import RingSettings
 from lightning_spot.capture.sharded_writer import ShardedCheckpoint, ShardedWriter
 from lightning_spot.capture.tensors import Owned, by_storage
 from lightning_spot.capture.views import SlotViews
+from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import NodeUnreachable, NotSerialisable, RingFull, SettingsError, ShareMissing, TornSnapshot
+from lightning_spot.errors import (
+    NodeUnreachable,
+    NotSerialisable,
+    RingFull,
+    SettingsError,
+    ShareMissing,
+    SpotError,
+    TornSnapshot,
+)
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.resumable import Outline
 from lightning_spot.exact.sharded import Dtensors
@@ -38,7 +47,8 @@ from lightning_spot.run.survey import survey
 from lightning_spot.sharded.consolidate import read_folder
 from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.reader import ImageReader, load_all
-from lightning_spot.staging.copier import Copier
+from lightning_spot.staging.batch import NEVER
+from lightning_spot.staging.copier import Copier, CopyJob
 from lightning_spot.staging.schedule import Schedule, Timetable
 from tests.conftest import until
 from tests.fake_device import StreamOfEachThread
@@ -243,6 +253,53 @@ def test_where_a_slot_that_was_leased_ahead_cannot_be_said_to_be_for_it_nobody_w
     desk.copied()
     monkeypatch.setattr(desk.first, "say", real)
     assert desk.take(3).step == 3
+
+
+def test_nothing_comes_into_a_slot_that_was_given_back(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was still to be copied came there later on, when the slot may be another snapshot's."""
+    desk.take(1)
+    ahead(desk)
+
+    def refused(_lease: Lease) -> None:
+        raise SettingsError("it does not know of it")
+
+    monkeypatch.setattr(desk.first, "say", refused)
+    monkeypatch.setattr(CopyJob, "ready_s", lambda _job: NEVER)  # no background thread comes to it
+    desk.weights.fill_(2)
+    done = desk.begin(0, 2)
+    (pending,) = desk.writer._pending
+    with pytest.raises(SettingsError, match="does not know"):
+        done.result(60.0)
+    held = bytes(pending.view.map)
+    desk.weights.fill_(3)
+    desk.copied()
+    with pytest.raises(SpotError, match="given up"):
+        pending.job.wait_cpu()
+    assert bytes(pending.view.map) == held
+
+
+@pytest.mark.parametrize(("owner", "method"), [(SnapshotWriter, "_finish"), (Joining, "_write")])
+def test_where_a_background_thread_fails_before_it_begins_nobody_waits_and_nothing_is_left_behind(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, owner: type[Any], method: str
+) -> None:
+    """Want of memory may come up where a function is entered: ``fit`` waited for what was never to end."""
+    desk.take(1)
+    whole, left = getattr(owner, method), [None]
+
+    def struck(*arguments: Any) -> Any:
+        if left:
+            left.pop()
+            raise MemoryError("none is left")
+        return whole(*arguments)
+
+    monkeypatch.setattr(owner, method, struck)
+    done, other = desk.begin(0, 2), desk.begin(1, 2)
+    desk.copied()
+    assert "none is left" in str(done.exception(60.0))
+    assert other.exception(60.0) is not None or owner is SnapshotWriter
+    desk.writer.settle(LAST_S)
+    for step in (3, 4, 5, 6):  # more than there are slots
+        assert desk.take(step).step == step
 
 
 @contextmanager

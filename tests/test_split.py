@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +18,14 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
+from lightning_spot.capture import following
 from lightning_spot.capture.share import ShareWriter
 from lightning_spot.capture.split import ALIKE, BY_ONE_RANK, Divider, Number, Ranks, Split, held_by, sample
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.errors import NodeUnreachable, ShareMissing
+from lightning_spot.errors import NodeFailed, NodeUnreachable, ShareMissing, SpotError
 from lightning_spot.exact import rank_states
 from lightning_spot.exact.rank_states import Packing, Rooms, packed, unpacked
 from lightning_spot.fit.hosts import Hosts
@@ -398,6 +399,34 @@ def test_word_that_a_share_is_in_place_is_said_again_or_the_node_is_left(
         with pytest.raises(ShareMissing, match="rank 1 ended before its bytes were in place"):
             done.result(120.0)
     assert words == ["", ""]
+    assert desk.begin(2).result(LAST_S).step == 2
+
+
+@pytest.mark.parametrize(("error", "times"), [(NodeFailed, 1), (NodeUnreachable, 2)])
+@pytest.mark.parametrize("unheard", [0, 1])
+def test_a_rank_whose_first_request_fails_is_not_waited_for(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, error: type[SpotError], times: int, unheard: int
+) -> None:
+    """The node had never heard of it: the snapshot was given up after ten minutes, in which there was no other one."""
+    left = {"join": times, "decline": unheard}
+
+    def failing(method: str) -> Callable[..., Any]:
+        whole = getattr(EmbeddedHost, method)
+
+        def ask(ring: EmbeddedHost, *arguments: Any, **how: Any) -> Any:
+            if left[method] and (method == "decline" or how["share"] == 1):
+                left[method] -= 1
+                raise error("it went wrong")
+            return whole(ring, *arguments, **how)
+
+        return ask
+
+    for method in left:
+        monkeypatch.setattr(EmbeddedHost, method, failing(method))
+    monkeypatch.setattr(following, "_AGAIN_S", 0.1)
+    with pytest.raises(ShareMissing, match="rank 1: it went wrong"):
+        desk.begin(1).result(120.0)
+    assert left == {"join": 0, "decline": 0}
     assert desk.begin(2).result(LAST_S).step == 2
 
 

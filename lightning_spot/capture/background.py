@@ -11,6 +11,7 @@ from lightning_spot.staging.alone import LoneThread
 logger = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0
+_Failed = Callable[[BaseException], None]
 
 
 class Background:
@@ -30,13 +31,18 @@ class Background:
     ) -> None:
         self._idle, self._idle_s = idle, idle_s
         self._is_over = False
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], _Failed] | None] = queue.SimpleQueue()
         self._thread = LoneThread(target=self._run, name=name)
         self._thread.start()
 
-    def put(self, task: Callable[[], None]) -> None:
-        """Have something done after all that was put before."""
-        self._tasks.put(task)
+    def put(self, task: Callable[[], None], failed: _Failed = lambda _error: None) -> None:
+        """Have something done after all that was put before.
+
+        Args:
+            task: what.
+            failed: called with the error if it raises one, wherever that comes up: somebody may wait for what it does.
+        """
+        self._tasks.put((task, failed))
 
     def close(self, wait_s: float) -> bool:
         """Do what was put so far, and no more; whether the thread has ended, after ``wait_s`` seconds at most."""
@@ -61,8 +67,13 @@ class Background:
         if task is None:
             self._is_over = True
             self._idle()
-        else:
-            task()
+            return
+        do, failed = task
+        try:
+            do()
+        except BaseException as error:
+            failed(error)
+            raise
 
     def _wait_s(self) -> float | None:
         try:

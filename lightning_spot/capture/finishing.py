@@ -27,12 +27,7 @@ from lightning_spot.staging.schedule import Schedule
 class Finishing:
     """What a writer of snapshots has, and does on its background thread. The training thread's part is its own.
 
-    Args:
-        host: the ring, its run already opened.
-        reconnect: makes a new connection to the ring (and opens the run again) after the old one broke.
-        look: looks at the outline of what was written; what it says is warned of once.
-        copier: that copies; closed with the writer.
-        schedule: when what only the optimizer changes is copied; ``None`` for at once.
+    Its arguments are those of :class:`~lightning_spot.capture.writer.SnapshotWriter`.
 
     Attributes:
         link: to the ring, which may be lost and found again.
@@ -123,10 +118,22 @@ class Finishing:
             if pending.lease.backing != "process":
                 say_failing(self.say_once, self.link)
 
+    def _end(self, host: Host, pending: Pending, error: BaseException) -> None:
+        """Whatever has failed beside what is expected to, nobody waits for a snapshot after, and its slot is free."""
+        if not pending.done.done():
+            try:
+                self._failed(host, pending, error)
+            finally:
+                if not pending.done.done():
+                    pending.done.set_exception(as_failure(error) if isinstance(error, Exception) else error)
+
     def _failed(self, host: Host, pending: Pending, error: BaseException) -> None:
         error = as_failure(error) if isinstance(error, Exception) else error  # who waits for it expects no other kind
         self.torn += isinstance(error, TornSnapshot)
-        pending.plan.looks.end()
+        if pending.job.is_done:
+            pending.plan.looks.end()
+        else:  # the slot is given back: nothing is to come into it any more
+            self._copying.give_up(pending.view, pending.plan)
         if self.mailbox is not None:
             self.mailbox.over(pending.manifest.name)  # else what has come, or comes yet, would be kept until the end
         if isinstance(error, NodeUnreachable):

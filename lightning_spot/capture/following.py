@@ -6,6 +6,7 @@ thread: to wait for the slot, to copy, to say that the bytes are in place.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -25,7 +26,7 @@ from lightning_spot.capture.saying import SAY_S, SayOnce
 from lightning_spot.capture.task import Task, What
 from lightning_spot.capture.unforeseen import as_failure
 from lightning_spot.capture.views import SlotViews
-from lightning_spot.errors import Fenced, NodeUnreachable, ShareMissing, SpotError, TornSnapshot
+from lightning_spot.errors import Fenced, NodeFailed, NodeUnreachable, ShareMissing, SpotError, TornSnapshot
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.pieces import Piece
 from lightning_spot.memory.host import Host, Lease
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _JOIN_S = 600.0  # as long as rank 0 may wait for a slot; a node says at once if there will be none
 _CLOSE_S = 10.0
+_AGAIN_S = 5.0  # until a node is told once more what it has not heard
+_MOST_UNTOLD = 8  # newer ones count: what came before is over by then
 
 
 class Follower(ABC, Generic[What]):
@@ -65,6 +68,7 @@ class Follower(ABC, Generic[What]):
         self._views = SlotViews(self._copier)
         self._unsteady: frozenset[int] = frozenset()
         self._pending: list[Task[What]] = []
+        self._untold: dict[str, Callable[[Host], None]] = {}  # by the name of the snapshot, the oldest first
         self._say_once = SayOnce()
         try:
             self._tasks = Background("spot-share", self._look, self._look_s)
@@ -138,20 +142,21 @@ class Follower(ABC, Generic[What]):
         if not self._tasks.close(_CLOSE_S) and self._host is not None:
             self._host.disconnect()  # what it waits for breaks off
             self._tasks.close(_CLOSE_S)
-        self._copier.close()
-        self._pending.clear()
         host, self._host = self._host, None
-        if host is not None:
-            self._views.drop(host)
-            if complete:
-                leave(host, complete=True)
-            host.disconnect()
+        with contextlib.ExitStack() as ends:  # from the last one on, whatever fails in one
+            if host is not None:
+                ends.callback(host.disconnect)
+                if complete:
+                    ends.callback(leave, host, complete=True)
+                ends.callback(self._views.drop, host)
+            ends.callback(self._pending.clear)
+            ends.callback(self._copier.close)
 
     def _put(self, task: Task[What]) -> None:
         """Have a part written."""
         task.after = self._copier.marks()
         self._pending.append(task)
-        self._tasks.put(lambda: self._write(task))
+        self._tasks.put(lambda: self._write(task), lambda error: self._lost(task, error))
 
     def _wait(self, task: Task[What], event: threading.Event) -> None:
         """Wait for something that comes before training may go on; if it does not come in time, the part is torn."""
@@ -169,10 +174,35 @@ class Follower(ABC, Generic[What]):
 
     def _look_s(self) -> float | None:
         """After how long :meth:`_look` is called while nothing else is to be done; ``None`` for never."""
-        return None
+        return _AGAIN_S if self._untold else None
 
-    def _look(self) -> None:  # there need not be anything to look after
-        """Look after what was written."""
+    def _look(self) -> None:
+        """Look after what was written, or was not."""
+        self._say_owed()
+
+    def _owe(self, name: str, why: str, at: str, host: int = 0, share: int = 1) -> None:
+        """Have the node hear that this rank writes nothing of a snapshot, see :meth:`Host.decline`: others wait for it.
+
+        It is told behind the task that is under way, for whose end training may wait.
+        """
+        self._untold.setdefault(name, lambda node: node.decline(name, why, at, host, share))
+        if len(self._untold) > _MOST_UNTOLD:
+            del self._untold[next(iter(self._untold))]
+        self._tasks.put(self._say_owed)
+
+    def _say_owed(self) -> None:
+        """Tell the node what it may not have heard; what it does not hear now is told again."""
+        for name, say in list(self._untold.items()):
+            try:
+                say(self._host or self._reconnect())
+            except (NodeUnreachable, NodeFailed, OSError) as error:
+                logger.debug("it is told again that a rank writes nothing: %s", error)
+                if isinstance(error, NodeUnreachable):
+                    self._leave()
+                return
+            except SpotError as error:  # it is another node, or another attempt's: nobody waits there
+                logger.debug("nobody waits for what a rank does not write: %s", error)
+            del self._untold[name]
 
     def _connected(self, host: Host) -> None:  # there need not be anything to say
         """Another connection was made, since the last one was lost."""
@@ -263,8 +293,31 @@ class Follower(ABC, Generic[What]):
                 else:  # without its frames, which hold the tensors
                     task.done.set_exception(problem.with_traceback(None) if isinstance(problem, SpotError) else problem)
 
+    def _lost(self, task: Task[What], error: BaseException) -> None:
+        """Whatever has failed beside what is expected to, nobody waits for a part after."""
+        if not task.done.done():
+            task.what = None
+            task.begun.set()
+            task.done.set_exception(error)
+            self._owe_share(task, error)
+
+    def _owe_share(self, task: Task[What], error: BaseException) -> None:
+        number = task.number
+        self._owe(task.name, f"{task.who}: {_text(error)}", task.at, number.host, number.here)
+
     def _join(self, task: Task[What]) -> tuple[Host, Lease]:
-        """Wait for the slot of a snapshot; through another connection, if the last one was lost."""
+        """Wait for the slot of a snapshot."""
+        try:
+            self._say_owed()  # who waits for an earlier part is in this one's way
+            return self._joined(task)
+        except (Fenced, ShareMissing):  # as the node says
+            raise
+        except Exception as error:  # it may never have heard of this rank, and would wait for it
+            self._owe_share(task, error)
+            raise
+
+    def _joined(self, task: Task[What]) -> tuple[Host, Lease]:
+        """Wait for it; through another connection, if the last one was lost."""
         try:
             if self._host is not None:
                 return self._host, self._ask(self._host, task)

@@ -211,15 +211,20 @@ class Joining(Follower[_Part | SpotError]):
             super()._write(task)
         finally:
             frozen.set()  # training waits for it, also where there is no slot
-        problem = task.done.exception()
-        if is_by_itself(task.at) and (problem is None or isinstance(problem, NodeUnreachable)):
+        if is_by_itself(task.at) and task.done.exception() is None:
             self._brought = (task.name, task.at, task.number)
 
+    def _lost(self, task: Task[_Part | SpotError], error: BaseException) -> None:
+        if isinstance(task.what, _Part):
+            task.what.frozen.set()
+        super()._lost(task, error)
+
     def _look_s(self) -> float | None:
-        return _LOOK_S if self._brought is not None else None
+        return _LOOK_S if self._brought is not None else super()._look_s()
 
     def _look(self) -> None:
         """Whether the node is still there: else the other hosts would wait for what it was to bring."""
+        super()._look()
         if self._brought is None:
             return
         try:
@@ -292,11 +297,8 @@ class Joining(Follower[_Part | SpotError]):
 
     def _failed(self, task: Task[_Part | SpotError], error: SpotError) -> None:
         super()._failed(task, error)
-        if is_by_itself(task.at) and self._host is not None:  # the other hosts have nobody else to hear it from
-            try:
-                self._host.decline(task.name, f"rank {self._rank}: {error}", task.at)
-            except SpotError as problem:
-                logger.debug("the node on this host could not be told: %s", problem)
+        if is_by_itself(task.at):  # the other hosts have nobody else to hear it from
+            self._owe(task.name, f"{task.who}: {error}", task.at)
         if not isinstance(error, ShareMissing | Fenced):
             self._say_once(type(error).__name__, "this rank writes no part of %s: %s", task.name, error)
 

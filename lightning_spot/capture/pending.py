@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_spot.capture.contents import Plan
-from lightning_spot.capture.unforeseen import as_failure
 from lightning_spot.errors import TornSnapshot
 from lightning_spot.image.floats import Floats
 from lightning_spot.image.layout import Layout
@@ -65,15 +64,6 @@ class Pending:
     sent: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     floats: tuple[Floats, ...] = ()
     followed: bool = False
-
-    def end(self, work: Callable[[], None]) -> None:
-        """Do what ends it. Whatever fails within that, nobody waits for it after."""
-        try:
-            work()
-        except BaseException as error:
-            if not self.done.done():
-                self.done.set_exception(as_failure(error) if isinstance(error, Exception) else error)
-            raise
 
     @contextlib.contextmanager
     def rooms(self) -> Iterator[dict[int, memoryview]]:

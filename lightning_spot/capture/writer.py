@@ -6,6 +6,7 @@ Everything else happens on one background thread (see ``finishing``).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -168,7 +169,7 @@ class SnapshotWriter(Finishing):
             pending = Pending(manifest, lease, job, done, destinations, *about)
             self._pending.append(pending)
             self.across.begun(pending)
-            self._tasks.put(lambda: pending.end(lambda: self._finish(host, pending)))
+            self._tasks.put(lambda: self._finish(host, pending), lambda error: self._end(host, pending, error))
         except BaseException as error:
             self._lay_out_anew(error)
             if opened and done.cancel():  # else the background has it already, and Ctrl-C came a moment late
@@ -225,9 +226,10 @@ class SnapshotWriter(Finishing):
             self.host.disconnect()
             self._tasks.close(_CLOSE_S)
             self._maker.close(_CLOSE_S)
-        self._copying.close()
-        self._pending.clear()
-        self.across.close()
+        with contextlib.ExitStack() as ends:  # from the last one on, whatever fails in one
+            ends.callback(self.across.close)
+            ends.callback(self._pending.clear)
+            ends.callback(self._copying.close)
 
     def store_past_memory(self, checkpoint: Any, manifest: Manifest, store: Store) -> Manifest:
         """Bring a snapshot that fits no slot to a tier, part by part, or raise a ``SpotError``. Training waits for it.
