@@ -274,6 +274,10 @@ def test_what_cannot_be_saved_is_named() -> None:
 
     with pytest.raises(NotSerialisable, match=r"model\.odd is a Odd"):
         Planner(1).plan({"model": {"odd": torch.ones(2).as_subclass(Odd)}})
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for kind, tensor in (("nested", nested), ("sparse_coo", torch.eye(2).to_sparse())):
+        with pytest.raises(NotSerialisable, match=rf"model\.odd is a {kind} tensor: .* persistent=False"):
+            Planner(1).plan({"model": {"odd": tensor}})
     with pytest.raises(NotSerialisable, match=r"groups\.0\.bad cannot be serialised"):
         ShardedLayouter(0, 1).lay_out({"groups": [{"bad": lambda: 0}]}, state_archive({}, 4096), [4096], {})
 
@@ -464,6 +468,28 @@ def test_groups_of_an_optimizer_hold_what_they_held() -> None:
     assert torch.equal(after["param_groups"][0]["lr"], torch.tensor(0.25))
     groups = [flatten_state_dict(state["param_groups"][0])[0] for state in (before, after)]
     assert same(*[dict(sorted(group.items())) for group in groups])
+
+
+def test_empty_dicts_of_an_optimizer_come_back() -> None:
+    """Torch leaves them out of a directory: who looked for one after a resume raised a ``KeyError``."""
+
+    def tweak(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0].update(seen={}, deep={"one": {}, "other": {}}, listed=[{}, {"x": 1}])
+        first, second = optimizer.state.values()
+        first["more"] = {"none": {}}
+        second.clear()  # as where it was asked for only
+
+    before, after = resumed(tweak)
+    group = after["param_groups"][0]
+    assert [group[name] for name in ("seen", "deep", "listed")] == [{}, {"one": {}, "other": {}}, [{}, {"x": 1}]]
+    assert after["state"][0]["more"] == before["state"][0]["more"]
+    assert float(after["state"][1]["step"]) == 1.0  # it began there
+
+
+def test_an_optimizer_without_any_state_comes_back() -> None:
+    before, after = resumed(lambda optimizer: optimizer.state.clear())
+    assert not before["state"]
+    assert float(after["state"][0]["step"]) == 1.0
 
 
 def test_states_of_optimizers_with_keys_that_are_no_text_are_refused_by_name() -> None:

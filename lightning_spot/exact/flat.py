@@ -143,6 +143,8 @@ class Flat:
         """The live state of an optimizer, as far as this rank has it; of one that has not stepped yet, none."""
         states: State = {}
         for parameter, values in optimizer.state.items():
+            if not values:  # it was asked for, and nothing is kept
+                continue
             parts = self._in.get(id(parameter))
             if parts is None:  # FSDP was told to ignore it
                 states[self._names[id(parameter)]] = values
@@ -340,7 +342,7 @@ def _saved_of(reader: ImageReader, key: str) -> dict[str, dict[str, ShardedTenso
     """What is saved of an optimizer's state by the names of parameters; ``None`` for what is no tensor."""
     found: dict[str, dict[str, ShardedTensor | None]] = {}
     for path in reader.shards.paths:
-        if path[:2] == (key, _STATE):
+        if path[:2] == (key, _STATE) and len(path) > 3:  # else there is none
             found.setdefault(str(path[2]), {})[str(path[3])] = reader.tensor(path)
     return found
 

@@ -140,7 +140,7 @@ class Dtensors:
             {**group, _NAMES: [names[id(parameter)] for parameter in group[_NAMES]]} for group in optimizer.param_groups
         ]
         return {
-            _STATE: {names[id(parameter)]: values for parameter, values in optimizer.state.items()},
+            _STATE: {names[id(parameter)]: values for parameter, values in optimizer.state.items() if values},
             _GROUPS: groups,
         }
 

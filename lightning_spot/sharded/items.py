@@ -94,7 +94,9 @@ class Items:
             return len(value) if is_list else tuple(value), inner
         if _ONE_DICT.issuperset(kinds_of(items)):
             below = values_in(items)
-            if self._leaves.issuperset(kinds_of(below)):  # so it is of an optimizer, which has one for each parameter
+            if all(items) and self._leaves.issuperset(
+                kinds_of(below)
+            ):  # so it is of an optimizer, which has one for each parameter
                 found += below
                 dicts = _Dicts(list(map(len, items)), list(chain.from_iterable(items)))
                 return len(value) if is_list else tuple(value), dicts
@@ -104,7 +106,8 @@ class Items:
                 kind = kinds[type(item)] = _kind(type(item))
                 if kind == _LEAF:
                     self._leaves.add(type(item))
-            if kind == _LEAF or (kind == _LIST and _is_one_item(item)):
+            # Torch would leave an empty dict out, and who looks for it after a resume would miss it.
+            if kind == _LEAF or (kind == _LIST and _is_one_item(item)) or (kind == _MAPPING and not item):
                 found.append(item)
             else:
                 inner.append((number, self._collect(item, found, is_list=kind == _LIST)))

@@ -196,6 +196,11 @@ class Planner:
 
     def _boxes_of(self, path: Path, tensor: torch.Tensor | FlatShard) -> list[_Box]:
         """The boxes of a tensor, each with the ranks that have it."""
+        if isinstance(tensor, torch.Tensor) and (kind := _kind_without_elements(tensor)):
+            raise NotSerialisable(
+                f"{_name(path)} is a {kind} tensor: sharded snapshots take those with all their elements side by side."
+                " A buffer that is registered with persistent=False may be of any kind, and is resumed as well"
+            )
         shape = tuple(tensor.shape)
         if isinstance(tensor, FlatShard):
             return _flat_boxes(tensor)
@@ -271,6 +276,13 @@ def _seen(tensor: torch.Tensor | FlatShard) -> _Seen:
 def is_tensor(value: Any) -> bool:
     """Whether an item of a state is a tensor, or what this rank has of one."""
     return isinstance(value, (torch.Tensor, FlatShard))
+
+
+def _kind_without_elements(tensor: torch.Tensor) -> str:
+    """What a tensor is instead of elements of one size, side by side; ``""`` if it is no more than that."""
+    if tensor.is_nested:
+        return "nested"
+    return "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.").removesuffix("strided")
 
 
 def _flat_boxes(tensor: FlatShard) -> list[_Box]:

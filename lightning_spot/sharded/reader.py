@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint._traverse import get_element, set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -180,8 +180,8 @@ def load(state: State, reader: ImageReader, whole: Path | None = None) -> None:
         else:
             set_element(rest, paths[name], value)
     _load_rest(rest, reader)
-    for name, value in flatten_state_dict(rest)[0].items():
-        if not is_tensor(value):
+    for name, asked in flat.items():
+        if not isinstance(asked, FlatShard) and not is_tensor(value := get_element(rest, paths[name])):
             set_element(state, paths[name], value)
 
 
