@@ -157,6 +157,19 @@ class Desk:
             host.leave(complete=True)
             host.disconnect()
 
+    def check_smaller_slot(self, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A rank that lays out more than its slot has would write to what is mapped behind that."""
+        join = self.hosts[rank].join
+
+        def smaller(*arguments: Any, **more: Any) -> Lease:
+            return replace(join(*arguments, **more), nbytes=100_000)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(self.hosts[rank], "join", smaller)
+            with pytest.raises(ShareMissing, match=rf"rank {rank}: .*the slot for it (at )?100000"):
+                self.take(1)
+        self.check(self.take(2))
+
 
 class AtNodes(Desk):
     """They put snapshots together at memory nodes, which are given by their URLs."""
@@ -234,17 +247,7 @@ def test_a_host_fills_its_own_shares_only_however_many_ranks_there_are(
 def test_a_slot_that_is_smaller_than_what_is_laid_out_gets_nothing_of_it(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    """A rank that lays out more than its slot has would write to what is mapped behind that."""
-    join = desk.hosts[rank].join
-
-    def smaller(*arguments: Any, **more: Any) -> Lease:
-        return replace(join(*arguments, **more), nbytes=100_000)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(desk.hosts[rank], "join", smaller)
-        with pytest.raises(ShareMissing, match=rf"rank {rank}: .*the slot for it (at )?100000"):
-            desk.take(1)
-    desk.check(desk.take(2))
+    desk.check_smaller_slot(rank, monkeypatch)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from concurrent import futures
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,6 @@ from lightning_spot.errors import NodeUnreachable, ShareMissing
 from lightning_spot.exact.compare import differences
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.shards import Shards
-from lightning_spot.memory.host import Lease
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import until
 from tests.small_trainer import info_of
@@ -104,20 +102,10 @@ def test_a_host_that_cannot_bring_its_files_drops_the_snapshot_and_the_next_one_
 
 
 @pytest.mark.parametrize("rank", [3, 2])  # of the first host's portion only rank 0 knows where it ends
-def test_a_slot_that_is_smaller_than_what_is_laid_out_gets_nothing_of_it(
+def test_of_a_slot_that_is_smaller_than_what_is_laid_out_nothing_goes_to_the_tier(
     desk: Apart, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    """A rank that lays out more than its slot has would write to what is mapped behind that."""
-    join = desk.hosts[rank].join
-
-    def smaller(*arguments: Any, **more: Any) -> Lease:
-        return replace(join(*arguments, **more), nbytes=100_000)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(desk.hosts[rank], "join", smaller)
-        with pytest.raises(ShareMissing, match=rf"rank {rank}: .*the slot for it (at )?100000"):
-            desk.take(1)
-    desk.check(desk.take(2))
+    desk.check_smaller_slot(rank, monkeypatch)
 
 
 def test_hosts_that_wait_for_others_keep_no_slot_and_owe_what_they_wait_for(desk: Apart) -> None:
