@@ -60,6 +60,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "obs", "cos"})
 """Of object stores that have buckets."""
 _SCHEMES = {"s3a": "s3", "gcs": "gs"}
+_VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[^}]*\})")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
 
 
@@ -268,6 +269,10 @@ def why_no_place(url: str) -> str:
     scheme, separator, below = url.partition("://")
     if separator and scheme.lower() in BUCKET_SCHEMES and (not below or below.startswith("/")):
         return f"it names no bucket, as {scheme}://bucket/run-1 does: is a variable in it empty?"
+    if variable := _VARIABLE.search(url):  # the runs of all users and machines would be in one place of that name
+        expanded = os.path.expandvars(url)
+        way_on = f"give {expanded!r}" if expanded != url else "it is not set here"
+        return f"{variable[0]} is not expanded, as a shell does it: {way_on}"
     return ""
 
 

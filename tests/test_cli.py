@@ -76,6 +76,7 @@ def test_show(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     for word in ("step-000000025-attempt-0001", "epoch", "xxh3-128", f"torch {torch.__version__}"):
         assert word in said
+    assert "8.39 MB" not in said  # its one part is as long as the file
 
 
 def test_pull(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

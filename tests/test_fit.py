@@ -483,6 +483,8 @@ def test_two_ranks(tmp_path: Path, warm_python: str) -> None:
         ({"dirpath": "spot://h:1/run"}, "memory='spot://h:1'$"),
         ({"dirpath": "s3:/bucket/run"}, "two slashes, s3://bucket/run"),
         ({"dirpath": "s3:///run"}, "names no bucket, as s3://bucket/run-1 does: is a variable in it empty"),
+        ({"dirpath": "$HOME/run"}, r"dirpath='\$HOME/run': \$HOME is not expanded, .*: give '/.*/run'$"),
+        ({"dirpath": "s3://bucket/${UNSET_HERE}/run"}, "UNSET_HERE} is not expanded, .*: it is not set here"),
         ({"dirpath": None}, "dirpath=None"),
         ({"dirpath": "x", "memory": "atuo"}, "memory='atuo' .* 'auto' or None"),
         ({"dirpath": "x", "memory": 3}, "memory=3 is no node URL"),

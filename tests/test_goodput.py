@@ -677,6 +677,38 @@ def test_a_monitor_that_is_not_logged_is_named(tmp_path: Path) -> None:
         trainer(RemoteSnapshot(str(tmp_path / "run"), interval=interval)).fit(Net(), data())
 
 
+@pytest.mark.parametrize(
+    ("monitor", "validates", "said"),
+    [
+        ("val_los", True, ["step 6: Is 'val_loss' meant? Logged are: of_step, val_loss"]),
+        ("val_loss", True, []),
+        ("of_step", True, []),
+        ("no_such", False, ["step 100: Logged are: of_step"]),
+    ],
+)
+def test_that_a_monitor_is_not_logged_is_said_before_the_first_epoch_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, monitor: str, validates: bool, said: list[str]
+) -> None:
+    """An epoch may be all of a training: it was said at its end only."""
+
+    class Logs(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.log("of_step", 1.0)
+            return super().training_step(batch, batch_idx)
+
+    net, found = Logs(), list[str]()
+
+    def note(text: str) -> None:
+        found.append(f"step {net.global_step}: {text.partition('would.')[2].strip()}")
+
+    monkeypatch.setattr("lightning_spot.fit.pacing.rank_zero_warn", note)
+    spot = RemoteSnapshot(str(tmp_path / "run"), memory=None, interval=ConvergenceAware(monitor=monitor))
+    checks = {"val_check_interval": 5, "limit_val_batches": 1}
+    settings = {"limit_train_batches": 15, **checks} if validates else {"limit_train_batches": 120}
+    trainer(spot, max_epochs=1, **settings).fit(net, data(120), data(1) if validates else None)
+    assert found == said
+
+
 def test_a_monitor_is_read_when_it_changes(tmp_path: Path) -> None:
     class Logs(Net):
         def validation_step(self, batch: Any, batch_idx: int) -> None:

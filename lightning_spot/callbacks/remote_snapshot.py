@@ -304,6 +304,8 @@ class RemoteSnapshot(Part):
         """Let the state go that was kept for the time of the validation."""
         if self.snapshotter is not None:
             self.snapshotter.at_hand.after_validation()
+            if not trainer.sanity_checking:
+                self.snapshotter.pacing.validated()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Callbacks may change weights here."""

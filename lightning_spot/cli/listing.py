@@ -44,6 +44,8 @@ def show(arguments: argparse.Namespace) -> int:
         print(json.dumps(_facts(entry), indent=1))
         return 0
     manifest = entry.manifest
+    part_bytes = min(manifest.part_bytes, manifest.nbytes)
+    most = "at most " if len(manifest.checksums) > 1 else ""
     console, what = wide_console(), "directory" if manifest.files else "file"
     lines = {
         "snapshot": manifest.name,
@@ -59,7 +61,7 @@ def show(arguments: argparse.Namespace) -> int:
         + f" ({_age(manifest.created_unix_s)} ago)",
         what: f"{manifest.data_path}, {manifest.nbytes} bytes ({format_bytes(manifest.nbytes)})",
         **({"files": f"{len(manifest.files)}, {manifest.files[0].name} first"} if manifest.files else {}),
-        "parts": f"{len(manifest.checksums)} of {format_bytes(manifest.part_bytes)}, xxh3-128 each",
+        "parts": f"{len(manifest.checksums)} of {most}{format_bytes(part_bytes)}, xxh3-128 each",
         "world size": manifest.world_size,
         "written by": ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())),
     }

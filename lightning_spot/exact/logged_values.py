@@ -56,11 +56,16 @@ def restore_last(trainer: pl.Trainer, state: State) -> None:
 
 def last_value(trainer: pl.Trainer, name: str) -> torch.Tensor | float | None:
     """The last logged value of a metric, where it lies; ``None`` if there is none. Asking changes nothing of it."""
+    value: torch.Tensor | float | None = last_values(trainer).get(name)
+    return value
+
+
+def last_values(trainer: pl.Trainer) -> State:
+    """The last logged value of each metric, likewise."""
     connector = private.LOGGER_CONNECTOR.of(trainer)
     present = private.RESULTS.of(trainer.fit_loop.epoch_loop) is not None and trainer.training
     found = connector.metrics["callback"] if present else {}
-    value: torch.Tensor | float | None = found.get(name, private.CALLBACK_METRICS.of(connector).get(name))
-    return value
+    return {**private.CALLBACK_METRICS.of(connector), **found}
 
 
 def metrics_of(module: torch.nn.Module) -> State:

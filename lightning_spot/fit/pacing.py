@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_spot.config import format_count, format_seconds
-from lightning_spot.exact.logged_values import last_value
+from lightning_spot.exact.logged_values import last_value, last_values
 from lightning_spot.fit.harmless import Harmless
 from lightning_spot.fit.readings import Readings
 from lightning_spot.fit.word import Word
@@ -26,6 +27,7 @@ Tiers = tuple[TierPace, ...]
 
 LEARN_EVERY_S = 5.0
 _MOST_STEPS_APART = 10_000
+_UNSEEN_STEPS = 100  # within which a metric of steps was logged
 _RETRY_S = 0.5
 
 
@@ -64,7 +66,7 @@ class Pacing:
         self._begun = (0, 0.0)
         self._learned_s = -LEARN_EVERY_S
         self._ran_until_s = 0.0
-        self._warned = False
+        self._warned, self._has_validated = False, False
         self._taken_s = 0.0
         self._said_budget = False
 
@@ -132,20 +134,33 @@ class Pacing:
             reading = self._readings.add(outputs, trainer.global_step)
         else:
             reading = self._readings.read_at_times(lambda: last_value(trainer, monitor), trainer.global_step)
+            is_late = trainer.global_step == self._begun[0] + _UNSEEN_STEPS and not trainer.enable_validation
+            if self._has_validated or is_late:  # an epoch may take days
+                self._has_validated = False
+                self._check_monitor(trainer, monitor)
         if reading is not None:
             self.policy.progress(*reading)
+
+    def validated(self) -> None:
+        """A validation of the training is over: what is logged in one is known when the next batch is."""
+        self._has_validated = True
 
     def check_monitor(self, trainer: pl.Trainer, epochs: int) -> None:
         """Say once, after so many epochs, that the monitored metric is not logged."""
         monitor = self.policy.monitor
-        if not monitor or self._warned or last_value(trainer, monitor) is not None:
+        if monitor and epochs >= (trainer.check_val_every_n_epoch or 1):  # else the first validation is yet to come
+            self._check_monitor(trainer, monitor)
+
+    def _check_monitor(self, trainer: pl.Trainer, monitor: str) -> None:
+        logged = {} if self._warned else last_values(trainer)
+        if self._warned or monitor in logged:
             return
-        if epochs < (trainer.check_val_every_n_epoch or 1):
-            return  # the first validation is yet to come
         self._warned = True
+        near = difflib.get_close_matches(monitor, logged, 1)
         rank_zero_warn(
-            f"lightning_spot: monitor={monitor!r} is not logged, so snapshots are taken as Young and Daly would. Logged"
-            f" are: {', '.join(sorted(trainer.callback_metrics)) or 'none'}"
+            f"lightning_spot: monitor={monitor!r} is not logged so far, and until it is, snapshots are taken as Young"
+            f" and Daly would.{f' Is {near[0]!r} meant?' if near else ''} Logged are:"
+            f" {', '.join(sorted(logged)) or 'none'}"
         )
 
     # -- the decision ---------------------------------------------------------------------------------------------

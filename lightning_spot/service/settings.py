@@ -129,7 +129,7 @@ def settings_from(arguments: argparse.Namespace) -> NodeSettings:
 def _absolute(flag: str, url: str) -> str:
     if why := why_no_place(url):  # it would be below the directory that the node happens to be started in
         raise SettingsError(f"{flag} {url!r}: {why}")
-    return url if "://" in url else os.path.abspath(url)
+    return url if "://" in url else os.path.abspath(os.path.expanduser(url))
 
 
 def _is_loopback(host: str) -> bool:
