@@ -17,7 +17,7 @@ from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot,
 from lightning_spot.client import starting
 from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.fit import alike, left_elsewhere
-from lightning_spot.fit.alike import check_alike, check_one_model
+from lightning_spot.fit.alike import check_alike, check_one_model, check_one_optimizer
 from lightning_spot.fit.left_elsewhere import bring_from_other_hosts
 from lightning_spot.interval.costs import Costs
 from lightning_spot.run.location import Location
@@ -292,3 +292,54 @@ def test_it_is_brought_where_the_node_knows_two_runs_of_that_name(
 def test_a_single_rank_asks_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(left_elsewhere, "attach", SimpleNamespace)
     on_ranks(1, lambda trainer: bring_from_other_hosts(trainer, Location.of(tmp_path, None, None)))  # type: ignore[arg-type]
+
+
+def trained_with(module: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> tuple[torch.nn.Module, list[Any]]:
+    return module, list(optimizers)
+
+
+def with_one(kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **more: Any) -> tuple[torch.nn.Module, list[Any]]:
+    module = built()
+    return trained_with(module, kind(module[:2].parameters(), lr=0.1, **more))  # type: ignore[call-arg,index] # torch's
+
+
+def with_groups() -> tuple[torch.nn.Module, list[Any]]:
+    module = built()
+    return trained_with(
+        module, torch.optim.AdamW([{"params": module[0].parameters()}, {"params": module[1].parameters()}])
+    )  # type: ignore[index]
+
+
+def with_own() -> tuple[torch.nn.Module, list[Any]]:
+    module = without_shapes_that_differ(built())
+    parameters = list(module[:2].parameters())  # type: ignore[index] # it is a Sequential
+    own = [module.get_parameter("own")] if rank_of_this_thread() else []
+    return trained_with(module, torch.optim.AdamW([*parameters, *own]))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (with_one, lambda: with_one(torch.optim.SGD), "optimizer 0 is AdamW on rank 0 and SGD on rank 2"),
+        (
+            with_one,
+            with_groups,
+            "the place of 1.weight is group 0 of optimizer 0 on rank 0 and group 1 of optimizer 0 on",
+        ),
+        (with_one, lambda: trained_with(built()), "optimizer 0 is AdamW on rank 0 and none on rank 2"),
+        (with_one, lambda: with_one(amsgrad=True), ""),
+        (with_own, with_own, ""),
+    ],
+)
+def test_ranks_that_train_with_other_optimizers_are_told_the_first_difference(
+    one: Callable[[], tuple[torch.nn.Module, list[Any]]],
+    other: Callable[[], tuple[torch.nn.Module, list[Any]]],
+    said: str,
+) -> None:
+    def check(trainer: WithCallbacks) -> None:
+        vars(trainer)["lightning_module"], vars(trainer)["optimizers"] = [one, one, other][trainer.global_rank]()
+        check_one_optimizer(trainer)  # type: ignore[arg-type]
+
+    found = on_ranks(3, check)
+    assert len(set(found)) == 1
+    assert said in (found[0] or "") if said else found == [None] * 3

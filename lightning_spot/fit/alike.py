@@ -1,4 +1,4 @@
-"""What all ranks must have in common: versions, what our callbacks and the trainer were told, the model.
+"""What all ranks must have in common: versions, what our callbacks and the trainer were told, model and optimizers.
 
 Ranks talk to each other at steps that each of them finds by itself. Where two find others, both would wait for ever.
 Where they have built different models, no snapshot can be put together, and torch ends one of them without a word.
@@ -20,6 +20,7 @@ from lightning_spot.capture.tensors import shape_of
 from lightning_spot.capture.versions import versions
 from lightning_spot.errors import SettingsError
 from lightning_spot.exact import private
+from lightning_spot.exact.parameter_names import names_of
 from lightning_spot.exact.sharded import is_flat
 from lightning_spot.fit.agreement import Agreement
 from lightning_spot.fit.taking_part import parts_of
@@ -61,10 +62,36 @@ def check_one_model(trainer: pl.Trainer) -> None:
     if ranks.size == 1:
         return
     tensors = _tensors(trainer.lightning_module, whole=not is_flat(trainer))
-    if len(set(ranks.gather(hashlib.sha256(repr(tensors).encode()).hexdigest()))) == 1:
+    if found := _first_difference(ranks, tensors, "its tensors come in another order on one of them"):
+        raise SettingsError(f"all ranks must build the same model, and {found}: {_START}")
+
+
+def check_one_optimizer(trainer: pl.Trainer) -> None:
+    """Refuse ranks that train with different optimizers. Every rank calls it, when training begins.
+
+    Of a model in shards there would be no snapshot; with DDP, none that each rank can go on from.
+
+    Raises:
+        SettingsError: naming the first difference, on all ranks.
+    """
+    ranks = Agreement(trainer)
+    if ranks.size == 1:
         return
-    found = _difference(ranks.gather(tensors)) or "its tensors come in another order on one of them"
-    raise SettingsError(f"all ranks must build the same model, and {found}: {_START}")
+    if found := _first_difference(ranks, _optimizers(trainer), "they come in another order on one of them"):
+        raise SettingsError(f"all ranks must train with the same optimizers, and {found}: {_START}")
+
+
+def _first_difference(ranks: Agreement, facts: dict[str, str], in_order: str) -> str:
+    """What :func:`_difference` says of all ranks' facts; they are shown only where one has others.
+
+    Args:
+        ranks: all of them.
+        facts: of this one.
+        in_order: what is said if nothing but their order differs.
+    """
+    if len(set(ranks.gather(hashlib.sha256(repr(facts).encode()).hexdigest()))) == 1:
+        return ""
+    return _difference(ranks.gather(facts)) or in_order
 
 
 @contextlib.contextmanager
@@ -124,7 +151,7 @@ def _tensors(module: Module, *, whole: bool) -> dict[str, str]:
         module: the model.
         whole: whether a parameter has the same shape on all ranks; of FSDP1, each has some of it.
     """
-    own = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    own = _own_of(module)
     found: dict[str, str] = {}
     for name, parameter in module.named_parameters():
         shape = f" {tuple(shape_of(parameter))}" if whole and not is_lazy(parameter) else ""
@@ -134,3 +161,22 @@ def _tensors(module: Module, *, whole: bool) -> dict[str, str]:
             if name.rpartition(".")[2] not in private.NON_PERSISTENT.of(each) and not is_lazy(buffer):
                 found[name] = f"{buffer.dtype} {tuple(shape_of(buffer))}"
     return {name: text for name, text in found.items() if name not in own}
+
+
+def _optimizers(trainer: pl.Trainer) -> dict[str, str]:
+    """The optimizers of this rank: of which class each is, and which parameters it has."""
+    module = trainer.lightning_module
+    names, own = names_of(module), _own_of(module)
+    found = {f"optimizer {number}": type(each).__name__ for number, each in enumerate(trainer.optimizers)}
+    for number, optimizer in enumerate(trainer.optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if (name := names.get(id(parameter), "")) and name not in own:
+                    key = f"the place of {name}"
+                    found[key] = f"{found.get(key, '')} group {index} of optimizer {number}".strip()
+    return found
+
+
+def _own_of(module: Module) -> set[str]:
+    """Names of the tensors that DDP was told to leave to each rank."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))

@@ -12,6 +12,7 @@ from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.seams import Seams
 from lightning_spot.fit import earlier
 from lightning_spot.fit.agreement import Agreement
+from lightning_spot.fit.alike import check_one_optimizer
 from lightning_spot.fit.at_hand import AtHand
 from lightning_spot.fit.beginning import Beginning
 from lightning_spot.fit.harmless import STILL_ENDS, THE_END, Harmless
@@ -84,6 +85,7 @@ class Snapshotter(OfTrainer):
     def begin_training(self) -> None:
         """Start counting, and listen for the places at which a snapshot can be taken."""
         trainer, writing, self.has_begun = self._trainer, self.writing, True
+        check_one_optimizer(trainer)
         self._seen_step = trainer.global_step
         if writing.attempt is not None and self._resume.lineage is not None:
             writing.attempt.lineage = self._resume.lineage
