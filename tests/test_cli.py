@@ -11,17 +11,20 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
-from lightning_spot.cli import main, transfer
-from lightning_spot.cli.tiers import Found, ask
+from lightning_spot.cli import listing, main, transfer
+from lightning_spot.cli.tiers import Entry, Found, ask
 from lightning_spot.config import format_bytes
+from lightning_spot.image.manifest import PortionOf, portion_name
 from lightning_spot.tiers.claims import Claim
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import RunningNode
@@ -51,6 +54,22 @@ def test_ls(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [line.split() for line in said.splitlines()[1:]]
     assert {(row[1], row[-2]) for row in rows} >= {("30", "memory"), ("30", "durable"), ("25", "durable")}
     assert {row[-1] for row in rows} == {"safe", "durable"}
+
+
+def test_ls_of_portions(run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are whole in a pipe; a portion whose host does not know when it was taken is not 20,000 days old."""
+    named = argparse.Namespace(url=str(run_dir), memory=[], run=None, json=False)
+    entry = ask(named).entries[0]
+    name = portion_name("step-000000106-attempt-0003-complete-again", 1)
+    of = PortionOf(1, 2, "0" * 32)
+    portion = replace(entry.manifest, name=name, portion=of, epoch=0, created_unix_s=0.0)
+    source = SimpleNamespace(tier="spot://memory-node-1.example.com:7070")
+    monkeypatch.setattr(listing, "ask", lambda _: Found([Entry(portion, cast(Any, source), "portion 2 of 2")]))
+    capsys.readouterr()
+    assert listing.ls(named) == 0
+    row = capsys.readouterr().out.splitlines()[1].split()
+    size = format_bytes(portion.nbytes).split()
+    assert row == [name, str(portion.step), "-", "1", *size, "-", source.tier, "portion", "2", "of", "2"]
 
 
 def test_ls_of_a_path_where_no_run_ever_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

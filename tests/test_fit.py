@@ -390,6 +390,19 @@ def test_what_is_safe_is_said_after_an_error(
     assert ("The same command goes on" in caplog.text) is (error is KeyboardInterrupt)  # it might meet ours again
 
 
+def test_where_there_is_no_snapshot_none_is_gone_on_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    class Fail(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            raise ValueError("of the user's own")
+
+    with pytest.raises(ValueError, match="own"):
+        trainer(spot(tmp_path), Fail()).fit(Net(), data())
+    assert "ValueError has ended run 'run-1' at step 0; this attempt has committed no snapshot" in caplog.text
+    assert "The same command goes on" not in caplog.text
+
+
 def test_a_changed_model_is_named(tmp_path: Path) -> None:
     stopped(tmp_path)
     before = manifests(tmp_path)

@@ -76,6 +76,19 @@ def attempt(number: int, begun: float, trained: float | None, steps: tuple[int, 
     )
 
 
+@pytest.mark.parametrize("wrong_s", [-86400.0, 86400.0])
+def test_a_machine_whose_clock_is_wrong_is_no_day_of_downtime(wrong_s: float) -> None:
+    times = [(0.0, 10.0, 110.0), (130.0, 140.0, 240.0), (270.0, 280.0, 380.0), (400.0, 410.0, 510.0)]
+    records = []
+    for number, (begun, trained, end) in enumerate(times):
+        off = wrong_s if number == 1 else 0.0
+        records.append(attempt(number + 1, begun + off, trained + off, (100 * number, 100 * number + 100), end + off))
+    for known in (records, records[:3]):
+        whole = total(spent(known))
+        assert (whole.total_s, whole.productive_s) == (times[len(known) - 1][2], 100.0 * len(known))
+    assert total(spent(records[:2])).total_s == 220.0 + max(0.0, 20.0 + wrong_s)  # until then nobody can know
+
+
 def test_the_ledger_by_hand() -> None:
     first = attempt(1, 0.0, 10.0, (0, 100), 110.0)
     second = attempt(2, 130.0, None, (0, 0), 135.0)  # taken away before it trained
@@ -817,11 +830,11 @@ Said = pytest.CaptureFixture[str]
 
 
 def test_doctor(tmp_path: Path, capsys: Said) -> None:
-    assert main(["doctor", str(tmp_path / "run"), "--sample", "4MB"]) == 0
+    assert main(["doctor", str(tmp_path / "mistyped" / "run"), "--sample", "4MB"]) == 0
     said = capsys.readouterr().out
     for word in ("copy within memory", "stored at", "one every", "SpotCheckpoint("):
         assert word in said
-    assert not list((tmp_path / "run").iterdir())
+    assert not (tmp_path / "mistyped").exists()
     memory = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"])
     until(lambda: not list(memory.iterdir()), "what was measured leaves nothing in memory")
 

@@ -92,6 +92,27 @@ def test_torchrun_restarts_all_ranks(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("ran-*-1")} == {"ran-0-1", "ran-1-1"}
 
 
+@pytest.mark.slow
+def test_torchrun_that_is_told_to_end_says_so(tmp_path: Path) -> None:
+    """torchrun itself ends with 1 then, as after an error: what starts it again would give up in the end."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        "(pathlib.Path(__file__).parent / ('up-' + os.environ['RANK'])).touch()\n"
+        "time.sleep(60)\n"
+    )
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    process = subprocess.Popen([str(RECIPES / "torchrun.sh"), str(script)], env={**os.environ, "PATH": path})
+    try:
+        until(lambda: len(list(tmp_path.glob("up-*"))) == 2, "both ranks to run", 60.0)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+    finally:
+        process.terminate()  # which is passed on
+        process.wait(60)
+
+
 def fake(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
     (tmp_path / name).chmod(0o755)

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -144,6 +145,30 @@ def test_training_does_not_stand_still_for_an_urgent_snapshot(tmp_path: Path, mo
     assert "step 3" in said[0]
     assert "is safe in" in said[0]
     assert stood == [False]
+
+
+def test_a_trainer_whose_run_was_taken_over_does_not_wait_at_a_notice(tmp_path: Path) -> None:
+    """It did, for all of `flush_timeout_s`: no tier would ever have what it had taken."""
+    root = tmp_path / "run"
+
+    class TakenOver(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 3:
+                store = LocalStore(root)
+                mine = store.newest_claim()
+                assert mine is not None
+                store.claim(replace(mine, attempt=mine.attempt + 1, token="of another host"))
+                assert callback.snapshotter is not None
+                deadline = Deadline.of(None, 15.0)
+                said.append(secure(trainer, callback.snapshotter, Seam.AFTER_BATCH, deadline, lambda: False))
+                raise Stop
+
+    said: list[str] = []
+    callback = RemoteSnapshot(str(root), memory=None, interval=EverySteps(1000))
+    with pytest.raises(Stop):
+        trainer(callback, TakenOver()).fit(Net(), data())
+    assert "step 3" in said[0]
+    assert "was refused (attempt 1 of run 'run' may no longer write: attempt 2 has taken over" in said[0]
 
 
 class InValidation(pl.Callback):

@@ -99,6 +99,8 @@ class Safety:
                     again()
                     again = None
                     writer.settle(deadline.left_s)
+                if nothing_owed and (why := self._why_refused()):
+                    return f"{what} was refused ({why})"
                 # Failing tiers are tried now.
                 nothing_owed = writer.host is not None and not writer.host.flush(_POLL_S)
             except SpotError as error:
@@ -140,6 +142,12 @@ class Safety:
         nothing: dict[str, TierHealth] = {}
         tiers = self._writer.link.ask(lambda host: host.tiers(), nothing)
         return next((tier.dropped for tier in tiers.values() if newest.name in tier.dropped), "")
+
+    def _why_refused(self) -> str:
+        """Why a tier takes nothing of this attempt any more, for good; ``""`` if none does so."""
+        nothing: dict[str, TierHealth] = {}
+        tiers = self._writer.link.ask(lambda host: host.tiers(), nothing)
+        return next((tier.refused for tier in tiers.values() if tier.refused), "")
 
     def _safe_step(self, from_memory: int | None) -> int:
         """Newest step that is safe outside this machine, -1 if none is.

@@ -14,6 +14,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -82,6 +83,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     tiers: dict[str, float] = {}
     scratch = f"{location.url}/.doctor-{secrets.token_hex(4)}"
     stores = {node: f"{node}/doctor" for node in location.nodes} | {location.url: scratch}
+    made = _not_there(location.url)
     for url, where in stores.items():
         say(f"writing {format_bytes(sample)} to {url} …", markup=False)
         try:
@@ -91,6 +93,9 @@ def doctor(arguments: argparse.Namespace) -> int:
         except SpotError as error:
             problems.append(_problem(url, where, error))
     problems += _remove(scratch, known=location.url not in tiers)
+    for folder in made:  # of a path that was mistyped, say
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
     facts["tiers_bytes_per_s"] = tiers
     nodes = [url for url in location.nodes if url in tiers]
     facts["not_carried"], wrong = _not_carried(nodes, location.url)
@@ -312,6 +317,13 @@ def _print(facts: dict[str, Any], outlooks: dict[str, Outlook], snapshot_bytes: 
             console.print(f"    newest at {tier}: {format_seconds(behind_s)} behind on average", markup=False)
     for line in facts["advice"]:
         console.print(f"→ {line}", markup=False)
+
+
+def _not_there(url: str) -> list[Path]:
+    """Folders of a local path that would have to be made, innermost first; none of another URL."""
+    if "://" in (path := url.removeprefix("file://")):
+        return []
+    return [folder for folder in (Path(path), *Path(path).parents) if not folder.exists()]
 
 
 def _remove(url: str, known: bool) -> list[str]:

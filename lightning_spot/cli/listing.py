@@ -23,9 +23,11 @@ def ls(arguments: argparse.Namespace) -> int:
     table = plain_table(headings, left=("SNAPSHOT", "TIER", "STATE"))
     for entry in found.entries:
         manifest = entry.manifest
-        numbers = (str(number) for number in (manifest.step, manifest.epoch, manifest.attempt))
-        size, age = format_bytes(manifest.nbytes), _age(manifest.created_unix_s)
-        table.add_row(manifest.name, *numbers, size, age, entry.source.tier, entry.state)
+        epoch, age = str(manifest.epoch), _age(manifest.created_unix_s)
+        if manifest.portion is not None:  # only the first host's knows when, and in which epoch
+            epoch, age = "-", age if manifest.created_unix_s else "-"
+        numbers = (str(manifest.step), epoch, str(manifest.attempt), format_bytes(manifest.nbytes))
+        table.add_row(manifest.name, *numbers, age, entry.source.tier, entry.state)
     if found.entries:
         console.print(table)
     else:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-_NARROWEST = 120  # columns, where the output is no terminal
+_NARROWEST = 400  # columns, where the output is no terminal: names and URLs are read by programs, and copied
 
 
 def wide_console() -> Console:

@@ -144,7 +144,9 @@ class Exit(OfTrainer):
         do_all(parts, self.let_go)
         if not isinstance(error, Preempted):  # of that, more was said
             for snapshotter in begun:
-                way_on = "" if _would_come_again(error) else ". The same command goes on from the newest one"
+                is_none = snapshotter.writing.committed is None and not self._resume.snapshots
+                can_go_on = not (is_none or _would_come_again(error))
+                way_on = ". The same command goes on from the newest one" if can_go_on else ""
                 rank_zero_info(
                     f"lightning_spot: {type(error).__name__} has ended run {snapshotter.location.name!r} at step"
                     f" {self._trainer.global_step}; {snapshotter.writing.what_is_safe()}{way_on}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 MOST_SNAPSHOTS = 500
@@ -184,8 +185,7 @@ def spent(records: Sequence[AttemptRecord]) -> list[Spent]:
     Args:
         records: of one run, in the order of the attempts.
     """
-    following = [*records[1:], None]
-    return [_of(*item) for item in zip(records, following, lost_steps(records), strict=True)]
+    return [_of(*item) for item in zip(records, _pauses(records), lost_steps(records), strict=True)]
 
 
 def lost_steps(records: Sequence[AttemptRecord]) -> list[int]:
@@ -209,10 +209,28 @@ def total(parts: Sequence[Spent]) -> Spent:
     return Spent(**{name: sum(getattr(part, name) for part in parts) for name in Spent.__slots__})
 
 
-def _of(record: AttemptRecord, after: AttemptRecord | None, lost: int) -> Spent:
-    end_s = max(record.unix_s, record.begun_unix_s)
-    missed = after is not None and record.end != "complete"  # after its end, nobody waits for a run
-    down_s = max(0.0, after.begun_unix_s - end_s) if after is not None and missed else 0.0
+def _pauses(records: Sequence[AttemptRecord]) -> list[float]:
+    """Seconds from the end of each attempt to the next one; none after one that completed the run: nobody waits for it.
+
+    A machine whose clock is wrong makes one of the pauses beside its attempt too long, and the other one negative: only
+    their sum is known, and counts as the long one.
+    """
+    pauses = [0.0 if one.end == "complete" else then.begun_unix_s - _end_s(one) for one, then in pairwise(records)]
+    for number in range(len(pauses) - 1):
+        before, after = pauses[number : number + 2]
+        if min(before, after) < 0 <= before + after:
+            long = number if before > after else number + 1
+            pauses[number] = pauses[number + 1] = 0.0
+            pauses[long] = before + after
+    return [*(max(0.0, pause) for pause in pauses), *[0.0] * bool(records)]
+
+
+def _end_s(record: AttemptRecord) -> float:
+    return max(record.unix_s, record.begun_unix_s)
+
+
+def _of(record: AttemptRecord, down_s: float, lost: int) -> Spent:
+    end_s = _end_s(record)
     if record.trained_unix_s is None:
         return Spent(start_s=end_s - record.begun_unix_s, down_s=down_s)
     before_s = max(0.0, record.trained_unix_s - record.begun_unix_s)
