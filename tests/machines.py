@@ -5,6 +5,7 @@ A machine that is lost takes its processes and its memory with it. See ``tests/n
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -29,8 +30,10 @@ Kind = TypeVar("Kind", bound="Machines")
 
 
 class Machines:
-    """Two machines that train, one rank each, and one with a memory node."""
+    """Two machines that train, and one with a memory node."""
 
+    local = 1
+    """Ranks of each machine."""
     more: tuple[str, ...] = ()
     link = Link()
 
@@ -49,20 +52,26 @@ class Machines:
         """Start the memory node."""
         self.url = listening(self.network, "memory", 7070, self.root / "node", "--allow", str(self.root))
 
+    @property
+    def count(self) -> int:
+        """Ranks of the training."""
+        return 2 * self.local
+
     def train(self, name: str, steps: int) -> None:
-        """Start a rank on each machine."""
+        """Start the ranks of each machine."""
         (self.root / name).mkdir(exist_ok=True)
         self.port += 1
-        together = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "run"}
-        together |= {"MASTER_ADDR": self.network.address["first"], "MASTER_PORT": str(self.port)}
+        together = {"WORLD_SIZE": self.count, "LOCAL_WORLD_SIZE": self.local, "TORCHELASTIC_RUN_ID": "run"}
+        together |= {"MASTER_ADDR": self.network.address["first"], "MASTER_PORT": self.port}
         self.ranks = []
-        for rank, host in enumerate(("first", "second")):
-            for key, value in {**together, "RANK": str(rank), "GROUP_RANK": str(rank)}.items():
-                self._monkeypatch.setenv(key, value)
-            arguments = ("--ranks", "2", "--nodes", "2", "--steps", str(steps), "--memory", self.url)
+        for rank in range(self.count):
+            machine, local = divmod(rank, self.local)
+            for key, value in {**together, "RANK": rank, "GROUP_RANK": machine, "LOCAL_RANK": local}.items():
+                self._monkeypatch.setenv(key, str(value))
+            arguments = (f"--ranks={self.count}", "--nodes=2", f"--steps={steps}", f"--memory={self.url}")
             with open(self.root / name / f"log-{rank}", "ab") as log:
                 command = ("-m", "tests.together_trainer", str(self.root / name), *arguments, *self.more)
-                self.ranks.append(self.network.start(host, *command, log=log))
+                self.ranks.append(self.network.start(("first", "second")[machine], *command, log=log))
 
     def steps(self, name: str) -> int:
         path = self.root / name / "steps"
@@ -89,7 +98,7 @@ class Machines:
             self.network.lose(host)
 
     def log(self) -> str:
-        return "".join((self.root / "run" / f"log-{number}").read_text() for number in (0, 1))
+        return "".join(log.read_text() for log in sorted((self.root / "run").glob("log-*")))
 
     def wait(self, name: str, wait_s: float = 300.0) -> list[int]:
         codes = [rank.wait(wait_s) for rank in self.ranks]
@@ -98,8 +107,9 @@ class Machines:
 
 
 class Sharded(Machines):
-    """Two machines that train a model in shards, two ranks each, started by torchrun; and one with a memory node."""
+    """Two machines that train a model in shards, started by torchrun; and one with a memory node."""
 
+    local = 2
     third = "the memory node"
 
     def train(self, name: str, steps: int) -> None:
@@ -108,10 +118,10 @@ class Sharded(Machines):
         address = self.network.address["first"]
         self.ranks = []
         for number, host in enumerate(("first", "second")):
-            command = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", f"--node-rank={number}"]
-            command += [f"--master-addr={address}", f"--master-port={self.port}", "-m", "tests.sharded_hosts"]
-            command += [str(self.root / name), "--ranks=4", "--nodes=2", f"--steps={steps}", f"--memory={self.url}"]
-            command += self.more
+            command = ["-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}"]
+            command += [f"--nproc-per-node={self.local}", f"--master-addr={address}", f"--master-port={self.port}"]
+            command += ["-m", "tests.sharded_hosts", str(self.root / name), f"--ranks={self.count}", "--nodes=2"]
+            command += [f"--steps={steps}", f"--memory={self.url}", *self.more]
             with open(self.root / name / f"log-{number}", "ab") as log:
                 self.ranks.append(self.network.start(host, *command, log=log))
 
@@ -143,9 +153,10 @@ class Sharded(Machines):
         self.start_node()
 
     def kill_rank(self) -> None:
-        """One rank of the second machine."""
+        """The last rank, which is on the second machine."""
         found = [pid for pid in self.network.processes("second") if b"tests.sharded_hosts" in _of(pid, "cmdline")]
-        (rank,) = [pid for pid in found if b"LOCAL_RANK=1" in _of(pid, "environ").split(b"\0")]
+        last = f"RANK={self.count - 1}".encode()
+        (rank,) = [pid for pid in found if last in _of(pid, "environ").split(b"\0")]
         os.kill(rank, signal.SIGKILL)
 
     def check(self, twin: Path) -> None:
@@ -158,8 +169,39 @@ class Sharded(Machines):
         assert list(differences(final(twin), final(self.root / "run"))) == []
 
 
+def lose(machines: Machines, what: str, steps: int | None = None) -> None:
+    """Something is lost while two machines train; where a rank is, the training is started again.
+
+    It goes to that step, or five steps further than it had come.
+    """
+    if what == "a link":
+        machines.cut_for_a_while("second")
+        return
+    if what == "the memory node":
+        machines.network.lose("memory")
+        return
+    if what == "the first node":
+        there = machines.network.processes("first")
+        nodes = [pid for pid in there if b"--embedded" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(nodes[-1], signal.SIGKILL)  # the twin's may be there yet
+        return
+    if what in ("a rank", "the first rank"):  # what else runs on its machine stays
+        machines.ranks[-1 if what == "a rank" else 0].kill()
+    else:
+        machines.network.lose("second" if what == "a machine" else "first")
+    for rank in machines.ranks:  # the other one fails in a collective, or hangs there
+        rank.send_signal(signal.SIGKILL)
+        rank.wait()
+    machines.train("run", machines.steps("run") + 5 if steps is None else steps)
+
+
 def _of(pid: int, what: str) -> bytes:
     return Path(f"/proc/{pid}/{what}").read_bytes()
+
+
+def variant(kind: type[Kind], **attributes: object) -> type[Kind]:
+    """Such machines, some of whose attributes are others."""
+    return type(kind.__name__, (kind,), attributes)
 
 
 def started(
@@ -171,17 +213,32 @@ def started(
 
 
 @pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Path:
-    """The same training in shards, undisturbed, on one machine."""
-    root = tmp_path_factory.mktemp("twin")
-    command = [warm_python, "-m", "tests.sharded_hosts", str(root), "--ranks=4", "--hosts=1", f"--steps={STEPS}"]
-    with open(root / "log", "wb") as log:
-        done = subprocess.run(command, stdout=log, stderr=log, check=False)
-    assert done.returncode == 0, (root / "log").read_text()
-    return root
+def twins(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Callable[[int], Path]:
+    """The same training in shards on so many ranks, undisturbed, on one machine."""
+
+    @functools.cache
+    def of(ranks: int) -> Path:
+        root = tmp_path_factory.mktemp("twin")
+        command = [warm_python, "-m", "tests.sharded_hosts", str(root), f"--ranks={ranks}", "--hosts=1"]
+        with open(root / "log", "wb") as log:
+            done = subprocess.run([*command, f"--steps={STEPS}"], stdout=log, stderr=log, check=False)
+        assert done.returncode == 0, (root / "log").read_text()
+        return root
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def twin(twins: Callable[[int], Path]) -> Path:
+    """On four ranks."""
+    return twins(4)
 
 
 # -- when something is lost -----------------------------------------------------------------------------------------
+
+
+def training(machines: Machines) -> None:
+    """At any moment."""
 
 
 def staging(machines: Machines) -> None:

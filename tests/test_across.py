@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import re
-import signal
 import subprocess
 import sys
 import warnings
@@ -32,7 +31,7 @@ from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.run.location import Location
 from tests.conftest import until
 from tests.gated import MIB
-from tests.machines import PHASES, STEPS, Machines, flushing, started
+from tests.machines import Machines, lose, started
 from tests.served import served
 from tests.test_every_step import digest
 from tests.test_together import accounts, check_states, load, manifests, train
@@ -189,66 +188,6 @@ def carrying(urls: Iterable[str]) -> str:
 @pytest.fixture
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -> Iterator[Machines]:
     yield from started(Machines, tmp_path, monkeypatch, warm_python)
-
-
-def training(machines: Machines) -> None:
-    """At any moment."""
-
-
-LOST = ["a rank", "a machine", "the first machine", "the memory node", "a link"]
-
-
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    ("what", "when"),
-    [
-        ("the first machine", flushing),
-        *(pytest.param(what, flushing, marks=pytest.mark.soak) for what in LOST if what != "the first machine"),
-        *(pytest.param(what, when, marks=pytest.mark.soak) for what in LOST for when in (training, *PHASES)),
-    ],
-)
-def test_two_machines_train_and_something_is_lost(
-    machines: Machines, tmp_path: Path, what: str, when: Callable[[Machines], None]
-) -> None:
-    machines.train("twin", STEPS)
-    assert machines.wait("twin") == [0, 0]
-    check_states(tmp_path / "twin")
-    told = accounts(tmp_path / "twin", 2)
-    assert told[0]["brought"] >= 10
-    machines.train("run", STEPS)
-    machines.come_to(12)
-    when(machines)
-    lose(machines, what, STEPS)
-    assert machines.wait("run") == [0, 0]
-    check_states(tmp_path / "run")
-    ends = [load(root, manifests(root)[0]) for root in (tmp_path / "twin", tmp_path / "run")]
-    assert differences(*ends) == []
-
-
-def lose(machines: Machines, what: str, steps: int | None = None) -> None:
-    """Something is lost while two machines train; where a rank is, the training is started again.
-
-    It goes to that step, or five steps further than it had come.
-    """
-    if what == "a link":
-        machines.cut_for_a_while("second")
-        return
-    if what == "the memory node":
-        machines.network.lose("memory")
-        return
-    if what == "the first node":
-        there = machines.network.processes("first")
-        nodes = [pid for pid in there if b"--embedded" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        os.kill(nodes[-1], signal.SIGKILL)  # the twin's may be there yet
-        return
-    if what in ("a rank", "the first rank"):  # what else runs on its machine stays
-        machines.ranks[what == "a rank"].kill()
-    else:
-        machines.network.lose("second" if what == "a machine" else "first")
-    for rank in machines.ranks:  # the other one fails in a collective, or hangs there
-        rank.send_signal(signal.SIGKILL)
-        rank.wait()
-    machines.train("run", machines.steps("run") + 5 if steps is None else steps)
 
 
 # -- no memory node: what other hosts' ranks know is sent to rank 0 ----------------------------------------------------

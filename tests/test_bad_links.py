@@ -15,13 +15,13 @@ from lightning_spot.exact.compare import differences
 from tests.conftest import until
 from tests.gated import RUN_ID
 from tests.link import Link
-from tests.machines import PHASES, STEPS, Kind, Machines, Sharded, flushing, started, twin
+from tests.machines import PHASES, STEPS, Machines, Sharded, flushing, started, twin, twins, variant
 from tests.network import TOKEN, listening, network_or_skip
 from tests.test_sharded_bucket import Bucket
 from tests.test_together import check_states, load, manifests
 from tests.wire_pair import RUN, Sender, state
 
-__all__ = ["twin"]
+__all__ = ["twin", "twins"]
 
 FAR = Link(delay_ms=40.0, jitter_ms=10.0, loss=0.005)
 """Another continent, by a line that loses packets."""
@@ -78,7 +78,7 @@ def link(request: pytest.FixtureRequest) -> Link:
 
 @pytest.fixture
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str, link: Link) -> Iterator[Machines]:
-    yield from started(_by(Machines, link), tmp_path, monkeypatch, warm_python)
+    yield from started(variant(Machines, link=link), tmp_path, monkeypatch, warm_python)
 
 
 @pytest.fixture(params=[Sharded, Bucket])
@@ -89,11 +89,7 @@ def sharded(
     warm_python: str,
     link: Link,
 ) -> Iterator[Sharded]:
-    yield from started(_by(request.param, link), tmp_path, monkeypatch, warm_python)
-
-
-def _by(kind: type[Kind], by: Link) -> type[Kind]:
-    return type(kind.__name__, (kind,), {"link": by})
+    yield from started(variant(request.param, link=link), tmp_path, monkeypatch, warm_python)
 
 
 @pytest.mark.soak

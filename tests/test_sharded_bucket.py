@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import until
-from tests.machines import PHASES, Sharded, started, twin
+from tests.machines import PHASES, Sharded, started, twin, twins
 
-__all__ = ["twin"]
+__all__ = ["twin", "twins"]
 
 _COPY = "import s3fs, sys; s3fs.S3FileSystem().get('bucket/run/', sys.argv[1] + '/', recursive=True)"
 

@@ -16,13 +16,13 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.node import Node
 from lightning_spot.sharded.reader import ImageReader, load_all
 from tests.gated import MIB
-from tests.machines import PHASES, STEPS, Sharded, flushing, started, twin
+from tests.machines import STEPS, Sharded, started, twin, twins
 from tests.served import served
 from tests.test_every_step import digest
 from tests.test_sharded_fit import check_states, content, final, snapshots, without_what_came_later
 from tests.test_together import run_trainer
 
-__all__ = ["twin"]
+__all__ = ["twin", "twins"]
 
 Train = Callable[..., int]
 
@@ -128,20 +128,6 @@ def test_an_urgent_snapshot_is_brought_by_all_hosts(train: Train, tmp_path: Path
 @pytest.fixture
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -> Iterator[Sharded]:
     yield from started(Sharded, tmp_path, monkeypatch, warm_python)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("when", [*PHASES, flushing])
-@pytest.mark.parametrize("what", ["a rank", "a machine", "the first machine", "the memory node", "a link"])
-def test_machines_train_in_shards_and_something_is_lost(
-    machines: Sharded, twin: Path, what: str, when: Callable[[Sharded], None]
-) -> None:
-    machines.train_slowly_to(8)
-    when(machines)
-    machines.lose(what)
-    assert machines.wait("run") == [0, 0], machines.log()
-    machines.check(twin)
 
 
 @pytest.mark.soak

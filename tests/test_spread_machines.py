@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.conftest import until
-from tests.machines import Sharded, flushing, restoring, sending, staging, twin
+from tests.machines import Sharded, flushing, restoring, sending, staging, twin, twins
 from tests.network import listening, network_or_skip
 
-__all__ = ["twin"]
+__all__ = ["twin", "twins"]
 
 
 class Spread(Sharded):
