@@ -30,6 +30,7 @@ from lightning_spot.errors import (
 )
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_name
+from lightning_spot.image.parts import part_ranges
 from lightning_spot.tiers import files as local_files
 from lightning_spot.tiers import objects, temporaries, writing
 from lightning_spot.tiers.files import tier_errors
@@ -230,6 +231,30 @@ def test_a_part_that_is_not_what_was_committed_is_noticed_as_it_comes(store: Sto
         store.fetch(replace(found, checksums=tuple(checksums)), memoryview(bytearray(found.nbytes)))
     with pytest.raises(CorruptSnapshot):
         store.fetch(replace(found, checksums=()), memoryview(bytearray(found.nbytes)))
+
+
+def test_a_directory_is_read_on_while_what_came_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path / "run")
+    manifest = put(store, 5)
+    ranges, check = list(part_ranges(manifest.nbytes, 256)), Manifest.verify_range
+    second, checked = threading.Event(), list[tuple[int, bool]]()
+
+    def verify(self: Manifest, start: int, data: memoryview, where: str) -> None:
+        checked.append((start, second.wait(30.0) if start == 0 else True))
+        check(self, start, data, where)
+
+    def progress(_nbytes: int) -> None:
+        moved.append(_nbytes)
+        if len(moved) == 2:
+            second.set()
+
+    moved: list[int] = []
+    monkeypatch.setattr(Manifest, "ranges", lambda _: iter(ranges))
+    monkeypatch.setattr(Manifest, "verify_range", verify)
+    buffer = bytearray(manifest.nbytes)
+    store.fetch(manifest, memoryview(buffer), progress)
+    manifest.verify(memoryview(buffer), "store")
+    assert sorted(checked) == [(start, True) for start, _ in ranges]
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 255, 256, 257])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from lightning_spot.image.files import cut, is_own_file
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, Order, snapshot_order
 from lightning_spot.image.parts import part_ranges
 from lightning_spot.image.sealing import NotedParts
+from lightning_spot.threads import work_together
 from lightning_spot.tiers import claims, files, store
 from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim
 from lightning_spot.tiers.files import tier_errors
@@ -91,10 +93,23 @@ class LocalStore:
 
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`."""
+        left, reading, ended = iter(manifest.ranges()), threading.Lock(), threading.Event()
+
+        def work() -> None:
+            try:
+                while not ended.is_set():
+                    with reading:  # in order, and one at a time: a disk reads faster so
+                        if (found := next(left, None)) is None:
+                            return
+                        start, stop = found
+                        image.read(start, into[start:stop], progress)
+                    manifest.verify_range(start, into[start:stop], self.url)
+            except BaseException:
+                ended.set()
+                raise
+
         with tier_errors(self.url, reading=True), ImageReader(self.root, manifest, self.url) as image:
-            for start, stop in manifest.ranges():
-                image.read(start, into[start:stop], progress)
-                manifest.verify_range(start, into[start:stop], self.url)
+            work_together(work, 2, "spot-fetch")
 
     def folder(self, name: str, *, attempt: int, run_id: str) -> LocalFolder:
         """See :meth:`HasFolders.folder`."""
