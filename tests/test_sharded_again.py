@@ -6,7 +6,7 @@ import copy
 import io
 import itertools
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_spot.errors import NotSerialisable
 from lightning_spot.image import rows, whereabouts
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.pieces import Pieces
+from lightning_spot.image.shards import Path
 from lightning_spot.sharded import layout, plan
 from lightning_spot.sharded.flat import FlatShard
 from lightning_spot.sharded.items import Items
@@ -43,17 +44,31 @@ def random_item(dice: Random, depth: int) -> Any:
     return [1.5, "text", (torch.ones(1), {"x": 1}), torch.ones(2)][kind]
 
 
-def test_items_and_paths_are_those_that_torch_finds() -> None:
-    dice, items, found = Random(3), Items(), 0
+def empty_dicts(state: Any, path: Path) -> Iterator[Path]:
+    """Where torch finds nothing."""
+    if state == {}:
+        yield path
+    elif isinstance(state, dict | list):
+        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+            yield from empty_dicts(value, (*path, key if isinstance(state, list) else str(key)))
+
+
+def test_items_and_paths_are_those_that_torch_finds_and_empty_dicts() -> None:
+    dice, items, found, empty = Random(3), Items(), 0, 0
     for _ in range(400):
         state = {name: random_item(dice, 3) for name in ("model", "optimizer")}
         flat, paths = flatten_state_dict(state)
         for _again in range(2):
             got = items.of(state)
-            assert list(items.paths) == list(paths.values())
-            assert all(one is other for one, other in zip(got, flat.values(), strict=True))
-        found += len(got)
+            named = list(zip(items.paths, got, strict=True))
+            full = [(path, item) for path, item in named if item != {}]
+            assert [path for path, _ in full] == list(paths.values())
+            assert all(one is other for (_, one), other in zip(full, flat.values(), strict=True))
+            assert [path for path, item in named if item == {}] == list(empty_dicts(state, ()))
+        found += len(full)
+        empty += len(got) - len(full)
     assert found > 400
+    assert empty > 100
 
 
 def test_two_items_of_one_name_are_named() -> None:

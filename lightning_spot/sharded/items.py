@@ -94,9 +94,8 @@ class Items:
             return len(value) if is_list else tuple(value), inner
         if _ONE_DICT.issuperset(kinds_of(items)):
             below = values_in(items)
-            if all(items) and self._leaves.issuperset(
-                kinds_of(below)
-            ):  # so it is of an optimizer, which has one for each parameter
+            # So it is of an optimizer, which has one for each parameter. An empty one is an item itself: see below.
+            if all(items) and self._leaves.issuperset(kinds_of(below)):
                 found += below
                 dicts = _Dicts(list(map(len, items)), list(chain.from_iterable(items)))
                 return len(value) if is_list else tuple(value), dicts
