@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from lightning_spot.client import portions
 from lightning_spot.client.portions import JointPortions
 from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.seen import Missing, Seen
 from lightning_spot.client.spread import SpreadStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import NodeUnreachable, ShareMissing
@@ -125,6 +127,52 @@ def test_a_node_that_was_not_told_that_a_snapshot_is_over_is_told_with_the_next_
     assert two.held() == [[1], [1, 2]]
     two.take(3)
     assert two.whole()[0] == 3
+
+
+@pytest.mark.parametrize("lost", HOSTS)
+def test_a_portion_that_was_lost_with_its_node_is_not_waited_for(
+    two: Two, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    """Who brought it does not know, and brings nothing again; meanwhile no other snapshot is taken."""
+    two.take(1)
+    gathering = two.begin(2)
+    for host in HOSTS:
+        two.bring(2, host)
+    with monkeypatch.context() as cut:
+        cut.setattr(portions, "GONE_S", 0.2)
+        cut.setattr(portions, "BROUGHT_S", 0.2)
+        cut.setattr(portions, "placed_portions", lambda urls, *_: [urls, urls[::-1]])
+        for word in ("look", "torn"):
+            cut.setattr(two.stores[lost], word, silent)
+        with pytest.raises(ShareMissing, match=rf"of host {lost} was lost with its memory node .*its link is cut"):
+            two.seal(gathering)
+    assert two.held()[1 - lost] == [1]
+    assert two.whole() == [1]
+
+
+def test_which_missing_portions_are_waited_for() -> None:
+    at = [("a", "b"), ("b", "c"), ("c", "a")]
+    lost = NodeUnreachable("its link is cut")
+
+    def look(missing: Missing, hosts: list[int], asked_s: float, *silent: str) -> list[int]:
+        return missing.lost(Seen([], "", 0.0, dict.fromkeys(silent, lost)), hosts, asked_s, asked_s + 5.0)
+
+    def made(replicas: int = 1) -> Missing:
+        return Missing(at, replicas, gone_s=8.0, brought_s=15.0)
+
+    slow = made()  # all nodes answer: the other hosts take their time
+    assert [look(slow, [1, 2], now_s) for now_s in (0.0, 50.0)] == [[], []]
+    own = made()
+    assert [look(own, [0, 1], now_s, "a") for now_s in (0.0, 3.0)] == [[], [0]]
+    seen = made()
+    assert [look(seen, *told) for told in (([2], 0.0), ([1, 2], 1.0), ([1, 2], 4.0))] == [[], [], [1]]
+    never = made()  # perhaps it is brought to another one
+    assert [look(never, [2], now_s, "c") for now_s in (0.0, 9.0, 10.0)] == [[], [], [2]]
+    answers = made()
+    assert [look(answers, [2], now_s, *silent) for now_s, silent in ((0.0, "c"), (9.0, ""), (10.0, "c"))] == [[]] * 3
+    elsewhere, twice = made(), made(2)
+    assert [look(elsewhere, [2], now_s, "a") for now_s in (0.0, 50.0)] == [[], []]
+    assert [look(twice, [2], now_s, *silent) for now_s, silent in ((0.0, "c"), (50.0, "c"))] == [[], []]
 
 
 def test_what_other_hosts_bring_of_a_snapshot_that_was_declined_before_it_began_takes_no_room(two: Two) -> None:

@@ -17,7 +17,16 @@ from typing import Any
 
 from lightning_spot.client.decided import Known
 from lightning_spot.client.remote import NodeStore
-from lightning_spot.client.seen import Seen, is_to_be_brought, left_torn, never_whole, order_of, told_of, whole_names
+from lightning_spot.client.seen import (
+    Missing,
+    Seen,
+    is_to_be_brought,
+    left_torn,
+    never_whole,
+    order_of,
+    told_of,
+    whole_names,
+)
 from lightning_spot.client.telling import Word, at_all
 from lightning_spot.errors import Fenced, NodeUnreachable, SettingsError, ShareMissing, SnapshotNotFound, SpotError
 from lightning_spot.image import notes
@@ -40,6 +49,9 @@ logger = logging.getLogger(__name__)
 
 WAIT_S = 120.0
 """So much longer than the first one, and three times the time that it took, other hosts may take."""
+
+GONE_S, BROUGHT_S = 8.0, 15.0
+"""See :class:`Missing`; to the second one comes three times what a portion took. Who is silent is asked for 5 s."""
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 0.5
 _OTHERS_S = 10.0  # at least: where that makes its first slot, it may take long
@@ -151,9 +163,13 @@ class JointPortions(ByItself):
     def seal(self, gathering: Gathering, manifest: Manifest, goes_on: Callable[[], None]) -> Manifest:
         """See :meth:`JointTier.seal`."""
         name, hosts = manifest.name, Portions.read(gathering.shared.layout, gathering.nbytes).hosts
-        bound_s = self.wait_s + 3 * self._took_s.get(name, 0.0)
-        deadline_s, pause_s = time.monotonic() + bound_s, _FIRST_LOOK_S
+        takes_s = 3 * self._took_s.get(name, 0.0)
+        bound_s, began_s, pause_s = self.wait_s + takes_s, time.monotonic(), _FIRST_LOOK_S
+        urls, replicas = self._place.urls, self._place.replicas
+        order = placed_portions(urls, manifest.run_id, hosts, replicas)
+        absent = Missing(order, replicas, gone_s=GONE_S, brought_s=BROUGHT_S + takes_s)
         while True:
+            asked_s = time.monotonic()
             seen = self._look(name)
             torn, mine = seen.torn, [item for item in seen.held if item["name"] == name]
             if other := next((item["host"] for item in mine if item["digest"] != gathering.shared.digest), None):
@@ -161,10 +177,9 @@ class JointPortions(ByItself):
             missing = sorted(set(range(hosts)) - {item["host"] for item in mine})
             if not missing and not torn:
                 break
-            if torn or time.monotonic() >= deadline_s:
-                listed = ", ".join(map(str, missing))
-                silent = f" ({'; '.join(map(str, seen.problems))})" if seen.problems else ""
-                why = torn or f"host {listed} has not brought its portion of {name} within {bound_s:.0f} s{silent}"
+            lost = absent.lost(seen, missing, asked_s, time.monotonic())
+            if torn or lost or time.monotonic() - began_s >= bound_s:
+                why = torn or _why_missing(name, missing, lost, seen, bound_s)
                 self._give_up(name, manifest.attempt, why)
                 raise ShareMissing(why)
             goes_on()
@@ -261,7 +276,7 @@ class JointPortions(ByItself):
     def _look(self, name: str) -> Seen:
         """What is at the nodes that answer."""
         answers: list[dict[str, Any]] = []
-        problems = list(at_all(self._nodes.values(), lambda node: answers.append(node.look(name))).values())
+        problems = at_all(self._nodes.values(), lambda node: answers.append(node.look(name)))
         held = [item for answer in answers for item in answer["portions"]]
         torn = next((str(answer["torn"]) for answer in answers if answer["torn"]), "")
         return Seen(held, torn, max((answer["rests_s"] for answer in answers), default=0.0), problems)
@@ -280,6 +295,15 @@ class JointPortions(ByItself):
     def _say(self, about: str, word: Word) -> list[SpotError]:
         """Tell all nodes something, also who hears it later; see :meth:`Telling.tell`."""
         return self._known.telling.tell(self._nodes.values(), about, word)
+
+
+def _why_missing(name: str, missing: Sequence[int], lost: Sequence[int], seen: Seen, bound_s: float) -> str:
+    """Why a snapshot is given up of which portions are missing, those that are ``lost`` among them."""
+    silent = f" ({'; '.join(map(str, seen.problems.values()))})" if seen.problems else ""
+    if lost:
+        return f"the portion of {name} of host {', '.join(map(str, lost))} was lost with its memory node{silent}"
+    listed = ", ".join(map(str, missing))
+    return f"host {listed} has not brought its portion of {name} within {bound_s:.0f} s{silent}"
 
 
 def _results(sending: Sequence[Future[SpotError | None]], began_s: float) -> list[SpotError | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,49 @@ class Seen:
         held: portions, as :meth:`~lightning_spot.memory.spread.Spread.look` tells them.
         torn: why the snapshot that was asked for will never be whole; ``""`` if nobody says so.
         rests_s: how long the durable tier is still to be left alone.
-        problems: of the nodes that do not answer.
+        problems: of the nodes that do not answer, by their URLs.
     """
 
     held: list[dict[str, Any]]
     torn: str
     rests_s: float
-    problems: list[SpotError]
+    problems: dict[str, SpotError]
+
+
+class Missing:
+    """The portions of one snapshot that are at no node that answers: which of them nobody will bring any more.
+
+    A node whose host is gone says nothing, and what it had is not brought again by whoever has brought it.
+
+    Args:
+        order: for each host, by its number, the URLs of the nodes to which its portion is brought: first those at which
+            it is to be kept, then those that take the place of one that does not work.
+        replicas: at how many it is kept.
+        gone_s: a portion that was at a node is lost, if it is at none for so long.
+        brought_s: so long may it take to bring one past nodes that do not answer.
+    """
+
+    def __init__(self, order: Sequence[Sequence[str]], replicas: int, *, gone_s: float, brought_s: float) -> None:
+        self._first = [set(urls[:replicas]) for urls in order]
+        self._gone_s, self._brought_s = gone_s, brought_s
+        self._was = {0}  # the first host asks when its own is there
+        self._since_s: dict[int, float] = {}
+
+    def lost(self, seen: Seen, missing: Iterable[int], asked_s: float, now_s: float) -> list[int]:
+        """Hosts whose portions will not come.
+
+        Args:
+            seen: at nodes now.
+            missing: hosts whose portions are at none of them.
+            asked_s: when that was asked, seconds.
+            now_s: when all have answered, or were waited for.
+        """
+        missing, before = set(missing), self._since_s
+        self._was |= set(range(len(self._first))) - missing
+        late = {host for host in missing if host in self._was or self._first[host] <= seen.problems.keys()}
+        self._since_s = {host: before.get(host, asked_s) for host in late}
+        bounds = {host: self._gone_s if host in self._was else self._brought_s for host in late}
+        return sorted(host for host in late if now_s - self._since_s[host] >= bounds[host])
 
 
 def whole_names(held: Sequence[Mapping[str, Any]]) -> Iterator[str]:
