@@ -99,6 +99,11 @@ class Team:
     def durable(self) -> LocalStore:
         return LocalStore(str(self.root / "run"))
 
+    def leave_slots(self, slots: int) -> None:
+        """The hosts have no more than so many slots from now on."""
+        for node in (self.first, self.second):
+            node.ring._limits = replace(node.ring._limits, slots=slots)
+
     def make_node(self, allow: list[str] | None) -> Node:
         return Node(slots=3, memory_bytes=64 * MIB, open_store=open_store, allow=allow)
 
@@ -255,7 +260,9 @@ def test_a_host_that_opens_many_streams_leaves_one_to_every_other(team: Team, mo
     monkeypatch.setattr(uploads, "MOST_STREAMS", 2)
     checkpoint = Checkpoint(1)
     upload = team.lead(1, checkpoint)
-    _, gathering = team.first.uploads.abroad._leads[upload.id].begun[team.at].result(LAST_S)
+    lead = team.first.uploads.abroad._leads.find(upload)
+    assert lead is not None
+    _, gathering = lead.begun[team.at].result(LAST_S)
     client = NodeClient(parse_spot_url(team.at)[0])
     streams = [client.stream(gathering.upload) for _ in range(2)]
     with pytest.raises(TooManyStreams):
@@ -393,7 +400,9 @@ def test_one_ping_that_is_lost_gives_no_snapshot_up_and_two_in_a_row_do(
     checkpoint = Checkpoint(1)
     upload = team.lead(1, checkpoint)
     team.fill(upload, checkpoint)
-    wait(team.first.uploads.abroad._beginning(team.at, ""), LAST_S)  # which asks for itself where it takes long
+    wait(
+        team.first.uploads.abroad._leads.begun_before(RUN_ID, team.at, ""), LAST_S
+    )  # which asks for itself where it takes long
     monkeypatch.setattr(NodeClient, "ping", ping)
     monkeypatch.setattr(connection, "_PULSE_S", 0.02)
     sealing = team.pool.submit(team.seal, upload, 1)
@@ -434,30 +443,113 @@ def test_with_replicas_each_host_brings_its_portion_to_both_nodes(pair: Team) ->
         assert pair.sent(pair.second, url).bytes - theirs < 1_000
 
 
-@pytest.mark.parametrize("host", ["the first", "another"])
-def test_a_slow_replica_holds_nothing_up_and_has_a_later_snapshot(pair: Team, host: str) -> None:
-    carrier, slow = pair.at.split()
-    tier = (pair.first if host == "the first" else pair.second).uploads.abroad.bringing.tier(slow, RUN_ID)
+@contextlib.contextmanager
+def held_up(team: Team, host: str) -> Iterator[threading.Event]:
+    """Nothing gets from a host to the second memory node before the event is set."""
+    _, slow = team.at.split()
+    tier = (team.first if host == "the first" else team.second).uploads.abroad.bringing.tier(slow, RUN_ID)
     go_on, bring = threading.Event(), tier.bring
 
-    def held_up(*arguments: Any) -> Any:
+    def wait_there(*arguments: Any) -> Any:
         assert go_on.wait(LAST_S)
         return bring(*arguments)
 
-    tier.bring = held_up  # type: ignore[method-assign]
-    first, second, third = (Checkpoint(seed) for seed in (1, 2, 3))
-    pair.check(pair.take(1, first), first, carrier)
-    assert pair.first.uploads.abroad.busy() == {slow}
-    pair.check(pair.take(2, second), second, carrier)
-    assert not pair.memories[slow].committed(RUN)
-    go_on.set()
-    pair.all_free()
-    assert [manifest.step for slot in pair.memories[slow].committed(RUN) if (manifest := slot.manifest)] == [1]
+    tier.bring = wait_there  # type: ignore[method-assign]
+    try:
+        yield go_on
+    finally:
+        go_on.set()
+        tier.bring = bring  # type: ignore[method-assign]
+
+
+def steps_at(memory: Node) -> list[int]:
+    return sorted(manifest.step for slot in memory.committed(RUN) if (manifest := slot.manifest))
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("host", ["the first", "another"])
+def test_a_slow_replica_holds_nothing_up_and_has_the_last_one_of_a_row(pair: Team, host: str, slots: int) -> None:
+    """Also where a host has no more slots than for one on its way to it and for the one that is filled."""
+    pair.leave_slots(slots)
+    carrier, slow = pair.at.split()
+    row = [Checkpoint(seed) for seed in range(1, 5)]
+    with held_up(pair, host) as go_on:
+        for step, checkpoint in enumerate(row, 1):
+            pair.check(pair.take(step, checkpoint), checkpoint, carrier)
+            assert pair.first.uploads.abroad.busy() == {slow}
+        assert not pair.memories[slow].committed(RUN)
+        go_on.set()
+        pair.all_free()
+    assert steps_at(pair.memories[slow]) == [1, 4]
     assert not pair.first.uploads.abroad.busy()
-    manifest = pair.take(3, third)
+    manifest = pair.take(5, row[0])
     pair.all_free()
     for url in pair.memories:
-        pair.check(manifest, third, url)
+        pair.check(manifest, row[0], url)
+
+
+def test_what_waits_for_a_slow_replica_goes_on_if_the_one_before_fails_there(pair: Team) -> None:
+    _, slow = pair.at.split()
+    second = Checkpoint(2)
+    with held_up(pair, "another") as go_on:
+        pair.take(1, Checkpoint(1))
+        manifest = pair.take(2, second)
+        [before] = pair.memories[slow].uploads
+        pair.memories[slow].abort(before)
+        go_on.set()
+        pair.all_free()
+    assert steps_at(pair.memories[slow]) == [2]
+    pair.check(manifest, second, slow)
+
+
+def test_what_waits_for_a_slow_replica_is_not_given_up_for_a_later_one_that_never_was(pair: Team) -> None:
+    """The node takes what it is told of a later one for a word on all before it."""
+    _, slow = pair.at.split()
+    with held_up(pair, "another") as go_on:
+        pair.take(1, Checkpoint(1))
+        pair.take(2, Checkpoint(2))
+        pair.first.uploads.abroad.decline(RUN, pair.at, snapshot_name(3, 1), 1, "no slot is free")
+        until(lambda: pair.memory.uploads.shares.is_over(RUN, snapshot_name(3, 1)), "the other node to be told", LAST_S)
+        go_on.set()
+        pair.all_free()
+        assert steps_at(pair.memories[slow]) == [1, 2]
+        told = pair.memories[slow].uploads.shares.is_over
+        until(lambda: told(RUN, snapshot_name(3, 1)), "the slow node to be told", LAST_S)
+
+
+def test_what_counts_goes_on_to_a_slow_replica_after_its_trainer_has_ended(pair: Team) -> None:
+    _, slow = pair.at.split()
+    with held_up(pair, "another") as go_on:
+        pair.take(1, Checkpoint(1))
+        manifest = pair.take(2, second := Checkpoint(2))
+        pair.first.end_session("first")
+        pair.second.end_session("second")
+        go_on.set()
+        pair.all_free()
+    pair.check(manifest, second, slow)
+
+
+@pytest.mark.parametrize("ends", ["a later attempt", "another use of its slot", "the node"])
+def test_what_waits_for_a_slow_replica_ends_with(pair: Team, ends: str) -> None:
+    pair.leave_slots(2)
+    carrier, slow = pair.at.split()
+    with held_up(pair, "the first") as go_on:
+        pair.take(1, Checkpoint(1))
+        manifest = pair.take(2, second := Checkpoint(2))
+        if ends == "a later attempt":
+            pair.open()
+        elif ends == "another use of its slot":
+            upload = pair.first.lease(RUN, 1, 1_000, session="first")
+            pair.first.abort(upload.id)
+        else:
+            pair.first.uploads.close()
+            pair.second.uploads.abroad.make_way()  # it waits for a word that nobody can give any more
+        name, leads = snapshot_name(2, 1), pair.first.uploads.abroad._leads
+        until(lambda: not any(each.shared.name == name for each in leads), "it to pass", LAST_S)
+        go_on.set()
+        pair.all_free()
+    assert 2 not in steps_at(pair.memories[slow])
+    pair.check(manifest, second, carrier)
 
 
 def test_what_is_passed_over_does_not_end_the_one_before_that_begins_late(

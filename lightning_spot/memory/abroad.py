@@ -4,7 +4,8 @@ The first host begins an upload at a memory node; the others join it by the snap
 ranks of each host fill a slot of its own node, which holds that host's portion only. When all of these are done, the
 portion is sent; when all portions are there, the first host has the memory node commit it. No host has all of it.
 With replicas this is done at several memory nodes at a time. The snapshot counts when the one that carries the run on
-has committed it, or, if that fails, another one; the next one does not wait for the others, and goes past who is late.
+has committed it, or, if that fails, another one; the next one does not wait for the others. At these, of what has come
+since, the newest has its turn (see ``leads``).
 
 Without a memory node, the place is the durable tier. There, no host asks another one: each is told by its own ranks
 what of the snapshot is its own, and whichever finds that all of it is there commits it (see ``joint_store``).
@@ -18,22 +19,22 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from lightning_spot.errors import Fenced, NodeUnreachable, SettingsError, ShareMissing, SnapshotNotFound, SpotError
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.portion import Portion, PortionImage, Portions
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory import portions as held_portions
 from lightning_spot.memory.bringing import Below, Bringing
 from lightning_spot.memory.chain import LeftBehind
-from lightning_spot.memory.joint import Shared, is_by_itself, is_durable, nodes_of, urls_of
+from lightning_spot.memory.joint import is_by_itself, is_durable, nodes_of, urls_of
+from lightning_spot.memory.leads import Begun, Lead, Leads, Passed
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import parse_run
-from lightning_spot.memory.tier import Gathering, JointTier, Sent
+from lightning_spot.memory.tier import Sent
 from lightning_spot.memory.upload import Upload
 from lightning_spot.memory.visits import Visits
 from lightning_spot.tiers.store import Store
@@ -51,58 +52,7 @@ Heard = Callable[[str, Manifest | None, float, Sent | None, Exception | None], N
 """Told of each snapshot that this host has led: URL, manifest of its portion if it was brought, seconds, what was sent,
 the error."""
 
-_Begun = tuple[JointTier, Gathering]
 _Result = TypeVar("_Result")
-
-
-@dataclass(eq=False, slots=True)
-class _Lead:
-    """An upload that this host leads.
-
-    Attributes:
-        run: its key.
-        name: of the snapshot.
-        ranges: that this host brings.
-        nbytes: of the image.
-        hosts: how many bring it.
-        portion: how the ranges lie in the slot; ``None`` where that holds the whole image.
-        begun: for each place, by the URL of the run there, what was begun there, once it has.
-        left: those of them at which it is not over.
-        brought: as one of them has committed it.
-    """
-
-    run: str
-    name: str
-    ranges: Ranges
-    nbytes: int
-    hosts: int
-    portion: Portion | None = None
-    begun: dict[str, Future[_Begun]] = field(default_factory=dict)
-    left: set[str] = field(default_factory=set)
-    brought: Manifest | None = None
-
-    @classmethod
-    def of(cls, upload: Upload, shared: Shared, urls: Sequence[str]) -> _Lead:
-        """The lead of an upload that is brought to some places.
-
-        Raises:
-            SettingsError: if its layout does not say what each host brings, or its slot is none for that.
-        """
-        nbytes = shared.image_nbytes or upload.nbytes
-        portions = Portions.read(shared.layout, nbytes)
-        ranges = portions.rest(nbytes)
-        portion = Portion(ranges) if shared.image_nbytes else None
-        if portion is not None and portion.nbytes != upload.nbytes:
-            raise SettingsError(
-                f"the first host brings {portion.nbytes} bytes of {shared.name}, its slot is for {upload.nbytes}"
-            )
-        begun: dict[str, Future[_Begun]] = {url: Future() for url in urls}
-        return cls(upload.run, shared.name, ranges, nbytes, portions.hosts, portion, begun, set(urls))
-
-    def image(self, upload: Upload) -> PortionImage | memoryview:
-        """The image, as far as it lies in the slot."""
-        memory = upload.slot.view(upload.nbytes)
-        return PortionImage(self.portion, memory, self.nbytes) if self.portion is not None else memory
 
 
 class Abroad:
@@ -133,13 +83,11 @@ class Abroad:
         self._uploads, self._ring, self._registry, self._heard = uploads, ring, registry, heard
         self.bringing = Bringing(uploads, ring, registry, open_store, below)
         self.visits = Visits(self.bringing)
-        self._changed = threading.Condition()
-        self._leads: dict[str, _Lead] = {}
+        self._leads = Leads()
 
     def busy(self) -> set[str]:
         """URLs of runs to which a snapshot is on its way."""
-        with self._changed:
-            return {url for lead in self._leads.values() for url in lead.left}
+        return self._leads.busy()
 
     def wait_brought(self, run: str | None, wait_s: float) -> list[str]:
         """Wait until nothing is on its way that nobody else has as a whole; what is in the end, one line each.
@@ -151,37 +99,33 @@ class Abroad:
             wait_s: how long to wait.
         """
         deadline_s = time.monotonic() + wait_s
-
-        def late() -> list[str]:
-            leads = [lead for lead in self._leads.values() if run in (None, lead.run)]
-            return [f"{url}: {lead.name} is on its way" for lead in leads for url in lead.left if is_by_itself(url)]
-
-        with self._changed:
-            self._changed.wait_for(lambda: not late(), wait_s)
-            led = late()
+        led = self._leads.wait(run, wait_s)
         return [*led, *self.visits.wait(run, max(0.0, deadline_s - time.monotonic()))]
 
     def begin(self, upload: Upload) -> None:
         """Have an upload begun at its places, in the background: at memory nodes, the other hosts wait for that.
 
-        A memory node to which an earlier one is still on its way is passed over now, and not when this one was
-        announced: it is done a moment after the first one, and free again long before the next snapshot.
+        At a memory node to which an earlier one is on its way, and which does not carry the run on, its turn is later.
 
         Raises:
             SettingsError: if its layout does not say what each host brings.
         """
-        assert upload.joint is not None
-        shared, busy = upload.joint.shared, self.busy()
-        first, *others = urls_of(shared.at)
-        lead = _Lead.of(upload, shared, [first, *(url for url in others if url not in busy)])
-        with self._changed:
-            self._leads[upload.id] = lead
-        for url in others:
-            if url in busy:
-                why = "an earlier one is still on its way there"
-                self.decline(upload.run, url, shared.name, upload.attempt, why)
+        lead = Lead.of(upload)
+        self._leads.add(lead)
         for url in lead.begun:
-            _background(lambda url=url: self._begin(upload, lead, url))  # type: ignore[misc]
+            _background(lambda url=url: self._begin(lead, url))  # type: ignore[misc]
+
+    def make_way(self) -> bool:
+        """Let slots go from which nothing is sent until further nodes have their turn; whether there were any."""
+        passing = self._leads.make_way()
+        for lead in passing:
+            self.bringing.done(lead.upload, lead.ranges)
+        return self.visits.make_way() or bool(passing)
+
+    def is_brought(self, upload: Upload) -> bool:
+        """Whether a place has committed a snapshot that this host leads, and others are still to have it."""
+        lead = self._leads.find(upload)
+        return lead is not None and lead.brought is not None
 
     def seal(self, upload: Upload, manifest: Manifest) -> Manifest:
         """Send what this host brings, and have the snapshot committed once the others have brought theirs.
@@ -194,11 +138,11 @@ class Abroad:
             ShareMissing: if none does in the end; the slot is freed, here and there.
             Fenced: if a later attempt holds the run, as one of them says.
         """
-        lead = self._leads.get(upload.id)
+        lead = self._leads.find(upload)
         if lead is None:
             raise SnapshotNotFound(f"upload {upload.id!r} does not exist (any more)")
         self._uploads.bring(upload)
-        sending = {_background(lambda url=url: self._send(lead, url, upload, manifest)): url for url in lead.begun}  # type: ignore[misc]
+        sending = {_background(lambda url=url: self._send(lead, url, manifest)): url for url in lead.begun}  # type: ignore[misc]
         first = next(iter(sending))
         waiting = set(sending)
         while waiting:
@@ -224,9 +168,7 @@ class Abroad:
 
     def end(self, upload: Upload) -> None:
         """An upload is over. If it was given up, so it is there. Nothing happens if this host does not lead it."""
-        with self._changed:
-            lead = self._leads.pop(upload.id, None)
-            self._changed.notify_all()
+        lead = self._leads.end(upload)
         if lead is not None and upload.given_up:
             for begun in lead.begun.values():
                 _background(lambda begun=begun: _give_up(begun))  # type: ignore[misc]
@@ -248,7 +190,7 @@ class Abroad:
         key = self._registry.key(run)
 
         def tell(url: str) -> None:
-            futures.wait(self._beginning(url, name), _OPEN_S)
+            futures.wait(self._leads.begun_before(key, url, name), _OPEN_S)
             deadline_s = time.monotonic() + _TELL_S
             while not self._uploads.closing:
                 try:
@@ -263,64 +205,57 @@ class Abroad:
         for url in urls_of(at):
             _background(lambda url=url: tell(url))  # type: ignore[misc]
 
-    def _beginning(self, url: str, name: str) -> list[Future[_Begun]]:
-        """What has begun, or is being begun, at a place, but for a snapshot of a name."""
-        with self._changed:
-            leads = [lead for lead in self._leads.values() if lead.name != name]
-            return [lead.begun[url] for lead in leads if url in lead.begun]
-
     # -- at each place --------------------------------------------------------------------------------------------
 
-    def _begin(self, upload: Upload, lead: _Lead, url: str) -> None:
-        assert upload.joint is not None
-        shared, begun = upload.joint.shared, lead.begun[url]
+    def _begin(self, lead: Lead, url: str) -> None:
+        upload, shared, begun = lead.upload, lead.shared, lead.begun[url]
         try:
+            self._leads.wait_turn(lead, url, lambda: self.bringing.check(upload))
             tier = self.bringing.tier(url, upload.run)
             begun.set_result((tier, tier.begin(shared, lead.nbytes, attempt=upload.attempt, hosts=lead.hosts)))
         except Exception as error:
-            self._heard(url, None, 0.0, None, error)  # before anybody asks where the next one goes
+            if not isinstance(error, Passed):
+                self._heard(url, None, 0.0, None, error)  # before anybody asks where the next one goes
             begun.set_exception(error)
             if all(each.done() and each.exception() is not None for each in lead.begun.values()):
                 self._uploads.shares.fail(upload, f"{url}: {error}")
             self.decline(upload.run, url, shared.name, upload.attempt, str(error))
 
-    def _send(self, lead: _Lead, url: str, upload: Upload, manifest: Manifest) -> Manifest:
+    def _send(self, lead: Lead, url: str, manifest: Manifest) -> Manifest:
         """Bring the portion to one place, and have the snapshot committed there."""
-        began_s, begun = time.monotonic(), lead.begun[url]
+        upload, begun = lead.upload, lead.begun[url]
+        self._leads.await_turn(lead, url)
+        began_s = time.monotonic()
         try:
             if manifest.nbytes != lead.nbytes:
                 raise SettingsError(f"{manifest.name} has {manifest.nbytes} bytes, and was begun for {lead.nbytes}")
             tier, gathering = begun.result(_OPEN_S)
             gathering = replace(gathering, files=_within(manifest.files, lead.ranges), manifest=manifest)
-            sent = self.bringing.bring(tier, gathering, upload, lead.ranges, lead.portion, lead.image(upload))
+            sent = self.bringing.bring(tier, gathering, upload, lead.ranges, lead.portion, lead.image)
             sealed = tier.seal(gathering, _named(manifest, url), lambda: self.bringing.check(upload))
         except Exception as error:
-            self._ended(lead, url, upload, None)
+            self._ended(lead, url, None)
             _background(lambda: _give_up(begun))
             if not (begun.done() and begun.exception() is error):
                 self._heard(url, None, 0.0, None, error)
             raise
         sealed = replace(sealed, run=manifest.run)
-        self._ended(lead, url, upload, sealed)
+        self._ended(lead, url, sealed)
         own = replace(manifest, nbytes=sum(nbytes for _, nbytes in lead.ranges))
         # Of nodes over which it is spread, the first one stands for all: they are brought theirs at the same time.
         at, took_s = (nodes_of(url) or [url])[0], time.monotonic() - began_s
         self._heard(at, own, took_s, None if is_durable(url) else sent, None)
         return sealed
 
-    def _ended(self, lead: _Lead, url: str, upload: Upload, sealed: Manifest | None) -> None:
+    def _ended(self, lead: Lead, url: str, sealed: Manifest | None) -> None:
         """It is over at a place, as ``sealed`` if it was committed there. After the last one, the slot is free."""
-        with self._changed:
-            lead.left.discard(url)
-            lead.brought = lead.brought or sealed
-            brought, is_last, counts = lead.brought, not lead.left, next(iter(lead.begun)) not in lead.left
-            self._changed.notify_all()
-        if brought is not None and counts:
-            held_portions.surpass(self._ring, upload.run, brought)
-        if is_last and brought is not None:
-            self.bringing.done(upload, lead.ranges)
-        elif is_last:
-            self._uploads.brought(upload, whole=False)
+        ended = self._leads.ended(lead, url, sealed)
+        if ended.brought is not None and ended.counts:
+            held_portions.surpass(self._ring, lead.upload.run, ended.brought)
+        if ended.is_last and ended.brought is not None:
+            self.bringing.done(lead.upload, lead.ranges)
+        elif ended.is_last:
+            self._uploads.brought(lead.upload, whole=False)
 
 
 def _background(work: Callable[[], _Result]) -> Future[_Result]:
@@ -337,7 +272,7 @@ def _background(work: Callable[[], _Result]) -> Future[_Result]:
     return done
 
 
-def _give_up(begun: Future[_Begun]) -> None:
+def _give_up(begun: Future[Begun]) -> None:
     """Give up what was begun at a place, once it is known whether it was."""
     if begun.exception() is not None:
         return

@@ -22,6 +22,7 @@ def lease(
     cancelled: Callable[[], bool],
     reuse: bool,
     making: Making,
+    make_way: Callable[[], bool] = lambda: False,
 ) -> Slot:
     """Take a slot for a snapshot of ``nbytes`` and mark it as being filled.
 
@@ -33,6 +34,7 @@ def lease(
         cancelled: asked while waiting: whether nobody wants the slot any more.
         reuse: see :meth:`Ring.try_lease`.
         making: whether its memory is made, see :class:`Making`.
+        make_way: has slots let go that are kept for what may be left undone; whether there were any.
 
     Raises:
         SnapshotTooLarge: if it can never fit.
@@ -47,6 +49,8 @@ def lease(
             return slot
         if (slot := ring.try_lease(run, nbytes, reuse=reuse, making=making)) is not None:
             return slot
+        if not making.is_ahead and make_way():
+            continue
         with ring.changed:
             while seen == ring.changes:
                 left = deadline - time.monotonic()

@@ -82,11 +82,12 @@ class Uploads:
         """The connection of a trainer has closed: its half-filled slots are freed.
 
         What it has filled, and this host's node brings to a durable tier, goes on: there may be nobody else to do it.
+        So does what counts already, and is on its way to a further memory node.
         """
         with self._lock:
             for upload in [item for item in self._uploads.values() if item.session == session]:
                 at = upload.joint.shared.at if upload.joint is not None else ""
-                if not (upload.sealing and is_by_itself(at)):
+                if not (upload.sealing and (is_by_itself(at) or self.abroad.is_brought(upload))):
                     self.abort(upload.id)
             self.shares.end_session(session)
 

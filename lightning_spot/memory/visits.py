@@ -20,8 +20,9 @@ from lightning_spot.memory.upload import Upload
 logger = logging.getLogger(__name__)
 
 _JOIN_S = 120.0
+_LATER_S = 600.0  # for a snapshot to begin at a node that may have the one before for long
 _WAIT_FOR_SLOT_S = 5.0
-_OTHERS_S = 5.0  # for a snapshot to begin at the other nodes, once this host has brought it to one
+_OTHERS_S = 5.0  # for it to begin there, once this host has brought it to one, and the next one has begun
 _AGAIN_S = 1.0
 _BEYOND = 2**46  # no image is so long: a host that brings the middle of one does not know where it ends
 
@@ -37,6 +38,7 @@ class _Visit:
         name: of the snapshot.
         host: number of this host, from 1.
         told: at a durable tier: what the ranks of this host say of the snapshot.
+        carrier: URL of the first place to which it is brought.
         left: URLs of places to which this host has still to bring it.
         joined: those of them at which it has begun.
         upload: of this host's portion, once it has begun at one of them.
@@ -52,6 +54,7 @@ class _Visit:
     name: str
     host: int
     told: Shared | None
+    carrier: str
     left: set[str]
     joined: set[str] = field(default_factory=set)
     upload: Upload | None = None
@@ -60,12 +63,23 @@ class _Visit:
     over: bool = False
     leasing: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def on_its_way(self) -> set[str]:
+        """URLs of places to which it is on its way: those at which it may never begin count until one has it."""
+        return self.joined if self.brought else self.left
+
+    @property
+    def is_told(self) -> bool:
+        """Whether it has begun at a further place, or will not."""
+        return self.over or bool(self.joined) or not self.left
+
 
 class Visits:
     """The snapshots that a host takes part in. Methods may be called from any thread.
 
-    Each place has a thread, so that a slow one delays no other. The slot is let go once nothing is sent from it: a node
-    at which the snapshot does not begin is not waited for, and other hosts that bring theirs to a durable tier neither.
+    Each place has a thread, so that a slow one delays no other. The slot is kept until nothing more is sent from it:
+    what is at one node waits for its turn at the others until the next one has begun, or its slot is needed. What other
+    hosts bring to a durable tier is not waited for.
 
     Args:
         bringing: sends the portions.
@@ -79,6 +93,7 @@ class Visits:
         self._bringing = bringing
         self._changed = threading.Condition()
         self._visits: dict[tuple[str, str], _Visit] = {}
+        self._newest: dict[str, _Visit] = {}
 
     def join(
         self, run: str, attempt: int, name: str, at: str, host: int, told: Shared | None = None, layout_id: str = ""
@@ -105,9 +120,21 @@ class Visits:
         with self._changed:
             if (run, name) in self._visits:
                 return
-            visit = self._visits[run, name] = _Visit(run, key, attempt, name, host, told, set(urls))
+            visit = self._visits[run, name] = _Visit(run, key, attempt, name, host, told, urls[0], set(urls))
         for url in urls:
             threading.Thread(target=self._visit, args=(visit, url), name="spot-joint", daemon=True).start()
+
+    def make_way(self) -> bool:
+        """Let slots go from which nothing is sent until other nodes have their turn; whether there were any."""
+        with self._changed:
+            waiting = [
+                each for each in self._visits.values() if each.brought and each.left and not (each.joined or each.over)
+            ]
+            for visit in waiting:
+                self._close(visit)
+        for visit in waiting:
+            self._done(visit)
+        return bool(waiting)
 
     def wait(self, run: str | None, wait_s: float) -> list[str]:
         """Wait until this host has brought what it has; what is on its way in the end, one line each.
@@ -119,7 +146,7 @@ class Visits:
 
         def late() -> list[str]:
             visits = [visit for visit in self._visits.values() if run in (None, visit.key)]
-            return [f"{url}: {visit.name} is on its way" for visit in visits for url in visit.left]
+            return [f"{url}: {visit.name} is on its way" for visit in visits for url in visit.on_its_way]
 
         with self._changed:
             self._changed.wait_for(lambda: not late(), wait_s)
@@ -133,7 +160,8 @@ class Visits:
                 gathering = Gathering(visit.name, _BEYOND, None, visit.told)
             else:
                 tier = self._bringing.tier(url, visit.key)
-                gathering = tier.join(visit.name, attempt=visit.attempt, host=visit.host, wait_s=_JOIN_S)
+                wait_s = _JOIN_S if url == visit.carrier else _LATER_S
+                gathering = tier.join(visit.name, attempt=visit.attempt, host=visit.host, wait_s=wait_s)
             upload, portion = self._begun(visit, url, gathering)
             tier = tier or self._bringing.tier(url, visit.key)
             self._bring(tier, gathering, upload, portion)
@@ -192,6 +220,9 @@ class Visits:
                     visit.run, visit.attempt, portion.nbytes, name=name, wait_s=wait_s, shared=shared
                 )
                 visit.portion = portion
+                with self._changed:
+                    self._newest[visit.key] = visit
+                    self._changed.notify_all()
                 self._bringing.uploads.begins.make_another(visit.upload)
             elif visit.portion is None or visit.portion.ranges != portion.ranges:
                 raise SettingsError(f"{name} has another layout at {url} than at the other memory nodes")
@@ -207,18 +238,29 @@ class Visits:
             visit.brought |= error is None
             self._changed.notify_all()
             if visit.brought:
-                self._changed.wait_for(lambda: visit.over or visit.joined or not visit.left, _OTHERS_S)
+                self._changed.wait_for(lambda: visit.is_told or self._newest.get(visit.key) is not visit)
+                self._changed.wait_for(lambda: visit.is_told, _OTHERS_S)
             if visit.over or visit.joined or (visit.left and not visit.brought):
                 return
-            visit.over = True
-            del self._visits[visit.run, visit.name]
-            self._changed.notify_all()
+            self._close(visit)
         if visit.brought:
-            assert visit.upload is not None
-            assert visit.portion is not None
-            self._bringing.done(visit.upload, visit.portion.ranges)
+            self._done(visit)
         else:
             self._failed(visit, str(error) or type(error).__name__)
+
+    def _close(self, visit: _Visit) -> None:
+        """Nothing more comes of it. Called under the lock."""
+        visit.over = True
+        del self._visits[visit.run, visit.name]
+        if self._newest.get(visit.key) is visit:
+            del self._newest[visit.key]
+        self._changed.notify_all()
+
+    def _done(self, visit: _Visit) -> None:
+        """What was to be sent of its slot was."""
+        assert visit.upload is not None
+        assert visit.portion is not None
+        self._bringing.done(visit.upload, visit.portion.ranges)
 
     def _failed(self, visit: _Visit, why: str) -> None:
         """Free the slot, and let no rank wait for it."""
