@@ -235,6 +235,34 @@ def test_a_tier_for_which_no_thread_can_be_had_is_one_that_does_not_answer(monke
     assert problems == {"second": "can't start new thread"}
 
 
+@pytest.mark.parametrize("since", ["the start", "the first look"])
+def test_a_tier_that_falls_silent_is_not_waited_for_as_long_as_its_library_would(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, since: str
+) -> None:
+    """It takes connections and never answers: s3fs waits for 75 s, with each request."""
+    goes_on, silent = threading.Event(), threading.Event()
+    for name in ("survey", "newest_claim", "claim"):
+        ask = getattr(LocalStore, name)
+
+        def asked(store: LocalStore, *about: Any, ask: Callable[..., Any] = ask, name: str = name) -> Any:
+            if silent.is_set() or name == "claim":
+                silent.set()
+                goes_on.wait(60.0)
+            return ask(store, *about)
+
+        monkeypatch.setattr(LocalStore, name, asked)
+    monkeypatch.setattr(patience, "PATIENCE", Patience(tries=2, first_pause_s=0.05, silent_s=0.5))
+    if since == "the start":
+        silent.set()
+    try:
+        assert begins(run) is TierError
+        assert not goes_on.is_set()
+    finally:
+        goes_on.set()
+    assert "has said nothing" in caplog.text
+    assert ("could not be claimed" in caplog.text) is (since == "the first look")
+
+
 @pytest.mark.parametrize(
     ("at", "span"),
     [

@@ -112,8 +112,13 @@ def claim_of(info: RunInfo) -> Claim:
 
 def _claim(store: Store, claim: Claim) -> bool:
     """Claim the durable tier; whether that came to be, after a few tries."""
+    bounds = patience.PATIENCE
+
+    def once() -> None:
+        patience.unless_silent(lambda: store.claim(claim), threading.Event(), bounds.silent_s, store.url)
+
     try:
-        patience.patiently(lambda: store.claim(claim), patience.PATIENCE, store.url)
+        patience.patiently(once, bounds, store.url)
     except TierError as error:
         logger.warning(
             "lightning_spot: attempt %d could not be claimed at %s (%s); it is tried again",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,16 +26,51 @@ class Patience:
         first_pause_s: between the first two tries; it doubles.
         no_more_tries_after_s: no try begins later than this.
         answer_s: how long all answers together are waited for.
+        silent_s: how long a tier is waited for from which nothing has come. Its library may wait, and ask again, for
+            minutes: who takes connections and says nothing is not known to be lost.
     """
 
     tries: int = 3
     first_pause_s: float = 2.0
     no_more_tries_after_s: float = 20.0
     answer_s: float = 60.0
+    silent_s: float = 8.0
 
 
 PATIENCE = Patience()
 """What holds unless a caller says otherwise."""
+
+
+def unless_silent(action: Callable[[], T], heard: threading.Event, wait_s: float, where: str) -> T:
+    """Ask a tier on another thread, and wait for its answer unless nothing is heard of it in time.
+
+    Args:
+        action: asks it; it goes on by itself if it is not waited for.
+        heard: set when something has come.
+        wait_s: how long nothing may come.
+        where: what to call the tier in the error.
+
+    Raises:
+        TierError: if nothing has come.
+        Exception: what ``action`` raises.
+    """
+    ended: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            ended.set_result(action())
+        except BaseException as error:
+            ended.set_exception(error)
+        heard.set()
+
+    try:
+        threading.Thread(target=ask, name="spot-ask", daemon=True).start()
+    except RuntimeError as error:  # no more threads can be had now
+        logger.debug("%s is asked without a bound: %s", where, error)
+        return action()
+    if not heard.wait(wait_s):
+        raise TierError(f"{where} has said nothing for {wait_s:.0f} s", tier=where)
+    return ended.result()
 
 
 def patiently(action: Callable[[], T], bounds: Patience, where: str) -> T:

@@ -180,8 +180,11 @@ class _Durable:
         for number in range(1, bounds.tries + 1):
             last = number == bounds.tries or time.monotonic() - begun_s + pause_s > bounds.no_more_tries_after_s
             try:
-                answer = cls._once(store, commits=commits)
+                heard = threading.Event()
+                once = functools.partial(cls._once, store, heard, commits=commits)
+                answer = patience.unless_silent(once, heard, bounds.silent_s, store.url)
             except TierError as error:
+                last = last or time.monotonic() - begun_s + pause_s > bounds.no_more_tries_after_s
                 if last and isinstance(error, MissingCredentials):
                     raise SettingsError(str(error)) from error
                 if last:
@@ -198,13 +201,15 @@ class _Durable:
         raise AssertionError("unreachable")
 
     @classmethod
-    def _once(cls, store: Any, *, commits: bool) -> _Durable:
+    def _once(cls, store: Any, heard: threading.Event, *, commits: bool) -> _Durable:
         def newest_claim() -> Claim | None:
             try:
                 return store.newest_claim()  # type: ignore[no-any-return] # any store
             except CorruptManifest as error:
                 logger.warning("lightning_spot: %s; the run is known by its place only", error)
                 return None
+            finally:
+                heard.set()  # to list snapshots, and to read all manifests, may take longer
 
         holdings, claim = both(store.survey, newest_claim, "spot-survey")
         left = _left_of(holdings) if commits else []
