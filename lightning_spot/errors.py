@@ -140,6 +140,11 @@ class NodeRefused(TierError):
         super().__init__(message, tier=tier)
         self.status = status
 
+    @property
+    def is_for_the_token(self) -> bool:
+        """Whether it refuses the secret: to ask again with the same one is of no use."""
+        return self.status == 401
+
 
 class NodeFailed(TierError):
     """The node failed at a request in a way that nobody foresaw (memory ran out, say); it goes on with others."""

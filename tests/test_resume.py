@@ -405,6 +405,18 @@ def test_a_memory_node_is_asked_as_patiently_as_the_durable_tier(
     assert "asking again" in caplog.text
 
 
+def test_a_memory_node_that_refuses_the_token_is_not_asked_again(
+    tmp_path: Path, start_node: Callable[..., RunningNode], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """It will refuse that one tomorrow, too."""
+    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "right")
+    url = start_node("--allow", str(tmp_path)).url
+    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "wrong")
+    (why,) = survey(Location.of(tmp_path / "run-1", url, None)).problems.values()
+    assert "another token" in why
+    assert "asking again" not in caplog.text
+
+
 def test_what_is_damaged_and_older_than_the_newest_is_not_spoken_of(
     run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -439,6 +439,24 @@ def test_the_last_snapshot_is_waited_for_where_another_host_has_to_commit_it(mon
     assert not end._comes("step-000000001-attempt-0001", time.monotonic() + LAST_S)
 
 
+def test_that_no_memory_node_carries_a_run_on_is_not_said_while_they_are_asked_for_the_first_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each resume said so, and the snapshots came a moment later."""
+    said: list[str] = []
+    across = SimpleNamespace(hosts=HOSTS, is_under_way=False, carrier="", look=lambda: "")
+    writer = SimpleNamespace(missed=0, across=across, say_once=lambda kind, *_: said.append(kind))
+    attempt = cast(Any, SimpleNamespace(writer=writer))
+    ring = RingSettings(slots=2, memory_bytes=2**20, idle_timeout_s=9.0, keep=1, strict=False)
+    where_to = WhereTo(Location.of(str(tmp_path / "run"), "spot://node:7070", None), ring)
+    where_to.begin()
+    assert where_to.how(attempt, waits=False) == ""
+    assert said == []
+    monkeypatch.setattr("lightning_spot.fit.where_to._ASKED_S", 0.0)
+    assert where_to.how(attempt, waits=False) == ""
+    assert said == ["no carrier"]
+
+
 def test_a_run_that_ends_with_no_snapshot_of_its_end_does_not_end_quietly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,7 +56,8 @@ class Session:
         if "session" not in answer:
             self._socket.close()
             raise NodeRefused(
-                "the node on this host was started with another LIGHTNING_SPOT_TOKEN than this process has; set that"
+                "the node on this host was started with another LIGHTNING_SPOT_TOKEN than this process has; set that",
+                status=401,
             )
         self.id = str(answer["session"])
         _sessions.add(self)

@@ -110,6 +110,7 @@ class InShards(OfTrainer):
             raise
         across = hosts.ranks if hosts.can_bring else ()
         if attempt is not None:
+            self._where_to.begin()
             wanted = hosts.can_bring and bool(self._location.nodes)
             attempt.writer.across.wanted, attempt.writer.across.hosts = wanted, across
             attempt.writer.across.spread = hosts.spread

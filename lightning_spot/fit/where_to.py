@@ -15,6 +15,7 @@ from lightning_spot.run.location import Location
 _LOOK_S = 0.05
 _CARRIER_S = 60.0
 _HEALTH_S = 5.0
+_ASKED_S = 10.0  # so long may it take at a start until nodes were asked and carry the run on
 _NO_CARRIER = (
     "no snapshot now, training goes on: each host has a part of the model, and no memory node that carries the run on"
     " is there to put them together (%s); it may be starting, or lack --allow for the durable tier"
@@ -32,6 +33,11 @@ class WhereTo:
     def __init__(self, location: Location, ring: RingSettings) -> None:
         self._location, self._ring = location, ring
         self._missed, self._brought_s, self._looked_s = 0, float("-inf"), float("-inf")
+        self._begun_s = float("-inf")
+
+    def begin(self) -> None:
+        """An attempt has begun: its memory nodes are asked from now on."""
+        self._begun_s = time.monotonic()
 
     def check(self, hosts: int) -> None:
         """Refuse several hosts whose parts of a snapshot would come together nowhere.
@@ -74,7 +80,8 @@ class WhereTo:
                     return ""
                 self._brought_s = now_s
             if not (at := self._carrier(attempt, anew=missed)):
-                self._say_no_carrier(attempt)
+                if time.monotonic() - self._begun_s >= _ASKED_S:
+                    self._say_no_carrier(attempt)
                 return ""
         self._missed = writer.missed
         return ALONE + (ACROSS + at if at else "")

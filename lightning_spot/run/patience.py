@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from lightning_spot.errors import ProtocolMismatch, SpotError, TierError
+from lightning_spot.errors import NodeRefused, ProtocolMismatch, SpotError, TierError
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,8 @@ def patiently(action: Callable[[], T], bounds: Patience, where: str) -> T:
         where: what to call the tier in the log.
 
     Raises:
-        Exception: of the last try; at once what says that it did answer, also with another version.
+        Exception: of the last try; at once what says that it did answer, also with another version, or that it wants
+            another token.
     """
     begun_s, pause_s = time.monotonic(), bounds.first_pause_s
     for number in range(1, bounds.tries + 1):
@@ -92,6 +93,7 @@ def patiently(action: Callable[[], T], bounds: Patience, where: str) -> T:
             raise
         except Exception as error:
             has_answered = isinstance(error, SpotError) and not isinstance(error, TierError)
+            has_answered |= isinstance(error, NodeRefused) and error.is_for_the_token
             is_late = time.monotonic() - begun_s + pause_s > bounds.no_more_tries_after_s
             if has_answered or is_late or number == bounds.tries:
                 raise
