@@ -5,14 +5,16 @@ The last snapshot of a run is followed by no other one with which the word would
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import Fenced, SettingsError, SnapshotNotFound, SpotError
+from lightning_spot.threads import all_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +23,19 @@ Word = Callable[[NodeStore], None]
 
 _FIRST_AGAIN_S, _LAST_AGAIN_S = 1.0, 10.0
 _MOST_UNHEARD = 64  # words at one node
+
+
+@dataclass(slots=True)
+class _OnItsWay:
+    """What nodes are being told, of one thing.
+
+    Attributes:
+        word: the newest.
+        tellers: threads that tell it, or an older one.
+    """
+
+    word: Word
+    tellers: int = 0
 
 
 class Telling:
@@ -34,6 +49,7 @@ class Telling:
     def __init__(self) -> None:
         self.stops: Callable[[], bool] = lambda: True
         self.unheard: dict[str, dict[str, tuple[NodeStore, Word]]] = {}
+        self._on_its_way: dict[str, _OnItsWay] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -46,13 +62,24 @@ class Telling:
             word: tells one.
         """
         nodes = list(nodes)
-        problems = at_all(nodes, word)
+        with self._lock:
+            told = self._on_its_way.setdefault(about, _OnItsWay(word))
+            told.word, told.tellers = word, told.tellers + 1
+        try:
+            problems = at_all(nodes, word)
+        finally:
+            with self._lock:
+                told.tellers -= 1
+                if not told.tellers:
+                    del self._on_its_way[about]
         with self._lock:
             for words in self.unheard.values():
                 if about in words:
-                    words[about] = (words[about][0], word)
+                    words[about] = (words[about][0], told.word)
             for node in nodes:
-                self._note(node, about, word, problems.get(node.url))
+                problem = problems.get(node.url)
+                if told.word is word or not _is_heard(problem):  # else a newer one may be on its way there
+                    self._note(node, about, told.word, problem)
             self._begin()
         return list(problems.values())
 
@@ -60,18 +87,24 @@ class Telling:
 
     def _note(self, node: NodeStore, about: str, word: Word, problem: SpotError | None) -> None:
         """Note whether a node has heard a word, or never will; under the lock."""
-        if isinstance(problem, Fenced):  # a later attempt speaks for the run
-            self.unheard.clear()
-            return
-        words = self.unheard.setdefault(node.url, {})
-        if problem is None or isinstance(problem, SnapshotNotFound | SettingsError):  # it has nothing of that run
-            words.pop(about, None)
+        if isinstance(problem, Fenced):  # a later attempt speaks for the run: all nodes would refuse it
+            for url, words in list(self.unheard.items()):
+                if about in words and words[about][1] is word:
+                    self._forget(url, about)
+        elif _is_heard(problem):
+            self._forget(node.url, about)
         else:
+            words = self.unheard.setdefault(node.url, {})
             words[about] = (node, word)
             while len(words) > _MOST_UNHEARD:
                 del words[next(iter(words))]
+
+    def _forget(self, url: str, about: str) -> None:
+        """Tell a node nothing of that any more; under the lock."""
+        words = self.unheard.get(url, {})
+        words.pop(about, None)
         if not words:
-            del self.unheard[node.url]
+            self.unheard.pop(url, None)
 
     def _begin(self) -> None:
         """Have a thread tell again what was not heard; under the lock."""
@@ -93,13 +126,17 @@ class Telling:
                 if not self.unheard or self.stops():
                     self._thread = None
                     return
-                unheard = {url: dict(words) for url, words in self.unheard.items()}
+                nodes = [next(iter(words.values()))[0] for words in self.unheard.values()]
+            try:
+                at_all(nodes, self._tell_all_again)
+            except Exception:  # whatever fails, such as want of memory, nobody else tells them again
+                logger.exception("lightning_spot: memory nodes were not told again; they are later")
 
-            def tell(node: NodeStore, unheard: dict[str, dict[str, tuple[NodeStore, Word]]] = unheard) -> None:
-                for about, (_, word) in unheard[node.url].items():
-                    self._tell_again(node, about, word)
-
-            at_all([next(iter(words.values()))[0] for words in unheard.values()], tell)
+    def _tell_all_again(self, node: NodeStore) -> None:
+        with self._lock:
+            words = dict(self.unheard.get(node.url, {}))
+        for about, (_, word) in words.items():
+            self._tell_again(node, about, word)
 
     def _tell_again(self, node: NodeStore, about: str, word: Word) -> None:
         problem = at_all([node], word).get(node.url)
@@ -109,6 +146,11 @@ class Telling:
                 self._note(node, about, word, problem)
         if problem is not None:
             raise problem  # it does not hear the others either
+
+
+def _is_heard(problem: SpotError | None) -> bool:
+    """Whether a node need not be told again: it has heard, or has nothing of that run."""
+    return problem is None or isinstance(problem, Fenced | SnapshotNotFound | SettingsError)
 
 
 def at_all(nodes: Iterable[NodeStore], ask: Word) -> dict[str, SpotError]:
@@ -122,8 +164,7 @@ def at_all(nodes: Iterable[NodeStore], ask: Word) -> dict[str, SpotError]:
         return None
 
     nodes = list(nodes)
-    if not nodes:
-        return {}
-    with ThreadPoolExecutor(len(nodes)) as pool:
-        found = zip(nodes, pool.map(one, nodes), strict=True)
-        return {node.url: error for node, error in found if error is not None}
+    found = zip(
+        nodes, all_at_once([functools.partial(one, node) for node in nodes], "spot-ask", len(nodes)), strict=True
+    )
+    return {node.url: error for node, error in found if error is not None}
