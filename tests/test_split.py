@@ -36,6 +36,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.portion import Portion, Portions
 from lightning_spot.memory.host import Lease
 from lightning_spot.staging.copier import Copier
+from tests.conftest import until
 from tests.fake_device import FakeDevice
 from tests.small_trainer import RUN_ID, info_of
 
@@ -428,6 +429,45 @@ def test_a_rank_whose_first_request_fails_is_not_waited_for(
         desk.begin(1).result(120.0)
     assert left == {"join": 0, "decline": 0}
     assert desk.begin(2).result(LAST_S).step == 2
+
+
+def test_a_rank_that_ends_looks_for_no_other_node_to_say_what_it_did_not_write(desk: Desk) -> None:
+    """On the host of a guest, one would be started for that, and left behind."""
+    share, asked = desk.shares[0], list[None]()
+
+    def connect() -> EmbeddedHost:
+        asked.append(None)
+        raise NodeUnreachable("there is no memory node on this host at present")
+
+    share._connect = connect
+    share._tasks.put(share._leave)
+    share._tasks.put(lambda: share._owe("a", "it went wrong", ""))
+    until(lambda: asked, "it to be said")
+    before = len(asked)
+    share.close()
+    assert len(asked) == before
+
+
+def test_a_connection_that_comes_when_its_rank_has_ended_is_closed(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node would count on a trainer that has gone, and ``fit`` would leave a connection behind."""
+    share, begun, goes_on = desk.shares[0], threading.Event(), threading.Event()
+
+    def connect() -> EmbeddedHost:
+        begun.set()
+        assert goes_on.wait(LAST_S)
+        return desk.joined()
+
+    monkeypatch.setattr(following, "_CLOSE_S", 0.1)
+    share._connect = connect
+    share._tasks.put(share._leave)
+    share._tasks.put(lambda: share._owe("a", "it went wrong", ""))
+    assert begun.wait(LAST_S)
+    share.close()
+    goes_on.set()
+    share._tasks._thread.join(LAST_S)
+    with pytest.raises(NodeUnreachable):
+        desk.hosts[-1].session.check()
+    assert share._host is None
 
 
 def test_a_rank_that_cannot_map_the_slot_says_so(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,31 @@ def test_what_a_node_has_stays_while_another_one_does_not_reach_the_durable_tier
 
 
 @pytest.mark.usefixtures("left")
+def test_a_tier_that_works_again_is_not_said_to_fail_while_others_are_waited_for(
+    carried: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A new attempt would be told that this node brings nothing down, for as long as the others do not."""
+    nodes, fails = carried(), [True]
+    put, url = putting.put_portion, nodes.url
+
+    def outage(store: Store, portion: Manifest, *rest: Any, **more: Any) -> Manifest:
+        if portion.portion is not None and (portion.portion.host == 1 or fails):
+            raise TierError("its bucket does not answer")
+        return put(store, portion, *rest, **more)
+
+    monkeypatch.setattr(putting, "put_portion", outage)
+    nodes.bring_all(1)
+    flusher = nodes.nodes[0].flusher
+    until(lambda: flusher.failing(url), "it to fail")
+    fails.clear()
+    nodes.nodes[0].flush(None, 0.1)  # tried again soon
+    until(lambda: nodes.store.survey().unfinished, "this node's portion at the durable tier")
+    until(lambda: not flusher.failing(url), "it to be known to work")
+    until(lambda: not nodes.nodes[0].tiers()[url].error, "it to be said to work")
+    assert f"{url} works again" in caplog.text
+
+
+@pytest.mark.usefixtures("left")
 def test_what_gave_way_is_brought_down_when_it_is_told_to_be_whole(
     carried: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

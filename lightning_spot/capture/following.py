@@ -18,6 +18,7 @@ from typing import Generic
 
 from lightning_spot.capture.background import Background
 from lightning_spot.capture.contents import Known, Plan, Unchanged
+from lightning_spot.capture.declined import Declined
 from lightning_spot.capture.host_link import leave, within
 from lightning_spot.capture.leases import give_back, have_made
 from lightning_spot.capture.on_gpus import OnGpus
@@ -26,7 +27,7 @@ from lightning_spot.capture.saying import SAY_S, SayOnce
 from lightning_spot.capture.task import Task, What
 from lightning_spot.capture.unforeseen import as_failure
 from lightning_spot.capture.views import SlotViews
-from lightning_spot.errors import Fenced, NodeFailed, NodeUnreachable, ShareMissing, SpotError, TornSnapshot
+from lightning_spot.errors import Fenced, NodeUnreachable, ShareMissing, SpotError, TornSnapshot
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.pieces import Piece
 from lightning_spot.memory.host import Host, Lease
@@ -38,7 +39,6 @@ logger = logging.getLogger(__name__)
 _JOIN_S = 600.0  # as long as rank 0 may wait for a slot; a node says at once if there will be none
 _CLOSE_S = 10.0
 _AGAIN_S = 5.0  # until a node is told once more what it has not heard
-_MOST_UNTOLD = 8  # newer ones count: what came before is over by then
 
 
 class Follower(ABC, Generic[What]):
@@ -68,7 +68,8 @@ class Follower(ABC, Generic[What]):
         self._views = SlotViews(self._copier)
         self._unsteady: frozenset[int] = frozenset()
         self._pending: list[Task[What]] = []
-        self._untold: dict[str, Callable[[Host], None]] = {}  # by the name of the snapshot, the oldest first
+        self._declined = Declined()
+        self._is_closed = False
         self._say_once = SayOnce()
         try:
             self._tasks = Background("spot-share", self._look, self._look_s)
@@ -139,8 +140,11 @@ class Follower(ABC, Generic[What]):
             complete: whether nobody needs the node of this host any more.
         """
         self.copied()
-        if not self._tasks.close(_CLOSE_S) and self._host is not None:
-            self._host.disconnect()  # what it waits for breaks off
+        self._tasks.put(self._say_last)
+        if not self._tasks.close(_CLOSE_S):
+            self._is_closed = True
+            if (host := self._host) is not None:
+                host.disconnect()  # what it waits for breaks off
             self._tasks.close(_CLOSE_S)
         host, self._host = self._host, None
         with contextlib.ExitStack() as ends:  # from the last one on, whatever fails in one
@@ -174,7 +178,7 @@ class Follower(ABC, Generic[What]):
 
     def _look_s(self) -> float | None:
         """After how long :meth:`_look` is called while nothing else is to be done; ``None`` for never."""
-        return _AGAIN_S if self._untold else None
+        return _AGAIN_S if self._declined else None
 
     def _look(self) -> None:
         """Look after what was written, or was not."""
@@ -185,24 +189,19 @@ class Follower(ABC, Generic[What]):
 
         It is told behind the task that is under way, for whose end training may wait.
         """
-        self._untold.setdefault(name, lambda node: node.decline(name, why, at, host, share))
-        if len(self._untold) > _MOST_UNTOLD:
-            del self._untold[next(iter(self._untold))]
+        self._declined.note(name, lambda node: node.decline(name, why, at, host, share))
         self._tasks.put(self._say_owed)
 
     def _say_owed(self) -> None:
-        """Tell the node what it may not have heard; what it does not hear now is told again."""
-        for name, say in list(self._untold.items()):
-            try:
-                say(self._host or self._reconnect())
-            except (NodeUnreachable, NodeFailed, OSError) as error:
-                logger.debug("it is told again that a rank writes nothing: %s", error)
-                if isinstance(error, NodeUnreachable):
-                    self._leave()
-                return
-            except SpotError as error:  # it is another node, or another attempt's: nobody waits there
-                logger.debug("nobody waits for what a rank does not write: %s", error)
-            del self._untold[name]
+        """Tell the node what it may not have heard."""
+        if not self._declined.say(lambda: self._host or self._reconnect()):
+            self._leave()
+
+    def _say_last(self) -> None:
+        """The same for the last time: no other node is looked for, or even started, to be told of it."""
+        if self._host is not None:
+            self._say_owed()
+        self._declined.forget()
 
     def _connected(self, host: Host) -> None:  # there need not be anything to say
         """Another connection was made, since the last one was lost."""
@@ -328,7 +327,11 @@ class Follower(ABC, Generic[What]):
         return host, self._ask(host, task)
 
     def _reconnect(self) -> Host:
-        self._host = host = self._connect()
+        host = self._connect()
+        if self._is_closed:  # this took longer than the end of the training
+            host.disconnect()
+            raise NodeUnreachable("nothing more is written by this rank")
+        self._host = host
         self._connected(host)
         return host
 

@@ -360,12 +360,13 @@ class Flusher:
         Until then, and as long as there is room, it stays: a resume may find the others' at nodes that reach no tier.
         """
         with self._ring.changed:
-            if not (error.is_final or self.work.later(url, job, time.monotonic(), error.there)):
-                return
-            logger.warning("%s, and nobody brings the rest: it gives way to others", error)
-            self.work.done(url, job)
-            if job.slot is not None:
-                self._ring.forsake(job.slot, job.manifest)
+            if error.is_final or self.work.later(url, job, time.monotonic(), error.there):
+                logger.warning("%s, and nobody brings the rest: it gives way to others", error)
+                self.work.done(url, job)
+                if job.slot is not None:
+                    self._ring.forsake(job.slot, job.manifest)
+            self._succeeded(url, job)
+        self._heard(url, None)
 
     def _fenced(self, url: str, job: Job, attempt: int, error: Fenced) -> None:
         if self._attempt(job) >= error.current > attempt:

@@ -214,7 +214,7 @@ class Work:
         self._later.failed((url, job.key), now_s)
 
     def later(self, url: str, job: Job, now_s: float, there: int) -> bool:
-        """A put waits for what other nodes put there; whether it has for so long that nobody will.
+        """A put waits for what other nodes put there; whether it has for so long that nobody will. The tier works.
 
         Args:
             url: of the tier.
@@ -222,6 +222,8 @@ class Work:
             now_s: the time (monotonic).
             there: files that are there now, of all nodes.
         """
+        self.backoff(url).succeeded(job.key)
+        self._errors.get(url, {}).pop(job.key, None)
         since_s = self._later.wait((url, job.key), now_s, there)
         return now_s - max(since_s, self._left_s(job.run)) >= later.FORSAKEN_S
 
