@@ -72,6 +72,11 @@ class SignalSource:
         self._pid = os.getpid()
         _installed.add(self)
 
+    @property
+    def watched(self) -> tuple[signal.Signals, ...]:
+        """The signals that it catches at present."""
+        return tuple(self._previous)
+
     def expect_workers(self) -> None:
         """Be the first to hear of workers that end, since they may hear of a signal to the whole group before this one.
 
@@ -195,11 +200,23 @@ class SignalSource:
 
 
 _installed: weakref.WeakSet[SignalSource] = weakref.WeakSet()
+_masks = threading.local()  # of each thread that forks: its signal mask before
+
+
+def _hold_back() -> None:
+    """What is sent to a forked child comes once it has left: Python forgets, in a child, what came before that."""
+    watched = {number for source in list(_installed) for number in source.watched}
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+
+
+def _let_come() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
 
 
 def _leave_all() -> None:
     for source in list(_installed):
         source.leave()
+    _let_come()
 
 
-os.register_at_fork(after_in_child=_leave_all)
+os.register_at_fork(before=_hold_back, after_in_parent=_let_come, after_in_child=_leave_all)
