@@ -71,6 +71,36 @@ def work_together(work: Callable[[], None], count: int, name: str) -> None:
         raise failures[0]
 
 
+def in_turn(take: Callable[[], T | None], use: Callable[[T], object], count: int, name: str) -> None:
+    """Have pieces taken in turn, by one thread at a time, and used side by side, until none is left.
+
+    Args:
+        take: gives the next piece; ``None`` if none is left.
+        use: what is done with it.
+        count: threads at most, the calling one among them.
+        name: of the others.
+
+    Raises:
+        BaseException: what one of them has raised, as :func:`work_together`. None is taken after one has failed, or the
+            calling thread was interrupted, and none is being used any more.
+    """
+    taking, ended = threading.Lock(), threading.Event()
+
+    def work() -> None:
+        try:
+            while not ended.is_set():
+                with taking:
+                    piece = take()
+                if piece is None:
+                    return
+                use(piece)
+        except BaseException:
+            ended.set()
+            raise
+
+    work_together(work, count, name)
+
+
 def all_at_once(actions: Sequence[Callable[[], T]], name: str, most: int = 8) -> list[T]:
     """Do what waits for answers side by side; the results in order. Where threads are short, some after others.
 
@@ -80,33 +110,23 @@ def all_at_once(actions: Sequence[Callable[[], T]], name: str, most: int = 8) ->
         most: at once, the calling thread among them.
 
     Raises:
-        Exception: what the first of those that failed, in order, has raised. None is begun after one has failed, or
-            the calling thread was interrupted, and none is being done any more.
+        Exception: what the first of those that failed, in order, has raised; see :func:`in_turn`.
     """
     results: dict[int, T] = {}
     failures: dict[int, Exception] = {}
-    left, lock = iter(range(len(actions))), threading.Lock()
-    ended = threading.Event()
+    left = iter(range(len(actions)))
 
-    def work() -> None:
+    def act(index: int) -> None:
         try:
-            while not ended.is_set():
-                with lock:
-                    index = next(left, None)
-                if index is None:
-                    return
-                try:
-                    results[index] = actions[index]()
-                except Exception as error:
-                    failures[index] = error
-                    ended.set()
-        except BaseException:
-            ended.set()
+            results[index] = actions[index]()
+        except Exception as error:
+            failures[index] = error
             raise
 
-    work_together(work, min(most, len(actions)), name)
-    if failures:
-        raise failures[min(failures)]
+    try:
+        in_turn(lambda: next(left, None), act, min(most, len(actions)), name)
+    except Exception as error:
+        raise failures.get(min(failures, default=-1), error)  # noqa: B904 # which another thread has met
     return [results[index] for index in range(len(actions))]
 
 

@@ -56,6 +56,20 @@ def test_ls(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {row[-1] for row in rows} == {"safe", "durable"}
 
 
+def test_ls_on_a_narrow_terminal_cuts_no_name(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are copied from there, into the next command."""
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["ls", str(run_dir)]) == 0
+    listed = capsys.readouterr().out
+    assert "\x1b[" in listed
+    assert "…" not in listed
+    assert all(manifest.name in listed for manifest in LocalStore(run_dir).survey().manifests)
+
+
 def test_ls_of_portions(run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Names are whole in a pipe; a portion whose host does not know when it was taken is not 20,000 days old."""
     named = argparse.Namespace(url=str(run_dir), memory=[], run=None, json=False)

@@ -1,4 +1,4 @@
-"""What commands print with: tables that are whole in a pipe, too."""
+"""What commands print with: tables that are whole, in a pipe and on a narrow terminal."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-_NARROWEST = 400  # columns, where the output is no terminal: names and URLs are read by programs, and copied
+_NARROWEST = 400  # columns: names and URLs are read by programs, and copied; a terminal breaks lines by itself
 
 
 def wide_console() -> Console:
     """Standard output."""
     console = Console(soft_wrap=True, highlight=False)
-    if console.is_terminal:
-        return console
     return Console(soft_wrap=True, highlight=False, width=max(console.width, _NARROWEST))
 
 

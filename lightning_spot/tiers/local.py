@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -17,7 +16,7 @@ from lightning_spot.image.files import cut, is_own_file
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, Order, snapshot_order
 from lightning_spot.image.parts import part_ranges
 from lightning_spot.image.sealing import NotedParts
-from lightning_spot.threads import work_together
+from lightning_spot.threads import in_turn
 from lightning_spot.tiers import claims, files, store
 from lightning_spot.tiers.claims import ATTEMPTS_DIR, Claim
 from lightning_spot.tiers.files import tier_errors
@@ -93,23 +92,19 @@ class LocalStore:
 
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`."""
-        left, reading, ended = iter(manifest.ranges()), threading.Lock(), threading.Event()
+        left = iter(manifest.ranges())
 
-        def work() -> None:
-            try:
-                while not ended.is_set():
-                    with reading:  # in order, and one at a time: a disk reads faster so
-                        if (found := next(left, None)) is None:
-                            return
-                        start, stop = found
-                        image.read(start, into[start:stop], progress)
-                    manifest.verify_range(start, into[start:stop], self.url)
-            except BaseException:
-                ended.set()
-                raise
+        def take() -> tuple[int, int] | None:
+            """Read the next range, in order, and one at a time: a disk reads faster so."""
+            if (found := next(left, None)) is not None:
+                image.read(found[0], into[found[0] : found[1]], progress)
+            return found
+
+        def check(bounds: tuple[int, int]) -> None:
+            manifest.verify_range(bounds[0], into[bounds[0] : bounds[1]], self.url)
 
         with tier_errors(self.url, reading=True), ImageReader(self.root, manifest, self.url) as image:
-            work_together(work, 2, "spot-fetch")
+            in_turn(take, check, 2, "spot-fetch")
 
     def folder(self, name: str, *, attempt: int, run_id: str) -> LocalFolder:
         """See :meth:`HasFolders.folder`."""
